@@ -1,1 +1,1 @@
-"""Where candidates are run: base.py says what the tuner needs, local.py runs rank processes on this machine."""
+"""Executors run candidates: base.py defines the interface, local.py runs rank processes."""

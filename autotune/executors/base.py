@@ -1,4 +1,4 @@
-"""What the tuner needs of an executor. The loop above does not know which one it has."""
+"""Executor interface. The search loop does not depend on the implementation."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from autotune.problem.outcome import Outcome
 
 @dataclass(frozen=True)
 class Effort:
-    """How carefully to measure."""
+    """Length and scope of a measurement."""
 
-    full: bool = False  # every micro-batch of a step, none extrapolated
-    certify: bool = False  # also an evaluation forward and a gathered save
-    resume: bool = False  # instead: a checkpoint is saved, and a fresh group of ranks loads it and goes on
+    full: bool = False  # measure every micro-batch of a step; extrapolate none
+    certify: bool = False  # also run an evaluation forward and a gathered save
+    resume: bool = False  # only save a checkpoint, and load and continue it in a fresh group of ranks
     min_steps: int = 3
     max_steps: int = 30
-    min_seconds: float = 1.0  # of measured steps
+    min_seconds: float = 1.0  # measured steps
     max_seconds: float = 20.0
 
 
@@ -34,84 +34,93 @@ RESUME = Effort(full=True, resume=True, min_steps=1, max_steps=1, min_seconds=0.
 
 
 class Session(Protocol):
-    """One engine. Only micro-batch and accumulation may change while it lives."""
+    """One engine. Only micro-batch and accumulation may change during its life."""
 
     @property
     def alive(self) -> bool:
-        """Whether another candidate of the same family can be measured."""
+        """True if another candidate of the same family can be measured."""
 
     def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
-        """The candidate's Outcome, after at most the deadline and one kill grace. Never raises for a failed trial."""
+        """Return the candidate's outcome within the deadline plus one kill grace period.
+
+        A failed trial never raises.
+        """
 
     def close(self) -> None: ...
 
 
 class Ground(Protocol):
-    """Where groups of ranks are started: this machine (`station.Station`), or several (`nodes.cluster.Cluster`)."""
+    """Place that starts groups of ranks: this machine (`station.Station`), or several (`nodes.cluster.Cluster`)."""
 
     @property
     def ops(self) -> Ops: ...
 
     @property
     def launcher(self) -> Launcher | Spread:
-        """What a Group takes its ranks from, once it is open."""
+        """Source of ranks for a Group, after `open`."""
 
     def begin(self, needs: Needs) -> None:
-        """Starts what `open` waits for, where that can be done beside something else."""
+        """Start the work that `open` waits for, if it can run in the background."""
 
     def open(self, needs: Needs) -> None:
-        """Gets ready to start ranks, anew where it was ready before.
+        """Prepare for starting ranks, or prepare again.
 
         Raises:
-            UserError: what starts them died, or hangs.
-            Stopped: it was cancelled.
+            UserError: the process that starts ranks died or hangs.
+            Stopped: the user cancelled.
         """
 
     def load_ops(self, names: Sequence[str], needs: Needs) -> bool:
-        """Has DeepSpeed's ops built and loaded; whether ranks may still be forked then."""
+        """Build and load DeepSpeed's ops, and return whether ranks may still be forked."""
 
     @property
     def broken(self) -> bool:
-        """Whether what starts ranks was killed, or cannot be reached."""
+        """True if the process that starts ranks was killed or cannot be reached."""
 
     def mend(self) -> None:
-        """Gets it back.
+        """Reconnect, or prepare for a new start.
 
         Raises:
-            MachineTrouble: that cannot be done.
-            Stopped: it was cancelled.
+            MachineTrouble: reconnecting failed.
+            Stopped: the user cancelled.
         """
 
     def all_see(self, path: Path) -> bool:
-        """Whether the path is the same for all ranks."""
+        """Return True if all ranks see the same file at this path."""
 
     def close(self) -> None: ...
 
 
 class Executor(Protocol):
-    """Runs candidates somewhere."""
+    """Runs candidates."""
 
     def begin(self) -> None:
-        """Starts what `open` waits for, and does not wait: imports take seconds."""
+        """Start the imports that `open` waits for, and return at once."""
 
     def open(self, say: Callable[[str], None]) -> None:
-        """Everything that is done once and before the budget starts."""
+        """Do all one-time work before the budget starts."""
 
     @property
     def resumes(self) -> bool:
-        """Whether it can show that a candidate goes on from a checkpoint (`Effort.resume`)."""
+        """True if the executor can test a resume from a checkpoint (`Effort.resume`)."""
 
     def check(self, say: Callable[[str], None]) -> None:
-        """A test of the machine before anything is blamed on a candidate.
+        """Test the machine, so that its faults are not attributed to a candidate.
 
         Raises:
-            MachineTrouble: no group of ranks would work here.
+            MachineTrouble: groups of ranks do not work here.
         """
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> Session:
-        """A new engine for the candidate's family; `name` is where its logs go, `patience` a factor on all limits."""
+        """Create an engine for the candidate's family.
+
+        Args:
+            candidate: the candidate.
+            name: name of the log folder.
+            patience: factor on all limits.
+        """
 
     def now(self) -> float:
-        """Seconds on the executor's clock: the machine's, or a simulated one."""
+        """Return seconds on the executor's clock, which is the machine's or a simulated one."""
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""How long ranks may show no life before a trial is given up."""
+"""Time limits for ranks without a sign of progress."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from autotune.problem.outcome import Phase
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long ranks may show no life in a phase, in seconds: no message, no step of a main thread, nothing computed, read
-    or written. What is large gets more on top, by `size_seconds`."""
+    """Seconds that ranks may show no progress in a phase.
 
-    hello: float = 90.0  # an interpreter comes up and connects; nothing of the candidate is in it yet
+    Progress is a message, a step of a main thread, computation, or I/O. Large models get additional seconds from
+    `size_seconds`.
+    """
+
+    hello: float = 90.0  # an interpreter starts and connects, before it receives the candidate
     start: float = 90.0
     init: float = 120.0
     step: float = 60.0
@@ -22,10 +25,13 @@ class Deadlines:
         return {Phase.START: self.start, Phase.INIT: self.init}.get(phase, self.step)
 
     def allowing(self, seconds: float, patience: float) -> Callable[[Phase], float]:
-        """The limit of each phase: `seconds` more where weights and states are made or moved, all times `patience`."""
+        """Return the limit of each phase: `seconds` more in heavy phases, all times `patience`.
+
+        Heavy phases create or move weights and optimizer states.
+        """
         heavy = (Phase.INIT, Phase.LOAD, Phase.SAVE)
         return lambda phase: patience * (self.of(phase) + (seconds if phase in heavy else 0.0))
 
 
-# a script may wait for the network, or for another process that prepares its data
+# Scripts may wait for the network, or for another process that prepares their data.
 SCRIPT_DEADLINES = Deadlines(start=300.0, init=300.0, step=120.0)

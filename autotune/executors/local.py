@@ -1,4 +1,4 @@
-"""Trials in rank processes, on this machine or on the nodes of a cluster."""
+"""Run trials in rank processes, on this machine or on the nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -44,24 +44,29 @@ from autotune.problem.outcome import Kind, Outcome, Phase, Source
 from autotune.problem.script import heavy_imports
 from autotune.rank.config import all_ops, trial_config
 
-CHECKPOINT = "checkpoint"  # a trial's folder for it
-WOKEN = "CUDA was woken before the fork"  # as a forked rank says it
+CHECKPOINT = "checkpoint"  # name of the checkpoint folder in a trial's folder
+WOKEN = "CUDA was woken before the fork"  # message of a forked rank
 
 
 class LocalExecutor:
     """Real DeepSpeed in rank processes.
 
     Args:
-        folder: in the study's, or that itself; each trial's logs go to a folder in it.
-        study: the study's own folder, where that is another.
-        unprotected: run user code without a sandbox on machines that offer none.
-        candidates: those that are tried first: they decide which of DeepSpeed's ops `open` builds.
+        job: the job.
+        hardware: the machine, or all nodes.
+        folder: the study's folder or one below it. Each trial's logs go to a subfolder.
+        candidates: first candidates; they determine the DeepSpeed ops that `open` builds.
         isolation: `fork` (from a server that has imported everything) or `spawn` (cold starts).
-        cancelled: asked several times a second; a trial that runs then ends as interrupted.
-        fault: a fault that tests plant into the trial of that name.
-        count_live_tensors: slows every operator; for checking predictions.
+        deadlines: limits without progress; None: by the type of job.
+        seed: random seed of the ranks.
+        cancelled: polled several times a second; if True, a running trial ends as interrupted.
+        on_phase: receives the ranks' phase.
+        fault: returns a fault that tests inject into the named trial.
+        count_live_tensors: record live tensor bytes, which slows every operator; used to check predictions.
         ground: where ranks run; None: on this machine.
-        variables: of ranks on this machine: which devices are theirs, where others are another job's.
+        variables: environment of ranks on this machine, such as their devices if other jobs use the rest.
+        study: the study's folder, if `folder` is another.
+        unprotected: run user code without a sandbox on machines that offer none.
     """
 
     def __init__(
@@ -91,16 +96,16 @@ class LocalExecutor:
         self.study, self.unprotected = study or folder, unprotected
         self._first, self.tried_ops = list(candidates), dict[str, None]()  # builders, in order
         self.say: Callable[[str], None] = lambda text: None
-        self.show: Callable[[str], None] = lambda text: None  # what takes long, while it does
-        self.completed: Callable[[Candidate, Outcome], Outcome] = lambda _, found: found  # a slice's (`slice.py`)
+        self.show: Callable[[str], None] = lambda text: None  # receives the current slow operation
+        self.completed: Callable[[Candidate, Outcome], Outcome] = lambda _, found: found  # set for a slice (`slice.py`)
         self.here = ground is None
-        self.meter = make_meter(hardware) if ground is None else Meter()  # nodes have their own
+        self.meter = make_meter(hardware) if ground is None else Meter()  # nodes have their own meters
         ops = Ops(lambda text: self.say(text), lambda text: self.show(text))
         self.ground = ground or Station(folder, ops, lambda: self.cancelled())
 
     @property
     def entry(self) -> str:
-        """The module that a rank of this job runs."""
+        """Module that a rank of this job runs."""
         return SCRIPT_RANK if self.job.script else MODEL_RANK
 
     @property
@@ -113,7 +118,7 @@ class LocalExecutor:
 
     @property
     def threads(self) -> int:
-        """CPU threads a rank."""
+        """CPU threads per rank."""
         return self.hardware.threads or threads_per_rank(self.hardware.processes)
 
     def begin(self) -> None:
@@ -121,7 +126,7 @@ class LocalExecutor:
 
     def open(self, say: Callable[[str], None]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left in self.folder.glob(f"trials/*/{CHECKPOINT}"):  # by a tuner that was killed
+        for left in self.folder.glob(f"trials/*/{CHECKPOINT}"):  # left by a killed tuner
             shutil.rmtree(left, ignore_errors=True)
         self.say = say
         self.ground.open(self._needs())
@@ -133,7 +138,7 @@ class LocalExecutor:
         return Needs(self.hardware.device, self.threads, self.isolation, modules, model, variables=self._variables)
 
     def load_ops(self, candidates: list[Candidate], *names: str) -> None:
-        """Has DeepSpeed's ops built, where they are not, that trials of these candidates need, and those of these builders."""
+        """Build missing DeepSpeed ops for trials of these candidates, and ops of these builders."""
         self.tried_ops |= dict.fromkeys([*all_ops(candidates, self.job, self.hardware.device), *names])
         if not self.ground.load_ops(list(self.tried_ops), self._needs()):
             self._start_cold(self.say)
@@ -159,13 +164,13 @@ class LocalExecutor:
         check_group(self.launcher, self.hardware, spec, self.hardware.processes, self.folder / "check", self.cancelled)
 
     def _start_cold(self, say: Callable[[str], None]) -> None:
-        """From now on every rank is an interpreter of its own."""
+        """Start every rank as a new interpreter from now on."""
         say("something woke CUDA before the fork: falling back to cold starts (slower, same results)")
         self.isolation = "spawn"
         self.ground.open(self._needs())
 
     def ensure_launcher(self) -> None:
-        """Restarts a fork server that was killed, and reaches nodes again that were cut off."""
+        """Restart a killed fork server, and reconnect to lost nodes."""
         if self.ground.broken:
             self.ground.mend()
             if self.here:
@@ -173,7 +178,7 @@ class LocalExecutor:
 
     @property
     def resumes(self) -> bool:
-        # a slice saves its own part of a checkpoint, and there are no others to load theirs
+        # a slice saves only its own part of a checkpoint, and no other ranks exist to complete it
         return not self.hardware.sliced and self.ground.all_see(self.folder.resolve())
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> LocalSession:
@@ -195,11 +200,11 @@ class LocalSession:
         self._group: Group | None = None
         self._ended = False
         self._ready, self._answers = set[int](), dict[int, Message]()
-        self._results: list[Message] = []  # of the last measuring, by rank
-        self._checkpoint: Path | None = None  # which the next group loads
-        self._beside_peak_bytes = 0  # of the worst rank, while it loaded, evaluated and saved
-        self.facts: dict[str, Any] = {}  # what rank 0 of a script said of itself
-        self.unbuilt = ""  # the builder of an op that its first run needs, and that nobody has foreseen
+        self._results: list[Message] = []  # results of the last measurement, by rank
+        self._checkpoint: Path | None = None  # loaded by the next group
+        self._beside_peak_bytes = 0  # peak of the worst rank while it loaded, evaluated and saved
+        self.facts: dict[str, Any] = {}  # reported by rank 0 of a script
+        self.unbuilt = ""  # builder of an op that the probe run needs and no config predicted
 
     @property
     def alive(self) -> bool:
@@ -207,7 +212,7 @@ class LocalSession:
 
     @property
     def failed_at(self) -> float | None:
-        """When a failure was noticed, on the monotonic clock."""
+        """Monotonic time at which a failure was noticed; None if none was."""
         return self._group.failed_at if self._group is not None else None
 
     def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
@@ -225,11 +230,11 @@ class LocalSession:
                 outcome = self._resume(candidate, effort, deadline)
             else:
                 outcome = self._measured(candidate) if stop is Stop.ARRIVED else self._failed(stop)
-        except Stopped:  # while a server was started anew
+        except Stopped:  # during a restart of the fork server
             outcome = interrupted(Phase.START)
-        except MachineTrouble as error:  # a node that was lost does not come back
+        except MachineTrouble as error:  # a lost node did not return
             outcome = machines_fault(Phase.START, error, Source.NODE)
-        except OSError as error:  # disk full, no descriptors left: the machine, not the candidate
+        except OSError as error:  # a full disk or a lack of descriptors is the machine's fault
             phase = self._group.phase if self._group is not None else Phase.START
             outcome = machines_fault(phase, error, Source.EXCEPTION)
         if not outcome.ok or self._executor.job.script:  # a script's data loader holds one batch size
@@ -240,7 +245,7 @@ class LocalSession:
         return dataclasses.replace(outcome, log=log, seconds=seconds, outside_seconds=outside, started=started)
 
     def _ask_measure(self, candidate: Candidate, effort: Effort, deadline: float, most_seconds: float) -> Stop:
-        """Has the ranks measure; their answers are then `_results`."""
+        """Have the ranks measure, and store their answers in `_results`."""
         group = self._running()
         group.reset_peaks()
         group.enter(Phase.FORWARD)
@@ -260,12 +265,12 @@ class LocalSession:
         return stop
 
     def _ask_certify(self, candidate: Candidate, deadline: float) -> Stop:
-        """Has the ranks do what training does besides steps."""
+        """Have the ranks run the parts of training besides steps: evaluation and save."""
         self._running().enter(Phase.SAVE)
         return self._ask("certify", deadline, micro_batch=candidate.micro_batch)
 
     def _resume(self, candidate: Candidate, effort: Effort, deadline: float) -> Outcome:
-        """Ends the group after a checkpoint and has a fresh one go on from it."""
+        """Save a checkpoint, end the group, and have a new group resume from it."""
         group, folder = self._running(), self._folder.resolve() / CHECKPOINT
         group.enter(Phase.SAVE)
         try:
@@ -289,7 +294,7 @@ class LocalSession:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _measured(self, candidate: Candidate) -> Outcome:
-        """Of everything since `_ask_measure`: the peaks of a certification, too."""
+        """Return the outcome of everything since `_ask_measure`, including the peaks of a certification."""
         group = self._running()
         self.facts.update(self._results[0].get("facts", {}))
         job, hardware = self._executor.job, self._executor.hardware
@@ -307,7 +312,7 @@ class LocalSession:
         return self._group
 
     def _start(self, deadline: float) -> Stop:
-        """Launches the ranks and waits until their engine, or the script's first batch, is ready."""
+        """Launch the ranks and wait until their engine, or the script's first batch, is ready."""
         executor = self._executor
         deadlines = executor.deadlines
         silence = deadlines.allowing(size_seconds(executor.job, self._candidate), self._patience)
@@ -337,7 +342,7 @@ class LocalSession:
         if job.script or job.workload:
             kept = [str((self._folder / CHECKPOINT).resolve())] if executor.resumes else []
             how: dict[str, Any] = {"unprotected": executor.unprotected, "kept": kept}
-            what |= {**how, "sandbox": None}  # a node makes its own
+            what |= {**how, "sandbox": None}  # a node creates its own sandbox
             if executor.here:
                 what["sandbox"] = trial_sandbox(executor.folder, job, candidate, executor.study, **how).to_json()
         return {
@@ -369,18 +374,18 @@ class LocalSession:
                 self._answers[rank] = message
 
     def _ask(self, kind: str, deadline: float, **request: Any) -> Stop:
-        """Asks every rank and waits for the answers of all."""
+        """Send a request to every rank and wait for all answers."""
         group, world = self._running(), self._executor.hardware.processes
         self._answers = {}
         group.tell(kind, **request)
         return group.watch(lambda: len(self._answers) == world, deadline)
 
     def _failed(self, stop: Stop) -> Outcome:
-        """Collects the evidence, ends the whole group at once, and judges.
+        """Collect the evidence, end the whole group at once, and return the outcome.
 
         Raises:
-            Unusable: the script cannot be tuned, whatever the candidate; once it has been measured (it has a profile) that
-                is said only of one that went on from a checkpoint.
+            Unusable: the script cannot be tuned with any candidate. For a script with a profile, which has been
+                measured before, this is raised only if it resumed from a checkpoint.
         """
         group = self._running()
         if stop is Stop.CANCELLED:
@@ -389,7 +394,7 @@ class LocalSession:
             return out_of_time(group.phase, group.waited_seconds)
         evidence = group.evidence()
         self.close()
-        if self._executor.cancelled():  # `scancel` ends tuner and ranks together: they may be seen to die first
+        if self._executor.cancelled():  # `scancel` ends tuner and ranks together, so the ranks may die first
             return interrupted(group.phase)
         script = self._executor.job.script
         known = script is not None and bool(script.profile) and self._checkpoint is None
@@ -398,10 +403,10 @@ class LocalSession:
         return found or judged(evidence, greeted=group.greeted, server_lives=server_lives)
 
     def close(self) -> None:
-        """Ends every rank and waits until nothing of them is left."""
+        """End all ranks and wait until none is left."""
         ended, self._ended = self._ended, True
         if not ended and self._group is not None:
             self._group.end()
             clear(self._executor.folder)
-            with suppress(OSError):  # it holds something while a verification goes on
+            with suppress(OSError):  # the folder is not empty during a resume trial
                 (self._folder / CHECKPOINT).rmdir()

@@ -1,4 +1,4 @@
-"""From what the ranks of a trial report, or from how they failed, to its Outcome."""
+"""Convert the ranks' reports, or their failure, to the trial's outcome."""
 
 from __future__ import annotations
 
@@ -29,24 +29,30 @@ def measurement_of(
     hardware: Hardware,
     facts: dict[str, Any],
 ) -> Measurement:
-    """The Measurement of one candidate: speed of the whole group, memory of its worst rank.
+    """Return the measurement of one candidate: speed of the whole group, memory of its worst rank.
 
     Args:
         results: the `measured` message of each rank, by rank.
-        facts: what rank 0 of a script said of itself.
+        peaks: sampled peaks.
+        phase_seconds: seconds by phase.
+        candidate: the candidate.
+        job: the job.
+        hardware: the machine.
+        facts: report of rank 0 of a script.
     """
-    # ranks of a slice keep their own time; all others agree on it
+    # ranks of a slice are timed separately; other ranks share one time
     leading = max(results, key=lambda one: _pace(one, job).seconds) if hardware.sliced else results[0]
     pace = _pace(leading, job)
     trained = samples(job, candidate)
-    if not candidate.knobs:  # a script as it is
+    if not candidate.knobs:  # a probe run of a script
         trained = facts["micro_batch"] * facts["accumulation"] * job.ranks
     tokens = trained * job.tokens_per_sample
     if "tokens" in results[0]:
         tokens = sum(result["tokens"] for result in results) * job.ranks / len(results)
     tflops, mfu = _rates(job, candidate, hardware, tokens / pace.seconds)
     inside = [inside_bytes(result) for result in results]
-    # a GPU's growth is another's bytes too: where NVML does not show the ranks they know better themselves
+    # The growth of a GPU's used memory includes other processes. If NVML does not list the ranks, their own counts are
+    # better.
     shown = max(peaks.used, default=0)
     live = [result["live_bytes"] for result in results if "live_bytes" in result]
     return Measurement(
@@ -76,42 +82,43 @@ def measurement_of(
 
 
 def _pace(result: Message, job: Job) -> Pace:
-    """What a rank's steps come to: a script may do in some of them what it does not in others."""
+    """Return the pace of a rank's steps. A script may do additional work in some steps."""
     seconds = result["step_seconds"]
     return pace_of(seconds) if job.script else Pace(statistics.median(seconds), median_spread(seconds))
 
 
 def inside_bytes(result: Message) -> int:
-    """A rank's peak as it counts it itself, in the quantity that capacity is compared with."""
+    """Return the peak that a rank counted itself, in the quantity that is compared with capacity."""
     inside = int(result.get("data_bytes") or result.get("reserved_bytes") or 0)
     return inside + int(result.get("overhead_bytes") or 0)
 
 
 def worst(results: list[Message], key: str) -> int | None:
-    """The highest value that any rank reports; None where none does."""
+    """Return the highest value that any rank reports; None if none does."""
     return max((int(result[key]) for result in results if result.get(key) is not None), default=None)
 
 
 def _rates(
     job: Job, candidate: Candidate, hardware: Hardware, tokens_per_second: float
 ) -> tuple[float | None, float | None]:
-    """(model TFLOP/s a GPU, their share of the card's peak), None where the model or the card is not known."""
+    """Return model TFLOP/s per GPU and MFU; None if the model's or the card's figures are unknown."""
     flops_per_token = model_flops_per_token(under(job, candidate))
     if not flops_per_token:
         return None, None
     tflops = flops_per_token * tokens_per_second / job.ranks / 1e12
     card = hardware.gpu_facts
-    if card is None or card.doubt:  # a share of an estimated peak says nothing
+    if card is None or card.doubt:  # a share of an estimated peak is not meaningful
         return tflops, None
     return tflops, tflops / (card.fp32_tflops if job.precision == "fp32" else card.tflops)
 
 
 def judged(evidence: Evidence, *, greeted: bool, server_lives: bool) -> Outcome:
-    """Of a trial whose ranks have failed.
+    """Return the outcome of a trial whose ranks have failed.
 
     Args:
-        greeted: whether all ranks had come up; before that nothing of the candidate has reached them.
-        server_lives: whether what forked them does.
+        evidence: the collected evidence.
+        greeted: True if all ranks had started; before that, they have received nothing of the candidate.
+        server_lives: True if the fork server is alive.
     """
     verdict = judge(evidence)
     kind, reason, said = verdict.kind, verdict.reason, verdict.evidence
@@ -136,15 +143,18 @@ def judged(evidence: Evidence, *, greeted: bool, server_lives: bool) -> Outcome:
 
 
 def _capacity_of(kind: Kind, evidence: Evidence) -> int | None:
-    """Of the memory that ran out; None where none did, or nothing says."""
+    """Return the capacity of the exhausted memory; None without an OOM or if unknown."""
     if kind is Kind.OOM_DEVICE:
         return evidence.capacity_bytes or None
     return (evidence.host_total_bytes or None) if kind is Kind.OOM_HOST else None
 
 
 def _peak_of(evidence: Evidence) -> int | None:
-    """The highest that was seen, or that ranks counted when they failed: who looks now and then sees little of a short trial. Of
-    CPU ranks no more than their cap, which is lifted once they have failed: they report then."""
+    """Return the highest peak that was sampled, or that failed ranks counted.
+
+    Sampling misses most of a short trial. CPU ranks report after their memory cap was lifted, so their peak is limited
+    to the cap.
+    """
     accounts = [Account.of(error.get("text", ""), error.get("numbers")) for error in evidence.errors]
     counted = [size for one in accounts for size in (one.own, one.reserved_peak, one.reserved) if size is not None]
     worst_bytes = max([evidence.peaks.worst, *counted])
@@ -154,13 +164,15 @@ def _peak_of(evidence: Evidence) -> int | None:
 
 
 def unusable(evidence: Evidence, phase: Phase, *, known: bool) -> Outcome | None:
-    """Of a trial whose ranks say that the script is not to be tuned so; None where they do not.
+    """Return the outcome of a trial whose ranks report an untunable script; None if they do not.
 
     Args:
-        known: whether the script has been measured already; then it is the candidate's.
+        evidence: the collected evidence.
+        phase: the ranks' phase.
+        known: True if the script has been measured before, so that the candidate is the cause.
 
     Raises:
-        Unusable: the script cannot be tuned, whatever the candidate.
+        Unusable: the script cannot be tuned with any candidate.
     """
     said = next((error for error in evidence.errors if error.get("cause")), None)
     if said is None:
@@ -173,22 +185,22 @@ def unusable(evidence: Evidence, phase: Phase, *, known: bool) -> Outcome | None
 
 
 def interrupted(phase: Phase) -> Outcome:
-    """Of a trial that a person stopped."""
+    """Return the outcome of a trial that the user stopped."""
     why, said = "the study was stopped", "stop requested"
     return Outcome(Kind.INTERRUPTED, phase, reason=why, evidence=said, source=Source.STOP)
 
 
 def machines_fault(phase: Phase, error: Exception, source: Source) -> Outcome:
-    """Of a trial that the machine has kept from running: a full disk, no process left, a node that is gone."""
+    """Return the outcome of a trial that the machine prevented: a full disk, no free process, a lost node."""
     why = str(error)
     said = f"exception OSError: {why}" if isinstance(error, OSError) else why
     return Outcome(Kind.INFRASTRUCTURE, phase, reason=why, evidence=said, source=source)
 
 
 def out_of_time(phase: Phase, waited_seconds: float) -> Outcome:
-    """Of a trial whose share of the budget ended. It says nothing of the candidate: it may be tried again with more time."""
+    """Return the outcome of a trial whose share of the budget ended. The candidate may be retried with more time."""
     why, said = f"its share of the budget ended in {phase.value}", "deadline of the budget"
     kind = Kind.INTERRUPTED
-    if waited_seconds:  # else it would count as slow
+    if waited_seconds:  # GPU contention must not count as a slow candidate
         kind, why = Kind.FOREIGN, f"{why}, after {waited_seconds:.0f} s of waiting for the device's memory"
     return Outcome(kind, phase, reason=why, evidence=said, source=Source.BUDGET)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ops before a trial or a training needs them: built where this environment has not yet, and said."""
+"""Build DeepSpeed's ops before a trial or a training needs them, and report it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from autotune.problem.job import Job
 from autotune.rank.config import DISPENSABLE, needed_ops
 from autotune.units import format_duration
 
-_LOADING_SECONDS = 5.0  # loading that takes longer is building anew what has changed
+_LOADING_SECONDS = 5.0  # seconds; slower loading means that DeepSpeed rebuilds a changed op
 
 
 class Ops:
     """The ops of one study or training.
 
     Args:
-        say: takes a line for people.
-        show: takes what is done at the moment, for a view that is drawn again and again; empty when it is done.
+        say: receives lines for the user.
+        show: receives the current operation for a live view; empty when it is done.
     """
 
     def __init__(self, say: Callable[[str], None], show: Callable[[str], None] = lambda text: None) -> None:
         self._say, self._show = say, show
-        self._names: list[str] = []  # of the builders of those that were asked for
-        self._server: ForkLauncher | None = None  # has loaded them
-        self.failed: dict[str, str] = {}  # why, by builder
-        self.folder = ""  # of this environment's own, where they lie; empty: where the user's own variable says
+        self._names: list[str] = []  # builders requested so far
+        self._server: ForkLauncher | None = None  # the server that has loaded them
+        self.failed: dict[str, str] = {}  # reason by builder
+        self.folder = ""  # this environment's own folder of ops; empty if TORCH_EXTENSIONS_DIR is set
         self.build_seconds = 0.0
-        self._loading: tuple[float, Message] | None = None  # since when, and what was said of it
+        self._loading: tuple[float, Message] | None = None  # start time, and the message about it
 
     def load(
         self,
@@ -45,23 +45,29 @@ class Ops:
         log: Path,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Has the launcher's ranks find these, and those that were asked for before; returns whether a fork server may still
-        be forked. Cold ranks find what a process of its own has built beforehand: else they would build, in silence and all
-        at the same place.
+        """Make these ops and the earlier ones available to the launcher's ranks.
+
+        For cold ranks a separate process builds the ops first. Otherwise each rank would build without a message, and
+        all in one folder.
 
         Args:
-            names: of the builders.
-            env: of that process, as ranks have it.
-            log: of that process.
+            launcher: starts the ranks.
+            names: builders of the ops.
+            env: environment of the separate process, as for ranks.
+            log: log file of that process.
+            cancelled: True if the user cancelled.
+
+        Returns:
+            True if a fork server may still be forked.
 
         Raises:
             UserError: that process or the server died, or a build hangs.
-            Stopped: it was cancelled.
+            Stopped: the user cancelled.
         """
         new = [name for name in dict.fromkeys(names) if name not in self._names]
         self._names += new
         if isinstance(launcher, ForkLauncher):
-            if launcher is not self._server:  # another has loaded those of before
+            if launcher is not self._server:  # another server loaded the earlier ops
                 self._server, new = launcher, self._names
                 return self._ask(launcher, new)
             return self._ask(launcher, new) if new else True
@@ -71,7 +77,7 @@ class Ops:
                     server.open()
                     self._ask(server, new)
             except BaseException:
-                self._names = self._names[: -len(new)]  # whoever tries again asks for them again
+                self._names = self._names[: -len(new)]  # the next attempt requests them again
                 raise
         return True
 
@@ -118,10 +124,10 @@ class Ops:
         self._show(text)
 
     def left(self, candidates: Sequence[Candidate], job: Job, device: str) -> tuple[list[Candidate], list[str]]:
-        """The candidates that do without the ops that cannot be built, and a line for each of these that costs some.
+        """Return the candidates that need no failed op, and one line per failed op that excludes some.
 
         Raises:
-            UserError: none is left.
+            UserError: no candidate is left.
         """
         failed = self.failed.keys() - DISPENSABLE
         if not failed or not candidates:
@@ -139,5 +145,5 @@ class Ops:
 
 
 def op_name(builder: str) -> str:
-    """`CPUAdam` for `CPUAdamBuilder`."""
+    """Return `CPUAdam` for `CPUAdamBuilder`."""
     return builder.removesuffix("Builder")

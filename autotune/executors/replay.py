@@ -1,8 +1,8 @@
-"""A table instead of a machine: what a trial would give is looked up, what it would cost moves a simulated clock.
+"""Replay a recorded table instead of using a machine, with a simulated clock.
 
-A table is `NAME.csv.gz` (or `NAME.csv`) with one row a candidate: its knobs, then `peak_gib`, `step_seconds`,
-`startup_seconds` and `outcome`; `NAME.json` beside it says which job and machine, the job whole under `job`, or else in a few
-words. `autotune record` writes such tables.
+A table is `NAME.csv.gz` (or `NAME.csv`) with one row per candidate: its knobs, then `peak_gib`, `step_seconds`,
+`startup_seconds` and `outcome`. `NAME.json` next to it describes the job and the machine, with the complete job under
+`job`, or a few keys instead. `autotune record` writes such tables.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autotune.units import GIB
 
 RESULTS = ("peak_gib", "step_seconds", "startup_seconds", "outcome")
 OOM_SECONDS = 2.0
-NOISE = 0.02  # of one measured step time, log-normal
+NOISE = 0.02  # log-normal sigma of a measured step time
 
 
 _FACTS = "expected the job and machine of a table, as `autotune record` writes them"
@@ -43,7 +43,7 @@ _FACTS = "expected the job and machine of a table, as `autotune record` writes t
 
 @dataclass(frozen=True)
 class Row:
-    """What a trial of one candidate gives."""
+    """Recorded result of one candidate."""
 
     peak_gib: float
     step_seconds: float | None
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Landscape:
-    """A table with its job and machine."""
+    """Recorded table with its job and machine."""
 
     name: str
     facts: dict[str, Any]
@@ -61,7 +61,7 @@ class Landscape:
 
     @property
     def best_step_seconds(self) -> float:
-        """Of the true best `ok` row, per sample where batches differ."""
+        """Seconds of the fastest `ok` row, per sample."""
         return min(self.seconds_per_sample(c) for c, row in self.rows.items() if row.kind is Kind.OK)
 
     def seconds_per_sample(self, candidate: Candidate) -> float:
@@ -88,7 +88,10 @@ class Landscape:
         )
 
     def hardware(self, headroom: float = 0.0) -> Hardware:
-        """The machine of the table. No headroom unless asked for: a row is right or wrong by the whole memory."""
+        """Return the table's machine.
+
+        The default headroom is 0, so that a row fits if it is within the whole memory.
+        """
         facts = self.facts
         known: GpuFacts | None = None
         try:
@@ -120,7 +123,7 @@ class Landscape:
         )
 
     def space(self) -> SearchSpace:
-        """The knobs as the table has them."""
+        """Return the knobs and values of the table."""
         knobs: dict[str, dict[Value, None]] = {}
         for candidate in self.rows:
             for name, value in candidate.knobs:
@@ -134,10 +137,10 @@ def _order(value: Value) -> tuple[int, float | str]:
 
 
 def load_landscape(path: Path) -> Landscape:
-    """Reads a table and its JSON.
+    """Read a table and its JSON file.
 
     Raises:
-        UserError: one of the two is missing or not as described above.
+        UserError: a file is missing or not as described above.
     """
     stem = path.name.removesuffix(".gz").removesuffix(".csv").removesuffix(".json")
     table = next(
@@ -188,10 +191,10 @@ def _rows(text: str, table: Path) -> list[tuple[Candidate, Row]]:
 
 
 def write_landscape(path: Path, facts: dict[str, Any], rows: dict[Candidate, Row]) -> tuple[Path, Path]:
-    """`NAME.csv.gz` and `NAME.json`, as `load_landscape` reads them; the two paths.
+    """Write `NAME.csv.gz` and `NAME.json` for `load_landscape`, and return the two paths.
 
     Raises:
-        UserError: they cannot be written, or `NAME.json` is there and is of no table, as a study's winner.
+        UserError: they cannot be written, or `NAME.json` exists and belongs to no table, such as a study's winner.
     """
     stem = path.name.removesuffix(".gz").removesuffix(".csv").removesuffix(".json")
     names = sorted({name for candidate in rows for name, _ in candidate.knobs})
@@ -211,7 +214,7 @@ def write_landscape(path: Path, facts: dict[str, Any], rows: dict[Candidate, Row
         )
     try:
         if known != facts:
-            remove_file(about)  # rows of one machine never stand beside the facts of another
+            remove_file(about)  # rows of one machine never coexist with the facts of another
         write_atomically(table, gzip.compress(out.getvalue().encode(), mtime=0))
         write_atomically(about, json.dumps(facts, indent=1) + "\n")
     except OSError as error:
@@ -220,7 +223,7 @@ def write_landscape(path: Path, facts: dict[str, Any], rows: dict[Candidate, Row
 
 
 def _facts_in(about: Path) -> dict[str, Any] | None:
-    """What a JSON file says of a table; None where it is not there, or says nothing of one."""
+    """Return a table's facts from a JSON file; None if it is missing or belongs to no table."""
     try:
         facts = json.loads(about.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -229,7 +232,7 @@ def _facts_in(about: Path) -> dict[str, Any] | None:
 
 
 def read_value(name: str, word: str) -> Value:
-    """A knob's value from a table's cell."""
+    """Return a knob's value from a table cell."""
     kind = KNOBS[name].kind if name in KNOBS else None
     if word in ("True", "False", "true", "false") and kind in (bool, None):
         return word.lower() == "true"
@@ -250,7 +253,10 @@ def read_value(name: str, word: str) -> Value:
 
 @dataclass
 class Ledger:
-    """What a replay did: one entry a measured candidate: `(simulated seconds at its end, candidate, kind)`."""
+    """Record of a replay.
+
+    One entry of `trials` per measured candidate: (simulated end in seconds, candidate, kind).
+    """
 
     trials: list[tuple[float, Candidate, Kind]] = field(default_factory=list)
     process_starts: list[float] = field(default_factory=list)
@@ -258,7 +264,7 @@ class Ledger:
 
 
 class ReplayExecutor:
-    """Answers from a Landscape, on a simulated clock."""
+    """Executor that returns rows of a Landscape, on a simulated clock."""
 
     def __init__(self, landscape: Landscape, seed: int = 0, headroom: float = 0.0) -> None:
         self.landscape, self.ledger = landscape, Ledger()

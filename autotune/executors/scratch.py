@@ -1,4 +1,4 @@
-"""Sandboxes of trials: which protection this machine offers, and the files that a script finds in its sandbox."""
+"""Sandboxes of trials: the machine's protection, and the files that a script finds in its sandbox."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ UNPROTECTED = (
 
 
 def protection_of(cwd: Path, folder: Path, *, unprotected: bool) -> Protection:
-    """Return the protection of trials whose script runs in `cwd` and whose folders lie in `folder`.
+    """Return the protection of trials whose script runs in `cwd` and whose folders are in `folder`.
 
     Args:
-        unprotected: run without any if this machine has none.
+        cwd: the script's working directory.
+        folder: the folder of the trials.
+        unprotected: run without protection if this machine has none.
 
     Raises:
-        UserError: it has none, and `unprotected` is false.
+        UserError: the machine has none, and `unprotected` is false.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = _available(cwd, folder.resolve(), current().path)
@@ -48,15 +50,18 @@ def _available(cwd: Path, folder: Path, python: str) -> Protection:
 def trial_sandbox(
     folder: Path, job: Job, candidate: Candidate, study: Path, *, unprotected: bool, kept: Sequence[str] = ()
 ) -> Sandbox:
-    """Create the sandbox of a trial, with the copies of argument files that carry the candidate.
+    """Create a trial's sandbox, with copies of argument files that carry the candidate.
 
-    The folder is the same for every trial of an executor, which has one at a time: libraries that cache by the paths of files
-    (`datasets` does) find in the next trial what they cached in this one.
+    All trials of an executor use one folder, one after the other. Libraries that cache by file path, such as
+    `datasets`, therefore find their caches in the next trial.
 
     Args:
-        folder: the executor's.
-        study: the study's own, which a view of the user's folder leaves out.
-        kept: folders whose content outlives the trial, made if they are missing.
+        folder: the executor's folder.
+        job: the job.
+        candidate: the candidate.
+        study: the study's folder, which a view of the user's folder leaves out.
+        unprotected: run without protection if this machine has none.
+        kept: folders whose content outlives the trial; created if missing.
 
     Raises:
         UserError: this machine offers no protection, and `unprotected` is false.
@@ -70,7 +75,7 @@ def trial_sandbox(
     sandbox = Sandbox(folder.resolve() / _SCRATCH, cwd, protection, tuple(kept))
     sandbox.create(study)
     if job.script is not None:
-        overlaid = protection is Protection.OVERLAY  # then output folders are the script's own
+        overlaid = protection is Protection.OVERLAY  # with an overlay the script uses its own output folders
         write_trial_files(job, candidate, sandbox.files, quiet=not overlaid)
         for theirs in () if overlaid else output_folders(job.script):
             if theirs.is_dir():
@@ -79,7 +84,7 @@ def trial_sandbox(
 
 
 def _swap_folders(job: Job, candidate: Candidate) -> Iterator[str]:
-    """Yield where DeepSpeed swaps to NVMe: a layer would lie on another drive."""
+    """Yield DeepSpeed's NVMe swap folders, which a sandbox layer would move to another drive."""
     own = job.script.profile.get("config", {}) if job.script else {}
     for config in (own, candidate.ds_config(job)):
         zero = config.get("zero_optimization")
@@ -90,5 +95,5 @@ def _swap_folders(job: Job, candidate: Candidate) -> Iterator[str]:
 
 
 def clear(folder: Path) -> None:
-    """Remove what an executor's last trial has left."""
+    """Remove the files of an executor's last trial."""
     remove(folder.resolve() / _SCRATCH)

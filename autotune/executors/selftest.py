@@ -1,4 +1,4 @@
-"""A test of the machine before anything is blamed on a candidate: the ranks meet, and add numbers up."""
+"""Self-test of the machine: ranks rendezvous and add numbers, so that faults are not attributed to a candidate."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from autotune.group.verdict import judge
 from autotune.problem.hardware import Hardware
 
 _POLICY = Policy(90.0, lambda phase: 90.0, settle_seconds=1.0, may_leave=False)
-_DEADLINE_SECONDS = 240.0  # once all is imported; ranks that wait for each other on GPUs spin, and look alive
+_DEADLINE_SECONDS = 240.0  # seconds after all imports; ranks that wait on GPUs spin and look alive
 _NCCL_SAID = re.compile(r"NCCL WARN\s+(.*)")
-# What people do about what is met most often; the first that matches is said.
+# Remedies for the most common errors; the first match is shown.
 _REMEDIES = (
     (r"Duplicate GPU", "every rank needs a GPU of its own; of MIG slices a process sees one: --gpus 1"),
     (r"no kernel image|not compatible with the current PyTorch", "install a torch that is built for this GPU"),
@@ -48,14 +48,18 @@ def check_group(
     folder: Path,
     cancelled: Callable[[], bool],
 ) -> None:
-    """Starts a group of ranks that add numbers up.
+    """Start a group of ranks that add numbers.
 
     Args:
-        spec: the job, and what else ranks are told.
-        folder: for their logs.
+        launcher: starts the ranks.
+        hardware: the machine.
+        spec: the job and further settings of the ranks.
+        ranks: number of ranks.
+        folder: log folder.
+        cancelled: True if the user cancelled.
 
     Raises:
-        MachineTrouble: they do not; in one line with NCCL's own last words and what to do.
+        MachineTrouble: the test failed; one line with NCCL's last message and a remedy.
     """
     imported: set[int] = set()
     answers: set[int] = set()
@@ -85,7 +89,14 @@ def check_group(
 
 
 def _complaint(stop: Stop, group: Group, folder: Path, importing: bool) -> str:
-    """What went wrong, in one line; `importing`: before the ranks had anything to do with each other."""
+    """Return the failure in one line.
+
+    Args:
+        stop: reason for the end.
+        group: the ranks.
+        folder: log folder.
+        importing: the ranks had not yet communicated.
+    """
     if stop is Stop.DEADLINE:
         reason = f"no end within {_DEADLINE_SECONDS:.0f} s, in {group.phase.value}: the ranks hang"
         if importing:

@@ -1,7 +1,8 @@
-"""`--nodes N` on one machine: what is not measured of a trial whose ranks are a slice of N machines' (see docs/nodes.md).
+"""Node slice: `--nodes N` on one machine, with predictions for the parts that are not measured.
 
-Ranks of a slice have a process group that says it is the whole one and carries nothing (`rank/base.py`). So DeepSpeed
-allocates, and computes, what it would as a part of all ranks; what ranks would wait for each other is predicted, and added.
+The ranks of a slice have a process group of the full world size that transfers nothing (`rank/base.py`). DeepSpeed
+therefore allocates and computes the slice's share of the full job. Communication time is predicted and added. See
+docs/nodes.md.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from autotune.units import GIB
 
 
 class Rest:
-    """What all nodes together would add. Its predictor learns nothing of trials, so that all of them get the same.
+    """Adds predicted communication to a slice's measurement.
+
+    Its predictor does not learn, so that all trials are treated alike.
 
     Args:
-        hardware: of all nodes.
+        job: the job.
+        hardware: all nodes.
     """
 
     def __init__(self, job: Job, hardware: Hardware) -> None:
@@ -30,7 +34,7 @@ class Rest:
         self._nccl_bytes = int((together - alone) * GIB)
 
     def complete(self, candidate: Candidate, measured: Measurement) -> Measurement:
-        """A Measurement of a slice as one of the whole job: with the seconds that communication adds, and NCCL's memory."""
+        """Return a slice's measurement plus predicted communication seconds and NCCL memory."""
         seconds = float(self._predictor.predict_many([candidate])[0].time["communication"])
         step_seconds = measured.step_seconds + seconds
         pace = measured.step_seconds / step_seconds
@@ -45,7 +49,7 @@ class Rest:
         )
 
     def completed(self, candidate: Candidate, outcome: Outcome) -> Outcome:
-        """The same of an Outcome, where there is a Measurement in it."""
+        """Complete the measurement of an outcome, if it has one."""
         if outcome.measurement is None:
             return outcome
         measured = self.complete(candidate, outcome.measurement)

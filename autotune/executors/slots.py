@@ -1,4 +1,4 @@
-"""Places for several jobs beside each other on one machine: GPUs of its own for each, or CPUs of its own."""
+"""Divide one machine between parallel jobs, by GPUs or CPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune.problem.cpus import threads_per_rank, usable_cpus
 from autotune.problem.gpus import visible_gpus
 from autotune.problem.hardware import Hardware, detect
 
-CPUS = "AUTOTUNE_CPUS"  # the variable that tells a rank which CPUs are its job's
+CPUS = "AUTOTUNE_CPUS"  # environment variable with the CPUs of a rank's job
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Slot:
     """Devices of one job."""
 
     hardware: Hardware
-    variables: Mapping[str, str]  # of its ranks
+    variables: Mapping[str, str]  # environment of its ranks
 
 
 def slots(
@@ -32,13 +32,19 @@ def slots(
     headroom: float = 0.05,
     offload_beside: bool = False,
 ) -> tuple[Slot, ...]:
-    """That many places for jobs of `ranks` ranks, alike.
+    """Return equal slots for `parallel` jobs.
 
     Args:
-        offload_beside: what offloads runs beside others, and has but its share of main memory; else it runs alone, and has all.
+        parallel: number of jobs.
+        device: `auto`, `cuda` or `cpu`.
+        ranks: ranks per job.
+        memory_cap_bytes: limit per rank.
+        headroom: share of capacity left free.
+        offload_beside: offloading candidates run in parallel and get a share of main memory; otherwise they run alone
+            with all of it.
 
     Raises:
-        UserError: they are not there, or are unlike.
+        UserError: there are too few devices, or they differ.
     """
     if parallel < 1:
         raise UserError(f"--parallel {parallel}: expected at least 1")
@@ -65,7 +71,7 @@ def slots(
 
 
 def _on_cpus(parallel: int, machine: Hardware, memory_cap_bytes: int | None) -> tuple[Slot, ...]:
-    """CPUs and main memory in equal shares: a rank has fewer threads than alone, also where the winner is verified."""
+    """Divide CPUs and main memory equally. Ranks keep the smaller number of threads also in verification."""
     ranks, cpus = machine.count, usable_cpus()
     threads = threads_per_rank(ranks * parallel)
     if cpus < parallel * ranks * threads:

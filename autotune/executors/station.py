@@ -1,4 +1,4 @@
-"""What one machine needs for a study or a training: a launcher of ranks, DeepSpeed's ops, an eye on its memory.
+"""One machine's resources for a study or a training: a launcher of ranks and DeepSpeed's ops.
 
 The local executor has one, and so has the agent of every node (`nodes/agent.py`).
 """
@@ -16,17 +16,17 @@ from autotune.group.launchers import ForkLauncher, Launcher, SpawnLauncher
 
 @dataclass(frozen=True)
 class Needs:
-    """What ranks of a job need of the machine that they run on.
+    """Requirements of a job's ranks on their machine.
 
     Args:
         device: `cuda` or `cpu`.
-        threads: CPU threads a rank.
+        threads: CPU threads per rank.
         isolation: `fork` (from a server that has imported everything) or `spawn` (cold starts).
-        modules: what the server imports, beside what every rank needs.
-        model_type: of a model of transformers', which it imports too.
-        training: whether ranks train instead of being measured: in the user's own environment, and to their own end.
-        cwd: the folder in which ranks start; None: this process's.
-        variables: of ranks, beside the usual ones.
+        modules: additional imports of the fork server.
+        model_type: transformers model type, which the server also imports.
+        training: ranks train to the end in the user's own environment, instead of being measured.
+        cwd: working directory of the ranks; None: this process's.
+        variables: additional environment variables of the ranks.
     """
 
     device: str
@@ -39,7 +39,7 @@ class Needs:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
-        """A rank's before its first instruction."""
+        """Return a rank's initial environment."""
         make = training_environment if self.training else trial_environment
         return {**make(self.device, self.threads), **self.variables}
 
@@ -48,8 +48,9 @@ class Station:
     """Starts ranks on this machine.
 
     Args:
-        folder: for the logs of what starts ranks.
-        cancelled: asked several times a second while a server imports and builds.
+        folder: for the logs of the fork server or of cold starts.
+        ops: DeepSpeed's ops.
+        cancelled: polled several times a second while a server imports and builds.
     """
 
     def __init__(self, folder: Path, ops: Ops, cancelled: Callable[[], bool]) -> None:
@@ -64,7 +65,7 @@ class Station:
         return self.found
 
     def begin(self, needs: Needs) -> None:
-        """Starts what `open` of the same needs waits for: imports take seconds, in which this process can do something else."""
+        """Start the fork server that `open` waits for, so that its imports run in the background."""
         self.close()
         if needs.isolation == "fork":
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -79,11 +80,11 @@ class Station:
             self._begun = needs, server
 
     def open(self, needs: Needs) -> None:
-        """Makes the launcher.
+        """Create the launcher.
 
         Raises:
             UserError: the fork server died, or hangs.
-            Stopped: it was cancelled.
+            Stopped: the user cancelled.
         """
         if self._begun is None or self._begun[0] != needs:
             self.begin(needs)
@@ -96,20 +97,20 @@ class Station:
             self.found = SpawnLauncher(needs.environment(), log, needs.cwd)
 
     def load_ops(self, names: Sequence[str], needs: Needs) -> bool:
-        """Has DeepSpeed's ops built and loaded; whether ranks may still be forked then. See `Ops.load`."""
+        """Build and load DeepSpeed's ops; return whether ranks may still be forked. See `Ops.load`."""
         return self.ops.load(self.launcher, names, needs.environment(), self.folder / "server.log", self.cancelled)
 
     @property
     def broken(self) -> bool:
-        """Whether the fork server was killed, or could not be started again."""
+        """True if the fork server was killed or could not be restarted."""
         return self.found is None or (isinstance(self.found, ForkLauncher) and not self.found.alive)
 
     def mend(self) -> None:
-        """`open` starts another."""
+        """Close the launcher; `open` creates another."""
         self.close()
 
     def all_see(self, path: Path) -> bool:
-        """All ranks are on this machine."""
+        """Return True, because all ranks are on this machine."""
         return True
 
     def close(self) -> None:

@@ -1,5 +1,7 @@
-"""Whether the tuners of a study have memory alike: what runs out of one's rules out candidates for all, and each chooses the
-winner under a ceiling of its own."""
+"""Compare the memory of peer tuners before they share a study.
+
+An OOM of one tuner excludes candidates for all peers, while each tuner chooses the winner under its own ceiling.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,17 @@ from autotune.units import format_bytes
 
 
 def agree_on_memory(store: StudyStore, hardware: Hardware, *, force: bool = False) -> None:
-    """Makes the machine of this call the study's, where nobody else is at it; else sees to it that it is like theirs.
+    """Check that this machine has the same memory as the peer tuners.
+
+    Without peers, this call's machine is stored as the study's machine.
 
     Args:
-        store: shared already.
-        force: even where others have other memory.
+        store: already shared.
+        hardware: this call's machine.
+        force: skip the check.
 
     Raises:
-        UserError: what fits them would not fit here, or the other way round.
+        UserError: a candidate that fits on a peer may not fit here, or the reverse.
     """
     others = store.tuners.others()
     if not others:
@@ -34,10 +39,16 @@ def agree_on_memory(store: StudyStore, hardware: Hardware, *, force: bool = Fals
 
 
 def unlike_memory(theirs: Hardware, mine: Hardware, *, beside: bool) -> list[str]:
-    """Why what fits one of two tuners says too little of the other: what they have, `capacity a rank: 79 GiB -> 60 GiB`.
+    """List the memory differences that make results of one tuner invalid for the other.
 
     Args:
-        beside: both are on one machine: what is left of its main memory is what the other takes just now.
+        theirs: the peer's machine.
+        mine: this machine.
+        beside: both tuners run on one machine. Their figures for main memory then differ by the peer's current usage,
+            which is ignored.
+
+    Returns:
+        One line per difference, such as `capacity a rank: 79 GiB -> 60 GiB`.
     """
     main_memory = 1.0 if beside else MAIN_MEMORY_APART
     compared = {

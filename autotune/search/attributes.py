@@ -1,7 +1,7 @@
-"""A study's attributes of any length: a database may keep at most 64 KiB in one, as MySQL's TEXT does.
+"""Study attributes of any length. A database may limit an attribute to 64 KiB, as MySQL's TEXT does.
 
-A longer value is kept in pieces of its JSON, each an attribute named by what is in it, so that whoever reads in between
-sees the old value or the new one whole.
+The JSON text of a longer value is split into pieces, each stored as an attribute that is named by a digest of the
+value. A concurrent reader therefore gets the complete old value or the complete new one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import optuna
 
 from autotune.masking import masked_data
 
-MOST_BYTES = 60_000  # in one attribute; MySQL's TEXT holds 65,535 (Optuna's tables have no larger type)
-_PIECE_CHARACTERS = MOST_BYTES // 2 - 1  # a piece is JSON again: a backslash before each quote doubles it at worst
-_AS_THEY_ARE = ("fingerprint", "space")  # a study starts again with these: its command has to run
-_PIECES = "autotune pieces"  # the only key of a value that stands for pieces
+MOST_BYTES = 60_000  # bytes in one attribute; MySQL's TEXT holds 65,535 (Optuna's tables have no larger type)
+# characters; a piece is encoded as JSON again, and a backslash before each quote doubles it at worst
+_PIECE_CHARACTERS = MOST_BYTES // 2 - 1
+_AS_THEY_ARE = ("fingerprint", "space")  # stored without masking: a resumed study runs its command with these values
+_PIECES = "autotune pieces"  # the only key of a value that refers to pieces
 
 
 def set_attribute(study: optuna.Study, key: str, value: Any) -> None:
-    """Store an attribute, without secrets unless a study needs them to go on."""
+    """Store an attribute. Secrets are masked unless the study needs them to resume."""
     if key not in _AS_THEY_ARE:
         value = masked_data(value)
     text = json.dumps(value)
@@ -37,7 +38,7 @@ def set_attribute(study: optuna.Study, key: str, value: Any) -> None:
 
 
 def attributes(study: optuna.Study) -> dict[str, Any]:
-    """All attributes, those in pieces put together."""
+    """Return all attributes, with split values joined."""
     stored = study.user_attrs
     return {key: _whole(stored, value) for key, value in stored.items()}
 

@@ -1,8 +1,8 @@
-"""What is believed of every candidate's speed and memory: by the predictor until measurements refute it, else by them alone.
+"""Predict speed and memory of every candidate, from the predictor or from measurements alone.
 
-Two models expect every measurement before it is made: the predictor, and a surrogate that knows nothing but the measurements
-before. Each is charged by how likely it held what then came (the logarithm of its density). The one that is ahead is believed;
-of time and of memory apart, since a predictor may be right in one and wrong in the other.
+Two models predict each measurement before it is made: the predictor, and a surrogate that is fitted to earlier
+measurements only. Each is scored by the log density that it gave to the measured value. The model with the better score
+is used, separately for time and for memory, because a predictor may be right in one and wrong in the other.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome
 from autotune.search.surrogate import Surrogate, features
 
-HOPELESS_SIGMAS = 2.5  # a candidate whose predicted peak is so far above the capacity is not tried
-CREDIT = 2.0  # of the predictor, in logarithms of likelihood, before anything is measured
-MOST_CREDIT, MOST_DEBT = 6.0, 3.0  # what counts is how it does of late
-ONE_SURPRISE = 2.0  # the most that one measurement may say
-RECALLED = 16  # Outcomes of a study that is resumed by which both are charged anew: more than credit and debt can hold
-SHORTLIST = 2048  # candidates of a large space that are predicted anew after every measurement
+HOPELESS_SIGMAS = 2.5  # a candidate whose predicted peak exceeds the capacity by this many sigmas is not tried
+CREDIT = 2.0  # log likelihood; the predictor's lead before the first measurement
+MOST_CREDIT, MOST_DEBT = 6.0, 3.0  # log likelihood; limits of the lead, so that recent predictions decide
+ONE_SURPRISE = 2.0  # log likelihood; largest change by one measurement
+# latest outcomes of a resumed study that score both models again; more would exceed MOST_CREDIT and MOST_DEBT
+RECALLED = 16
+SHORTLIST = 2048  # candidates of a large space that are predicted again after every measurement
 ALL_EVERY = 8  # tables
-MOST_OF_HOST = 1.1  # of what the bill leaves free of the host's memory; beyond that nothing is tried
-REPEAT_TIME, REPEAT_MEMORY = 0.03, 0.01  # of one logarithm measured twice
+MOST_OF_HOST = 1.1  # share of the free host memory by the memory bill; candidates above it are not tried
+REPEAT_TIME, REPEAT_MEMORY = 0.03, 0.01  # standard deviation of a logarithm between two measurements
 
 
 @dataclass
 class Trust:
-    """How far the predictor is ahead of measurements alone, in logarithms of likelihood."""
+    """Lead of the predictor over the surrogate, in log likelihood."""
 
     credit: float = CREDIT
 
@@ -53,20 +54,20 @@ class Trust:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is believed of every candidate, in their order."""
+    """Predictions for all candidates; every array has shape (n,) in candidate order."""
 
-    logs: Floats  # of samples a second
-    sigma: Floats  # of these
+    logs: Floats  # log of samples per second
+    sigma: Floats  # standard deviation of `logs`
     step: Floats  # seconds
-    fits: Floats  # probability of staying under the ceiling
-    share: Floats  # what a rank is believed to need, as a share of the device
-    held: Floats  # what a node's ranks are believed to need of its host's memory, as a share of what they may
-    hopeless: Flags  # whether the device's memory is too small beyond doubt
-    host: Flags  # whether the host's is
+    fits: Floats  # probability that the peak stays under the ceiling
+    share: Floats  # predicted peak of a rank, as a share of the device's capacity
+    held: Floats  # predicted host memory of a node's ranks, as a share of their limit
+    hopeless: Flags  # the predicted peak exceeds the device's capacity by more than HOPELESS_SIGMAS
+    host: Flags  # the predicted host memory exceeds its limit by more than MOST_OF_HOST
 
 
 class Beliefs:
-    """The predictor and its rival, and which of them is believed."""
+    """The predictor and the surrogate, and the choice between them."""
 
     def __init__(self, predictor: Predictor, job: Job, hardware: Hardware, candidates: Sequence[Candidate]) -> None:
         self.predictor, self.job, self.hardware = predictor, job, hardware
@@ -77,33 +78,37 @@ class Beliefs:
         self._speeds, self._peaks = Surrogate(first, second), Surrogate(first, second)
         self.speed, self.memory = Trust(), Trust()
         self._stage = np.array([candidate.stage for candidate in candidates])
-        # bytes by which verification goes beyond what a search measures: what may be predicted, and what may be measured
+        # bytes that a candidate may use so that its verification fits, for predicted and for measured peaks:
+        # verification uses more memory than a search trial
         self._room = np.full(self._count, float(hardware.ceiling_bytes))
         self._measured_room = self._room.copy()
         self._host_ran_out = False
         self._surprises: list[float] = []
         self._table: Table | None = None
         self._forecasts: dict[bool, Forecast] = {}
-        self._before: Table | None = None  # the latest; of a large space partly older
+        self._before: Table | None = None  # the latest table; rows of a large space may be older
         self._short: tuple[Places, Prepared] | None = None
-        self._fresh = 0  # tables since all were predicted
+        self._fresh = 0  # tables since all candidates were predicted
 
     @property
     def refuted(self) -> bool:
-        """Whether measurements speak against the predictor, in time or in memory."""
+        """Return True if measurements contradict the predictor in time or in memory."""
         return self.speed.refuted or self.memory.refuted
 
     def table(self) -> Table:
-        """The predictor's, by all that was observed."""
+        """Return the predictor's table, corrected by all observations."""
         if self._table is None:
             table = self._refreshed()
-            # a predictor that is far off may correct a peak to less than nothing
+            # an inaccurate predictor may correct a peak to less than zero
             self._table = dataclasses.replace(table, peak=np.maximum(table.peak, 1.0))
         return self._table
 
     def _refreshed(self) -> Table:
-        """Of a large space only the candidates that may come to be of use are predicted anew after every measurement, and all
-        of them after every few."""
+        """Predict again after a measurement.
+
+        In a large space only a shortlist is predicted after every measurement, and all candidates after every ALL_EVERY
+        tables.
+        """
         due = self._fresh % ALL_EVERY == 0 or len(self._peaks) < ALL_EVERY
         if self._before is None or due or self._count < 2 * SHORTLIST:
             self._fresh = 1
@@ -121,7 +126,7 @@ class Beliefs:
         return table
 
     def _promising(self, table: Table) -> Places:
-        """Places of the SHORTLIST candidates that would be the fastest if all went well."""
+        """Return the places of the SHORTLIST candidates with the highest optimistic speed."""
         capacity = float(self.hardware.capacity_bytes)
         promise = np.log(table.samples) + 2 * table.step_sigma
         promise += np.log(np.maximum(normal_cdf((capacity - table.needed) / table.peak_sigma), 1e-9))
@@ -129,13 +134,19 @@ class Beliefs:
 
     @property
     def host_bytes(self) -> Floats | None:
-        """(n,) what each keeps in the host's memory by the bill; None where host and device are one."""
+        """Return the host memory of each candidate by the memory bill, (n,) bytes; None if host and device are one."""
         return self._prepared.bill.host if self.hardware.device == "cuda" else None
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def observe(self, candidate: Candidate, at: int | None, outcome: Outcome) -> None:
-        """Charges both for what they expected, and lets them learn. `at` is the candidate's place; None where it has none."""
+        """Score both models by an outcome, then update them.
+
+        Args:
+            candidate: the measured candidate.
+            at: place of the candidate; None if this space does not contain it.
+            outcome: the trial's outcome.
+        """
         if at is not None and outcome.measurement is not None:
             self._hear(at, outcome.measurement)
         elif at is not None and outcome.kind is Kind.OOM_DEVICE:
@@ -146,8 +157,13 @@ class Beliefs:
         self._forecasts.clear()
 
     def tighten(self, at: int, searched: Measurement, share: float) -> None:
-        """The candidate at this place ran in the search and not in verification, which takes more: of its stage only what needs
-        less than `share` of its memory is believed to fit from now on."""
+        """Lower a stage's memory limit after one of its candidates failed only in verification.
+
+        Args:
+            at: place of the candidate.
+            searched: its measurement in the search.
+            share: candidates of its stage must need less than this share of its memory.
+        """
         alike = self._stage == self._stage[at]
         rooms = (self._room, self.table().needed[at]), (self._measured_room, searched.peak_bytes)
         for room, most in rooms:
@@ -182,19 +198,23 @@ class Beliefs:
             expected, sigma = _one(self._peaks, at)
             z = float((self._table.needed[at] - capacity) / self._table.peak_sigma[at])
             self.memory.charge(_log_share(z), _log_share((expected - math.log(capacity)) / sigma))
-            least = max(least, expected)  # it says that more is needed, not how much
+            least = max(least, expected)  # an OOM gives a lower bound of the need
         self._peaks.observe(at, least)
 
     # -- believing ---------------------------------------------------------------------------------------------------
 
     @property
     def _humility(self) -> float:
-        """The factor that intervals are widened by where recent predictions were off by more than their intervals said."""
+        """Factor that widens the intervals after recent predictions missed by more than their intervals."""
         recent = self._surprises[-8:]
         return max(1.0, math.sqrt(sum(z * z for z in recent) / len(recent))) if len(recent) > 1 else 1.0
 
     def forecast(self, rival: bool = False) -> Forecast:
-        """Of every candidate, by whoever is believed; with `rival`, of speed by measurements alone."""
+        """Return predictions for every candidate by the model with the better score.
+
+        Args:
+            rival: take speed from the surrogate even if the predictor is ahead.
+        """
         if rival not in self._forecasts:
             self._forecasts[rival] = self._forecast(rival)
         return self._forecasts[rival]
@@ -208,7 +228,7 @@ class Beliefs:
         capacity = float(self.hardware.capacity_bytes)
         held = self._held(table.host * self.job.ranks / self.hardware.nodes)
         host, in_host = held > MOST_OF_HOST, np.ones(self._count)
-        if self._host_ran_out:  # until then the bill is taken at its word
+        if self._host_ran_out:  # before the first host OOM the memory bill is used without an interval
             in_host = normal_cdf(-np.log(np.maximum(held, 1e-9)) / self.predictor.host_sigma)
         if self.memory.refuted and len(self._peaks):
             peak, spread = self._peaks.predict()
@@ -220,12 +240,16 @@ class Beliefs:
         return Forecast(logs, sigma, step, fits, table.needed / capacity, held, hopeless, host)
 
     def _held(self, kept: Floats) -> Floats:
-        """Shares of a node's main memory. What its ranks keep there leaves room for their processes. While its first rank saves
-        the weights, as a verification has it do, there are these, too: the processes' 2 GiB a rank are a guess, and rule out no
-        save, which has all of the memory.
+        """Return the predicted host memory of each candidate, as a share of what a node has, (n,).
+
+        Two limits apply, and the larger share counts:
+
+        - The memory that ranks keep is compared with the host's memory minus a reserve for their processes.
+        - While the first rank saves the weights in verification, kept and saved bytes are compared with all of the
+          host's memory. The reserve is an estimate (2 GiB per rank) and must not exclude a save.
 
         Args:
-            kept: bytes of a node's ranks.
+            kept: (n,) bytes that a node's ranks keep in host memory.
         """
         if self.hardware.device != "cuda":
             return np.zeros(self._count)
@@ -239,25 +263,24 @@ def _one(surrogate: Surrogate, at: int) -> tuple[float, float]:
 
 
 def _density(value: float, expected: float, sigma: float, repeat: float) -> float:
-    """The logarithm of a normal's density, but for a constant."""
+    """Return the log density of a normal distribution, up to a constant."""
     width = math.hypot(sigma, repeat)
     return -0.5 * ((value - expected) / width) ** 2 - math.log(width)
 
 
 def _log_share(z: float) -> float:
-    """The logarithm of the probability that something is below z; what was thought impossible is not held against anyone
-    without end."""
+    """Return the log probability of a value below z, at least log(1e-3) to limit the effect of one surprise."""
     return math.log(max(float(normal_cdf(z)), 1e-3))
 
 
 def expected_gain(ahead: Floats, sigma: Floats) -> Floats:
-    """By how much something will be above zero, of which `ahead` is expected: on average, what is below counting for nothing."""
+    """Return the expected improvement E[max(0, X)] of X ~ N(ahead, sigma)."""
     z = ahead / sigma
     return np.asarray(sigma * (z * normal_cdf(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)))
 
 
 def normal_cdf(z: Floats | float) -> Floats:
-    """The standard normal's distribution function, interpolated; exact to 1e-5."""
+    """Return the standard normal distribution function, interpolated with an error of at most 1e-5."""
     return np.asarray(np.interp(z, _GRID, _CDF))
 
 

@@ -1,4 +1,4 @@
-"""Whose a failure is, where one trial cannot say: the machine's, which fails whatever is tried, or the job's own."""
+"""Attribute repeated failures to the machine or to the job, which a single trial cannot show."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autotune.problem.space import SearchSpace
 from autotune.search.proposer import Proposer
 from autotune.search.standings import Standings
 
-MACHINE_FAILURES = 3  # in a row, of whatever candidates: then it is the machine
+MACHINE_FAILURES = 3  # consecutive failures of any candidates that are attributed to the machine
 
 
 class Blame:
@@ -26,11 +26,11 @@ class Blame:
         return self.machine_failures >= MACHINE_FAILURES
 
     def take(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Takes in a trial of this call.
+        """Count a trial of this call.
 
         Raises:
-            MachineTrouble: nothing was measured, and the machine fails again and again.
-            UserError: the model or the script fails by itself, whatever the candidate.
+            MachineTrouble: the machine failed repeatedly before the first measurement.
+            UserError: the model or the script fails with any candidate.
         """
         if outcome.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN):
             if candidate in self._retried:
@@ -57,7 +57,7 @@ class Blame:
                 )
 
     def _blames_the_model(self, crashed: set[Candidate]) -> bool:
-        """Whether all that crashed build the model in the same way, and the space has other ways."""
+        """Return True if all crashed candidates share the model settings and the space has other ones."""
         ways = {tuple(one.get(knob) for knob in MODEL_KNOBS) for one in crashed}
         return len(ways) == 1 and any(
             len(self._space.knobs[knob].values) > 1 for knob in MODEL_KNOBS if knob in self._space.knobs

@@ -1,4 +1,4 @@
-"""The calls of `autotune run` on a study, each in an attribute of its own."""
+"""Records of the `autotune run` calls on a study, one attribute each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_CALL = "call "  # begins the name of an attribute
+_CALL = "call "  # prefix of the attribute names
 
 
 @dataclass(frozen=True)
@@ -16,21 +16,22 @@ class Call:
     started: str
     budget_seconds: float
     used_seconds: float
-    ended: str = ""  # why it ended; empty while it runs, or after a SIGKILL
+    ended: str = ""  # reason; empty while the call runs, or after a SIGKILL
 
 
 def name_of_call(before: int, tuner: str) -> str:
-    """The attribute of a call that begins; two may begin at once.
+    """Return the attribute name of a new call. Tuner names keep simultaneous calls apart.
 
     Args:
-        before: how many there were.
+        before: number of earlier calls.
+        tuner: this tuner's name.
     """
     return f"{_CALL}{before:06d} {tuner}"
 
 
 def calls_in(attributes: Mapping[str, Any]) -> list[Call]:
-    """Every call so far, in order."""
-    of_0_1 = attributes.get("calls", [])  # version 0.1 kept them all in one attribute
+    """Return every call so far, in order."""
+    of_0_1 = attributes.get("calls", [])  # version 0.1 stored all calls in one attribute
     return [
         Call(**call) for call in (*of_0_1, *(attributes[key] for key in sorted(attributes) if key.startswith(_CALL)))
     ]

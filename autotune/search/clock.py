@@ -1,4 +1,4 @@
-"""The budget of one call of `run`: what is used, what is left, and what verification of the best so far would take of it."""
+"""Budget of one `run` call: seconds used, seconds left, and the reserve for verification of the best candidate."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from autotune.search.proposer import Proposer
 from autotune.search.records import RESUME, SEARCH, VERIFY
 from autotune.units import format_duration
 
-FIRST_TRIAL_SECONDS = 5.0  # a budget below this cannot hold one trial
-MOST_RESERVED = 0.4  # of the budget, for verification
-SLACK = 1.2  # times what is expected is kept
-WARMUP_STEPS = 3  # of a trial, before what is measured
-LEAST_SAVE_SECONDS = 0.5  # of a verification, beside its start and its steps: an evaluation's forward, a save
-CHECKPOINT_SHARE = 0.2  # of the budget, at most, for writing a checkpoint and reading it
+FIRST_TRIAL_SECONDS = 5.0  # a shorter budget cannot hold one trial
+MOST_RESERVED = 0.4  # share of the budget, at most, that is reserved for verification
+SLACK = 1.2  # factor on expected seconds
+WARMUP_STEPS = 3  # steps before a measurement
+LEAST_SAVE_SECONDS = 0.5  # evaluation and save in a verification, in addition to start and steps
+CHECKPOINT_SHARE = 0.2  # share of the budget, at most, for writing and reading a checkpoint
 
 
 class Clock:
     """Seconds of one call, on the executor's clock.
 
     Args:
-        spent_seconds: of the budget, before the loop: imports, the fork server.
-        best: the best so far and its measurement; None where there is none.
+        executor: provides the clock.
+        proposer: provides the predictor.
+        verify_effort: length of a verification.
+        budget_seconds: budget of the call.
+        spent_seconds: seconds of the budget used before the loop, for imports and the fork server.
+        best: returns the best candidate so far and its measurement; None if nothing was measured.
     """
 
     def __init__(
@@ -40,16 +44,14 @@ class Clock:
         self.executor, self.proposer, self.verify_effort = executor, proposer, verify_effort
         self.budget_seconds, self._best = budget_seconds, best
         self._spent_seconds = spent_seconds
-        # seconds outside measured steps, of families (`Candidate.family`) whose engine was started
+        # seconds outside measured steps, by family (`Candidate.family`) of a started engine
         self._starts: dict[tuple[tuple[str, Value], ...], float] = {}
-        self._shortened: set[tuple[tuple[str, Value], ...]] = (
-            set()
-        )  # of these, those that warmed up with fewer micro-batches
-        self._share: dict[str, float] = {}  # of what was expected of a role, what it took
+        self._shortened: set[tuple[tuple[str, Value], ...]] = set()  # families that warmed up with fewer micro-batches
+        self._share: dict[str, float] = {}  # by role: share of the expected seconds that the last trial used
         self.begin()
 
     def begin(self) -> None:
-        """The loop begins now."""
+        """Start the clock of the loop."""
         self._began = self.executor.now() - self._spent_seconds
 
     @property
@@ -61,7 +63,10 @@ class Clock:
         return self.budget_seconds - self.used_seconds
 
     def note(self, candidate: Candidate, outcome: Outcome, role: str) -> None:
-        """Takes in a trial. How much of what was expected verification really took is expected of the next one."""
+        """Record a trial's time.
+
+        The ratio of used to expected seconds scales the next expectation for that role.
+        """
         if not outcome.ok:
             return
         if role == SEARCH:
@@ -74,17 +79,20 @@ class Clock:
 
     @property
     def verification_seconds(self) -> float:
-        """Seconds that verifying the best so far should take."""
+        """Expected seconds for verification of the best candidate."""
         return self._share.get(VERIFY, 1.0) * self._expected_seconds(VERIFY)
 
     @property
     def resume_seconds(self) -> float:
-        """Seconds that a checkpoint and going on from it should take."""
+        """Expected seconds to write a checkpoint and resume from it."""
         return self._share.get(RESUME, 1.0) * self._expected_seconds(RESUME)
 
     def _expected_seconds(self, role: str) -> float:
-        """Of a verification, whole steps and a save of the weights; of going on from a checkpoint two starts, and its bytes
-        written and read."""
+        """Return the expected seconds of a role before scaling.
+
+        A verification runs whole steps and saves the weights. A resume trial starts twice, and writes and reads a
+        checkpoint.
+        """
         if role == VERIFY:
             measuring = max(5 * self._step_seconds, self.verify_effort.min_seconds)
             return SLACK * (self._startup_seconds + measuring) + max(LEAST_SAVE_SECONDS, SLACK * self._save_seconds)
@@ -99,7 +107,7 @@ class Clock:
 
     @property
     def _save_seconds(self) -> float:
-        """Of the weights, which verification gathers as a training's save does."""
+        """Seconds to save the weights, which verification gathers as a training does."""
         if not self.verify_effort.certify:
             return 0.0
         predictor = self.proposer.predictor
@@ -117,43 +125,52 @@ class Clock:
 
     @property
     def _startup_seconds(self) -> float:
-        """Seconds until the best is measured, its warm-up included; where none of its family was started in this call the most
-        of what others took."""
+        """Seconds until the best candidate is measured, including warm-up.
+
+        If no engine of its family was started in this call, the slowest other start is used.
+        """
         best = self._best()
         own = self._starts.get(best[0].family) if best else None
         took = max(self._starts.values(), default=FIRST_TRIAL_SECONDS) if own is None else own
-        # what warmed up with a shortened accumulation does so with whole steps next time
+        # a family that warmed up with a shortened accumulation uses whole steps next time
         shortened = best is not None and (best[1].extrapolated or best[0].family in self._shortened)
         return took + (WARMUP_STEPS * best[1].step_seconds if best and shortened else 0.0)
 
     @property
     def reserve_seconds(self) -> float:
-        """Seconds that searching leaves for verification: with going on from a checkpoint, or where that would take too large a
-        share of the budget without, since a part of it is of no use."""
+        """Seconds that the search leaves for verification.
+
+        The reserve includes a resume trial if the sum stays within MOST_RESERVED of the budget. Otherwise it covers
+        verification alone, because a partial resume trial proves nothing.
+        """
         most = MOST_RESERVED * self.budget_seconds
         whole = self.verification_seconds + self.resume_seconds
         return whole if whole <= most else min(most, self.verification_seconds)
 
     @property
     def least_trial_seconds(self) -> float:
-        """Of one that starts an engine; 0 where none did."""
+        """Seconds of the shortest trial that starts an engine; 0 before the first start."""
         return min(self._starts.values()) + 1.0 if self._starts else 0.0
 
     @property
     def time_for_another(self) -> bool:
-        """Whether one more can be verified, where something has passed: what going on from a checkpoint takes is kept, if there
-        is enough for it."""
+        """True if the time left allows one more verification after a candidate has passed.
+
+        The time for a resume trial is kept free if enough is left for it.
+        """
         left, resuming = self.left_seconds, self.resume_seconds
         return left >= self.verification_seconds + (resuming if left >= resuming else 0.0)
 
     def verification_limit(self, trial_seconds: float, step_seconds: float) -> float:
-        """Seconds that a verification may take at the most: a trial's, and whole steps of a long accumulation, two starts, and a
-        checkpoint on a slow disk."""
+        """Return the time limit of a verification in seconds.
+
+        The limit covers two starts, whole steps of a long accumulation, and a checkpoint on a slow disk.
+        """
         return 2 * trial_seconds + 20 * step_seconds + self.verify_effort.max_seconds + 4 * self.checkpoint_seconds
 
 
 def too_short(budget_seconds: float) -> str | None:
-    """Why a budget cannot hold a trial, or None."""
+    """Return why a budget cannot hold a trial, or None."""
     if budget_seconds < FIRST_TRIAL_SECONDS:
         return f"--budget {format_duration(budget_seconds)} is shorter than one trial: give at least 30s, better 10m"
     return None

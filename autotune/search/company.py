@@ -1,4 +1,4 @@
-"""The other tuners of a study, as one of them hears of them."""
+"""Trials of peer tuners on a shared study."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from autotune.search.study import StudyStore
 
 
 class Company:
-    """What this tuner knows of the study's trials. Where the study is not shared it has no company."""
+    """This tuner's view of the study's trials. An unshared study has no peers."""
 
     def __init__(self, store: StudyStore) -> None:
         self._store = store
-        self.known: set[int] = set()  # numbers of trials that were learnt from
-        self.elsewhere: list[Record] = []  # what others have under way
-        self._found: dict[tuple[Candidate, str], Outcome] = {}  # what they have found since this call began
+        self.known: set[int] = set()  # numbers of trials that were already processed
+        self.elsewhere: list[Record] = []  # running trials of peers
+        self._found: dict[tuple[Candidate, str], Outcome] = {}  # outcomes of peers since this call began
 
     def hear(self) -> list[tuple[Record, Outcome]]:
-        """What others have found since the last time."""
+        """Return outcomes that peers stored since the last poll."""
         if not self._store.tuners.shared:
             return []
         ended, self.elsewhere = self._store.news(self.known)
@@ -31,7 +31,7 @@ class Company:
         return news
 
     def searching(self) -> list[Candidate]:
-        """What others measure in their search."""
+        """Return the candidates that peers measure in their searches."""
         return [record.candidate for record in self.elsewhere if record.role == SEARCH]
 
     def are_at(self, candidate: Candidate, role: str) -> bool:

@@ -1,4 +1,4 @@
-"""Who measures beside whom in one search. One worker thinks at a time, and all of them measure."""
+"""Worker threads of one search. A lock serializes proposing; measuring runs in parallel."""
 
 from __future__ import annotations
 
@@ -8,60 +8,60 @@ from contextlib import contextmanager
 
 from autotune.problem.candidate import Candidate
 
-_LOOK_SECONDS = 0.5  # after which somebody who waits looks by himself, whoever has not told him
-_WAY_SECONDS = 0.01  # in which somebody who was told takes his turn
+_LOOK_SECONDS = 0.5  # a waiting worker polls after this time if no worker has notified it
+_WAY_SECONDS = 0.01  # a notified worker acquires the lock within this time
 
 
 def host_bound(candidate: Candidate) -> bool:
-    """Whether its speed is that of the host: of main memory, its bus, the CPUs or a disk, which all jobs share."""
+    """Return True if main memory, its bus, the CPUs or a disk limit the speed. All jobs share these."""
     return bool(candidate.offloaded)
 
 
 class Crew:
-    """The workers of a search: threads, each with an executor of its own.
+    """The workers of a search: threads, each with its own executor.
 
     Args:
-        alone: which candidates are measured while nothing else is.
+        alone: returns True for candidates that must be measured without parallel trials.
     """
 
     def __init__(self, alone: Callable[[Candidate], bool] = host_bound) -> None:
         self._alone = lambda candidate: candidate in self._apart or alone(candidate)
-        self._turn = threading.Condition()  # who thinks holds it
-        self.at_work: list[Candidate] = []  # claimed, and not recorded yet
+        self._turn = threading.Condition()  # held by the worker that proposes or records
+        self.at_work: list[Candidate] = []  # claimed candidates without a recorded outcome
         self._measuring: list[Candidate] = []
-        self._accompanied: set[Candidate] = set()  # of those at work: something else was measured meanwhile
-        self._apart: set[Candidate] = set()  # measured alone from now on, whatever they are
+        self._accompanied: set[Candidate] = set()  # candidates at work that ran in parallel with another trial
+        self._apart: set[Candidate] = set()  # measured alone from now on, in addition to `alone`
         self._failures: list[BaseException] = []
-        self._waiting = 0  # in `wait`
-        self._asking = 0  # who wait to be alone: nobody else begins meanwhile
+        self._waiting = 0  # workers in `wait`
+        self._asking = 0  # workers that wait to measure alone; no other worker starts until they have
 
     @contextmanager
     def thinking(self) -> Iterator[None]:
-        """What is done in it no other worker does at the same time, but where `measuring` or `wait` let them."""
+        """Hold the lock, so that one worker at a time proposes and records. `measuring` and `wait` release it."""
         with self._turn:
             yield
 
     @property
     def failed(self) -> bool:
-        """Whether a worker has: the others stop, too."""
+        """True if a worker has failed. The other workers then stop."""
         return bool(self._failures)
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Keeps what a worker fails with."""
+        """Capture the exception of a worker."""
         try:
             yield
         except BaseException as error:
             self._failures.append(error)
 
     def raise_failure(self) -> None:
-        """The first, once nobody works any more."""
+        """Raise the first captured exception, after all workers have ended."""
         if self._failures:
             raise self._failures[0]
 
     @contextmanager
     def having(self, candidate: Candidate) -> Iterator[None]:
-        """It is this worker's, from the claim to the record."""
+        """Mark the candidate as claimed by this worker, from the claim to the record."""
         self.at_work.append(candidate)
         try:
             yield
@@ -72,7 +72,10 @@ class Crew:
 
     @contextmanager
     def measuring(self, candidate: Candidate) -> Iterator[None]:
-        """Once the candidate may be measured beside what is; within it, `aside`."""
+        """Wait until the candidate may run in parallel with the trials under way, then mark it as running.
+
+        The body releases the lock with `aside` while it measures.
+        """
         alone = self._alone(candidate)
         self._asking += alone
         while self._measuring and (alone or self._asking or any(map(self._alone, self._measuring))):
@@ -88,16 +91,20 @@ class Crew:
             self._turn.notify_all()
 
     def set_apart(self, candidate: Candidate) -> bool:
-        """Whether something was measured beside the candidate of this worker; from now on nothing is. The kernel kills whom
-        it will when main memory is full, and counts for all of the machine."""
+        """Return True if the candidate ran in parallel with another trial, and measure it alone from now on.
+
+        The OOM killer may pick any process of a full machine, so a host OOM during parallel trials is not attributable.
+        """
         if candidate in self._accompanied:
             self._apart.add(candidate)
         return candidate in self._accompanied
 
     @contextmanager
     def ending(self, candidate: Candidate) -> Iterator[None]:
-        """As `measuring`, with others thinking, for the end of a session: memory is freed, the host's too. Whoever has waited
-        to measure goes on next."""
+        """Close a session under the rules of `measuring`, with the lock released.
+
+        Closing frees device and host memory. Workers that wait to measure get the lock next.
+        """
         with self.measuring(candidate), self.aside():
             yield
         if self._waiting:
@@ -105,7 +112,7 @@ class Crew:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Others think meanwhile."""
+        """Release the lock for the duration of the block."""
         self._turn.release()
         try:
             yield
@@ -113,7 +120,7 @@ class Crew:
             self._turn.acquire()
 
     def wait(self) -> None:
-        """Until somebody has ended a trial, or for a moment."""
+        """Release the lock until another trial ends, or for at most _LOOK_SECONDS."""
         self._waiting += 1
         self._turn.wait(_LOOK_SECONDS)
         self._waiting -= 1

@@ -1,14 +1,16 @@
-"""What optuna-dashboard shows of a study, made right by what a study stores. Read off its version 0.21.0.
+"""Adapt a study to optuna-dashboard. Based on the source of version 0.21.0.
 
-It knows nothing of the constraints of Optuna 5 (`_serializer.py` reads the attribute `constraints`, Optuna writes
-`constraints:NAME`), and its best trial is the storage's: of the COMPLETE trials the one of the highest value. So
+The dashboard does not know the constraints of Optuna 5: `_serializer.py` reads the attribute `constraints`, while
+Optuna writes `constraints:NAME`. Its best trial is the storage's best, the COMPLETE trial with the highest value.
+autotune therefore writes a study as follows:
 
-* what does not fit is told as PRUNED, with its speed as the value: Optuna's TPE asks for feasibility before it asks for the
-  state (`samplers/_tpe/sampler.py`, `_split_trials`), and sees what it saw before; the dashboard's best trial fits;
-* what does not fit has a mark in the attribute that the dashboard reads, so that its plots set it apart;
-* a study has a note that names our winner, and how the dashboard's best trial differs from it: verification decides, and a
-  finished trial cannot be changed;
-* each trial has flat attributes, which are columns of the dashboard's table.
+* A candidate that does not fit is PRUNED, with its speed as the value. Optuna's TPE checks feasibility before the state
+  (`samplers/_tpe/sampler.py`, `_split_trials`), so the sampler is unaffected, and the dashboard's best trial fits.
+* A candidate that does not fit gets the attribute that the dashboard reads, so that its plots show the trial as
+  infeasible.
+* A note names autotune's winner and how the dashboard's best trial differs from it. Verification chooses the winner,
+  and a finished trial cannot be changed.
+* Each trial has flat attributes, which become columns of the dashboard's table.
 """
 
 from __future__ import annotations
@@ -25,16 +27,20 @@ from autotune.search.distributions import constraints
 from autotune.search.records import RESUME, VERIFY, Record
 from autotune.units import GIB, format_bytes
 
-_VERSION, _BODY = "dashboard:note_ver", "dashboard:note_str:0"  # `_note.py`; a body under 2045 characters is one piece
+# names from `_note.py`; a body under 2045 characters is one piece
+_VERSION, _BODY = "dashboard:note_ver", "dashboard:note_str:0"
 MOST_CHARACTERS = 2000
-_CONSTRAINTS = "constraints"  # what the dashboard, and Optuna before version 5, read: a list, feasible at 0 or less
-# Optuna adds the list to the constraints that have names; samplers go by the order of sums, which this does not change.
+_CONSTRAINTS = "constraints"  # read by the dashboard and by Optuna before version 5: a list, feasible at 0 or less
+# Optuna adds the list to the named constraints. Samplers sort by the order of sums, which this value does not change.
 _MARK = 1e-9
 
 
 def flat(outcome: Outcome, hardware: Hardware) -> dict[str, Any]:
-    """A trial's attributes for the dashboard's table: `kind`, and where known `peak_gib`, `tokens_per_s`, and `over_gib`, by how
-    much it is above the ceiling (below zero: it has room)."""
+    """Return a trial's flat attributes for the dashboard's table.
+
+    Returns:
+        `kind`, and if known `peak_gib`, `tokens_per_s` and `over_gib`: GiB above the ceiling, negative below it.
+    """
     found: dict[str, Any] = {"kind": outcome.kind.value}
     if outcome.peak_bytes or outcome.measurement:
         peak = outcome.measurement.peak_bytes if outcome.measurement else outcome.peak_bytes or 0
@@ -47,12 +53,13 @@ def flat(outcome: Outcome, hardware: Hardware) -> dict[str, Any]:
 
 
 def tell(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: Hardware) -> None:
-    """Ends a trial that says something of its candidate; again, where a process was killed half way through it."""
+    """End a trial with an attributable outcome. The call can be repeated if a process was killed during it."""
     known = trial.constraints
     values = constraints(outcome, hardware)
     fits, measured = all(value <= 0 for value in values.values()), outcome.measurement
     if not fits and measured is not None and not known:
-        trial.report(measured.samples_per_second, measured.steps)  # the last report is the value of a pruned trial
+        # Optuna takes the last report as the value of a pruned trial
+        trial.report(measured.samples_per_second, measured.steps)
     for name, value in values.items():
         if name not in known:
             trial.set_constraint(name, value)
@@ -64,7 +71,7 @@ def tell(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: H
 
 
 def best_shown(study: optuna.Study) -> int | None:
-    """The number of the trial that the dashboard calls best; None where it has none."""
+    """Return the number of the dashboard's best trial; None if it has none."""
     try:
         return study._storage.get_best_trial(study._study_id).number
     except ValueError:
@@ -72,7 +79,7 @@ def best_shown(study: optuna.Study) -> int | None:
 
 
 def save_note(study: optuna.Study, text: str) -> None:
-    """The study's note, as `optuna_dashboard.save_note` would write it, without depending on the dashboard."""
+    """Save the study's note as `optuna_dashboard.save_note` does, without a dependency on the dashboard."""
     storage, which = study._storage, study._study_id
     version = int(storage.get_study_system_attrs(which).get(_VERSION, 0))
     storage.set_study_system_attr(which, _VERSION, version + 1)
@@ -80,10 +87,14 @@ def save_note(study: optuna.Study, text: str) -> None:
 
 
 def winners_note(number: int, why: str, records: Sequence[Record], shown: int | None, hardware: Hardware) -> str:
-    """Markdown: which trial is the winner, and why the dashboard may call another best.
+    """Return a Markdown note that names the winner and explains why the dashboard may show another best trial.
 
     Args:
-        shown: the trial that it calls best.
+        number: the winner's trial number.
+        why: how the winner was chosen.
+        records: all trials.
+        shown: the dashboard's best trial.
+        hardware: the study's machine.
     """
     lines = [f"**autotune's winner is trial {number}** ({why})."]
     if shown is not None and shown != number:
@@ -114,7 +125,7 @@ def _why_another(number: int, shown: int, records: Mapping[int, Record], hardwar
 
 
 def _in_words(outcome: Outcome, hardware: Hardware) -> str:
-    """How a trial ended, after `it`; nothing that a rank said."""
+    """Describe how a trial ended, as a phrase after `it`, without text from a rank."""
     if outcome.measurement is None:
         return "ran out of memory" if outcome.kind.is_oom else f"ended in {outcome.kind.value}"
     over = outcome.measurement.peak_bytes - hardware.ceiling_bytes

@@ -1,4 +1,4 @@
-"""How far a setting is from every candidate: the sampler asks for any setting, the nearest candidate is tried."""
+"""Distances from a setting to every candidate. The sampler may propose any setting; the nearest candidate is tried."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from autotune.problem.candidate import CHECKPOINTING, Candidate, Value
 
 
 class Distances:
-    """Distances of a setting from all candidates, summed over knobs: for numbers the log2 of their ratio, at most FAR;
-    FAR for a different choice."""
+    """Distances from a setting to all candidates, summed over knobs.
+
+    A number adds the log2 of the ratio, at most FAR. A different choice adds FAR.
+    """
 
     FAR = 4.0
 
@@ -28,7 +30,7 @@ class Distances:
             self._columns[name] = np.array([codes[value] for value in values])
 
     def _code(self, name: str, value: Value | None) -> float:
-        """The log2 of a number; for a choice or a missing knob, a code far from every such logarithm."""
+        """Return the log2 of a number, or for a choice or missing knob a code far from every such logarithm."""
         if self._is_number(name, value):
             return math.log2(max(float(value), 1e-9))  # type: ignore[arg-type]
         return self._codes.setdefault((name, value), 1e3 * (1 + len(self._codes)))
@@ -40,7 +42,7 @@ class Distances:
         )
 
     def to(self, wanted: Candidate) -> Floats:
-        """(n,) distances of `wanted` from the candidates."""
+        """Return the distances from `wanted` to the candidates, (n,)."""
         total = np.zeros(self._count)
         for name in {*wanted.as_dict, *self._columns}:
             column = self._columns.get(name)

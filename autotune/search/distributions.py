@@ -1,4 +1,4 @@
-"""What Optuna is told of a candidate and its outcome: distributions of the knobs, and constraints."""
+"""Convert candidates and outcomes to Optuna's terms: parameters, distributions and constraints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotune.units import GIB
 
 
 def constraints(outcome: Outcome, hardware: Hardware) -> dict[str, float]:
-    """Optuna's constraints, feasible at 0 or less: GiB over the ceiling, and 1 for what failed otherwise."""
+    """Return Optuna's constraints, feasible at 0 or less: GiB over the ceiling, and 1 for any other failure."""
     if outcome.measurement is not None:
         over = (outcome.measurement.peak_bytes - hardware.ceiling_bytes) / GIB
         return {"memory_gib_over": over, "failed": 0.0}
@@ -29,14 +29,16 @@ def constraints(outcome: Outcome, hardware: Hardware) -> dict[str, float]:
 def told(
     candidate: Candidate, space: SearchSpace | None, stored: Mapping[str, BaseDistribution]
 ) -> tuple[dict[str, Value], dict[str, BaseDistribution]]:
-    """The candidate's parameters as Optuna keeps them, and their distributions: ordered numbers as ranges, the rest as choices.
+    """Return the candidate's parameters and their distributions: ordered numbers as ranges, the rest as choices.
 
-    A database takes no other kind of distribution, and no other choices, for a name than it has; a study is searched in other
-    spaces, too. So what is stored decides, and a value that it cannot hold has the knob's name with a number: `NAME (2)`.
+    A database accepts only one type of distribution, and one set of choices, per name. The stored distributions
+    therefore decide, because a study may be searched in several spaces. A value that the stored distribution cannot
+    hold is stored under a numbered name: `NAME (2)`.
 
     Args:
-        space: whose values a distribution should hold; None: the candidate's alone.
-        stored: by name, of the study's earlier trials.
+        candidate: the candidate.
+        space: a distribution covers this space's values; None covers the candidate's values only.
+        stored: distributions of the study's earlier trials, by name.
     """
     parameters: dict[str, Value] = {}
     found: dict[str, BaseDistribution] = {}
@@ -51,7 +53,7 @@ def told(
 
 
 def holding(stored: BaseDistribution, value: Value) -> BaseDistribution | None:
-    """A distribution that has the value and may stand beside the stored one; None where none may."""
+    """Return a distribution that holds the value and is compatible with the stored one; None if there is none."""
     if isinstance(stored, CategoricalDistribution):
         return stored if any(type(one) is type(value) and one == value for one in stored.choices) else None
     assert isinstance(stored, IntDistribution | FloatDistribution)
@@ -65,8 +67,10 @@ def holding(stored: BaseDistribution, value: Value) -> BaseDistribution | None:
 
 
 def distribution(name: str, values: tuple[Value, ...]) -> BaseDistribution:
-    """A range that holds all values of a knob, or a choice: of all that the knob can be where these are few, whatever a space
-    has of them."""
+    """Return a range or a choice that holds all values of a knob.
+
+    A choice contains all possible values of the knob if these are few, including values that the space lacks.
+    """
     numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(numbers) == len(values) and name != "zero_stage":
         low, high = min(numbers), max(numbers)

@@ -1,15 +1,17 @@
-"""Which candidates need at least as much device memory as one that ran out, by rules that hold for every model.
+"""Find candidates that need at least as much device memory as a failed one, by rules that hold for every model.
 
-Memory is not monotone in every setting that looks thriftier. What was seen, on real tables or in DeepSpeed's sources, and is
-therefore no rule:
+Some settings that look thriftier need more memory. The following cases were seen on measured tables or in DeepSpeed's
+source and are therefore no rules:
 
 - Stage 2 may need more than stage 1: with large buckets, or in 32 bits on one rank.
-- On CPU ranks, whose host and device are one, offloading needs more; and at stage 2 malloc may keep more of many small
-  micro-batches than a few larger ones need (the table of the encoder's script).
-- An offloaded optimizer has a whole gradient staged on its way out: more than its states are where many ranks share them.
-- Stage 1 keeps gradients that are larger than its bucket in place, so that a larger bucket may need less.
-- Overlap takes a second bucket at stages 1 and 2 alone; on CPU ranks peaks repeat no better than by that bucket.
-- Of an optimizer that is split, whole sub-groups stay on the device: larger ones may leave fewer there.
+- On CPU ranks, whose host and device are one, offloading needs more memory. At stage 2, malloc may keep more for many
+  small micro-batches than a few larger ones need (the table of the encoder's script).
+- An offloaded optimizer stages a whole gradient on its way to the host. If many ranks share the optimizer states, the
+  gradient is larger than the states.
+- Stage 1 keeps gradients that are larger than its bucket in place, so a larger bucket may need less.
+- Overlap uses a second bucket only at stages 1 and 2. On CPU ranks, peaks vary by about one bucket between
+  measurements.
+- A split optimizer keeps whole sub-groups on the device, so larger sub-groups may leave fewer there.
 """
 
 from __future__ import annotations
@@ -25,31 +27,34 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, 
 from autotune.problem.knobs import OFFLOAD_RATIO, OFFLOADING
 
 MORE_IS_MORE = (MICRO_BATCH, "reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
-# settings that spare memory; segments that grow have fewer holes than those that were cut once
+# Settings that save memory. Expandable segments have fewer holes than segments of fixed size.
 _SPARES = {
     CHECKPOINTING: (True,),
     "offload_optimizer": ("cpu", "nvme"),
     "offload_param": ("cpu", "nvme"),
     EXPANDABLE: (True,),
 }
-# Bytes a parameter of masters and Adam's states, of which fewer optimizers have less; and of a gradient on its way to the host
+# Bytes per parameter for master weights and Adam's states; other optimizers have at most as much. Bytes per element of
+# a gradient on its way to the host.
 _STATES, _STAGED = 12.0, 4.0
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Which rules hold for a job on a machine."""
+    """Rules that hold for a job on a machine."""
 
-    spared_by: tuple[str, ...] = OFFLOADING  # the kinds of offloading that surely spare memory of the device
-    counts_steps: bool = False  # whether stage 2 may need less where it accumulates less
-    overlap_doubles: bool = True  # whether the second bucket of stages 1 and 2 is more than what peaks repeat within
+    spared_by: tuple[str, ...] = OFFLOADING  # kinds of offloading that always save device memory
+    counts_steps: bool = False  # True if stage 2 may need less with fewer accumulation steps
+    overlap_doubles: bool = True  # True if the second bucket exceeds the variation of peaks
 
     @classmethod
     def of(cls, device: str, ranks: int = 1, trace: Trace | None = None) -> Rules:
-        """Those of a device, "cuda" or "cpu".
+        """Return the rules of a device, "cuda" or "cpu".
 
         Args:
-            trace: of the model; None: nothing is known of its sizes.
+            device: the device.
+            ranks: number of ranks.
+            trace: the model's trace; None if its sizes are unknown.
         """
         if device != "cuda":
             return cls((), counts_steps=True, overlap_doubles=False)
@@ -61,21 +66,23 @@ EVERY_RULE = Rules()
 
 
 class Dominance:
-    """Compares one candidate with all others at once. Those of other stages are not compared, for each has buffers of its own.
-    Knobs that may raise or lower memory must be equal.
+    """Compare the memory need of one candidate with all others at once.
+
+    Each stage has its own buffers, so candidates of different stages are not compared. Knobs that may raise or lower
+    memory must be equal.
     """
 
     def __init__(self, candidates: Sequence[Candidate], rules: Rules = EVERY_RULE) -> None:
         self._index = {candidate: i for i, candidate in enumerate(candidates)}
         spares = {name: kinds for name, kinds in _SPARES.items() if name not in OFFLOADING or name in rules.spared_by}
-        handled = {*MORE_IS_MORE, *spares, ACCUMULATION, "overlap_comm"}  # not the stage
+        handled = {*MORE_IS_MORE, *spares, ACCUMULATION, "overlap_comm"}  # the stage stays among the other knobs
         handled |= {OFFLOAD_RATIO} if "offload_optimizer" in spares else set()
         self._rules = rules
         self._stage = np.array([c.stage for c in candidates])
         self._accumulation = np.array([c.accumulation for c in candidates])
-        # what a candidate leaves open DeepSpeed or the user's own config decides
+        # -1 if the candidate lacks the knob: DeepSpeed's default or the user's config decides
         self._more = {name: np.array([float(c.get(name, -1)) for c in candidates]) for name in MORE_IS_MORE}
-        # how memory is spared; 0 where it is not
+        # number of the saving setting; 0 if the candidate does not save
         self._spares = [
             np.array([kinds.index(c.get(name)) + 1 if c.get(name) in kinds else 0 for c in candidates])
             for name, kinds in spares.items()
@@ -91,12 +98,15 @@ class Dominance:
         )
 
     def needs_no_less(self, candidate: Candidate) -> Flags:
-        """(n,) whether each needs at least as much as the candidate, which must be one of them; all false if it is not."""
+        """Return whether each candidate needs at least as much memory as the given one, (n,).
+
+        All values are False if the given candidate is not in the list.
+        """
         at = self._index.get(candidate)
         if at is None:
             return np.zeros(len(self._stage), dtype=bool)
-        found = self._others == self._others[at]  # the stage among them
-        # accumulating may need a gradient buffer of its own
+        found = self._others == self._others[at]  # the other knobs include the stage
+        # accumulation may need its own gradient buffer
         found &= (self._accumulation == self._accumulation[at]) | (self._accumulation > 1)
         if self._rules.counts_steps and self._stage[at] == 2:
             found &= self._accumulation >= self._accumulation[at]
@@ -111,18 +121,26 @@ class Dominance:
         return np.asarray(found)
 
     def _offloads_no_more(self, at: int) -> Flags:
-        """Of an optimizer that is split whole sub-groups stay, rounded down: shares are compared where sub-groups are equal."""
+        """Return whether each candidate offloads at most the share of the one at `at`, (n,).
+
+        A split optimizer keeps whole sub-groups on the device, rounded down. Shares are therefore compared only between
+        equal sub-group sizes.
+        """
         groups, mine = self._more["sub_group_size"], self._leaves[at]
         comparable = (groups == groups[at]) | (mine == 1) | (self._leaves == 0)
         return np.asarray((self._leaves <= mine) & comparable)
 
 
 class HostDominance:
-    """The same of the host's memory: of one stage, those that offload all that a candidate does to where it does and, by the
-    bill, no fewer bytes. Micro-batches and buckets of the device do not matter.
+    """Compare the host memory of candidates.
+
+    A candidate needs at least as much under three conditions. The stage is the same, at least the same parts are
+    offloaded to the same places, and the memory bill counts no fewer bytes. Micro-batches and buckets are on the device
+    and do not matter.
 
     Args:
-        host: (n,) bytes; 0: nothing is offloaded, and the host's memory says nothing of the candidate.
+        candidates: the candidates.
+        host: (n,) bytes in host memory; 0 if nothing is offloaded, which excludes the candidate from comparison.
     """
 
     def __init__(self, candidates: Sequence[Candidate], host: Floats) -> None:
@@ -131,7 +149,10 @@ class HostDominance:
         self._where = [np.array([str(c.get(name, "none")) for c in candidates]) for name in OFFLOADING]
 
     def needs_no_less(self, candidate: Candidate) -> Flags:
-        """(n,) whether each needs at least as much of the host as the candidate; all false where that offloads nothing."""
+        """Return whether each candidate needs at least as much host memory as the given one, (n,).
+
+        All values are False if the given candidate offloads nothing.
+        """
         at = self._index.get(candidate)
         if at is None or self._host[at] <= 0:
             return np.zeros(len(self._stage), dtype=bool)
@@ -142,5 +163,5 @@ class HostDominance:
 
 
 def _leaves(candidate: Candidate) -> float:
-    """The share of the optimizer that goes to the host, as it was asked for."""
+    """Return the requested share of the optimizer that goes to the host."""
     return float(candidate.get(OFFLOAD_RATIO, 1.0)) if candidate.offload_optimizer != "none" else 0.0

@@ -1,6 +1,7 @@
-"""What a study is of, and what it was measured under. Two calls may share a study only if they agree on what both know.
+"""Fingerprint of a study: job, machine, packages and environment.
 
-Version 0.1 wrote down the job, the machine and the packages alone. What it did not write down is unknown, not different.
+Two calls may share a study if the values that both know agree. Version 0.1 stored only the job, the machine and the
+packages. A missing value is unknown, not different.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from autotune.problem.script_job import OPS
 from autotune.problem.sources import SOURCES, edited, sources_of
 
 THREADS, ENVIRONMENT, VERSIONS = "threads_per_rank", "environment", "versions"
-BESIDES = "watched_besides"  # names of variables that earlier fingerprints, which have none here, say nothing of
-# No measurement depends on the tuner's own package: it is written down, and neither names a study nor makes it another. The
-# version that stands in every name is the one that all studies had that were named by it.
+BESIDES = "watched_besides"  # names of variables that fingerprints without this key did not record
+# No measurement depends on the tuner's own package. Its version is stored, but it neither names a study nor separates
+# two. The version in study names is the one of all studies that were named with it.
 _TUNERS, _NAMED_BY = "optuna", "5.0.0"
-# Variables that change how fast or how large a training is, whatever its config: of libraries that compute, communicate
-# and allocate. Which GPUs are meant is not among them: the hardware says it.
+# Variables of libraries that compute, communicate and allocate, which change a training's speed or memory with any
+# config. The hardware record covers the choice of GPUs.
 _BESIDES = ("DS_PIN_MEMORY_BACKEND", "PYTORCH_NO_CUDA_MEMORY_CACHING")
 _WATCHED = (
     *ALLOCATOR_VARIABLES,
@@ -40,26 +41,28 @@ _WATCHED_PREFIXES = (
     *("CUDA_DEVICE_MAX_", "CUDA_LAUNCH_", "CUDA_MODULE_"),
     *("OMP_PROC_", "OMP_PLACES", "OMP_WAIT_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "MALLOC_"),
 )
-_UNWATCHED_PREFIXES = ("NCCL_DEBUG", "TORCH_NCCL_DUMP", "TORCH_NCCL_TRACE")  # they only tell
-_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # of a variable, as a shell takes it before a command
+_UNWATCHED_PREFIXES = ("NCCL_DEBUG", "TORCH_NCCL_DUMP", "TORCH_NCCL_TRACE")  # they only control logging
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # a variable's name, as a shell accepts it before a command
 _SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)
 
 
 def identity(job: Job, hardware: Hardware) -> dict[str, Any]:
-    """The job, the machine and the packages, as JSON: what names a study, so that the same command finds it again."""
+    """Return job, machine and packages as JSON.
+
+    The identity names a study, so that the same command finds its study again.
+    """
     machine = {key: hardware.to_json()[key] for key in ("device", "name", "count", "memory_bytes", "memory_cap_bytes")}
     if hardware.nodes > 1:
         machine["nodes"] = hardware.nodes
     if hardware.sliced:
         machine["sliced"] = True
     if hardware.device == "cpu" or hardware.unified:
-        del machine["memory_bytes"]  # of main memory, which differs a little from boot to boot
+        del machine["memory_bytes"]  # main memory, which differs slightly between boots
     return {"job": job.to_json(), "hardware": machine, VERSIONS: {**package_versions(), _TUNERS: _NAMED_BY}}
 
 
 def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
-    """Its identity, the digests of the user's own files, and the driver, the CPU threads a rank and the variables that it is
-    measured under."""
+    """Return the identity, plus digests of the user's files, the driver, CPU threads per rank and watched variables."""
     found = identity(job, hardware)
     found[VERSIONS] |= package_versions()
     if hardware.device == "cuda":
@@ -74,15 +77,18 @@ def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the packages on which measurements depend, as the ranks have them, and of the tuner's own."""
+    """Return versions of the packages on which measurements depend.
+
+    The ranks' Python provides them, except for the version of the tuner's package.
+    """
     theirs = {package: current().version(package) or "missing" for package in ("torch", "deepspeed", "transformers")}
     return {**theirs, _TUNERS: inquiry.version(_TUNERS) or "missing"}
 
 
 def driver_versions() -> dict[str, str]:
-    """Versions of the driver, of the CUDA that torch was built for and of its NCCL; what is not known is left out."""
+    """Return versions of the driver, torch's CUDA and its NCCL, without unknown ones."""
     found: dict[str, str | None] = {}
-    with suppress(Exception):  # a driver that does not answer is another's to complain of
+    with suppress(Exception):  # other checks report a driver that does not answer
         if (lib := open_nvml()) is not None:
             driver = lib.nvmlSystemGetDriverVersion()
             found["driver"] = driver.decode() if isinstance(driver, bytes) else str(driver)
@@ -92,7 +98,7 @@ def driver_versions() -> dict[str, str]:
 
 
 def watched_variables() -> dict[str, str]:
-    """What this process's environment says of speed and memory."""
+    """Return this process's environment variables that affect speed or memory."""
     return {name: value for name, value in sorted(os.environ.items()) if value and _is_watched(name)}
 
 
@@ -105,8 +111,10 @@ def _watched() -> dict[str, Any]:
 
 
 def measured_under(mark: dict[str, Any]) -> dict[str, str]:
-    """The variables that a study was measured under, as they may stand before a command that is shown around: none that is not
-    watched, and none that is named like a secret."""
+    """Return the study's watched variables in a form that can be shown before a command.
+
+    Unwatched variables and names that look like secrets are left out.
+    """
     return {
         name: str(value)
         for name, value in mark.get(ENVIRONMENT, {}).items()
@@ -115,8 +123,13 @@ def measured_under(mark: dict[str, Any]) -> dict[str, str]:
 
 
 def other_variables(mark: dict[str, Any]) -> dict[str, tuple[str | None, str | None]]:
-    """Where this process's watched variables are others than those of a study's fingerprint: by name, the study's value and
-    this process's, None for none. What the study does not know of is not other."""
+    """Return watched variables that differ between a study and this process.
+
+    Variables that the study did not record are left out.
+
+    Returns:
+        By name: the study's value and this process's value, None if unset.
+    """
     if ENVIRONMENT not in mark:
         return {}
     then, now = (one[ENVIRONMENT] for one in _knowing_alike(mark, _watched()))
@@ -128,7 +141,7 @@ def other_variables(mark: dict[str, Any]) -> dict[str, tuple[str | None, str | N
 
 
 def _knowing_alike(*marks: dict[str, Any]) -> list[dict[str, Any]]:
-    """Two fingerprints without the variables that only one of them has watched."""
+    """Return two fingerprints without the variables that only one of them watched."""
     one, other = ({*mark.get(BESIDES, ())} for mark in marks)
     alike = []
     for mark in marks:
@@ -140,7 +153,7 @@ def _knowing_alike(*marks: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Differences in what both know, but for the tuner's own package; first the files that were edited."""
+    """Return the differences in values that both know, edited files first, without the tuner's package."""
     files = [f"{path} was edited" for path in edited(before.get(SOURCES, {}), now.get(SOURCES, {}))]
     before, now = ({**_with_seen_ops(mark, []), SOURCES: {}} for mark in _knowing_alike(before, now))
     both = [{key: mark[key] for key in before.keys() & now.keys()} for mark in (before, now)]
@@ -150,7 +163,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def knowing_more(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The fingerprint from now on: of the present call, and what only an earlier one knew."""
+    """Return the merged fingerprint: the present call's values, plus values that only an earlier call knew."""
     known = {**before, **now, VERSIONS: {**before.get(VERSIONS, {}), **now.get(VERSIONS, {})}}
     return _with_seen_ops(known, list(dict.fromkeys([*_seen_ops(before), *_seen_ops(now)])))
 
@@ -159,8 +172,10 @@ _PROFILE = ("job", "script", "profile")
 
 
 def _seen_ops(mark: dict[str, Any]) -> list[str]:
-    """Which of DeepSpeed's ops the script's first run was the first to need: what had not been built where it ran, and no
-    part of the job."""
+    """Return the DeepSpeed ops that the script's probe run needed and that were not built at the time.
+
+    They are no part of the job.
+    """
     return value_at(mark, (*_PROFILE, OPS)) or []
 
 
@@ -174,7 +189,7 @@ def _with_seen_ops(mark: dict[str, Any], ops: list[str]) -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """`job.seq_len: 768 -> 1024` for every leaf that differs."""
+    """Return one line for each leaf that differs, such as `job.seq_len: 768 -> 1024`."""
     lines = []
     for key in sorted({*old, *new}, key=str):
         before, after = old.get(key), new.get(key)

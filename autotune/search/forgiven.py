@@ -1,4 +1,4 @@
-"""What failed before anything of a study had worked: somebody may have mended the machine or the job since."""
+"""Retry failures from before a study's first success, because the user may have fixed the machine or the job since."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from autotune.search.attributes import set_attribute
 from autotune.search.records import Record
 from autotune.search.study import StudyStore
 
-_FORGIVEN = "forgiven"  # numbers of trials
+_FORGIVEN = "forgiven"  # trial numbers
 
 
 def forgiven(store: StudyStore, known: Collection[tuple[Record, Outcome]]) -> set[int]:
-    """Numbers of the trials that hung or crashed and speak against nobody any more, now and in every later call: all so far,
-    where a call begins before anything has worked, and no other tuner is at the study just now.
+    """Return the numbers of retryable trials, whose hangs and crashes no longer exclude candidates.
+
+    A call adds all retryable failures so far if no trial has succeeded and no peer tuner is active. Later calls keep
+    the list.
 
     Args:
-        known: the study's trials that have an end.
+        store: the study.
+        known: the study's ended trials.
     """
     numbers: set[int] = set(store.attributes.get(_FORGIVEN, ()))
     if any(outcome.ok for _, outcome in known) or store.tuners.others():

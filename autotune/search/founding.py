@@ -1,4 +1,4 @@
-"""A study's first attributes: what it is of. Written one by one, so a process that dies among them leaves some of them."""
+"""Write a study's first attributes. They are written one by one, so a killed process may leave only some of them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.space import SearchSpace
 from autotune.search.attributes import attributes, set_attribute
 
-_NEEDED = ("fingerprint", "hardware", "space")  # no study can be read without
+_NEEDED = ("fingerprint", "hardware", "space")  # required to read a study
 _FIRST = (*_NEEDED, "python")
-_LAST = "objective"  # of the attributes with which a study begins
-_FOUNDING_SECONDS = 3.0  # within which a study that was just made says what it is of
+_LAST = "objective"  # written last, which marks the metadata as complete
+_FOUNDING_SECONDS = 3.0  # within which the creator of a new study writes its metadata
 
 
 def found(study: optuna.Study, mark: dict[str, Any], hardware: Hardware, space: SearchSpace) -> None:
-    """Stores what a study is of.
+    """Store a study's metadata.
 
     Args:
+        study: the new study.
         mark: its fingerprint.
+        hardware: its machine.
+        space: its search space.
     """
     first = {"fingerprint": mark, "hardware": hardware.to_json(), "space": space.text, "python": other_python()}
     for key, value in {**first, _LAST: "samples per second, all ranks"}.items():
@@ -32,8 +35,10 @@ def found(study: optuna.Study, mark: dict[str, Any], hardware: Hardware, space: 
 
 
 def await_founding(study: optuna.Study) -> bool:
-    """Whether the study has been founded, by us or by whoever else has trials in it; waits for one that was just made. False
-    where its founder is gone: then anybody may found it."""
+    """Wait for the metadata of a new study, and return False if its creator ended before it wrote them.
+
+    Any tuner may then write the metadata. A study with trials, or of another program, returns True.
+    """
     until = time.monotonic() + _FOUNDING_SECONDS
     while _LAST not in study.user_attrs and not study.get_trials(deepcopy=False):
         if not _ours(study):
@@ -45,13 +50,15 @@ def await_founding(study: optuna.Study) -> bool:
 
 
 def _ours(study: optuna.Study) -> bool:
-    """Whether a study without trials may be one of ours that was never founded; the pieces of a long attribute have names that
-    begin with its own."""
+    """Return True if a study without trials may be an autotune study with incomplete metadata.
+
+    Pieces of a long attribute have names that begin with its name.
+    """
     return study.direction is StudyDirection.MAXIMIZE and all(key.startswith(_FIRST) for key in study.user_attrs)
 
 
 def check_founded(study: optuna.Study, shown: str) -> None:
-    """Raises UserError where a study cannot be read: it is somebody else's, or its founder has died before it was founded."""
+    """Raise UserError if a study cannot be read: autotune did not create it, or its creator ended too early."""
     told = attributes(study)
     if all(key in told for key in _NEEDED):
         return

@@ -1,8 +1,11 @@
-"""A study in a journal: a file of lines that is only appended to, for file systems on which SQLite cannot lock.
+"""Study in a journal, a file of appended lines, for file systems on which SQLite cannot lock.
 
-The file and its lock are Optuna's, made for NFS (the lock is a file that only one process can make). What is added here:
-the line of a process that was killed, or found the disk full, in the middle of it is cut off before the next is appended,
-which would otherwise run into it and end the journal for good; and a journal that is gone is noticed instead of begun anew.
+Optuna provides the file and its lock, which work on NFS (the lock is a file that only one process can create). This
+module adds two repairs:
+
+- A killed process or a full disk may leave a partial last line. The next line would be appended to it and make the
+  journal unreadable, so the partial line is removed first.
+- A deleted journal raises an error instead of being created again.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ from typing import Any
 from optuna.exceptions import StorageInternalError
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
-_BLOCK_BYTES = 4096  # read at a time from the end; a line has hundreds of bytes
+_BLOCK_BYTES = 4096  # bytes per read from the end; a line has hundreds of bytes
 
 
 class _Lock(JournalFileOpenLock):
-    """Whoever holds it finds whole lines."""
+    """Lock of the journal, which removes a partial last line when it is acquired."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
@@ -36,14 +39,16 @@ class _Lock(JournalFileOpenLock):
         return True
 
     def release(self) -> None:
-        with suppress(RuntimeError):  # another process has taken it from one that was stopped for half a minute
+        # another process took the lock over, because this one was suspended for half a minute
+        with suppress(RuntimeError):
             super().release()
 
 
 class JournalFile(JournalFileBackend):
     """The file behind an `optuna.storages.JournalStorage`.
 
-    Its methods raise StorageInternalError where the file cannot be read or written, as databases do.
+    Raises:
+        StorageInternalError: from all methods, if the file cannot be read or written, as with databases.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,8 +66,8 @@ class JournalFile(JournalFileBackend):
             super().append_logs(logs)
 
     def _note_size(self) -> None:
-        """Raises OSError where the file is gone or is another one: to go on would begin a journal without its study."""
-        whole = next(reversed(self._log_number_offset.values()))  # bytes of the lines that this process has read
+        """Raise OSError if the file is missing or was replaced. Appending would start a journal without its study."""
+        whole = next(reversed(self._log_number_offset.values()))  # bytes of complete lines that this process has read
         if os.stat(self._path).st_size < whole:
             raise OSError(f"{self._path.name} is shorter than it was")
 
@@ -76,7 +81,7 @@ def _failures() -> Iterator[None]:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cuts off what follows the last end of a line: nobody was ever told that it was written."""
+    """Remove the text after the last newline. Its write was never confirmed to a caller."""
     with path.open("rb+") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end:

@@ -1,4 +1,4 @@
-"""What the search learns of verification: an evaluation, a save and going on take memory that no trial of a search does."""
+"""Apply verification results to the search. Evaluation, save and resume use memory that no search trial uses."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from autotune.search.standings import NOT_VERIFIED, Measured, Standings, held_by
 def teach(
     candidate: Candidate, outcome: Outcome, searched: Measured | None, standings: Standings, proposer: Proposer
 ) -> None:
-    """Tells the proposer what a verification, or going on from a checkpoint, came to. The standings know it already.
+    """Update proposer and standings after a verification or resume trial. The standings already contain the outcome.
 
     Args:
-        searched: what was known of the candidate before; None: nothing.
+        candidate: the verified candidate.
+        outcome: outcome of the verification.
+        searched: the candidate's earlier measurement; None if there is none.
+        standings: the measured candidates.
+        proposer: the proposer.
     """
     why = standings.why_not(candidate)
     if not why:
@@ -24,10 +28,10 @@ def teach(
     standings.reject(candidate, why)
     proposer.drop(candidate)
     verified = outcome.measurement
-    if verified is None and not outcome.kind.is_oom:  # a hang or a crash is the candidate's own
+    if verified is None and not outcome.kind.is_oom:  # a hang or a crash says nothing about other candidates
         return
     over = verified is not None and verified.peak_bytes > proposer.hardware.ceiling_bytes
-    # of one that ran out, or whose allocator had to retry, all that is known is that it was too much
+    # an OOM and allocator retries show only that the peak was too high
     share = proposer.hardware.ceiling_bytes / verified.peak_bytes if verified is not None and over else 1.0
     proposer.tighten(candidate, outcome, searched[1] if searched else None, share)
     if verified is None:

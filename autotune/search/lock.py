@@ -1,4 +1,4 @@
-"""A study is held by one process: with the kernel's lock, or where the file system has none, with a lease."""
+"""Lock that lets one process hold a study: a kernel lock, or a lease on file systems without locks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from filelock import BaseFileLock, SoftFileLease, Timeout, UnixFileLock
 
 from autotune.errors import UserError
 
-# Of a file system without locks. How long a holder on another machine may say nothing until it counts as dead: it says
-# something every third of that. A dead holder on this machine is noticed at once.
+# On a file system without locks, a holder on another machine counts as dead after this many seconds without renewal.
+# Holders renew three times per period. A dead holder on this machine is detected at once.
 _LEASE_SECONDS = 20.0
-_PATIENCE_SECONDS = 1.2 * _LEASE_SECONDS  # with a holder that may be dead
+_PATIENCE_SECONDS = 1.2 * _LEASE_SECONDS  # seconds; wait for a holder that may be dead
 
-_MALFORMED_SECONDS = 2.0  # after which filelock takes over a marker that says nonsense
+_MALFORMED_SECONDS = 2.0  # seconds after which filelock takes over a malformed marker
 _MOST_PLACES = 64
 
 
 def hold(folder: Path, study: str) -> BaseFileLock:
-    """Holds the study in a folder until this process ends or the lock is released.
+    """Hold the study in a folder until this process ends or the lock is released.
 
     Raises:
         UserError: another run holds it.
@@ -33,9 +33,9 @@ def hold(folder: Path, study: str) -> BaseFileLock:
     except Timeout:
         raise _held(study) from None
     except OSError as error:
-        if error.filename is not None:  # the file cannot be made; a lock that is refused names no file
+        if error.filename is not None:  # the file cannot be created; a refused lock names no file
             raise
-        # ENOSYS of Lustre without `-o flock`, ENOLCK of NFS without a lock daemon, EOPNOTSUPP, EINVAL: there are no locks
+        # No locks: ENOSYS on Lustre without `-o flock`, ENOLCK on NFS without a lock daemon, EOPNOTSUPP, EINVAL.
     marker = folder / "lock.lease"
     lease = SoftFileLease(marker, lease_duration=_LEASE_SECONDS, thread_local=False)
     nobodys = None
@@ -54,14 +54,16 @@ def hold(folder: Path, study: str) -> BaseFileLock:
 
 
 def _empty(about: os.stat_result) -> tuple[int, int] | None:
-    """Which file it is, and of when, if it is empty."""
+    """Return inode and change time of an empty file, or None if it is not empty."""
     return None if about.st_size else (about.st_ino, about.st_ctime_ns)
 
 
 def _condemned(marker: Path, nobodys: tuple[int, int]) -> bool:
-    """Whether the empty marker is still the same: of a process that was killed before it had said who it is, or whose words a
-    power cut took. filelock waits for an empty one for ever, and takes one over that says nonsense; what is written through an
-    open file can reach no other that has its name by now."""
+    """Write to the empty marker if it is unchanged, and return whether it was.
+
+    Its creator was killed before it wrote its identity, or a power failure lost the text. filelock waits forever for an
+    empty marker but takes over a malformed one. Writing through the open file cannot reach a newer file of that name.
+    """
     with suppress(OSError), marker.open("r+", encoding="utf-8") as file:
         if _empty(os.fstat(file.fileno())) == nobodys:
             file.write("nobody\n")
@@ -70,11 +72,13 @@ def _condemned(marker: Path, nobodys: tuple[int, int]) -> bool:
 
 
 def hold_a_place(folder: Path, study: str) -> tuple[Path, BaseFileLock]:
-    """For one of several tuners of a study that write below the same folder: the study's folder, or where another works there,
-    a folder in it that nobody else has; and what holds it.
+    """Hold a folder for one of several tuners that write below the same study folder.
+
+    Returns:
+        The study's folder, or a subfolder if another tuner holds it, and the lock.
 
     Raises:
-        UserError: very many do.
+        UserError: all of the allowed folders are held.
         OSError: the folder cannot be written.
     """
     for number in range(1, _MOST_PLACES + 1):

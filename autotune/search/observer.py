@@ -1,4 +1,4 @@
-"""Who is told how a search goes."""
+"""Observer of a search's progress."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autotune.problem.outcome import Outcome
 
 
 class Observer(Protocol):
-    """Is told what happens; a NullObserver where nobody looks."""
+    """Receives events of a search. NullObserver ignores them."""
 
     def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None: ...
     def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None: ...

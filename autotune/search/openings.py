@@ -1,4 +1,4 @@
-"""Which candidates may still be tried, and why the others may not: what follows from measurements, whatever is predicted."""
+"""Pool of candidates that may still be tried, and the reasons that exclude the others. Only measurements exclude."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ from autotune.search.places import Places
 
 
 class Openings:
-    """The candidates of a study, those that are ruled out marked with their reason."""
+    """The candidates of a study, with the reason for each exclusion."""
 
     def __init__(self, candidates: list[Candidate], rules: Rules, host: Floats | None = None) -> None:
-        """Args:
-        host: (n,) bytes that each keeps in the host's memory; None: nothing is offloaded, or host and device are one.
+        """Index the candidates.
+
+        Args:
+            candidates: the candidates.
+            rules: dominance rules for device memory.
+            host: (n,) bytes that each candidate keeps in host memory; None if nothing is offloaded, or host and device
+                are one.
         """
         self.candidates = candidates
         self.index = {candidate: i for i, candidate in enumerate(candidates)}
         self.open = np.ones(len(candidates), dtype=bool)
-        self.too_large = np.zeros(len(candidates), dtype=bool)  # need no less than one that ran out
-        self.running = np.zeros(len(candidates), dtype=bool)  # others measure them just now
-        self._kept_back = self.running  # these, and what is like them
+        # need at least as much memory as a candidate with an OOM
+        self.too_large = np.zeros(len(candidates), dtype=bool)
+        self.running = np.zeros(len(candidates), dtype=bool)  # peer tuners or other workers measure them now
+        self._kept_back = self.running  # running candidates and similar ones
         self.skipped: Counter[str] = Counter()
         self._dominance = Dominance(candidates, rules)
         self._host = HostDominance(candidates, np.zeros(len(candidates)) if host is None else host)
@@ -40,15 +46,17 @@ class Openings:
 
     @property
     def free(self) -> Flags:
-        """(n,) whether each may be tried now."""
+        """Return whether each candidate may be tried now, (n,)."""
         return self.open & ~self._kept_back
 
     def keep_back(self, running: Iterable[Candidate], kinds: NDArray[np.intp]) -> None:
-        """Holds back what runs elsewhere and, until `let_alike`, what is like it: candidates of the same engine, which
-        measures them one after the other there, and of the same kind.
+        """Reserve candidates that run elsewhere and, until `let_alike`, candidates similar to them.
+
+        Similar candidates have the same engine, which measures them one after the other, or the same kind.
 
         Args:
-            kinds: (n,) each candidate's.
+            running: the running candidates.
+            kinds: (n,) kind of each candidate.
         """
         self.running = np.zeros_like(self.open)
         at = [self.index[candidate] for candidate in running if candidate in self.index]
@@ -56,13 +64,13 @@ class Openings:
         self._kept_back = self.running | np.isin(self.family, self.family[at]) | np.isin(kinds, kinds[at])
 
     def let_alike(self) -> bool:
-        """Hands out what is like something that runs; whether that is more than before."""
+        """Release candidates that are similar to running ones; return whether this adds any."""
         more = bool((self.open & self._kept_back & ~self.running).any())
         self._kept_back = self.running
         return more
 
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Closes the candidate, and what its Outcome speaks against."""
+        """Close the candidate, and exclude the candidates that its outcome speaks against."""
         self.close(candidate)
         if outcome.kind is Kind.OK:
             self._worked.append(candidate)
@@ -80,27 +88,29 @@ class Openings:
         elif outcome.kind is Kind.CRASH and outcome.source is Source.EXCEPTION:
             self._learn_refusal(candidate, outcome.reason, "crashes")
             self._blame_place(candidate, outcome)
-        else:  # a hang, a signal or the host's memory: the same engine would end the same way
+        else:  # a hang, a signal or a host OOM would recur in the same engine
             if outcome.kind is Kind.OOM_HOST:
                 self._rule_out_hungrier(candidate)
             self.rule_out(self.alike(candidate), f"same engine as {candidate}: {outcome.kind.value}")
             self._blame_place(candidate, outcome)
 
     def forgive(self, candidate: Candidate, outcome: Outcome) -> None:
-        """The candidate may end otherwise now. One that hung or crashed twice even so is closed, and nothing with it: calls that
-        begin again and again get on."""
+        """Keep a candidate open whose failure is retryable.
+
+        A second hang or crash closes the candidate without excluding any other, so that repeated calls make progress.
+        """
         if outcome.kind.may_be_mended:
             if candidate in self._forgiven:
                 self.close(candidate)
             self._forgiven.add(candidate)
 
     def alike(self, candidate: Candidate) -> Flags:
-        """The candidates of the same engine."""
+        """Return a mask of the candidates with the same engine."""
         at = self.index.get(candidate)
         return np.zeros_like(self.open) if at is None else self.family == self.family[at]
 
     def needing_no_less(self, candidate: Candidate, kind: Kind) -> Flags:
-        """(n,) whether each needs at least as much as the candidate of the memory that ran out."""
+        """Return whether each candidate needs at least as much of the exhausted memory as the given one, (n,)."""
         if kind is Kind.OOM_DEVICE:
             return self._dominance.needs_no_less(candidate)
         return self.alike(candidate) | self._host.needs_no_less(candidate)
@@ -116,14 +126,14 @@ class Openings:
 
     def _rule_out_larger(self, candidate: Candidate) -> None:
         at = self.index.get(candidate)
-        if at is None or self.too_large[at]:  # what ruled it out has ruled out all that needs no less than it
+        if at is None or self.too_large[at]:  # the OOM that excluded it has already excluded all larger candidates
             return
         larger = self._dominance.needs_no_less(candidate)
         self.too_large |= larger
         self.rule_out(larger, f"needs no less memory than {candidate}, which ran out")
 
     def _rule_out_hungrier(self, candidate: Candidate) -> None:
-        """Rules out what offloads no less to the host than one for which that was too small, unless some of it has worked."""
+        """Exclude candidates that offload at least as much as one with a host OOM, unless one of them has worked."""
         hungrier = self._host.needs_no_less(candidate)
         if not any(hungrier[self.index[one]] for one in self._worked if one in self.index):
             self.too_large |= hungrier
@@ -137,7 +147,10 @@ class Openings:
             self.rule_out(blamed, f"first-order settings like those of {candidate} and others: {outcome.kind.value}")
 
     def _rule_out_larger_batches(self, candidate: Candidate) -> None:
-        """Rules out all batches of no fewer samples than one that left too few steps of the script's data, unless one worked."""
+        """Exclude batches that are at least as large as one that left too few steps of data.
+
+        Nothing is excluded if such a batch has worked.
+        """
 
         def no_smaller(other: Candidate) -> bool:
             return other.micro_batch * other.accumulation >= candidate.micro_batch * candidate.accumulation
@@ -147,9 +160,9 @@ class Openings:
             self.rule_out(larger, f"its batch is no smaller than that of {candidate}, which left too few steps")
 
     def _learn_refusal(self, candidate: Candidate, reason: str, how: str) -> None:
-        """Rules out every candidate with the settings that all failures with this message share.
+        """Exclude every candidate with the settings that all failures with this message share.
 
-        Where there is but one failure, or a candidate that worked shares them too, only the same engine is ruled out.
+        After a single failure, or if a working candidate has the shared settings too, only the same engine is excluded.
         """
         refused = self._refused.setdefault(reason, [])
         refused.append(candidate)

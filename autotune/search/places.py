@@ -1,8 +1,9 @@
-"""Failures that engines of one stage, one kind of offloading or the like have in common: hangs, signals, a host that is full.
+"""Find settings that failed engines have in common: hangs, signals and host OOM.
 
-One such failure says something of its engine alone. What several of them share is blamed, and nothing wider than that; the more
-is to be ruled out, the more engines must have failed, and none of it may have worked. Failures of engines that all offload, be
-it the optimizer or the parameters, may be the host's or an op's: they say nothing of those that offload nothing.
+A single failure excludes only its engine. If several engines fail, their shared settings are excluded, and nothing
+wider. A wider exclusion requires more failed engines, and no candidate in it may have worked. If all failed engines
+offload the optimizer or the parameters, the host or an op may be the cause. Candidates without offloading then stay
+open.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from autotune.predict.knobs import Flags
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.knobs import FIRST_ORDER
 
-LEAST_FAILED = 2  # engines alike in all of these knobs; one more for each in which they are not
+LEAST_FAILED = 2  # failed engines that agree in all of these knobs; one more for each knob in which they differ
 _KNOBS = tuple(name for name in FIRST_ORDER if name not in (MICRO_BATCH, ACCUMULATION))
 
 
 class Places:
-    """The first-order settings of engines, and which of them failed."""
+    """First-order settings of engines, and the failed ones among them."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         columns = []
@@ -33,14 +34,18 @@ class Places:
         self._settings = np.array(columns, dtype=np.intp).T.reshape(len(candidates), len(columns))
         self._offloads = np.array([bool(c.offloaded) for c in candidates])
         self._worked = np.zeros(len(candidates), dtype=bool)
-        self._failed: dict[int, int] = {}  # engine: the place of one of its candidates
+        self._failed: dict[int, int] = {}  # engine -> place of one of its candidates
 
     def work(self, at: int) -> None:
-        """The candidate at this place has worked."""
+        """Record that the candidate at this place has worked."""
         self._worked[at] = True
 
     def fail(self, at: int, engine: int) -> Flags:
-        """The candidate at this place has failed: (n,) what failures have in common with it and nothing that worked has."""
+        """Record a failure of the candidate at this place.
+
+        Returns:
+            (n,) candidates with the settings that this failure shares with others and that no working candidate has.
+        """
         self._failed.setdefault(engine, at)
         places = list(self._failed.values())
         failed, blamed = self._settings[places], np.zeros(len(self._worked), dtype=bool)
@@ -49,7 +54,8 @@ class Places:
             for shared in map(list, itertools.combinations(range(width), size)):
                 sharing = (failed[:, shared] == self._settings[at, shared]).all(axis=1)
                 same = failed[sharing]
-                common = (same == same[0]).all(axis=0)  # of a narrower cause this one says nothing
+                # the failures share more than `shared`, so a narrower cause explains them
+                common = (same == same[0]).all(axis=0)
                 if len(same) < LEAST_FAILED + width - size or int(common.sum()) > size:
                     continue
                 alike = (self._settings[:, shared] == self._settings[at, shared]).all(axis=1)

@@ -1,4 +1,4 @@
-"""How many candidates a search leaves out for what is predicted of them, by reason."""
+"""Count the candidates that predictions exclude, by reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotune.units import format_bytes
 
 
 def predicted_skips(free: Flags, forecast: Forecast, table: Table, hardware: Hardware) -> dict[str, int]:
-    """Of those that may still be tried, how many the device or the host is too small for."""
+    """Count open candidates that are predicted to exceed device or host memory, by reason."""
     device = f"predicted to need more than the {format_bytes(hardware.capacity_bytes)} of a device beyond the interval"
     counts = {}
     if (beyond := forecast.hopeless & free).any():

@@ -1,7 +1,9 @@
-"""What to try next: a short list of experts who take turns.
+"""Choose the next candidate from several strategies.
 
-The model (the predictor, or measurements alone where these refute it) says what a measurement is worth; the screen sees to it
-that every level of what matters most is seen before anything else is turned; Optuna's sampler searches as if it were alone.
+- The model (the predictor, or the surrogate if measurements refute the predictor) estimates the value of each
+  measurement.
+- The screen makes sure that every level of the first-order knobs is tried before other knobs are varied.
+- Optuna's sampler searches independently of the model.
 """
 
 from __future__ import annotations
@@ -31,22 +33,23 @@ from autotune.search.sampler import FAILED, Answer, Sampler
 from autotune.search.start import Proposal, Start
 from autotune.units import GIB
 
-RISK_STEP = 0.25  # by which every out-of-memory raises the least probability of fitting
-MOST_CAUTIOUS = 0.8  # up to this
-LEAST_EVIDENCE = 8  # candidates measured before a search may end by itself
-MEMORY_END_AFTER = 4  # candidates measured before an exhaustive search looks for where memory ends
-HEAD = 6  # trials before the sampler has its share
-CATCH_UP = 2  # trials of its in a row while it has had fewer
-AUDITS = 2  # second opinions that have found nothing better, before a search may end by itself
-MOST_BOLD = 2  # trials of what is predicted not to fit, before it may
-IMPLAUSIBLE = 2.0  # such a share of the device no predictor is wrong by
-DOUBTLESS_SIGMAS = 3.0  # so far below the best a level is not worth seeing
-STALE = 120  # trials in vain, half of them drawn: 60 miss the best twentieth once in twenty times (Bergstra and Bengio 2012)
-WORTHWHILE = 0.25  # of the tolerance: a predicted gain below it is none
+RISK_STEP = 0.25  # increase of the required probability of fitting per OOM
+MOST_CAUTIOUS = 0.8  # upper limit of the required probability
+LEAST_EVIDENCE = 8  # measured candidates before a search may stop early
+MEMORY_END_AFTER = 4  # measured candidates before an exhaustive search looks for the memory limit
+HEAD = 6  # trials before the sampler gets its share
+CATCH_UP = 2  # consecutive sampler trials while it is below its share
+AUDITS = 2  # surrogate proposals without improvement before a search may stop early
+MOST_BOLD = 2  # trials of candidates that are predicted not to fit, while the predictor is not refuted
+IMPLAUSIBLE = 2.0  # share of the device's capacity; no predictor is wrong by more
+DOUBTLESS_SIGMAS = 3.0  # a level this many sigmas below the best is not tried
+# trials without improvement, half of them random: 60 miss the best 5 % once in 20 (Bergstra and Bengio 2012)
+STALE = 120
+WORTHWHILE = 0.25  # share of the tolerance; a smaller predicted gain is ignored
 
 
 class Proposer:
-    """Knows which candidates are still worth trying, and why the others are not."""
+    """Ranks the open candidates and proposes the next one to measure."""
 
     def __init__(
         self,
@@ -74,13 +77,13 @@ class Proposer:
         self._accumulation = np.array([c.accumulation for c in candidates])
         self.speed: dict[Candidate, float] = {}
         self._costs = Costs(job)
-        self._overran: Counter[Candidate] = Counter()  # how often a limit of ours has ended it
+        self._overran: Counter[Candidate] = Counter()  # number of trials that a tuner's time limit ended
         self._ran_out = 0
-        self._proposed = 0  # candidates in this call
-        self._sampled = 0  # of these, the sampler's
-        self._in_a_row = 0  # the latest of these
-        self._improved_at = 0  # how many were proposed when the best was last beaten
-        self._audited = 0  # second opinions since then
+        self._proposed = 0  # candidates proposed in this call
+        self._sampled = 0  # sampler proposals among them
+        self._in_a_row = 0  # consecutive sampler proposals up to now
+        self._improved_at = 0  # value of `_proposed` at the last improvement
+        self._audited = 0  # surrogate proposals since then
         self._bold_tries = 0
         self._seed, self._answers = seed, dict[int, Answer]()
         self._start: Start | None = None
@@ -96,14 +99,19 @@ class Proposer:
         return self._openings.free
 
     def keep_back(self, running: Iterable[Candidate]) -> None:
-        """What is measured elsewhere just now is not proposed, and what is like it only where nothing else is worth a trial."""
+        """Reserve candidates that run elsewhere. Similar ones are proposed only if nothing else is worth a trial."""
         self._openings.keep_back(running, self._kinds.of)
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def observe(self, candidate: Candidate, outcome: Outcome, *, outdated: bool = False) -> None:
-        """Learns from an Outcome, and rules out the candidates that it speaks against: none, where it may end otherwise now
-        (`outdated`)."""
+        """Learn from an outcome, and exclude the candidates that it speaks against.
+
+        Args:
+            candidate: the tried candidate.
+            outcome: its outcome.
+            outdated: the failure is retryable and excludes nothing.
+        """
         if not outcome.kind.says_something_of_the_candidate:
             return
         at = self._index.get(candidate)
@@ -112,14 +120,15 @@ class Proposer:
         if outdated:
             return self._openings.forgive(candidate, outcome)
         self._openings.observe(candidate, outcome)
-        foreign = self._start is not None and candidate == self._start.candidate  # no prediction of ours
+        # the start candidate was not chosen by a prediction
+        foreign = self._start is not None and candidate == self._start.candidate
         self._ran_out += outcome.kind.is_oom and not foreign
         measured, over = outcome.measurement, float(max(FAILED * GIB, outcome.missing_bytes or 0))
         speed = measured.samples_per_second if measured else 0.0
         if measured:
             over = measured.peak_bytes - self.hardware.ceiling_bytes
         fits = measured is not None and over <= 0
-        if fits and at is not None:  # what another space had is not to be beaten
+        if fits and at is not None:  # candidates of another space do not set the best speed
             if speed > max(self.speed.values(), default=0.0) * (1 + self.tolerance):
                 self._improved_at, self._audited = self._proposed, 0
             self.speed[candidate] = speed
@@ -131,16 +140,26 @@ class Proposer:
                 self._kinds.note(at, math.log(speed))
 
     def settle(self, candidate: Candidate, samples_per_second: float) -> None:
-        """Verification's measurement of a candidate counts in place of the search's."""
+        """Replace the search's measurement of a candidate by that of its verification."""
         self.speed[candidate] = samples_per_second
 
     def drop(self, candidate: Candidate) -> None:
-        """The candidate cannot win, or hardly: gains are expected against the best of the others from now on."""
+        """Remove a candidate that cannot win, or is unlikely to.
+
+        Gains are then computed against the best of the rest.
+        """
         if self.speed.pop(candidate, None) is not None:
             self._improved_at, self._audited = self._proposed, 0
 
     def tighten(self, candidate: Candidate, outcome: Outcome, searched: Measurement | None, share: float) -> None:
-        """Learns that verifying the candidate takes more memory than there is; `share` of what the search measured would do."""
+        """Lower the memory limits after a verification needed more memory than available.
+
+        Args:
+            candidate: the verified candidate.
+            outcome: outcome of the verification.
+            searched: the candidate's measurement in the search; None if there is none.
+            share: share of that measurement's memory that would fit.
+        """
         self._ran_out += 1
         if outcome.kind.is_oom:
             self._openings.observe(candidate, outcome)
@@ -152,36 +171,42 @@ class Proposer:
             self._beliefs.tighten(at, searched, share)
 
     def needing_no_less(self, candidate: Candidate, kind: Kind) -> set[Candidate]:
-        """The candidates that need no less than this one of the memory that ran out, itself among them."""
+        """Return the candidates that need at least as much of the exhausted memory, including this one."""
         return {self.candidates[i] for i in np.flatnonzero(self._openings.needing_no_less(candidate, kind))}
 
     def expect(self, left: int) -> None:
-        """Has the predictor say what it expects of the next of `left` Outcomes that are recalled, to be charged for it."""
+        """Predict before an outcome is replayed, so that the prediction is scored.
+
+        Only the last RECALLED outcomes are scored.
+
+        Args:
+            left: number of outcomes that remain to be replayed.
+        """
         if left <= RECALLED:
             self._beliefs.table()
 
     def allow_longer(self, candidate: Candidate, outcome: Outcome) -> None:
-        """A limit of ours has ended the candidate's trial: it has twice as long from now on, and all others may have, too."""
+        """Double the candidate's time limit after a tuner's limit ended its trial. Slow starts raise all limits."""
         self._overran[candidate] += 1
         self._costs.note_slow_start(outcome)
 
     def patience(self, candidate: Candidate) -> float:
-        """The factor on limits of a candidate: 2 once one of them has ended it."""
+        """Return the factor on a candidate's time limits: 2 after one of them ended its trial."""
         return 2.0 if self._overran[candidate] else 1.0
 
     def give_up(self, candidate: Candidate) -> None:
-        """The candidate is not tried again in this call, whatever it would have shown."""
+        """Exclude the candidate for this call."""
         self._openings.close(candidate)
 
     def skips(self) -> dict[str, int]:
-        """How many candidates were not tried, by reason: what followed from measurements, and what the predictor says."""
+        """Return counts of untried candidates by reason, both measured and predicted."""
         predicted = predicted_skips(self._open, self._beliefs.forecast(), self._beliefs.table(), self.hardware)
         return {**self._openings.skipped, **predicted}
 
     # -- proposing ---------------------------------------------------------------------------------------------------
 
     def begin_with(self, start: Start) -> bool:
-        """Tries it first, where it is believed: whether it is now."""
+        """Set a start candidate, and return whether its prediction justifies a trial now."""
         self._start = start
         return self._start_is_due
 
@@ -195,7 +220,7 @@ class Proposer:
         return bool(worthwhile and self._start.believed(at, self._beliefs.forecast(), worth))
 
     def next(self) -> Proposal | None:
-        """A candidate for a new engine, or None where none is left or worth its time now (`stopped_early`)."""
+        """Return a candidate for a new engine; None if none is left or worth its time (see `stopped_early`)."""
         proposal = self._next()
         return self._next() if proposal is None and self._openings.let_alike() else proposal
 
@@ -244,19 +269,25 @@ class Proposer:
 
     @property
     def _is_stale(self) -> bool:
-        """Whether so many trials were in vain that no more are made where no prediction can say what is left to gain."""
+        """True after so many trials without improvement that the search stops if the predictor is refuted."""
         return bool(self.speed) and self._proposed - self._improved_at >= max(STALE, 2 * self._improved_at)
 
     @property
     def _sampler_is_due(self) -> bool:
-        """Half of all trials are the sampler's where measurements speak against the predictor; until they are, two of three."""
+        """True if the sampler is below its share: half of all trials while the predictor is refuted.
+
+        The sampler catches up with at most CATCH_UP trials in a row.
+        """
         if not self._beliefs.refuted or self._proposed <= HEAD:
             return False
         return 2 * self._sampled < self._proposed and self._in_a_row < CATCH_UP
 
     def _unseen(self, among: Flags | None = None) -> Proposal | None:
-        """The most promising candidate with a level of a first-order knob that the study has not seen; None where every
-        level was seen, or is believed not to fit or to be far slower than the best."""
+        """Return the most promising candidate with an untried level of a first-order knob.
+
+        Returns:
+            None if every level was tried, is predicted not to fit, or is predicted to be far slower than the best.
+        """
         forecast = self._beliefs.forecast()
         best = math.log(max(self.speed.values()))
         mask = self._open & self._screen.unseen() & ~forecast.hopeless & ~forecast.host & (forecast.fits > 0.5)
@@ -273,7 +304,7 @@ class Proposer:
         return Proposal(self.candidates[int(promise.argmax())], "a level not seen before")
 
     def _second_opinion(self) -> Proposal | None:
-        """What measurements alone, without the predictor, hold for the most worth a trial; None where that is nothing."""
+        """Return the candidate that the surrogate values most; None if it predicts no gain."""
         worth, gain = self._worth(self._beliefs.forecast(rival=True))
         best = int(worth.argmax())
         if not gain[best] >= WORTHWHILE * self.tolerance or not np.isfinite(worth[best]):
@@ -282,8 +313,10 @@ class Proposer:
         return Proposal(self.candidates[best], "most promising by measurements alone, whatever is predicted")
 
     def _bold(self) -> Proposal | None:
-        """The candidate nearest to fitting among those that would be faster and that only a predicted lack of memory holds
-        back, with a level that the study has not seen: what a predictor that is wrong of memory would hide."""
+        """Return a candidate that is predicted not to fit, to test the memory predictor.
+
+        The candidate has an untried level, is predicted to be faster, and is the closest to fitting.
+        """
         if self._bold_tries >= MOST_BOLD and not self._beliefs.refuted:
             return None
         forecast = self._beliefs.forecast()
@@ -296,7 +329,10 @@ class Proposer:
         return Proposal(self.candidates[nearest], "predicted not to fit, and of a level not seen before")
 
     def _last_resort(self) -> Proposal | None:
-        """Where nothing has fitted and nothing is predicted to, or much has failed: what needs the least, in case that fits."""
+        """Return the fallback candidate with the lowest memory.
+
+        The fallback applies after many failures, or if no candidate has fitted or is predicted to fit.
+        """
         forecast = self._beliefs.forecast()
         need = np.maximum(forecast.share, forecast.held)
         at = self._resorts.next(self._open, need, believed=not self._beliefs.memory.refuted)
@@ -307,9 +343,9 @@ class Proposer:
         return Proposal(self.candidates[at], f"least memory of its stage: nothing {why}")
 
     def next_rung(self, current: Candidate) -> Proposal | None:
-        """The next candidate for the engine that just measured `current`, or None where another engine is worth more.
+        """Return the next candidate for the engine that measured `current`; None if another engine is worth more.
 
-        Micro-batches ascend, because memory that an allocator keeps from a larger one would be charged to a smaller one.
+        Micro-batches ascend, because memory that the allocator keeps from a larger one would count for a smaller one.
         """
         proposal = self._rung(current)
         self._proposed += proposal is not None
@@ -327,7 +363,7 @@ class Proposer:
             return None
         if self.exhaustive and not self._ran_out and len(self.speed) >= MEMORY_END_AFTER:
             higher = self._open & mine & (self._micro_batch > current.micro_batch)
-            if higher.any():  # one out-of-memory calibrates every prediction of peaks
+            if higher.any():  # one OOM calibrates all predicted peaks
                 return Proposal(self._lowest(higher), "looks for where memory ends")
         if self._beliefs.refuted and self._sampler_is_due and not self.exhaustive:
             return None
@@ -344,26 +380,30 @@ class Proposer:
         return Proposal(self.candidates[best], f"same engine, predicted gain {100 * math.expm1(gain[best]):.1f} %")
 
     def trial_seconds(self, candidate: Candidate) -> float:
-        """What a trial of the candidate may take at most, by its size and by what others took."""
+        """Return the candidate's time limit in seconds, from its size and earlier trials."""
         at = self._index.get(candidate)
         forecast = self._beliefs.forecast()
         step = float(forecast.step[at] * np.exp(2 * forecast.sigma[at])) if at is not None else 10.0
         return self._costs.limit_seconds(candidate, step, self.patience(candidate))
 
     def _worth(self, forecast: Forecast | None = None, alive: Flags | None = None) -> tuple[Floats, Floats]:
-        """(gain a second, gain) of measuring each candidate; the first is minus infinity where it is ruled out.
+        """Return (gain per second, gain) of measuring each candidate, both (n,).
 
-        Gain is the expected improvement of log samples a second over the best so far, times the probability of fitting.
-        `alive` marks the candidates that the running engine can measure without a new start.
+        The gain is the expected improvement of log samples per second over the best, times the probability of fitting.
+        The first array is -inf for excluded candidates.
+
+        Args:
+            forecast: predictions; None takes the current ones.
+            alive: candidates that the running engine can measure without a new start.
         """
         forecast = forecast or self._beliefs.forecast()
         barred = ~self._open | forecast.hopeless | forecast.host
         if not self.speed:
-            # first something that surely fits: it calibrates everything else
+            # the first trial should fit, because it calibrates all predictions
             gain = forecast.logs + 4 * np.log(np.maximum(forecast.fits, 1e-9))
             return np.where(barred, -np.inf, gain), gain
         best = math.log(max(self.speed.values()))
-        # of a kind that was measured only second-order knobs are left to turn
+        # only second-order knobs are left in a measured kind
         seen, reach = self._kinds.measured, self._kinds.reach
         logs = np.where(seen, np.minimum(forecast.logs, self._kinds.ceiling), forecast.logs)
         sigma = np.where(seen, np.minimum(forecast.sigma, reach), forecast.sigma)
@@ -380,8 +420,11 @@ class Proposer:
         return Sampler(self.candidates, self.space, self._seed, self._answers)
 
     def _advised(self) -> Proposal:
-        """What Optuna's sampler asks for: of all that is open, or where nothing speaks against the predictor of what it
-        believes to fit."""
+        """Return the sampler's choice among the open candidates.
+
+        Unless the predictor is refuted, the choice is limited to candidates that are predicted to fit, if there are
+        any.
+        """
         allowed = self._open.copy()
         if not self._beliefs.refuted:
             forecast = self._beliefs.forecast()
@@ -391,7 +434,7 @@ class Proposer:
         self._in_a_row += 1
         at = self._sampler.next(allowed, self._openings.too_large, self._openings.running)
         candidate = self.candidates[at]
-        if self.exhaustive:  # every rung of that engine in one start
+        if self.exhaustive:  # one start measures every rung of that engine
             candidate = self._lowest(allowed & (self._family == self._family[at]))
         return Proposal(candidate, "Optuna's sampler")
 

@@ -1,4 +1,4 @@
-"""A study's trials as records: what was tried, why, and what came of it."""
+"""Records of a study's trials: candidate, reason and outcome."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import optuna
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind, Outcome, Source
 
-AS_IS = "the script as it is"  # the note of the trial of its own config
-SEARCH, VERIFY, RESUME = "search", "verify", "resume"  # a trial's roles; the last: it goes on from a checkpoint
+AS_IS = "the script as it is"  # note of the trial of the script's own config
+SEARCH, VERIFY, RESUME = "search", "verify", "resume"  # roles of trials; RESUME continues from a checkpoint
 TRAINING = "training"  # recorded by `autotune.recovery.callback`
 
-# a trial's attributes
+# Names of trial attributes.
 CANDIDATE, ROLE, OUTCOME, TUNER = "candidate", "role", "outcome", "tuner"
-CLAIM = "claim"  # the candidate of a tuner that has asked for it, and does not have it yet
-LEFT = "left"  # the outcome of one that another tuner has closed
+CLAIM = "claim"  # candidate of a tuner's unconfirmed claim
+LEFT = "left"  # outcome of a trial that another tuner closed
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,20 @@ class Record:
 
     number: int
     candidate: Candidate
-    outcome: Outcome | None  # None while it runs
+    outcome: Outcome | None  # None while the trial runs
     role: str  # SEARCH, VERIFY, RESUME or TRAINING
-    note: str = ""  # why it was tried
-    tuner: str | None = None  # whose it is; before there were several at once nobody said
+    note: str = ""  # reason for the trial
+    tuner: str | None = None  # tuner's name; None in studies of version 0.1
 
 
 def resumed_peak_bytes(records: list[Record], candidate: Candidate) -> int | None:
-    """The highest memory of a rank that went on from a checkpoint of the candidate's; None where none has."""
+    """Return the peak of a rank in the candidate's latest resume trial, in bytes; None unless that trial succeeded."""
     found = [r.outcome for r in records if r.role == RESUME and r.candidate == candidate and r.outcome]
     return found[-1].peak_bytes if found and found[-1].ok else None
 
 
 def found_running(records: list[Record]) -> set[tuple[Candidate, str]]:
-    """(candidate, role) of trials during which a tuner ended, and which have not come to an end of their own since."""
+    """Return (candidate, role) of trials during which a tuner died and that have not ended since."""
     found: set[tuple[Candidate, str]] = set()
     for record in records:
         if record.outcome is None:
@@ -54,11 +54,13 @@ def found_running(records: list[Record]) -> set[tuple[Candidate, str]]:
 
 
 def left_outcome(deadly: bool) -> Outcome:
-    """Of a trial whose tuner was gone. What was running when a tuner died may have killed it: a container or a Slurm step ends
-    as a whole when its memory is full. The second time it is taken for the cause, so that the study can go on.
+    """Return the outcome of a trial whose tuner died.
+
+    The trial may have killed its tuner: a container or a Slurm step is killed as a whole when its memory is full. After
+    a second death the trial is taken for the cause, so that the study can continue.
 
     Args:
-        deadly: whether it is the second time.
+        deadly: True after the second death.
     """
     why = "the tuner's process ended twice while it ran: it may have taken all of main memory"
     return Outcome(
@@ -69,17 +71,18 @@ def left_outcome(deadly: bool) -> Outcome:
     )
 
 
-# of a trial whose tuner may live, cut off from the others, or came to an end of its own: that speaks against no candidate
+# Outcome of a trial whose tuner lost its lease or ended normally. The candidate is not at fault.
 LET_GO = Outcome(
     Kind.INTERRUPTED, reason="its tuner was not heard of any more", evidence="left behind", source=Source.STOP
 )
 
 
 def record_of(trial: optuna.trial.FrozenTrial, *, claims: bool = False) -> Record | None:
-    """A trial's Record; None where it is none of ours, or but a claim.
+    """Return a trial's Record; None for a trial of another program or an unconfirmed claim.
 
     Args:
-        claims: what somebody has claimed counts while it runs.
+        trial: the trial.
+        claims: include unconfirmed claims of running trials.
     """
     knobs = trial.user_attrs.get(CANDIDATE)
     if knobs is None and claims and not trial.state.is_finished():
@@ -100,13 +103,13 @@ def record_of(trial: optuna.trial.FrozenTrial, *, claims: bool = False) -> Recor
 
 
 class Records:
-    """Records of a study's trials, each made once: a trial that has finished never changes."""
+    """Cache of the records of a study's trials. Finished trials are parsed once, because they never change."""
 
     def __init__(self) -> None:
-        self._finished: dict[int, Record | None] = {}  # by number
+        self._finished: dict[int, Record | None] = {}  # by trial number
 
     def of(self, trials: Iterable[optuna.trial.FrozenTrial]) -> list[Record]:
-        """The Records of these trials, in their order, without those that are none of ours."""
+        """Return the records of these trials in order, without trials of other programs."""
         return [record for trial in trials if (record := self._record(trial)) is not None]
 
     def _record(self, trial: optuna.trial.FrozenTrial) -> Record | None:
@@ -120,8 +123,10 @@ class Records:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage collection: reading thousands of trials makes a million objects, all of them kept, and the collector
-    would walk through them again and again: half of the time it takes."""
+    """Disable garbage collection while thousands of trials are read.
+
+    Reading creates about a million objects that are all kept. Repeated scans by the collector double the time.
+    """
     was = gc.isenabled()
     gc.disable()
     try:

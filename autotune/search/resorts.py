@@ -1,4 +1,4 @@
-"""What is tried last where nothing has fitted: the thriftiest candidate of every stage; then the search ends."""
+"""Fallback schedule if nothing has fitted: try the candidate with the least memory of every stage, then stop."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.knobs import OFFLOADING
 from autotune.problem.outcome import Kind
 
-ENOUGH = 8  # trials in vain: from then on only the thriftiest are worth one
-_SPARED = 8.0  # what a setting that spares memory counts for, in doublings of the micro-batch
+ENOUGH = 8  # failed trials after which only fallback candidates are tried
+_SPARED = 8.0  # doublings of the micro-batch that one memory-saving setting is worth
 
 
 class Resorts:
-    """Which of them were tried, and what has failed since something fitted."""
+    """Fallback candidates tried so far, and failures since the last fit."""
 
     def __init__(self, candidates: Sequence[Candidate], device: str) -> None:
         self._stage = np.array([candidate.stage for candidate in candidates])
@@ -29,8 +29,16 @@ class Resorts:
         self._failed: Counter[Kind] = Counter()
 
     def take(self, at: int | None, kind: Kind, fitted: bool) -> None:
-        """The candidate at this place, None where it has none, was tried. One that was the thriftiest of its stage and failed
-        by something else than the device's memory may have failed by its offloading: the stage has another turn, with less."""
+        """Record a trial.
+
+        A stage whose fallback candidate failed for another reason than device memory gets another turn with less
+        offloading, because the offloading may be the cause.
+
+        Args:
+            at: place of the candidate; None if this space does not contain it.
+            kind: kind of the outcome.
+            fitted: True if the candidate fits.
+        """
         if fitted:
             self._failed.clear()
             self._tried.clear()
@@ -44,15 +52,16 @@ class Resorts:
 
     @property
     def due(self) -> bool:
-        """Whether so much has failed that nothing else is tried."""
+        """True after so many failures that only fallback candidates are tried."""
         return self._failed.total() >= ENOUGH
 
     def next(self, free: Flags, need: Floats, believed: bool) -> int | None:
-        """The place of the thriftiest candidate of a stage, None where each stage has had its turn.
+        """Return the place of the next fallback candidate; None if each stage has had its turn.
 
         Args:
-            need: (n,) of the memory that there is, by the prediction.
-            believed: whether to go by that alone; else by the settings that spare memory, too.
+            free: (n,) candidates that may be tried.
+            need: (n,) predicted need, as a share of the available memory.
+            believed: rank by `need` only; otherwise also by memory-saving settings.
         """
         free = free & (self._offloads <= self._most_offloads[self._stage])
         for by_settings in (False,) if believed else (False, True):
@@ -66,7 +75,7 @@ class Resorts:
 
     @property
     def why(self) -> str:
-        """Why the search ends, where none is left."""
+        """Reason for the end of the search, if no candidate is left."""
         tried = f"{self._failed.total()} candidates, the thriftiest of every stage among them"
         if all(kind.is_oom or kind is Kind.OK for kind in self._failed):
             return f"nothing fits: memory was too small for {tried} (--exhaustive goes on)"
@@ -75,6 +84,6 @@ class Resorts:
 
 
 def _greed(candidate: Candidate, device: str) -> float:
-    """By settings alone, whatever a predictor says; on CPU ranks offloading spares nothing."""
+    """Return a memory demand score from settings alone. On CPU ranks offloading saves no memory."""
     spends = (not candidate.checkpointing) + (len(OFFLOADING) - len(candidate.offloaded) if device == "cuda" else 0)
     return math.log2(candidate.micro_batch) + _SPARED * spends

@@ -1,4 +1,4 @@
-"""What a winner is compared with: the trials of the space that the latest call searched."""
+"""Select the trials that a winner is compared with: those of the space of the latest call."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from autotune.search.attributes import set_attribute
 from autotune.search.records import Record
 from autotune.search.study import StudyStore
 
-_ASIDE = "set aside"  # numbers of trials
+_ASIDE = "set aside"  # trial numbers
 
 
 def set_aside(store: StudyStore, candidates: Collection[Candidate]) -> str:
-    """Stores which measured candidates the present call's space does not have; returns a line for people, empty where it has
-    them all."""
+    """Store the trials of measured candidates outside this call's space.
+
+    Returns:
+        A line for the user; empty if there are none.
+    """
     numbers = [record.number for record in store.records() if record.candidate in candidates]
     if numbers != store.attributes.get(_ASIDE, []):
         set_attribute(store.study, _ASIDE, numbers)
@@ -25,6 +28,6 @@ def set_aside(store: StudyStore, candidates: Collection[Candidate]) -> str:
 
 
 def rivals(store: StudyStore) -> list[Record]:
-    """The study's trials without those that were set aside."""
+    """Return the study's trials without those outside the latest call's space."""
     aside = set(store.attributes.get(_ASIDE, ()))
     return [record for record in store.records() if record.number not in aside]

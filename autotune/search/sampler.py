@@ -1,4 +1,4 @@
-"""Optuna's TPE over the candidates, as it would search alone."""
+"""Optuna's TPE sampler over the candidates, independent of other strategies."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate, Val
 from autotune.problem.space import SearchSpace
 from autotune.search.distances import Distances
 
-MOST_ASKED = 24  # questions in a row whose answer is known already; a sampler that knows much asks little that is new
-FAILED = 1.0  # constraint of what did not run, in GiB where it ran out of memory
+MOST_ASKED = 24  # consecutive proposals with a known result; an experienced sampler proposes few new candidates
+FAILED = 1.0  # GiB; constraint value of a failed candidate, as if it were over memory
 
-Answer = tuple[float, float]  # samples a second, GiB over memory
+Answer = tuple[float, float]  # (samples per second, GiB over memory)
 
 
 class Sampler:
-    """Asks for candidates, and is told of what it asked for and of nothing else: so it needs what plain TPE needs, however the
-    other trials of the study were chosen. What is known already is answered without a trial."""
+    """TPE sampler that receives results only for its own proposals.
+
+    The sampler therefore needs as many trials as plain TPE, however the study's other trials were chosen. Known results
+    are returned to it without a trial.
+    """
 
     def __init__(self, candidates: list[Candidate], space: SearchSpace, seed: int, answers: dict[int, Answer]) -> None:
         self.space = space
         self._distances = Distances(candidates)
         names = [name for name in (*space.order, MICRO_BATCH, ACCUMULATION) if name in space.knobs]
         self._names = [name for name in names if name != ACCUMULATION or not _follows(candidates)]
-        self._answers = answers  # what is known of the candidate at a place, whoever asked for it
+        self._answers = answers  # known results by place, from any strategy
         self._waiting: list[tuple[optuna.Trial, int]] = []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -36,10 +39,12 @@ class Sampler:
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
 
     def next(self, allowed: Flags, too_large: Flags, running: Flags | None = None) -> int:
-        """The place of the candidate that it would like to see, among those allowed; of these there must be one.
+        """Return the place of the sampler's next candidate among the allowed ones. At least one must be allowed.
 
         Args:
-            running: those that are measured elsewhere just now: what it asked for of them is yet to come.
+            allowed: (n,) candidates that may be tried.
+            too_large: (n,) candidates that need at least as much memory as one with an OOM.
+            running: (n,) candidates that run elsewhere; the sampler waits for their results.
         """
         self._tell(running)
         for _ in range(MOST_ASKED):
@@ -62,7 +67,7 @@ class Sampler:
         return at
 
     def _tell(self, running: Flags | None) -> None:
-        """What was asked for before and was measured since."""
+        """Report results to Optuna for proposals that were measured since."""
         asked, self._waiting = self._waiting, []
         for trial, at in asked:
             if at in self._answers:
@@ -83,6 +88,6 @@ class Sampler:
 
 
 def _follows(candidates: Sequence[Candidate]) -> bool:
-    """Whether accumulation is decided by the other knobs, as where the global batch is given."""
+    """Return True if the other knobs determine accumulation, as with a given global batch."""
     others = {tuple(item for item in candidate.knobs if item[0] != ACCUMULATION) for candidate in candidates}
     return len(others) == len(candidates)

@@ -1,4 +1,4 @@
-"""Ends of trials that a candidate does not pay for the first time: limits of ours, and main memory that others had taken."""
+"""Retry failures once before they count against a candidate: time limits, and host OOM in parallel trials."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ from autotune.units import format_duration
 
 
 def excused(candidate: Candidate, outcome: Outcome, limit: float | None, proposer: Proposer, crew: Crew) -> Outcome:
-    """The Outcome, but where the trial is made again: a limit of ours that ended it may have been too short the first time,
-    or main memory ran out while others ran beside it. With twice as much time, or alone, it counts.
+    """Return the outcome, marked as interrupted if the trial is retried.
+
+    A time limit may have been too short, and host OOM may come from trials that ran in parallel. The retry has twice
+    the time, or runs alone, and its outcome counts.
 
     Args:
-        limit: the trial's, in seconds; None where the budget's end or a person came first.
+        candidate: the candidate.
+        outcome: the trial's outcome.
+        limit: the trial's limit in seconds; None if the budget or the user ended it.
+        proposer: knows the candidate's earlier timeouts.
+        crew: knows the parallel trials.
     """
     if outcome.kind is Kind.INTERRUPTED and outcome.source is Source.BUDGET and limit:
         why = f"took over {format_duration(limit)}, far more than what similar trials took"
@@ -26,7 +32,7 @@ def excused(candidate: Candidate, outcome: Outcome, limit: float | None, propose
     if outcome.kind is Kind.OOM_HOST and crew.set_apart(candidate):
         again = f"{outcome.reason}, while others ran beside it; it is tried again alone"
         outcome = dataclasses.replace(outcome, kind=Kind.INTERRUPTED, reason=again, capacity_bytes=None)
-    ours = outcome.source in (Source.LIMIT, Source.SILENCE)  # of others more time changes nothing
+    ours = outcome.source in (Source.LIMIT, Source.SILENCE)  # more time does not help against other causes
     if outcome.kind is Kind.TIMEOUT and ours and proposer.patience(candidate) == 1.0:
         again = f"{outcome.reason}; it is tried again with twice the time"
         outcome = dataclasses.replace(outcome, kind=Kind.INTERRUPTED, reason=again)

@@ -1,7 +1,8 @@
-"""A study in a database server: PostgreSQL or MySQL. What its URL comes to, and what happens while it cannot be reached.
+"""Study in a database server, PostgreSQL or MySQL: URL handling and reconnection.
 
-The server may be restarted, and a connection be cut, while trials run, which need no database for minutes. So a connection
-is tried before it is used, one that cannot be had is waited for, and what was cut off in the middle is done again.
+Trials run for minutes without the database, and during that time the server may restart or a connection may break.
+Connections are therefore tested before use. The storage waits for an unavailable server and repeats interrupted
+operations.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from autotune.errors import UserError
 from autotune.masking import hide_password, password_in, without_secrets
 from autotune.search.trial_rows import RowStorage
 
-AWAY_SECONDS = 60.0  # that a server which was there before may be away
-_TRIES = 4  # of what was cut off in the middle
-_CONNECT_SECONDS = 10  # until a host that does not answer is one that is away
-_SILENT_MS = 20_000  # a link on which nothing is acknowledged for so long is cut
+AWAY_SECONDS = 60.0  # seconds; wait for a server that was reachable before
+_TRIES = 4  # attempts at an interrupted operation
+_CONNECT_SECONDS = 10  # seconds until a host without an answer counts as unavailable
+_SILENT_MS = 20_000  # milliseconds without acknowledgement after which a connection is closed
 
 _NAMES = {"postgres": "postgresql", "postgresql": "postgresql", "mysql": "mysql", "mariadb": "mysql"}
-# SQLAlchemy's names of drivers, and their modules; the first that is installed is used
+# SQLAlchemy's driver names and their modules; the first installed one is used.
 _DRIVERS = {
     "postgresql": {"psycopg": "psycopg", "psycopg2": "psycopg2", "pg8000": "pg8000"},
     "mysql": {"pymysql": "pymysql", "mysqldb": "MySQLdb", "mysqlconnector": "mysql.connector"},
@@ -53,12 +54,12 @@ INSTALL = {"postgresql": "pip install 'psycopg[binary]'", "mysql": "pip install 
 
 
 def is_server(url: str) -> bool:
-    """Whether it names a database server of a kind that is known here."""
+    """Return True if the URL names a supported database server."""
     return url.partition("://")[0].partition("+")[0].lower() in _NAMES and "://" in url
 
 
 def what_it_says(error: BaseException) -> str:
-    """A driver's own reason in one line."""
+    """Return the driver's error message in one line."""
     while isinstance(error, optuna.exceptions.StorageInternalError) and error.__cause__ is not None:
         error = error.__cause__
     text = str(error.orig if isinstance(error, DBAPIError) and error.orig is not None else error)
@@ -68,18 +69,19 @@ def what_it_says(error: BaseException) -> str:
 
 
 def _cut_off(error: BaseException | None) -> bool:
-    """Whether the connection was lost, as opposed to a statement that the database refuses."""
+    """Return True if the connection was lost, as opposed to a rejected statement."""
     while error is not None:
         if isinstance(error, DBAPIError):
             return error.connection_invalidated
-        if isinstance(error, PendingRollbackError):  # it was lost a statement earlier; Optuna has rolled back meanwhile
+        # an earlier statement lost the connection, and Optuna has rolled back
+        if isinstance(error, PendingRollbackError):
             return True
         error = error.__cause__
     return False
 
 
 def _again(method: Any) -> Any:
-    """The method, which does it again where its connection was lost meanwhile. For what may be done twice."""
+    """Wrap an idempotent method so that it is repeated after a lost connection."""
 
     @functools.wraps(method)
     def patient(*args: Any, **kwargs: Any) -> Any:
@@ -95,14 +97,14 @@ def _again(method: Any) -> Any:
 
 
 class ServerStorage(RowStorage):
-    """Optuna's storage in a server that may be away for a while, once it was reached.
+    """Optuna's storage in a server that may become unavailable after the first connection.
 
     Args:
-        url: as it was typed.
+        url: as typed by the user.
 
     Raises:
-        UserError: it is no URL of a server, or there is no driver for it.
-        Exception: whatever SQLAlchemy or the driver raise.
+        UserError: the URL names no server, or no driver is installed.
+        Exception: any error of SQLAlchemy or the driver.
     """
 
     def __init__(self, url: str) -> None:
@@ -111,7 +113,7 @@ class ServerStorage(RowStorage):
         self._patience_seconds = 0.0
         connecting = {key: value for key, value in _CONNECTING[driver].items() if f"{key}=" not in url}
         super().__init__(
-            full.replace("{", "{{").replace("}", "}}"),  # Optuna takes a URL for a template
+            full.replace("{", "{{").replace("}", "}}"),  # Optuna treats a URL as a template
             engine_kwargs={"pool_pre_ping": True, "connect_args": connecting},
         )
         self._patience_seconds = AWAY_SECONDS
@@ -124,7 +126,7 @@ class ServerStorage(RowStorage):
                 connection = dialect.connect(*args, **kwargs)
             except dialect.loaded_dbapi.Error as error:
                 if time.monotonic() > until:
-                    self._patience_seconds = 0.0  # nobody waits a second time
+                    self._patience_seconds = 0.0  # later connections fail at once
                     raise
                 if not said:
                     self.say(
@@ -134,12 +136,13 @@ class ServerStorage(RowStorage):
                     said = True
                 time.sleep(1.0)
             else:
-                self._patience_seconds = AWAY_SECONDS  # whoever waited in vain before, the next outage is another
+                self._patience_seconds = AWAY_SECONDS  # the next outage gets the full wait again
                 if said:
                     self.say("the study's database is back")
                 return connection
 
-    # what Optuna and its cache call; a new study and a new trial are not things to do twice, and Optuna repeats the latter
+    # Methods that Optuna and its cache call. Creating a study or a trial is not idempotent, and Optuna itself repeats
+    # the latter.
     set_study_user_attr = _again(optuna.storages.RDBStorage.set_study_user_attr)
     set_study_system_attr = _again(optuna.storages.RDBStorage.set_study_system_attr)
     get_study_id_from_name = _again(optuna.storages.RDBStorage.get_study_id_from_name)
@@ -158,10 +161,10 @@ class ServerStorage(RowStorage):
 
 
 def _with_driver(url: str) -> tuple[str, str]:
-    """The URL with the driver that is installed, and that driver.
+    """Return the URL with an installed driver, and the driver's name.
 
     Raises:
-        UserError: it cannot be read, or no driver is installed.
+        UserError: the URL cannot be parsed, or no driver is installed.
     """
     if "@" in password_in(url):
         raise UserError(f"--storage {hide_password(url)}: write the @ in the password as %40")
@@ -186,7 +189,7 @@ def _with_driver(url: str) -> tuple[str, str]:
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that it is in
+    except ModuleNotFoundError:  # the module's package is not installed
         return False
 
 

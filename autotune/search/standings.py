@@ -1,4 +1,4 @@
-"""Who may win: what was measured, verified and rejected so far, and how candidates compare."""
+"""Leaderboard of a study: measured, verified and rejected candidates, and their order."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome
 from autotune.search.records import RESUME, VERIFY
 
-RIVAL_SHARE = 0.05  # verified candidates nearer than this are measured in turn: clocks drift by as much within minutes
-RETRY_SHARE = 0.02  # a candidate with allocator retries must be faster by this to win
-THRIFT_SHARE = 0.03  # what a winner with a lower peak may be slower by, where intervals overlap
-THRIFT = 0.97  # of the fastest's peak, at the most, is one that is worth that
+# share of speed; closer verified candidates are measured alternately, because GPU clocks drift as much within minutes
+RIVAL_SHARE = 0.05
+RETRY_SHARE = 0.02  # share of speed by which a candidate with allocator retries must be faster to win
+THRIFT_SHARE = 0.03  # share of speed that a winner with a lower peak may lose, if the intervals overlap
+THRIFT = 0.97  # share of the fastest candidate's peak, at most, that justifies this loss
 NOT_VERIFIED = "not verified"
 
-Measured = tuple[int, Measurement]  # of the trial of this number
+Measured = tuple[int, Measurement]  # (trial number, measurement)
 
 
 class Standings:
-    """The measured candidates of a study, as one call of `run` sees them.
+    """Measured candidates of a study, as seen by one `run` call.
 
     Args:
-        job: whose global batch a winner has, where it names one.
-        candidates: of this call's space, which may be another than that of earlier calls on the study; None: all may win.
+        hardware: gives the memory ceiling.
+        job: a winner must have its global batch size, if set.
+        candidates: the call's space, which may differ from that of earlier calls; None allows all candidates to win.
     """
 
     def __init__(
@@ -34,18 +36,19 @@ class Standings:
     ) -> None:
         self._hardware, self._job = hardware, job
         self._candidates = None if candidates is None else frozenset(candidates)
-        self.set_aside: set[Candidate] = set()  # measured, and not among these
-        self.measured: dict[Candidate, Measured] = {}  # what verification measured replaces what the search did
+        self.set_aside: set[Candidate] = set()  # measured candidates outside this call's space
+        self.measured: dict[Candidate, Measured] = {}  # a verification replaces the search's measurement
         self.verified: dict[Candidate, Measured] = {}
-        self.resumed: dict[Candidate, Outcome] = {}  # the latest try to go on from a checkpoint
-        self._why_not: dict[Candidate, str] = {}  # what failed in verification
-        self._doubted: set[Candidate] = set()  # need no less than one that ran out in verification
-        self._most_held: dict[int, float] = {}  # by stage, bytes in a search: from there on verification failed
-        self._turns: dict[Candidate, list[Measurement]] = {}  # verifications of this call
+        self.resumed: dict[Candidate, Outcome] = {}  # outcome of the latest resume trial
+        self._why_not: dict[Candidate, str] = {}  # reasons why candidates cannot win
+        self._doubted: set[Candidate] = set()  # need at least as much memory as one with an OOM in verification
+        self._most_held: dict[int, float] = {}  # by stage: bytes in a search, from which on verification failed
+        self._turns: dict[Candidate, list[Measurement]] = {}  # verifications in this call
 
     def learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
-        """Takes in a trial's Outcome."""
-        if self._is_of_another_batch(candidate):  # a script as it is, where another batch was asked for
+        """Record a trial's outcome."""
+        # the probe run of a script, while the job sets another global batch size
+        if self._is_of_another_batch(candidate):
             self.reject(candidate, "its steps are of another global batch")
         if self._candidates is not None and candidate not in self._candidates:
             self.reject(candidate, "it is not in the space of this call")
@@ -55,7 +58,7 @@ class Standings:
             self.resumed[candidate] = outcome
             if (
                 outcome.kind.is_oom
-            ):  # such a training dies when it is resumed; what else fails may be the save's own fault
+            ):  # an OOM would also end a resumed training; other failures may be errors of the save itself
                 self.reject(candidate, f"it does not go on from a checkpoint: {outcome.reason}")
             return
         if outcome.measurement is None:
@@ -75,23 +78,23 @@ class Standings:
         return candidate.micro_batch * candidate.accumulation * self._job.ranks != self._job.global_batch_size
 
     def begin_call(self) -> None:
-        """What was learnt so far was measured in earlier calls: nothing of it was measured in turn with what follows."""
+        """Start this call's verifications. Earlier calls' measurements do not count as alternating with them."""
         self._turns.clear()
 
     def reject(self, candidate: Candidate, why: str) -> None:
-        """The candidate cannot win."""
+        """Record why the candidate cannot win; the first reason is kept."""
         self._why_not.setdefault(candidate, why)
 
     def doubt(self, candidates: Iterable[Candidate]) -> None:
-        """Verification will hardly let these pass: they come after those of which nothing is known."""
+        """Rank these candidates last, because they will probably fail verification."""
         self._doubted.update(candidates)
 
     def doubt_stage(self, stage: int, held: float) -> None:
-        """The same of all candidates of the stage that held so many bytes in the search, or will."""
+        """Rank all candidates of the stage last that hold at least this many bytes in a search."""
         self._most_held[stage] = min(held, self._most_held.get(stage, held))
 
     def is_doubted(self, candidate: Candidate) -> bool:
-        """Whether a measured candidate will hardly pass verification."""
+        """Return True if a measured candidate will probably fail verification."""
         if candidate in self.verified or candidate not in self.measured:
             return False
         most = self._most_held.get(candidate.stage, math.inf)
@@ -99,11 +102,11 @@ class Standings:
 
     @property
     def rejected(self) -> int:
-        """How many candidates cannot win."""
+        """Number of candidates that cannot win."""
         return len(self._why_not)
 
     def why_not(self, candidate: Candidate) -> str:
-        """What keeps a candidate from being a verified winner; empty where nothing does."""
+        """Return why a candidate is not a verified winner; empty if nothing prevents it."""
         if candidate in self._why_not:
             return self._why_not[candidate]
         if candidate not in self.verified:
@@ -116,7 +119,10 @@ class Standings:
         return ""
 
     def feasible(self) -> list[Candidate]:
-        """Measured candidates under the ceiling, fastest first, those that are doubted last; allocator retries cost 2 %."""
+        """Return measured candidates under the ceiling, fastest first, doubted ones last.
+
+        Allocator retries count as 2 % less speed.
+        """
         good = [
             candidate
             for candidate, (_, measured) in self.measured.items()
@@ -135,19 +141,24 @@ class Standings:
         return next(iter(self.feasible()), None)
 
     def passed(self) -> list[Candidate]:
-        """Verified candidates that nothing speaks against."""
+        """Return verified candidates that may win."""
         return [candidate for candidate in self.verified if not self.why_not(candidate)]
 
     def contender(self) -> Candidate | None:
-        """The candidate that should be verified next: none is, or one that looks faster than what is, or as fast with less
-        memory; None where what has passed is good enough."""
+        """Return the next candidate to verify.
+
+        Returns:
+            The first candidate if none has passed, or one that looks faster than the best verified one, or as fast with
+                less memory. None if no such candidate is left.
+        """
         ranked = self.feasible()
         passed = [candidate for candidate in ranked if candidate in self.verified]
         contenders = [candidate for candidate in ranked if candidate not in self.verified]
         if not passed:
             return next(iter(contenders), None)
         measured = self.verified[passed[0]][1]
-        # a search measures a second, verification three: a rival that is nearer than both are sure of has its turn, too
+        # a search measures for one second and verification for three, so a candidate within both uncertainties is
+        # verified too
         near = 1 - RIVAL_SHARE if len(self._turns) == 1 else 1.0
         for candidate in contenders:
             other = self.measured[candidate][1]
@@ -166,8 +177,13 @@ class Standings:
         return None
 
     def next_turn(self) -> Candidate | None:
-        """Of the two fastest that have passed, where they are rivals, the one to measure once more so that both have had an
-        equal share of a drifting machine: A, B, A. None where that is done, or one is clearly faster."""
+        """Return which of the two fastest verified candidates to measure again, in the order A, B, A.
+
+        Alternating measurements distribute the machine's drift equally.
+
+        Returns:
+            None if this is done, or if one candidate is clearly faster.
+        """
         ranked = sorted(self.passed(), key=lambda c: self.verified[c][1].samples_per_second, reverse=True)[:2]
         if len(ranked) < 2 or any(candidate not in self._turns for candidate in ranked):
             return None
@@ -177,8 +193,10 @@ class Standings:
         return min(ranked, key=list(self._turns).index)
 
     def thriftiest(self, passed: list[Candidate]) -> Candidate:
-        """Among those whose throughput intervals overlap the fastest's and whose peak is clearly lower, the one with the lowest;
-        else the fastest."""
+        """Return the candidate with the lowest peak among those about as fast as the fastest; else the fastest.
+
+        The throughput intervals must overlap, and the peak must be clearly lower.
+        """
         fastest = max(passed, key=lambda c: self.verified[c][1].samples_per_second)
         best = self.verified[fastest][1]
         rivals = [c for c in passed if overlap(self.verified[c][1], best) and as_fast(self.verified[c][1], best)]
@@ -187,13 +205,18 @@ class Standings:
 
 
 def held_bytes(measured: Measurement) -> int:
-    """Bytes in use where that is known: the peak that NVML shows is as high for all that fill the allocator's cache."""
+    """Return allocated bytes if known, else the peak.
+
+    The NVML peak includes the allocator's cache and is similar for many candidates.
+    """
     return measured.torch_allocated_bytes or measured.peak_bytes
 
 
 def averaged(turns: list[Measurement]) -> Measurement:
-    """The latest of several measurements of one candidate, at the mean speed of all, the highest peak and the lowest clock of
-    any, with all that has limited a clock."""
+    """Merge measurements of one candidate: mean speed, highest peak, lowest clock and all clock limits.
+
+    Other values come from the latest measurement.
+    """
     step_seconds = sum(one.step_seconds for one in turns) / len(turns)
     latest = turns[-1]
     scale = latest.step_seconds / step_seconds
@@ -210,12 +233,12 @@ def averaged(turns: list[Measurement]) -> Measurement:
 
 
 def as_fast(one: Measurement, best: Measurement) -> bool:
-    """Whether `one` may win by its lower memory: overlapping intervals can be wide, and speed is what is tuned."""
+    """Return True if `one` may win by its lower memory. Overlap alone is not enough, because intervals can be wide."""
     return one.samples_per_second >= (1 - THRIFT_SHARE) * best.samples_per_second
 
 
 def overlap(one: Measurement, other: Measurement) -> bool:
-    """Whether the 95 % intervals of two throughputs meet."""
+    """Return True if the 95 % intervals of two throughputs overlap."""
     low = [m.samples_per_second / (1 + m.step_seconds_spread / m.step_seconds) for m in (one, other)]
     high = [m.samples_per_second / max(1e-9, 1 - m.step_seconds_spread / m.step_seconds) for m in (one, other)]
     return low[0] <= high[1] and low[1] <= high[0]

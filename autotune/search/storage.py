@@ -1,7 +1,7 @@
-"""What a study is kept in: its URL, whether it can be opened, and what may be said of it.
+"""Storage of a study: its URL, checks before it is opened, and error messages.
 
-That is `study.db`, SQLite, in the study's folder; `study.journal` where the folder's file system is one of a network; or
-what `--storage` names.
+The default is `study.db` (SQLite) in the study's folder, or `study.journal` on a network file system. `--storage` names
+another one.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ from autotune.search.journal import JournalFile
 from autotune.search.servers import ServerStorage, is_server, what_it_says
 from autotune.search.trial_rows import RowStorage
 
-_SQLITE, _JOURNAL = "sqlite:///", "journal:"  # beginnings of a URL
-DATABASES = ("study.db", "study.journal")  # files in a study's folder; the first that is there counts
-BUSY_SECONDS = 60.0  # that SQLite waits for another process's write; then the call ends
-_DISK_FAILS = re.compile("disk I/O error|is full")  # SQLite's words
+_SQLITE, _JOURNAL = "sqlite:///", "journal:"  # URL prefixes
+DATABASES = ("study.db", "study.journal")  # files in a study's folder, by precedence
+BUSY_SECONDS = 60.0  # seconds; SQLite waits for another process's write, then the call ends
+_DISK_FAILS = re.compile("disk I/O error|is full")  # SQLite's messages
 _JOURNAL_MAGIC = bytes.fromhex(
     "d9d505f920a163d7"
-)  # a journal begins with it, and ends with it if it names a super-journal
-_FOUNDERS = 4  # that may make the tables of a new database at once
+)  # first bytes of a rollback journal, and also its last bytes if it names a super-journal
+_FOUNDERS = 4  # tuners that may create the tables of a new database at once
 
 
 def stored_in(folder: Path) -> str | None:
-    """The URL of the study that a folder has, where it has one."""
+    """Return the URL of the study in a folder, or None."""
     return next((url_of(folder / file) for file in DATABASES if os.path.exists(folder / file)), None)
 
 
 def url_of(path: Path) -> str:
-    """The URL of a study's own file, whatever its folder is called: `?`, `#` and `%` mean something in a URL."""
+    """Return the URL of a study's file. `?`, `#` and `%` in the path are escaped."""
     if path.suffix == ".journal":
         return f"{_JOURNAL}{path}"
     return URL.create("sqlite", database=str(path)).render_as_string()
 
 
 def default_storage(folder: Path) -> str:
-    """The URL of a study's own file: the one that is there, or the one that its file system can bear."""
+    """Return the URL of a study's own file: the existing one, or the type that its file system supports."""
     file = "study.journal" if file_system_of(folder).on_network else "study.db"
     return stored_in(folder) or url_of(folder / file)
 
 
 def make_study_folder(folder: Path) -> None:
-    """Makes `runs/NAME` and writes to it once.
+    """Create `runs/NAME` and write to it once.
 
     Raises:
-        UserError: it cannot be made or written, or has links.
+        UserError: the folder cannot be created or written, or contains links.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".written-") as written:  # several may try at once
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".written-") as written:  # several tuners may try at once
             written.write(b"x" * 4096)
             written.flush()
     except OSError as error:
@@ -73,16 +73,18 @@ def make_study_folder(folder: Path) -> None:
 
 
 def output_folder(folder: Path | None) -> Path:
-    """Where what is made of a study goes: into its folder, or where that is somebody else's into the current one."""
+    """Return the folder for a study's results: the study's folder, or the current one if that is not writable."""
     return folder if folder is not None and os.access(folder, os.W_OK) else Path()
 
 
 def output_file(folder: Path | None, name: str) -> Path:
-    """Return the file of that name where what is made of a study goes. The study may be a stranger's, and its folder hold links
-    to files of the reader: only a file that the reader names is written through a link.
+    """Return the path of a result file of a study.
+
+    The study may come from another user, and its folder may contain links to the reader's files. Only a file that the
+    reader names is written through a link.
 
     Raises:
-        UserError: the folder has links.
+        UserError: the folder contains links.
     """
     out = output_folder(folder)
     if out == folder:
@@ -91,12 +93,12 @@ def output_file(folder: Path | None, name: str) -> Path:
 
 
 def check_no_links(folder: Path) -> None:
-    """Check that no file directly in a study's folder is a link: autotune makes none there, and would write through it.
+    """Check that no file directly in a study's folder is a link. autotune creates none, and would write through it.
 
     Linked folders are accepted by `commands.remembered`: users keep checkpoints on other disks.
 
     Raises:
-        UserError: one is.
+        UserError: a file is a link.
     """
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         if entry.is_symlink() and not entry.is_dir():
@@ -104,13 +106,15 @@ def check_no_links(folder: Path) -> None:
 
 
 def open_storage(url: str, *, reading: bool = False) -> optuna.storages.BaseStorage:
-    """The database behind a URL.
+    """Return the database behind a URL.
 
     Args:
-        reading: nothing will be stored: a file must be there, and need not be writable.
+        url: the URL.
+        reading: the caller stores nothing. A file must exist but need not be writable.
 
     Raises:
-        UserError: it cannot be opened; the message never holds the password.
+        UserError: the database cannot be opened; the message never contains the password.
+        MachineTrouble: the disk fails or is full.
     """
     try:
         if url.startswith(_JOURNAL):
@@ -120,7 +124,7 @@ def open_storage(url: str, *, reading: bool = False) -> optuna.storages.BaseStor
         return _database(url)
     except (UserError, MachineTrouble):
         raise
-    except Exception as error:  # whatever SQLAlchemy or a driver raises
+    except Exception as error:  # any error of SQLAlchemy or a driver
         if (isinstance(error, OSError) and disk_fails(error)) or _DISK_FAILS.search(str(error)):
             raise MachineTrouble(
                 f"the study cannot be stored ({what_it_says(error)}): make room and run again"
@@ -133,7 +137,7 @@ def open_storage(url: str, *, reading: bool = False) -> optuna.storages.BaseStor
 
 
 def _database(url: str) -> optuna.storages.RDBStorage:
-    url = url.replace("{", "{{").replace("}", "}}")  # Optuna takes it for a template
+    url = url.replace("{", "{{").replace("}", "}}")  # Optuna treats a URL as a template
     for left in reversed(range(_FOUNDERS)):
         try:
             if is_server(url):
@@ -141,7 +145,7 @@ def _database(url: str) -> optuna.storages.RDBStorage:
             connecting = {"connect_args": {"timeout": BUSY_SECONDS}} if "sqlite" in url else None
             return RowStorage(url, engine_kwargs=connecting)
         except (IntegrityError, ProgrammingError, OperationalError) as error:
-            # tables of a new database that another makes in this moment (the first is PostgreSQL's word for it)
+            # Another tuner creates the tables of a new database at the same time. PostgreSQL raises the first error.
             if not left or not re.search("(?i)already exists|duplicate|UNIQUE constraint", str(error)):
                 raise
             time.sleep(0.5)
@@ -157,7 +161,7 @@ def _open_journal(path: Path, reading: bool) -> optuna.storages.JournalStorage:
 
 
 def _check_file(path: Path, shown: str, reading: bool) -> None:
-    """Raises a UserError where no file can be opened or, unless it is but read, made there."""
+    """Raise a UserError if a file cannot be opened, or cannot be created there and is needed for writing."""
     if not path.parent.is_dir():
         raise UserError(f"{shown}: there is no folder {path.parent}; make it, or choose another")
     if path.is_dir():
@@ -179,12 +183,13 @@ def _unreadable(path: Path, what: str, error: Exception) -> UserError:
 
 
 def _check_sqlite(path: Path, reading: bool) -> None:
-    """Raises a UserError that says what is wrong with an SQLite file before Optuna makes one or fails in its own words."""
+    """Raise a UserError that explains a faulty SQLite file, before Optuna creates one or fails with its own message."""
     _check_file(path, f"--storage {_SQLITE}{path}", reading)
     _check_rollback_journal(path)
     if path.exists() and path.stat().st_size:
         try:
-            # never `mode=ro`: what a killed process had half written is undone by whoever opens it next, who has to write
+            # `mode=ro` would fail: the next process that opens the file rolls back a killed process's transaction,
+            # which needs writing
             address = f"{path.absolute().as_uri()}?mode=rw"
             with closing(sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS)) as connection:
                 connection.execute("select count(*) from sqlite_master").fetchone()
@@ -202,26 +207,28 @@ def _check_sqlite(path: Path, reading: bool) -> None:
 
 
 class Failing:
-    """A call that stores what it measures, and what is left of that when the storage fails."""
+    """Error lines for a failing storage, with a summary of the measurements that are kept."""
 
     def __init__(self) -> None:
         self._left: Callable[[], str] = lambda: ""
 
     def ask(self, left: Callable[[], str]) -> None:
-        """Have `left` say what a later call will find of what was measured."""
+        """Set the function that describes which measurements a later call will find."""
         self._left = left
 
     def line(self, what: str, remedy: str) -> str:
-        """Return one line: what fails, what to do, and what is left."""
+        """Return one line: the failure, the remedy, and which measurements are kept."""
         return f"{what}: {remedy}{f'; {left}' if (left := self._left()) else ''}"
 
 
 def _check_rollback_journal(path: Path) -> None:
-    """Check that the journal beside an SQLite file names no other file: SQLite would delete that one once it has rolled back
-    ("super-journal", https://www.sqlite.org/fileformat.html). A study's own transactions are of one file, and name none.
+    """Check that the rollback journal of an SQLite file names no other file.
+
+    SQLite would delete the named file after a rollback ("super-journal", https://www.sqlite.org/fileformat.html). The
+    study's own transactions cover one file and name no other.
 
     Raises:
-        UserError: it names one.
+        UserError: the journal names a file.
     """
     journal = Path(f"{os.path.realpath(path)}-journal")
     with suppress(OSError), journal.open("rb") as file:
@@ -232,7 +239,10 @@ def _check_rollback_journal(path: Path) -> None:
 
 @contextmanager
 def failures_in_one_line() -> Iterator[Failing]:
-    """Turn a disk or a database that fails under a running study into MachineTrouble, which says what is left after a look."""
+    """Turn a failing disk or database of a running study into MachineTrouble.
+
+    The message reports which measurements are kept.
+    """
     failing = Failing()
     try:
         yield failing

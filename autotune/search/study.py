@@ -1,4 +1,4 @@
-"""The study: everything that was asked and found, in an Optuna database from which any later run goes on."""
+"""Study: all candidates and outcomes, in an Optuna database from which any later run resumes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=
 
 
 class StudyStore:
-    """One study in its database. Every write goes to storage first; nothing is kept only in memory."""
+    """One study in its database. All writes go to storage first, so memory never holds the only copy."""
 
     def __init__(self, study: optuna.Study, folder: Path | None) -> None:
         self.study, self.folder = study, folder
@@ -60,11 +60,11 @@ class StudyStore:
         self._records = Records()
         self._open, self.tuners = dict[int, optuna.Trial](), Tuners(study)
         self.measured_here = MeasuredHere()
-        self._call: tuple[str, dict[str, Any]] | None = None  # this process's: its attribute and what is in it
+        self._call: tuple[str, dict[str, Any]] | None = None  # this process's call: (attribute name, value)
 
     @classmethod
     def in_memory(cls, job: Job, hardware: Hardware, space: SearchSpace) -> StudyStore:
-        """A study that ends with the process: replays need no database."""
+        """Create a study that ends with the process. Replays need no database."""
         store = cls(optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler()), None)
         found(store.study, fingerprint(job, hardware), hardware, space)
         return store
@@ -82,23 +82,35 @@ class StudyStore:
         force: bool = False,
         shared: bool = False,
     ) -> tuple[StudyStore, bool]:
-        """The study and whether it was there before.
+        """Create a study or resume an existing one.
 
         Args:
-            shared: others may be at it, and its machine is theirs until `search.alike` has looked.
+            name: the study's name.
+            storage: URL of its database.
+            folder: the study's folder.
+            job: the job.
+            hardware: this machine.
+            space: the search space.
+            force: resume even if the fingerprint differs.
+            shared: peer tuners may be active. The stored machine is kept until `search.alike` has compared it with this
+                one.
+
+        Returns:
+            The study, and whether it existed.
 
         Raises:
-            UserError: it belongs to another job, machine or package set and `force` is not given.
+            UserError: the study belongs to another job, machine or package set and `force` is not given.
         """
         database, here = open_storage(storage), optuna.samplers.RandomSampler()
         mark = fingerprint(job, hardware)
         if name not in optuna.get_all_study_names(database):
-            with suppress(optuna.exceptions.DuplicatedStudyError):  # of several that begin at once one makes it
+            # one of several tuners that start together creates it
+            with suppress(optuna.exceptions.DuplicatedStudyError):
                 made = optuna.create_study(study_name=name, storage=database, direction="maximize", sampler=here)
                 found(made, mark, hardware, space)
                 return cls(made, folder), False
         store = cls(optuna.load_study(study_name=name, storage=database, sampler=here), folder)
-        if not await_founding(store.study):  # whoever made it has died before saying what it is of
+        if not await_founding(store.study):  # the creator died before it wrote the metadata
             found(store.study, mark, hardware, space)
             return store, False
         before = store.attributes.get("fingerprint")
@@ -126,10 +138,15 @@ class StudyStore:
 
     @classmethod
     def load(cls, name: str, storage: str | None = None, runs: Path = Path("runs")) -> StudyStore:
-        """An existing study, by name or by the folder of its run; it may be a colleague's, whose files can only be read.
+        """Load an existing study by name or by the folder of its run, which may be read-only.
+
+        Args:
+            name: the study's name, or its folder.
+            storage: URL of its database; None: the file in its folder.
+            runs: folder of the studies.
 
         Raises:
-            UserError: there is none of that name.
+            UserError: no study has this name.
         """
         folder = Path(name) if stored_in(Path(name)) else runs / name
         if not storage:
@@ -155,7 +172,7 @@ class StudyStore:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What is stored of the study as a whole."""
+        """Attributes of the study."""
         return attributes(self.study)
 
     @property
@@ -179,13 +196,13 @@ class StudyStore:
 
     @property
     def python(self) -> RecordedPython | None:
-        """The Python that its ranks ran in, where that was not the tuner's own."""
+        """Python of the ranks; None if it is the tuner's own."""
         found = self.attributes.get("python")
         return RecordedPython(str(found)) if found else None
 
     @property
     def threads(self) -> int:
-        """CPU threads that a rank was measured with."""
+        """CPU threads per rank during measurements."""
         return int(self.fingerprint.get(THREADS) or threads_of_0_1(self.job.ranks))
 
     @property
@@ -193,15 +210,15 @@ class StudyStore:
         return str(self.attributes["space"])
 
     def searched_space(self) -> SearchSpace:
-        """The space as it was searched: what is left of it for the study's machine and job.
+        """Return the space as searched, fitted to the study's machine and job.
 
         Raises:
-            UserError: this version cannot read it any more.
+            UserError: this version cannot read it.
         """
         return fitted(parse_space(self.space_text), self.job, self.hardware, here=False).space
 
     def lock(self) -> None:
-        """Holds the study for this process.
+        """Hold the study for this process.
 
         Raises:
             UserError: another run holds it.
@@ -209,18 +226,18 @@ class StudyStore:
         self._lock = hold(self.folder, self.name) if self.folder is not None else None
 
     def share(self, say: Callable[[str], None]) -> None:
-        """Tunes it beside others from now on, instead of holding it, until `leave`.
+        """Tune the study together with peer tuners until `leave`, instead of holding it.
 
         Args:
-            say: takes a line for people.
+            say: receives lines for the user.
         """
         self.tuners.join()
-        backend = getattr(self.study._storage, "_backend", None)  # of Optuna's cache
+        backend = getattr(self.study._storage, "_backend", None)  # behind Optuna's cache
         if isinstance(backend, ServerStorage):
             backend.say = say
 
     def leave(self) -> None:
-        """This tuner is at an end: whoever comes next, in this very process too, may hold the study."""
+        """End this tuner. Another tuner, also in this process, may then hold the study."""
         self.tuners.leave()
         if self._lock is not None:
             self._lock.release()
@@ -234,12 +251,12 @@ class StudyStore:
     # -- trials ------------------------------------------------------------------------------------------------------
 
     def records(self) -> list[Record]:
-        """Every trial, in order."""
+        """Return all trials in order."""
         with uncollected():
             return self._records.of(self.study.get_trials(deepcopy=False))
 
     def measured(self) -> dict[Candidate, Measurement]:
-        """The latest Measurement of every candidate that has one."""
+        """Return the latest measurement of every measured candidate."""
         return {
             r.candidate: r.outcome.measurement
             for r in self.records()
@@ -247,7 +264,10 @@ class StudyStore:
         }
 
     def failed(self) -> set[Candidate]:
-        """Candidates that ran out of the memory there is now, were refused or crashed, and were never measured."""
+        """Return candidates with an attributable failure and without a measurement.
+
+        An OOM on a machine with clearly less memory does not count.
+        """
         machine = self.hardware
         ended = [(r.candidate, r.outcome) for r in self.records() if r.outcome]
         told = [one for one in ended if not machine.outgrew(one[1].kind, one[1].capacity_bytes)]
@@ -255,20 +275,27 @@ class StudyStore:
         return {candidate for candidate, outcome in told if outcome.kind.says_something_of_the_candidate} - measured
 
     def start(self, candidate: Candidate, space: SearchSpace | None, role: str = SEARCH, note: str = "") -> int:
-        """Stores that the candidate is being tried; returns the trial's number.
+        """Store the start of a trial and return its number.
 
         Args:
-            space: that it is of; None where it is of none.
+            candidate: the candidate.
+            space: the candidate's space; None if it has none.
+            role: the trial's role.
+            note: reason for the trial.
         """
         return self._opened(begin(self.study, candidate, space, role=role, note=note, tuner=self.tuners.me))
 
     def claim(
         self, candidate: Candidate, space: SearchSpace, role: str, note: str = "", known: Container[int] = ()
     ) -> int | None:
-        """`start`, where several tuners share the study: None where another is trying the same, or has just done it.
+        """Start a trial unless a peer tuner is trying the same candidate or has just finished it; None then.
 
         Args:
-            known: numbers of trials that the caller has heard of.
+            candidate: the candidate.
+            space: its space.
+            role: the trial's role.
+            note: reason for the trial.
+            known: numbers of trials that the caller has processed.
         """
         if not self.tuners.shared:
             return self.start(candidate, space, role, note)
@@ -284,13 +311,16 @@ class StudyStore:
         return trial.number
 
     def finish(self, number: int, outcome: Outcome) -> None:
-        """Stores how it ended. Memory is a graded constraint, never Optuna's FAIL, which samplers ignore and repeat."""
+        """Store a trial's outcome.
+
+        Memory is a graded constraint, not Optuna's FAIL, because samplers ignore failed trials and repeat them.
+        """
         trial = self._open.pop(number)
         with kept_if_it_fails(self.folder, trial, outcome, self.measured_here):
             self._end(number, trial, outcome)
 
     def finish_late(self) -> int:
-        """Stores what earlier calls in this folder measured while the database was away; returns how many trials."""
+        """Store outcomes that earlier calls in this folder could not store; return the number of trials."""
         stored = 0
         for trial, outcome in what_was_kept(self.folder, self.study):
             self._open[trial.number] = trial
@@ -301,13 +331,13 @@ class StudyStore:
     def _end(self, number: int, trial: optuna.Trial, outcome: Outcome) -> None:
         if end(self.study, trial, outcome, self.hardware):
             return
-        # It was closed by a tuner that took this one for dead: what was measured is kept as a trial of its own.
+        # A peer tuner closed the trial because this tuner's lease had expired. The outcome is stored as a new trial.
         was = next(record for record in self.records() if record.number == number)
         again = begin(self.study, was.candidate, None, role=was.role, note=was.note, tuner=self.tuners.me)
         end(self.study, again, outcome, self.hardware)
 
     def close_interrupted(self) -> int:
-        """Closes what tuners that are gone left running or waiting, as interrupted; returns how many."""
+        """Close trials that dead tuners left running or waiting, as interrupted; return their number."""
         left = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING, TrialState.WAITING))
         left = [trial for trial in left if trial.number not in self._open]
         gone = [trial for trial in left if self.tuners.is_gone(trial.user_attrs.get(TUNER))]
@@ -322,8 +352,14 @@ class StudyStore:
         return closed
 
     def news(self, known: Container[int]) -> tuple[list[Record], list[Record]]:
-        """Of a study that is shared: trials that have ended and are not among `known`, and those that others have under way.
-        What the dead have left is closed first."""
+        """Return trials of peer tuners on a shared study, after closing trials of dead tuners.
+
+        Args:
+            known: numbers of trials that are left out of the result.
+
+        Returns:
+            Ended trials, and running trials.
+        """
         self.close_interrupted()
         ended, running = [], []
         for trial in self.study.get_trials(deepcopy=False):
@@ -333,15 +369,18 @@ class StudyStore:
                 ended.append(record)
             elif record.tuner != self.tuners.me:
                 running.append(record)
-            else:  # a claim that was stored, though its connection was cut before that was known; it was made again
+            # the claim was stored although its connection broke before the confirmation, and it was then repeated
+            else:
                 withdraw(self.study, trial)
         return ended, running
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def begin_call(self, budget_seconds: float) -> None:
-        """Stores that a call begins: in an attribute of its own, since all of them in one would be written anew with every
-        trial, longer and longer."""
+        """Store the start of a call in its own attribute.
+
+        A single attribute for all calls would be rewritten, and grow, with every trial.
+        """
         key = name_of_call(len(self.calls()), self.tuners.me)
         self._call = key, {"started": now(), "budget_seconds": budget_seconds, "used_seconds": 0.0, "ended": ""}
         self._set(*self._call)
@@ -353,26 +392,26 @@ class StudyStore:
             self._set(key, call)
 
     def calls(self) -> list[Call]:
-        """Every call so far, in order."""
+        """Return all calls in order."""
         return calls_in(self.attributes)
 
     def note_command(self, command: str) -> None:
-        """Stores what was typed, where it was not typed before."""
+        """Store the command line unless it is already stored."""
         if command not in self.commands:
             self._append("commands", command)
 
     @property
     def commands(self) -> tuple[str, ...]:
-        """What was typed, each once; version 0.1 did not keep it."""
+        """Distinct command lines of the calls; version 0.1 did not store them."""
         return tuple(self.attributes.get("commands", ()))
 
     def note_table(self, name: str) -> None:
-        """Stores that it searches a recorded table, and measures nothing."""
+        """Store the name of the recorded table that the study replays."""
         self._set("table", name)
 
     @property
     def table(self) -> str:
-        """The table that it searches; empty where it measures."""
+        """Name of the recorded table; empty if the study measures."""
         return str(self.attributes.get("table", ""))
 
     def set_winner(self, number: int, why: str) -> None:
@@ -385,16 +424,16 @@ class StudyStore:
         return next((one for one in self.records() if one.number == chosen["number"]), None) if chosen else None
 
     def note_extensions(self, folder: str) -> None:
-        """Where the ops that DeepSpeed builds at run time lay for the trials."""
+        """Store the folder of the ops that DeepSpeed built for the trials."""
         self._set("extensions", folder)
 
     @property
     def extensions(self) -> str:
-        """Their folder; empty where it is not known."""
+        """Folder of DeepSpeed's ops; empty if unknown."""
         return str(self.attributes.get("extensions", ""))
 
     def note_skips(self, skips: dict[str, int]) -> None:
-        """Why candidates were not tried: reason to count."""
+        """Store the number of untried candidates by reason."""
         self._set("skips", skips)
 
     @property

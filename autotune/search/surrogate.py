@@ -1,7 +1,7 @@
-"""What measurements alone say of candidates that were not measured: a Gaussian process, which knows nothing of training.
+"""Predict unmeasured candidates from measurements alone, with a Gaussian process that has no knowledge of training.
 
-It is what the search believes where the predictor is refuted. What it learns of second-order knobs it learns from the study:
-how much they matter is chosen with the other scales, by how well they explain what was measured.
+The search uses this model if measurements refute the predictor. The weight of second-order knobs is fitted with the
+other scales, by maximum posterior probability.
 """
 
 from __future__ import annotations
@@ -16,23 +16,27 @@ from autotune.predict.knobs import Floats, Places
 from autotune.problem.candidate import Candidate, Value
 from autotune.search.factors import is_first_order
 
-UNKNOWN = 3.0  # standard deviation of the mean: nothing is known of it
-DOUBLING = 0.4  # how far apart two sizes of a first-order knob are, where one is twice the other
-REPEAT = 0.03  # standard deviation of one logarithm measured twice
-LEAST = 0.005  # standard deviation of a prediction
-MOST_POINTS = 128  # the latest; more tell little and cost much
-AMPLITUDES = (0.15, 0.4, 1.0)  # of the logarithm, over first-order knobs
-SECOND_ORDER = (0.1, 0.3, 1.0)  # how much a second-order knob matters against a first-order one
-LINEAR = 0.7  # share of the amplitude that is the same whatever the other knobs say
-_BLOCK = 1024  # rows whose arrays stay in a processor's cache
+UNKNOWN = 3.0  # prior standard deviation of the mean, large because the mean is unknown
+DOUBLING = 0.4  # feature distance between two sizes of a first-order knob that differ by a factor of two
+REPEAT = 0.03  # standard deviation of a logarithm between two measurements
+LEAST = 0.005  # smallest standard deviation of a prediction
+MOST_POINTS = 128  # latest measurements; older ones add little information and much computation
+AMPLITUDES = (0.15, 0.4, 1.0)  # standard deviation of the logarithm over first-order knobs, choices of the fit
+SECOND_ORDER = (0.1, 0.3, 1.0)  # weight of a second-order knob relative to a first-order one, choices of the fit
+LINEAR = 0.7  # share of the amplitude that is additive over knobs
+_BLOCK = 1024  # rows; arrays of this length stay in a processor's cache
 
 
 class Surrogate:
-    """Of one quantity of the candidates, by its logarithm."""
+    """Gaussian process for the logarithm of one quantity of the candidates."""
 
     def __init__(self, first: Floats, second: Floats) -> None:
-        """Args:
-        first, second: (n, features) of first-order and of second-order knobs, from `features`."""
+        """Store the features.
+
+        Args:
+            first: (n, features) of first-order knobs, from `features`.
+            second: (n, features) of second-order knobs.
+        """
         self._first, self._second = first, second
         self._at: list[int] = []
         self._seen: list[float] = []
@@ -42,13 +46,13 @@ class Surrogate:
         return len(self._at)
 
     def observe(self, at: int, value: float) -> None:
-        """The logarithm of what was measured of the candidate at this place."""
+        """Add the measured logarithm of the candidate at this place."""
         self._at.append(at)
         self._seen.append(value)
         self._fitted = None
 
     def predict(self, rows: Places | None = None) -> tuple[Floats, Floats]:
-        """(expected logarithm, its standard deviation) of the candidates at these places, or of all."""
+        """Return mean and standard deviation of the logarithm for the candidates at these places, or for all."""
         amplitude, share, inverse, weights, mean = self._fitted or self._fit()
         places: Places = np.arange(len(self._first)) if rows is None else rows
         expected, spread = np.empty(len(places)), np.empty(len(places))
@@ -61,17 +65,18 @@ class Surrogate:
         return expected, np.sqrt(np.maximum(spread, LEAST**2))
 
     def _fit(self) -> tuple[float, float, Floats, Floats, float]:
-        """The scales under which what was seen is likeliest, and what predictions need."""
+        """Choose the most probable scales and compute the matrices for predictions."""
         at, seen = np.array(self._at[-MOST_POINTS:]), np.array(self._seen[-MOST_POINTS:])
         mean = float(np.median(seen))
         likeliest, scales = -math.inf, (AMPLITUDES[0], SECOND_ORDER[0])
         for amplitude, share in itertools.product(AMPLITUDES, SECOND_ORDER):
-            # a Cholesky factor gives the likelihood in a third of the time of an inverse, which only the likeliest needs
+            # A Cholesky factor gives the likelihood in a third of the time of an inverse, which is needed only for the
+            # chosen scales.
             factor = np.linalg.cholesky(self._covariance(at, amplitude, share))
             likely = -0.5 * float(np.sum(np.linalg.solve(factor, seen - mean) ** 2)) - float(
                 np.log(factor.diagonal()).sum()
             )
-            # before much is seen: what training's knobs usually do
+            # prior: typical scales of training knobs
             likely -= 0.5 * math.log(amplitude / 0.4) ** 2 + 0.5 * math.log(share / 0.2) ** 2
             if likely > likeliest:
                 likeliest, scales = likely, (amplitude, share)
@@ -80,11 +85,14 @@ class Surrogate:
         return self._fitted
 
     def _covariance(self, at: Places, amplitude: float, share: float) -> Floats:
-        """Of what was seen at these places, with the noise of a measurement."""
+        """Return the covariance of measurements at these places, including measurement noise."""
         return self._kernel(at, at, amplitude, share) + REPEAT**2 * np.eye(len(at))
 
     def _kernel(self, a: Places, b: Places, amplitude: float, share: float) -> Floats:
-        """(len(a), len(b)) covariances: alike candidates differ little, and each knob has an effect of its own."""
+        """Return covariances, (len(a), len(b)).
+
+        Similar candidates differ little, and each knob has an additive effect.
+        """
         products = self._first[a] @ self._first[b].T + share**2 * (self._second[a] @ self._second[b].T)
         squares = [(self._first[x] ** 2).sum(1) + share**2 * (self._second[x] ** 2).sum(1) for x in (a, b)]
         apart = products - 0.5 * squares[0][:, None] - 0.5 * squares[1][None, :]
@@ -96,8 +104,10 @@ class Surrogate:
 
 
 def features(candidates: Sequence[Candidate]) -> tuple[Floats, Floats]:
-    """(n, features) of first-order and of second-order knobs, each around zero: numbers by their logarithm, choices a column
-    each. Where a candidate lacks a number it is in the middle."""
+    """Return first-order and second-order features, (n, features) each, centred at zero.
+
+    A number becomes its logarithm, a choice one column per value. A missing number becomes the mean.
+    """
     first: list[Floats] = []
     second: list[Floats] = []
     for name in sorted({name for candidate in candidates for name in candidate.as_dict}):

@@ -1,7 +1,8 @@
-"""Trials of a database, read as rows.
+"""Read a database's trials as rows.
 
-Optuna makes an ORM object of every parameter and attribute: some 25 a trial, which is most of the time that reading a large
-study takes. Read off Optuna 5.0.0 (`storages/_rdb/storage.py`, `_get_trials` and `_build_frozen_trial_from_trial_model`).
+Optuna creates an ORM object for every parameter and attribute, about 25 per trial, which takes most of the time to read
+a large study. Based on Optuna 5.0.0 (`storages/_rdb/storage.py`, `_get_trials` and
+`_build_frozen_trial_from_trial_model`).
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import ColumnElement, or_, select
 from sqlalchemy.orm import Session
 
-_MOST_IDS = 500  # in one statement; SQLite before 3.32 takes 999 variables
+_MOST_IDS = 500  # ids per statement; SQLite before 3.32 allows 999 variables
 
-_distribution = functools.lru_cache(maxsize=1024)(json_to_distribution)  # a space has few, a study one a parameter
+# cached: a space has few distributions, while a study stores one per parameter
+_distribution = functools.lru_cache(maxsize=1024)(json_to_distribution)
 
 
 class RowStorage(optuna.storages.RDBStorage):
-    """Optuna's storage, which reads many trials at once as rows."""
+    """Optuna's storage that reads many trials at once as rows."""
 
     def _get_trials(
         self,
@@ -36,9 +38,9 @@ class RowStorage(optuna.storages.RDBStorage):
         included_trial_ids: set[int],
         trial_id_greater_than: int,
     ) -> list[FrozenTrial]:
-        """Return the study's trials of the ids that are included or greater, from one query a table."""
+        """Return the study's trials with included or greater ids, with one query per table."""
         ids = {one for one in included_trial_ids if one <= trial_id_greater_than}
-        if states is not None or len(ids) > _MOST_IDS:  # neither is asked by Optuna's cache in a study of ours
+        if states is not None or len(ids) > _MOST_IDS:  # Optuna's cache requests neither for an autotune study
             return super()._get_trials(study_id, states, included_trial_ids, trial_id_greater_than)
         wanted: list[ColumnElement[bool]] = [models.TrialModel.study_id == study_id]
         if trial_id_greater_than > -1:
@@ -53,7 +55,7 @@ def _read(session: Session, wanted: list[ColumnElement[bool]]) -> list[FrozenTri
     step = models.TrialIntermediateValueModel
 
     def rows(model: Any, *columns: Any) -> defaultdict[int, list[Any]]:
-        """The model's rows by trial, in the order in which they were stored."""
+        """Return the model's rows by trial, in stored order."""
         (key,) = model.__table__.primary_key.columns
         asked = select(model.trial_id, *columns).join(trial, model.trial_id == trial.trial_id).where(*wanted)
         found: defaultdict[int, list[Any]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""A trial as it is stored: begun, ended, and closed for somebody else who died in it."""
+"""Stored trials: begin, end, and close after their tuner died."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autotune.search.distributions import told
 from autotune.search.records import CANDIDATE, CLAIM, LEFT, OUTCOME, ROLE, TUNER
 from autotune.search.tuners import Tuners
 
-_BEGINNERS = 8  # tuners, each with a space of its own, that may begin a study's first trials at once
+_BEGINNERS = 8  # tuners with different spaces that may begin a study's first trials at once
 
 
 def begin(
@@ -34,11 +34,16 @@ def begin(
     tuner: str,
     claim: bool = False,
 ) -> optuna.Trial:
-    """Stores in one step that a candidate is being tried.
+    """Store in one step that a candidate is being tried.
 
     Args:
-        space: whose values Optuna is told; None: those of the candidate alone.
-        claim: only that it is claimed; `confirm` makes a trial of it, `withdraw` nothing.
+        study: the study.
+        candidate: the candidate.
+        space: values of this space are passed to Optuna; None passes the candidate's values only.
+        role: the trial's role.
+        note: reason for the trial.
+        tuner: this tuner's name.
+        claim: store only a claim, which `confirm` turns into a trial and `withdraw` removes.
     """
     knobs: dict[str, Any] = dict(candidate.knobs)
     attributes = {CLAIM if claim else CANDIDATE: knobs, ROLE: role, "note": note, "started": now(), TUNER: tuner}
@@ -49,14 +54,14 @@ def begin(
         )
         try:
             return optuna.Trial(study, study._storage.create_new_trial(study._study_id, template_trial=template))
-        except ValueError:  # meanwhile another tuner, with another space, has told the database of other choices
+        except ValueError:  # a peer tuner with another space has stored other choices since
             if not left:
                 raise
     raise AssertionError("the last try returns or raises")
 
 
 def _stored_distributions(study: optuna.Study) -> dict[str, BaseDistribution]:
-    """By name, as the study's first trial with it has it."""
+    """Return the distributions by name, each from the first trial that has it."""
     found: dict[str, BaseDistribution] = {}
     for trial in study.get_trials(deepcopy=False):
         for name, kind in trial.distributions.items():
@@ -69,7 +74,7 @@ def confirm(trial: optuna.Trial, candidate: Candidate) -> None:
 
 
 def withdraw(study: optuna.Study, trial: optuna.Trial | FrozenTrial) -> None:
-    """A claim that came too late leaves no Record."""
+    """Remove a claim that came too late, so that it leaves no record."""
     with suppress(UpdateFinishedTrialError):
         study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
 
@@ -82,7 +87,7 @@ def came_first(
     known: Container[int],
     tuners: Tuners,
 ) -> bool:
-    """Whether somebody else has claimed the same before, and is at it or has finished it meanwhile."""
+    """Return True if a peer tuner claimed the same candidate earlier and is measuring it or has finished."""
     knobs = dict(candidate.knobs)
     for other in trials:
         if other.number >= mine.number or other.number in known or other.user_attrs.get(ROLE) != role:
@@ -99,10 +104,12 @@ def came_first(
 
 
 def end(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: Hardware) -> bool:
-    """Stores how a trial ended; False where that is too late: another tuner has taken this one for dead, and closed it.
+    """Store a trial's outcome, then its state, which cannot be changed afterwards.
 
-    The outcome is stored before the trial's state, which nobody can change afterwards: whoever is killed in between loses
-    nothing, and neither does who is closed in between.
+    The outcome survives if this tuner is killed between the two writes, or if a peer closes the trial.
+
+    Returns:
+        False if a peer tuner has already closed the trial because this tuner's lease had expired.
     """
     try:
         trial.set_user_attr(OUTCOME, outcome.to_json())
@@ -112,14 +119,14 @@ def end(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: Ha
         for name, value in flat(outcome, hardware).items():
             trial.set_user_attr(name, value)
         end_as_stored(study, trial, outcome, hardware)
-    except (UpdateFinishedTrialError, ValueError):  # Optuna's own word for a trial that is told twice
+    except (UpdateFinishedTrialError, ValueError):  # Optuna raises ValueError if a trial is ended twice
         if not study._storage.get_trial(trial._trial_id).state.is_finished():
             raise
     return True
 
 
 def end_as_stored(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: Hardware) -> None:
-    """Ends a trial whose outcome is stored, as samplers are to see it."""
+    """End a trial whose outcome is stored, in the form that samplers expect."""
     if not outcome.kind.says_something_of_the_candidate:
         study.tell(trial, state=TrialState.FAIL)
         return
@@ -127,14 +134,16 @@ def end_as_stored(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, ha
 
 
 def close(study: optuna.Study, left: FrozenTrial, hardware: Hardware, outcome: Outcome) -> bool:
-    """Closes what a tuner that is gone has left with that outcome; whether it was unfinished. One that was finished but for
-    Optuna's state keeps its own."""
+    """Close a dead tuner's trial with this outcome, and return whether it was unfinished.
+
+    A trial with a stored outcome keeps that outcome.
+    """
     storage, stored = study._storage, left.user_attrs.get(OUTCOME)
-    with suppress(UpdateFinishedTrialError, ValueError):  # another tuner was faster, or it was not gone
+    with suppress(UpdateFinishedTrialError, ValueError):  # a peer closed it first, or its tuner was alive
         if stored is not None:
             end_as_stored(study, optuna.Trial(study, left._trial_id), Outcome.from_json(stored), hardware)
             return False
-        # under a name of its own: its tuner may live, and store the outcome in this moment
+        # stored under another name, because its tuner may be alive and store its outcome at this moment
         storage.set_trial_user_attr(left._trial_id, LEFT, outcome.to_json())
         storage.set_trial_state_values(left._trial_id, TrialState.FAIL)
         return True

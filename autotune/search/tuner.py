@@ -1,4 +1,4 @@
-"""The loop of a search (propose, measure, record), the verification of its winner, and the budget's clock."""
+"""Search loop (propose, measure, record), verification of the winner, and budget."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from autotune.search.study import StudyStore
 
 BUDGET_USED = "budget used"
 MAX_VERIFIED = 4
-_LOOK_SECONDS = 0.5  # between two looks at what others have under way
+_LOOK_SECONDS = 0.5  # seconds between polls of peer trials
 
 
 @dataclass
 class SearchSummary:
-    """How the search of one call of `run` ended."""
+    """Result of the search in one `run` call."""
 
     winner: Record | None
     verified: bool
-    ended: str  # why it ended
+    ended: str  # reason
     interrupted: bool
     used_seconds: float
     measured: int = 0
@@ -53,7 +53,7 @@ class SearchSummary:
 
 
 class Tuner:
-    """One call of `run` on a study."""
+    """One `run` call on a study."""
 
     def __init__(
         self,
@@ -92,11 +92,11 @@ class Tuner:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self) -> SearchSummary:
-        """Searches, then verifies.
+        """Search, then verify.
 
         Raises:
-            UserError: the model or the script fails by itself, whatever the candidate.
-            MachineTrouble: nothing was measured, and the machine fails again and again.
+            UserError: the model or the script fails with any candidate.
+            MachineTrouble: the machine failed repeatedly before the first measurement.
         """
         self.clock.begin()
         known = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
@@ -128,8 +128,14 @@ class Tuner:
         self.observer.clock(self.clock.used_seconds, self.clock.budget_seconds)
 
     def _search_and_verify(self) -> tuple[str, Record | None, bool]:
-        """(why the search ended, the winner, whether it is verified). What verification leaves of the budget goes back to the
-        search, as long as it is enough for one more trial and its verification; and so does what verification has taught it."""
+        """Search and verify until neither can improve the result.
+
+        Budget that verification leaves goes back to the search, if it suffices for another trial and its verification.
+        The search also continues if verification has rejected candidates.
+
+        Returns:
+            The reason for the end, the winner, and whether it is verified.
+        """
         ended = self._search()
         while True:
             before = self.standings.rejected
@@ -142,12 +148,16 @@ class Tuner:
                 return ended, winner, verified
 
     def _search(self) -> str:
-        """Searches with all executors; verification has the first to itself afterwards. Returns why it ended."""
+        """Search with all executors and return the reason for the end.
+
+        Verification then uses the first executor alone.
+        """
         if not self._beside:
             with self.crew.thinking():
                 return self._work(self.executor)
         with ThreadPoolExecutor(len(self._beside)) as pool:
-            opened = list(pool.map(self._open, self._beside))  # first: imports would slow what is measured
+            # all executors open before the first trial, because their imports would slow measurements
+            opened = list(pool.map(self._open, self._beside))
             for executor in compress(self._beside, opened):
                 pool.submit(self._work_beside, executor)
             with self.crew.failing(), self.crew.thinking():
@@ -156,14 +166,15 @@ class Tuner:
         return ended
 
     def _open(self, executor: Executor) -> bool:
-        with self.crew.failing(), suppress(Stopped):  # by a person
+        with self.crew.failing(), suppress(Stopped):  # the user stopped the call
             executor.open(self.observer.say)
             executor.check(self.observer.say)
             return True
         return False
 
     def _work_beside(self, executor: Executor) -> None:
-        with self.crew.failing(), suppress(Stopped), self.crew.thinking():  # or since another worker failed
+        # the user stopped the call, or another worker failed
+        with self.crew.failing(), suppress(Stopped), self.crew.thinking():
             self._work(executor)
 
     def _work(self, executor: Executor) -> str:
@@ -173,7 +184,7 @@ class Tuner:
                 return why
             proposal = self.proposer.next()
             if proposal is None:
-                # what comes of it may be worth going on for, or be left undone
+                # the running trials' outcomes may open new candidates, or be lost and retried
                 if self.company.elsewhere or self.crew.at_work:
                     self._await_news()
                     continue
@@ -187,7 +198,7 @@ class Tuner:
                     session.close()
 
     def _hear(self) -> None:
-        """Learns what other tuners of the study have found; and has what they and other workers are at kept back."""
+        """Learn outcomes of peer tuners, and reserve candidates that peers and other workers are measuring."""
         for record, outcome in self.company.hear():
             self.observer.trial_finished(record.number, record.candidate, record.role, outcome)
             self._recall(record, outcome)
@@ -195,7 +206,7 @@ class Tuner:
             self.proposer.keep_back([*self.company.searching(), *self.crew.at_work])
 
     def _await_news(self) -> None:
-        """Waits until others have found something, are at something else or are gone, or this one must stop."""
+        """Wait until a trial of a peer or another worker starts or ends, or this call must stop."""
 
         def state() -> tuple[int, list[Record], int]:
             return len(self.company.known), self.company.elsewhere, len(self.crew.at_work)
@@ -206,7 +217,7 @@ class Tuner:
             self._hear()
 
     def _climb(self, session: Session, proposal: Proposal | None) -> None:
-        """Measures ascending rungs in one engine until one fails or another engine is worth more."""
+        """Measure ascending rungs in one engine until a trial fails or another engine is worth more."""
         while proposal is not None:
             outcome = self._trial(session, proposal)
             if outcome is None or not outcome.ok or not session.alive or self._why_stop() is not None:
@@ -232,7 +243,7 @@ class Tuner:
         return f"{len(self.store.study.get_trials(deepcopy=False)):04d}"
 
     def _trial(self, session: Session, proposal: Proposal) -> Outcome | None:
-        """None where another tuner is at it."""
+        """Measure a candidate; None if a peer tuner is already trying it."""
         candidate = proposal.candidate
         number = self.store.claim(candidate, self.space, SEARCH, proposal.note, self.company.known)
         if number is None:
@@ -252,7 +263,7 @@ class Tuner:
         return outcome
 
     def _limited(self, limit: float, left: float) -> float | None:
-        """The trial's limit in seconds; None where the budget's end or a person came first."""
+        """Return the trial's limit in seconds; None if the budget or the user ended the trial first."""
         return limit if limit < left and not self.cancelled() else None
 
     def _record(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
@@ -266,7 +277,10 @@ class Tuner:
         self.blame.take(candidate, outcome)
 
     def _recall(self, record: Record, outcome: Outcome, mended: bool = False) -> None:
-        """Learns what earlier calls or others have found. What had clearly less memory, or was `mended`, may work now."""
+        """Learn an outcome of an earlier call or a peer.
+
+        An OOM with clearly less memory, or a failure that is `mended` (retryable), excludes nothing.
+        """
         if not (mended or self.hardware.outgrew(outcome.kind, outcome.capacity_bytes)):
             self._learn(record.number, record.candidate, outcome, record.role)
         elif outcome.kind is not Kind.OOM_HOST and record.role not in (VERIFY, RESUME):
@@ -282,17 +296,17 @@ class Tuner:
             return
         self.proposer.observe(candidate, outcome)
         is_unknown = self.standings.why_not(candidate) in ("", NOT_VERIFIED)
-        if self.standings.is_doubted(candidate) or not is_unknown:  # it will hardly win, or is of another batch
+        if self.standings.is_doubted(candidate) or not is_unknown:  # unlikely to win, or with another global batch size
             self.proposer.drop(candidate)
 
     # -- the winner --------------------------------------------------------------------------------------------------
 
     def _verify(self) -> tuple[Record | None, bool]:
-        """(the winner, whether it is verified).
+        """Verify candidates and return the winner, and whether it is verified.
 
-        Verifies the best in a fresh process, until no unverified candidate is faster, nor as fast with less memory. What
-        verification measures replaces what the search measured: a candidate that turns out slower falls back in the
-        order, and the next one is verified. The winner must also go on from a checkpoint.
+        The best candidate is verified in a fresh process, until no unverified candidate is faster, or as fast with less
+        memory. A verification replaces the search's measurement: a slower candidate falls back in the order, and the
+        next one is verified. The winner must also resume from a checkpoint.
         """
         standings, tried, in_turn = self.standings, 0, False
         while True:
@@ -323,7 +337,7 @@ class Tuner:
         return (self._as_record(best, standings.measured[best], SEARCH) if best else None), False
 
     def _to_verify(self) -> Candidate | None:
-        """The next candidate to verify, or None where what passed is good enough or no time is left."""
+        """Return the next candidate to verify; None if the verified ones are good enough or no time is left."""
         if self.cancelled() or self.clock.left_seconds < 1.0 or self.blame.machine_fails:
             return None
         if self.standings.passed() and not self.clock.time_for_another:
@@ -331,15 +345,17 @@ class Tuner:
         return self.standings.contender()
 
     def _rival(self) -> Candidate | None:
-        """The candidate to measure once more, where two are so near that the machine's drift may decide; None where no time
-        is left for it."""
+        """Return a candidate to measure again if two are so close that drift may decide; None if no time is left."""
         if self.cancelled() or not self.clock.time_for_another:
             return None
         return self.standings.next_turn()
 
     def _goes_on(self, candidate: Candidate) -> bool:
-        """Whether the candidate trains on from a checkpoint, or it cannot be said: there is no time, no room on the disk, or
-        its save fails by itself. Only running out of memory rejects it: such a training dies when it is resumed."""
+        """Return False if the candidate runs out of memory when it resumes from a checkpoint.
+
+        True also covers untested candidates: no time, no disk space, or a failing save. Only an OOM rejects a
+        candidate, because it would end a resumed training.
+        """
         known = self.standings.resumed.get(candidate)
         if not self.executor.resumes or (known is not None and known.ok):
             return True
@@ -361,7 +377,7 @@ class Tuner:
         return True
 
     def _verification(self, candidate: Candidate, role: str) -> Outcome:
-        """One trial in a fresh process, in the role of VERIFY or RESUME; of several tuners one makes it."""
+        """Run one VERIFY or RESUME trial in a fresh process, or take its outcome from a peer tuner."""
         note = "verification in a fresh process" if role == VERIFY else "goes on from a checkpoint"
         while (number := self.store.claim(candidate, self.space, role, note, self.company.known)) is None:
             if (theirs := self._awaited(candidate, role)) is not None:
@@ -374,7 +390,7 @@ class Tuner:
         effort = self.verify_effort if role == VERIFY else RESUME_EFFORT
         try:
             outcome = session.measure(candidate, effort, min(left, limit))
-        except Unusable as error:  # a script that ends early once it has loaded what it had trained before
+        except Unusable as error:  # a script may end early after it has loaded its previous training state
             outcome = Outcome(Kind.INTERRUPTED, reason=str(error), evidence="the script", source=Source.EXCEPTION)
         finally:
             session.close()
@@ -383,7 +399,7 @@ class Tuner:
         return outcome
 
     def _awaited(self, candidate: Candidate, role: str) -> Outcome | None:
-        """What another tuner finds, once it has; None where it has ended before it did."""
+        """Wait for a peer tuner's outcome of the same trial; None if the peer ended without a usable one."""
         self.company.forget(candidate, role)
         while True:
             self._hear()

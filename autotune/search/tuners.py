@@ -1,11 +1,11 @@
-"""Who tunes a study: several calls at once, on one machine or on many, where they all reach its database.
+"""Peer tuners of a study: several calls at once, on any machines that reach its database.
 
-Each trial says whose it is. A tuner that shares a study says every few seconds that it lives, in an attribute of the study;
-what one that lives no longer has left running goes back to be tried. Nobody's clock is compared with another's: a tuner
-counts for how long it has itself seen no sign of another.
+Each trial stores its tuner's name. A tuner of a shared study writes a heartbeat to a study attribute every few seconds.
+Trials of a dead tuner are retried. Clocks of different machines are never compared: each tuner measures how long it has
+seen no new heartbeat of a peer.
 
-Optuna's heartbeat is not used: it is a database's alone (a journal has none), belongs to a trial, so that nobody speaks for
-one between two measurements, and compares times in the zones of two connections.
+Optuna's heartbeat is not used for three reasons. A journal storage has none. The heartbeat belongs to a trial, so a
+tuner has none between two trials. The comparison mixes times in the time zones of two connections.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ import optuna
 
 from autotune.linux import boot_id, started_at
 
-BEAT_SECONDS = 5.0  # between two signs of life
-LEASE_SECONDS = 60.0  # without one a tuner counts as dead: as long as one waits for a database that is away
-_BEAT = "tuner "  # begins the name of an attribute: the number of the sign, or _LEFT
+BEAT_SECONDS = 5.0  # seconds between heartbeats
+# seconds without a heartbeat after which a tuner counts as dead; equal to the wait for an unavailable database
+LEASE_SECONDS = 60.0
+_BEAT = "tuner "  # prefix of an attribute whose value is the heartbeat number, or _LEFT
 _LEFT, _NEVER = -1, 0
 
 
 @functools.cache
 def _machine() -> str:
-    """This boot of this machine, or this container: where a process id means the same process."""
+    """Return an id of this boot and PID namespace, within which a process id is unique."""
     namespace = ""
     with suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
@@ -38,7 +39,7 @@ def _machine() -> str:
 
 
 def name_of_this() -> str:
-    """A name of its own for a tuner: host, machine, process, and a word, since a process may tune twice."""
+    """Return a unique tuner name: host, machine, process and a random word, since a process may tune twice."""
     return f"{socket.gethostname()}/{_machine()}/{os.getpid()}-{started_at(os.getpid())}/{secrets.token_hex(3)}"
 
 
@@ -47,7 +48,7 @@ def host_of(tuner: str) -> str:
 
 
 def lives_here(tuner: str) -> bool | None:
-    """Whether its process is on this machine; None where it is a process of another."""
+    """Return whether the tuner's process is alive on this machine; None if it is on another machine."""
     try:
         _, machine, process, _ = tuner.rsplit("/", 3)
         pid, start = map(int, process.split("-"))
@@ -57,13 +58,13 @@ def lives_here(tuner: str) -> bool | None:
 
 
 class Tuners:
-    """The tuners of a study as one of them sees them, itself among them."""
+    """The tuners of a study, including this one."""
 
     def __init__(self, study: optuna.Study) -> None:
         self._study = study
         self.me = name_of_this()
         self._beats = 0
-        self._heard: dict[str, tuple[int, float]] = {}  # of the others: the last sign, seconds without another
+        self._heard: dict[str, tuple[int, float]] = {}  # by peer: last heartbeat, seconds since
         self._looked_at = time.monotonic()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -71,32 +72,31 @@ class Tuners:
 
     @property
     def shared(self) -> bool:
-        """Whether this tuner speaks of itself and listens to others; otherwise it is alone."""
+        """True if this tuner writes and reads heartbeats; otherwise it is alone."""
         return self._thread is not None
 
     def join(self) -> None:
-        """Shares the study from now on, until `leave`."""
+        """Share the study until `leave`."""
         self._beat()
         self._thread = threading.Thread(target=self._keep_alive, name="autotune-lease", daemon=True)
         self._thread.start()
 
     def leave(self) -> None:
-        """Nothing of this tuner's runs any more."""
+        """Stop the heartbeat and mark this tuner as ended."""
         if self._thread is not None:
             self._over.set()
             self._thread.join(BEAT_SECONDS)
-            with suppress(Exception):  # the others find out by themselves
+            with suppress(Exception):  # otherwise the peers wait for the lease to expire
                 self._study.set_user_attr(_BEAT + self.me, _LEFT)
 
     def others(self) -> list[str]:
-        """Those that live, as far as is known."""
-        with self._look_lock:  # newcomers are noted meanwhile
+        """Return the live peer tuners."""
+        with self._look_lock:  # the heartbeat thread adds new peers
             heard = list(self._heard)
         return [tuner for tuner in heard if not self.is_gone(tuner)]
 
     def is_gone(self, tuner: str | None) -> bool:
-        """Whether nobody speaks for a trial of this tuner any more; None: of one that did not say who it was, before there were
-        several."""
+        """Return True if a tuner no longer owns its trials. None stands for the tuner of a version 0.1 trial."""
         if tuner is None or not self.shared:
             return tuner != self.me
         if tuner == self.me:
@@ -106,13 +106,15 @@ class Tuners:
             return True
         with self._look_lock:
             sign, silent_seconds = self._heard.setdefault(tuner, (_NEVER, 0.0))
-        if here and sign == _NEVER:  # it shares nothing, and need not say that it lives
+        if here and sign == _NEVER:  # a tuner that holds its study alone writes no heartbeat
             return False
         return sign == _LEFT or silent_seconds > LEASE_SECONDS
 
     def died(self, tuner: str | None) -> bool:
-        """Of one that is gone: whether its process is known to have ended without a word. One whose lease is over may only
-        have been cut off, and one that said that it leaves came to an end of its own."""
+        """Return True if a gone tuner's process is known to have ended without marking itself as ended.
+
+        An expired lease alone may mean a lost connection.
+        """
         if tuner is None or not self.shared:
             return True
         with self._look_lock:
@@ -121,7 +123,7 @@ class Tuners:
 
     def _keep_alive(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
-            # a database that is away for a while is for the search to complain of
+            # the search reports an unavailable database
             with suppress(Exception):
                 self._beat()
 
@@ -133,7 +135,7 @@ class Tuners:
     def _look(self) -> None:
         signs = {key.removeprefix(_BEAT): int(value) for key, value in self._study.user_attrs.items() if _is_beat(key)}
         now = time.monotonic()
-        # of the time since the last look no more than two beats: who was stopped, or cut off, heard nobody
+        # At most two beats count since the last poll, because a suspended or disconnected tuner received no heartbeats.
         passed, self._looked_at = min(now - self._looked_at, 2 * BEAT_SECONDS), now
         with self._look_lock:
             for tuner in {*signs, *self._heard} - {self.me}:

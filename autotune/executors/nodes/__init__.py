@@ -1,4 +1,4 @@
-"""Several machines: an agent on each (`agent.py`), the stream to it (`wire.py`), and its ranks for a group (`remote.py`).
+"""Several machines: an agent on each (`agent.py`), its stream (`wire.py`), and its ranks in a group (`remote.py`).
 
-Whatever carries standard input and output of a process can be a transport: `transports.py` has ssh.
+Any program that carries a process's standard input and output can be a transport; `transports.py` has ssh.
 """

@@ -1,7 +1,7 @@
-"""`autotune agent`: what a node needs for a study, at the end of a stream.
+"""`autotune agent`: a node's side of a study, at the end of a stream.
 
-It is told over standard input and answers over standard output (`talk.py`), listens on nothing, and ends with all that it has
-started when its input ends, when its tuner falls silent, or when it is told to by a signal.
+The agent reads requests from standard input, answers on standard output (`talk.py`) and listens on no port. When its
+input ends, its tuner is silent or a signal arrives, the agent ends with all that it has started.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from autotune.problem.job import Job
 from autotune.version import __version__
 
 _LOOK_SECONDS = 0.1
-_MOST_LOG_BYTES = 256 * 1024  # of a rank's log that the tuner keeps
+_MOST_LOG_BYTES = 256 * 1024  # bytes of a rank's log that are sent to the tuner
 
 
 class Agent:
-    """One node's, for one tuner."""
+    """Agent of one node for one tuner."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -65,23 +65,23 @@ class Agent:
         self._wake, self._woken = os.pipe()
         for descriptor in (self._wake, self._woken):
             os.set_blocking(descriptor, False)
-        self._home = SocketFolder("autotune-agent-")  # that of an agent that was killed goes when the next one starts
+        self._home = SocketFolder("autotune-agent-")  # the next agent deletes the folder of a killed one
         self.folder = self._home.path
-        self._kept = ExitStack()  # locks, and in which Python ranks run
+        self._kept = ExitStack()  # locks, and the ranks' Python
         ops = Ops(lambda text: self._tell("say", text=text), lambda text: self._tell("show", text=text))
         self.station = Station(self.folder, ops, lambda: self._over.is_set())
         self.needs: Needs | None = None
         self.hardware: Hardware | None = None
         self.meter: Any = None
         self.squad: LocalSquad | None = None
-        self._parts: list[bytes] = []  # of a folder on its way here
+        self._parts: list[bytes] = []  # received pieces of a folder
         self._moved = Moved()
-        self._lasting: list[Deposit] = []  # folders that were sent, and may have a training's files
-        self._told: dict[int, int] = {}  # exit codes that the tuner knows
+        self._lasting: list[Deposit] = []  # sent folders that may contain a training's files
+        self._told: dict[int, int] = {}  # exit codes that were sent to the tuner
         self._hung_up = False
 
     def serve(self) -> None:
-        """Does what it is told until the tuner has gone."""
+        """Handle requests until the tuner is gone."""
         for what in (self._read, self._beat):
             threading.Thread(target=what, daemon=True).start()
         self._tell(GREETING, protocol=PROTOCOL, version=__version__, pid=os.getpid(), python=sys.executable)
@@ -99,7 +99,7 @@ class Agent:
             self.close()
 
     def end(self) -> None:
-        """Has `serve` end; may be called from anywhere."""
+        """Make `serve` return; may be called from any thread or signal handler."""
         self._over.set()
 
     # -- threads -----------------------------------------------------------------------------------------------------
@@ -126,14 +126,14 @@ class Agent:
     # -- what the ranks do -------------------------------------------------------------------------------------------
 
     def _pass_on(self) -> None:
-        """Tells the tuner what is new of the ranks."""
+        """Send new messages and exit codes of the ranks to the tuner."""
         squad = self.squad
         if squad is None:
             return
         self._pass_on_heard(squad)
         for rank, status in squad.statuses().items():
             if rank not in self._told:
-                self._pass_on_heard(squad)  # its last words
+                self._pass_on_heard(squad)  # the rank's last messages
                 self._told[rank] = status
                 self._tell("exited", rank=rank, status=status)
         if squad.hung_up and not self._hung_up:
@@ -155,27 +155,27 @@ class Agent:
             answer = {"failure": "stopped", "text": str(error)}
         except OSError as error:
             answer = {"failure": "os", "text": str(error), "errno": error.errno}
-        except Exception as error:  # the tuner has the node's name, and decides
+        except Exception as error:  # the tuner knows the node's name and decides
             answer = {"failure": "agent", "text": f"{type(error).__name__}: {error}"}
         if number is not None:
             self._tell("answer", to=number, **answer)
-        elif kind == "brief" and "failure" in answer:  # its ranks would wait for ever
+        elif kind == "brief" and "failure" in answer:  # the ranks would wait forever
             self._tell("failed", text=answer["text"])
 
     def on_compare(self, *, manifest: dict[str, Any], lasting: bool) -> dict[str, Any]:
-        """Whether this node has a folder as it is at the tuner's."""
+        """Return whether this node has an identical copy of a folder at the same path."""
         return {"there": is_there(manifest)}
 
     def on_part(self, *, data: str) -> None:
         self._parts.append(base64.b64decode(data))
 
     def on_unpack(self, *, manifest: dict[str, Any], lasting: bool) -> dict[str, Any]:
-        """Makes a folder of the parts that have come."""
+        """Unpack the received pieces into a folder."""
         data, self._parts = b"".join(self._parts), []
         old = manifest["folder"]
         name = f"{Path(old).name}-{hashlib.sha256(old.encode()).hexdigest()[:8]}"
         place = self.folder / "sent" / name
-        if lasting:  # the same for the same training's next call; homes may be shared
+        if lasting:  # a stable path for the training's next call; the host name separates nodes that share a home
             place = cache_root() / "sent" / socket.gethostname() / name
             self._hold(place)
         deposit = Deposit(place)
@@ -186,7 +186,7 @@ class Agent:
         return {"folder": str(place), "kept": kept}
 
     def _hold(self, place: Path) -> None:
-        """Waits for an agent of before, whose tuner is gone, to be done with a folder."""
+        """Lock a folder, after waiting for an earlier agent without a tuner to end."""
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             self._kept.enter_context(FileLock(f"{place}.lock", timeout=2 * SILENT_SECONDS))
@@ -196,7 +196,7 @@ class Agent:
     def on_survey(
         self, *, env: dict[str, str], python: str | None, cwd: str, path: str, **asked: Any
     ) -> dict[str, Any]:
-        """See `survey.survey`; `env`, `python` and `cwd`, where this node has it, are what ranks will have."""
+        """Run `survey.survey` with the ranks' environment, Python and working directory, if they exist here."""
         os.environ.update(self._moved.all_of(env))
         with suppress(OSError):
             os.chdir(self._moved.path(cwd))
@@ -205,7 +205,7 @@ class Agent:
         return survey(path=self._moved.path(path), **asked)
 
     def on_open(self, *, needs: dict[str, Any], hardware: dict[str, Any], env: dict[str, str], who: str) -> None:
-        """Holds the node's devices and gets ready to start ranks."""
+        """Hold the node's devices and prepare for starting ranks."""
         os.environ.update(env)
         self.station.close()
         if self.hardware is None:
@@ -235,14 +235,14 @@ class Agent:
         return {"pids": squad.pids, "waited_seconds": squad.waited_seconds}
 
     def _wanted(self) -> bool:
-        """Whether the tuner wants an end of it, or passes a signal on; it may well ask how things are meanwhile."""
+        """Return True if a pending request ends the launch: `end`, or a signal other than a notice."""
         return any(
             request["type"] == "end" or (request["type"] == "signal" and request["number"] not in NOTICES)
             for request in list(self._requests.queue)
         )
 
     def on_brief(self, *, spec: Message, workers: list[int], logs: bool) -> None:
-        """Ranks get their spec; what they need on this machine's disk is made before."""
+        """Create the ranks' files on this machine's disk, then send the ranks their spec."""
         squad, spec = self._running(), self._moved.all_of(spec)
         folder = self.folder / "logs"
         shutil.rmtree(folder, ignore_errors=True)
@@ -253,7 +253,7 @@ class Agent:
         squad.begin(workers)
 
     def _make_files(self, spec: Message, home: Path) -> None:
-        """Make what ranks need on this machine's disk, and say in their spec where it lies."""
+        """Create the ranks' files on this machine's disk, and add their location to the spec."""
         job, candidate = Job.from_json(spec["job"]), Candidate.of(spec.get("candidate") or {})
         if "sandbox" in spec:
             how = {"unprotected": spec["unprotected"], "kept": spec["kept"]}
@@ -298,12 +298,12 @@ class Agent:
             self.squad.signal(signal.Signals(number), pids)
 
     def notify(self, number: signal.Signals) -> None:
-        """Passes a signal on that has come to this process, and ends nothing."""
+        """Forward a signal of this process to the ranks, without ending them."""
         if (squad := self.squad) is not None:
             squad.signal(number, squad.pids)
 
     def on_end(self, *, done: bool) -> dict[str, Any]:
-        """Ends the ranks; the answer has their logs."""
+        """End the ranks, and return their logs."""
         numbers = self.squad.numbers if self.squad is not None else ()
         self._end_squad(done=done)
         logs = {rank: log_tail(self.folder / "logs" / f"rank{rank}.log", _MOST_LOG_BYTES) for rank in numbers}
@@ -329,7 +329,7 @@ class Agent:
             self._tell("said", rank=rank, message=back.all_of(message))
 
     def close(self) -> None:
-        """Ends all that was started."""
+        """End everything that this agent started."""
         with suppress(Exception):
             self._end_squad(done=False)
         self.station.close()
@@ -350,8 +350,10 @@ class Agent:
 
 @contextmanager
 def _ended_by_signals(agent: Agent) -> Iterator[None]:
-    """SIGTERM, SIGHUP and SIGINT end the agent as the end of its input does; SIGUSR1 and SIGUSR2, which Slurm may send to all
-    that it has started, are passed on."""
+    """End the agent on SIGTERM, SIGHUP and SIGINT, and forward SIGUSR1 and SIGUSR2.
+
+    Slurm may send the latter to all processes of a job.
+    """
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     before = {number: signal.signal(number, lambda *_: agent.end()) for number in numbers}
     before |= {number: signal.signal(number, lambda got, _: agent.notify(signal.Signals(got))) for number in NOTICES}
@@ -363,7 +365,7 @@ def _ended_by_signals(agent: Agent) -> Iterator[None]:
 
 
 def main() -> None:
-    """The command `autotune agent`."""
+    """Run the command `autotune agent`."""
     stream = own_stream(SILENT_SECONDS)
     adopt_orphans()
     agent = Agent(stream)

@@ -1,8 +1,8 @@
-"""`--sync`: how an agent is started on a node that may not have this package: it is sent over the stream before the agent speaks.
+"""`--sync`: start an agent on a node that may lack this package, by sending the package first.
 
-All that the transport is told is one constant line of Python (`BOOT`), which runs what comes first over the stream: the code of
-`_on_the_node`, then the package. Where the node has the same package in the same place it runs that one; else it unpacks what was
-sent into a folder of the agent's own, which goes with it.
+The transport passes only one constant line of Python (`BOOT`), which executes the first data of the stream: the code of
+`_on_the_node`, then the package. A node that has an identical package at the same path runs that one. Otherwise it
+unpacks the sent package into a temporary folder of the agent, which is deleted with it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 
 from autotune.interpreter import APART
 
-SENT_FOLDER = "AUTOTUNE_SENT_FOLDER"  # tells an agent which folder to remove at its end
-# Apart from the folder that a login begins in, where a random.py may lie. A line of hexadecimal digits, read byte by byte, so
-# that nothing that follows it is taken; no character that any shell minds.
+SENT_FOLDER = "AUTOTUNE_SENT_FOLDER"  # environment variable with the folder that the agent deletes at its end
+# Isolated from the login folder, which may contain a random.py. The line is hexadecimal, without characters that a
+# shell treats specially. Reading it byte by byte consumes nothing after it.
 BOOT = APART + "import os;exec(bytes.fromhex(b''.join(iter(lambda:os.read(0,1),b'\\n')).decode()))"
 
 
 def _on_the_node() -> None:
-    """Runs on the node, by the standard library alone: reads a header and an archive, and becomes the agent."""
+    """Read a header and an archive on the node with the standard library only, then become the agent."""
     import fcntl
     import hashlib
     import io
@@ -61,7 +61,7 @@ def _on_the_node() -> None:
             return False
 
     if not there():
-        # as `files.SocketFolder` makes them: the folder of an agent that was killed goes when the next one starts
+        # Compatible with `files.SocketFolder`: the next agent deletes the folder of a killed one.
         folder = tempfile.mkdtemp(prefix="autotune-agent-")
         held = os.open(os.path.join(folder, "new"), os.O_CREAT | os.O_RDWR)
         try:
@@ -86,11 +86,11 @@ def _on_the_node() -> None:
 
 @cache
 def preamble(package: Path, place: Path | None = None) -> bytes:
-    """What is sent before anything else.
+    """Return the bytes that are sent first.
 
     Args:
-        package: the folder of this package here.
-        place: where a node would have it; None: at the same place.
+        package: this package's folder.
+        place: its path on the node; None: the same path.
     """
     files, buffer = {}, io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:

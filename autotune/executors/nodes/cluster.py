@@ -1,4 +1,4 @@
-"""The nodes of a job together: reached, compared, got ready, and reached again when one was lost."""
+"""Nodes of a job: connect, compare, prepare, and reconnect after a loss."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from autotune.interpreter import current, other_python
 from autotune.problem.hardware import Hardware
 from autotune.version import __version__
 
-_SURVEY_SECONDS = 120.0  # without persistence mode each of eight GPUs takes seconds to wake
-_OPEN_SECONDS = 1900.0  # imports from a slow disk; the agent's own limit ends before
+_SURVEY_SECONDS = 120.0  # seconds; without persistence mode each of eight GPUs takes seconds to wake
+_OPEN_SECONDS = 1900.0  # seconds; imports from a slow disk, ended earlier by the agent's own limit
 _OPS_SECONDS = 3600.0
-_BACK_SECONDS = 120.0  # for a node that was lost to be reached again
+_BACK_SECONDS = 120.0  # seconds to reconnect to a lost node
 _RETRY_SECONDS = 2.0
-_MOST_NAMED = 5  # files, in a line
-COMPARED = ("torch", "deepspeed", "transformers")  # packages that this machine must have in the same version
+_MOST_NAMED = 5  # files named in a line
+COMPARED = ("torch", "deepspeed", "transformers")  # packages whose versions must match this machine's
 
-# Of the environment these variables are sent to the nodes, and nothing else: what libraries that compute, communicate, allocate,
-# load models and build ops are told by. Which devices there are a node knows itself.
+# Environment variables that are sent to the nodes: settings of libraries that compute, communicate, allocate, load
+# models and build ops. A node knows its devices itself.
 SENT = (
     *("OMP_NUM_THREADS", "LD_LIBRARY_PATH", "LD_PRELOAD", "GLIBC_TUNABLES", "CUDA_HOME", "CUDA_DEVICE_ORDER"),
     *("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
@@ -49,10 +49,11 @@ SENT_PREFIXES = (
 
 
 def sent_variables(environment: Mapping[str, str], also: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that nodes are told.
+    """Return the variables that are sent to the nodes.
 
     Args:
-        also: names of the user's own.
+        environment: this process's environment.
+        also: further names, from the user.
 
     Raises:
         UserError: one of these is not set.
@@ -69,15 +70,18 @@ def sent_variables(environment: Mapping[str, str], also: Sequence[str] = ()) -> 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a job wants of its nodes.
+    """Requirements of a job for its nodes.
 
     Args:
-        path: what must be there on each: the script's folder; empty where there is no script.
-        interface: by which they reach each other; None: found out.
-        variables: of the user's own, sent beside `SENT`.
-        parcels: folders to send to nodes that have them not in the same place.
-        preamble: what a transport that syncs sends each node first, see `boot.py`.
-        lasting: whether what ranks write into sent folders is meant to last: a training's.
+        device: `auto`, `cuda` or `cpu`.
+        headroom: share of capacity left free.
+        memory_cap_bytes: limit per rank.
+        path: the script's folder, which must exist on each node; empty without a script.
+        interface: network interface between the nodes; None: detected.
+        variables: the user's variables that are sent in addition to `SENT`.
+        parcels: folders to send to nodes that lack them.
+        preamble: first bytes of the stream for a transport that syncs, see `boot.py`.
+        lasting: files that ranks write into sent folders are kept, as for a training.
     """
 
     device: str = "auto"
@@ -92,7 +96,7 @@ class Wishes:
 
 
 def _instead(answer: Message) -> str:
-    """What a node has otherwise than it was sent."""
+    """Return a note about files that the node kept instead of the sent ones."""
     kept = answer["kept"]
     more = f" and {len(kept) - _MOST_NAMED} more" if len(kept) > _MOST_NAMED else ""
     return f"; kept there as a training wrote them: {', '.join(kept[:_MOST_NAMED])}{more}" if kept else ""
@@ -100,7 +104,7 @@ def _instead(answer: Message) -> str:
 
 @dataclass
 class Node:
-    """A node and the wire to it."""
+    """Node and its wire."""
 
     host: Host
     wire: Wire
@@ -114,12 +118,16 @@ class Node:
 
 @dataclass
 class Cluster:
-    """Nodes as a ground for groups of ranks, as `Station` is one on this machine.
+    """Nodes that start groups of ranks, like `Station` on this machine.
 
     Args:
-        folder: for what transports and agents write to standard error.
-        who: holds the nodes' devices, for those who find them held: `study NAME`.
-        say: takes a line for people.
+        hosts: the nodes.
+        transport: starts the agents.
+        wishes: requirements for the nodes.
+        folder: for the standard error of transports and agents.
+        who: holder of the nodes' devices in messages to other users, such as `study NAME`.
+        say: receives lines for the user.
+        cancelled: True if the user cancelled.
     """
 
     hosts: Sequence[Host]
@@ -129,21 +137,21 @@ class Cluster:
     who: str = "a study"
     say: Callable[[str], None] = lambda text: None
     cancelled: Callable[[], bool] = lambda: False
-    echo: bool = False  # what ranks write goes to this process's standard error: a training's
+    echo: bool = False  # copy the ranks' output to this process's standard error, for a training
     ops: Ops = field(default_factory=lambda: Ops(lambda text: None))
     nodes: list[Node] = field(default_factory=list)
     _needs: Needs | None = None
-    _names: list[str] = field(default_factory=list)  # of the ops' builders that nodes have loaded
+    _names: list[str] = field(default_factory=list)  # builders of the ops that the nodes have loaded
     _meeting: Meeting | None = None
 
     # -- reaching them -----------------------------------------------------------------------------------------------
 
     def reach(self) -> Hardware:
-        """Starts an agent on every node, compares what they have, and says what all have together.
+        """Start an agent on every node, compare the nodes, and return their combined hardware.
 
         Raises:
-            UserError: one cannot be reached, or they are not alike.
-            Stopped: it was cancelled.
+            UserError: a node cannot be reached, or the nodes differ.
+            Stopped: the user cancelled.
         """
         try:
             self.nodes = [Node(host, self._start(host)) for host in self.hosts]
@@ -190,7 +198,7 @@ class Cluster:
             node.hardware = Hardware.from_json(node.survey["hardware"])
 
     def _send(self, node: Node, parcel: Parcel) -> None:
-        """Has a folder on the node, there already or sent."""
+        """Send a folder to the node unless an identical copy is there."""
         about = {"manifest": parcel.manifest, "lasting": self.wishes.lasting}
         if self._finish(node, node.wire.begin("compare", **about), _SURVEY_SECONDS)["there"]:
             return
@@ -215,7 +223,7 @@ class Cluster:
     def _finish(
         self, node: Node, number: int, seconds: float, take: Callable[[Message], None] | None = None
     ) -> Message:
-        """An answer before anything is tried: what is wrong then is for the user to mend."""
+        """Wait for an answer during setup; a failure is raised as UserError, because the user has to fix it."""
         try:
             return node.wire.finish(number, seconds, self.cancelled, take)
         except (NodeDown, OSError) as error:
@@ -233,14 +241,14 @@ class Cluster:
         return [RemoteSquad(node.wire, gauged, say, (at, count)) for at, node in enumerate(self.nodes)]
 
     def begin(self, needs: Needs) -> None:
-        """Nothing: agents answer as soon as they are ready, and hold their devices from then on."""
+        """Do nothing, because a ready agent already holds the node's devices."""
 
     def open(self, needs: Needs) -> None:
-        """Every agent gets ready to start ranks.
+        """Prepare every agent for starting ranks.
 
         Raises:
-            UserError: one cannot.
-            Stopped: it was cancelled.
+            UserError: an agent cannot.
+            Stopped: the user cancelled.
         """
         self._needs = needs
         self._open(self.nodes)
@@ -272,14 +280,15 @@ class Cluster:
         return {name: interface for name in INTERFACE_VARIABLES if name not in os.environ}
 
     def load_ops(self, names: Sequence[str], needs: Needs) -> bool:
-        """As `Station.load_ops`, on every node."""
+        """Build and load ops on every node, see `Station.load_ops`."""
         self._needs = needs
         self._names = list(dict.fromkeys([*self._names, *names]))
         return self._load(self.nodes, list(names))
 
     def _load(self, nodes: list[Node], names: list[str]) -> bool:
         answers = []
-        # the first builds alone: in a home that all share the others find it built, and locks may not reach across machines there
+        # The first node builds alone. The other nodes find its result in a shared home, where locks may not work across
+        # machines.
         for some in (nodes[:1], nodes[1:]) if names else ():
             asked = [(node, node.wire.begin("ops", names=names)) for node in some]
             answers += [self._finish(node, number, _OPS_SECONDS, self._hearer(node)) for node, number in asked]
@@ -291,15 +300,15 @@ class Cluster:
 
     @property
     def broken(self) -> bool:
-        """Whether a node is cut off."""
+        """True if a node is disconnected."""
         return any(node.wire.down for node in self.nodes)
 
     def mend(self) -> None:
-        """Reaches nodes again that were cut off, and gets them ready.
+        """Reconnect to disconnected nodes and prepare them.
 
         Raises:
-            MachineTrouble: one cannot be reached within minutes.
-            Stopped: it was cancelled.
+            MachineTrouble: a node cannot be reached within minutes.
+            Stopped: the user cancelled.
         """
         until = time.monotonic() + _BACK_SECONDS
         for node in self.nodes:
@@ -326,19 +335,19 @@ class Cluster:
         self._greet([node])
         self._survey([node])
         if all(one.wire is node.wire or not one.wire.down for one in self.nodes):
-            self._compare()  # a scheduler may have put another machine in its place
+            self._compare()  # a scheduler may have replaced the machine
         if node.survey["hostname"] != before:
             self.say(f"in place of node {node.name} ({before}) there is {node.survey['hostname']} now")
         if self._meeting == met:
             self._open([node])
             self._load([node], self._names)
-        else:  # the others are told where they meet, too
+        else:  # the other nodes need the new rendezvous too
             up = [one for one in self.nodes if not one.wire.down]
             self._open(up)
             self._load(up, self._names)
 
     def all_see(self, path: Path) -> bool:
-        """Whether every node has this path: a file system that all share."""
+        """Return True if every node has this path, as on a shared file system."""
         if self.broken:
             return False
         asked = [(node, node.wire.begin("exists", path=str(path))) for node in self.nodes]
@@ -348,7 +357,7 @@ class Cluster:
             return False
 
     def close(self) -> None:
-        """Ends every agent, with all that it has started."""
+        """End every agent and all that it has started."""
         for node in self.nodes:
             node.wire.hang_up()
         for node in self.nodes:

@@ -1,4 +1,4 @@
-"""Whether the nodes of a job are alike: what differs is said in one line, before anything starts."""
+"""Check that the nodes of a job are alike. All differences are reported in one line before anything starts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.problem.hardware import Hardware
 
-MOST_CLOCK_SECONDS = 30.0  # apart: caches, leases and checkpoints go by times
+MOST_CLOCK_SECONDS = 30.0  # seconds of clock difference; caches, leases and checkpoints depend on times
 
 
 def check_alike(names: Sequence[str], greetings: Sequence[Mapping[str, Any]], version: str, protocol: int) -> None:
-    """Whether every node has the tuner's own version of this package.
+    """Check that every node has the tuner's version of this package.
 
     Raises:
-        UserError: one has another.
+        UserError: a node has another version.
     """
     for name, said in zip(names, greetings, strict=True):
         if (said["version"], said["protocol"]) != (version, protocol):
@@ -29,14 +29,16 @@ def check_alike(names: Sequence[str], greetings: Sequence[Mapping[str, Any]], ve
 def check_versions_and_clocks(
     names: Sequence[str], surveys: Sequence[Mapping[str, Any]], ours: Mapping[str, str | None], now: Sequence[float]
 ) -> None:
-    """Whether all nodes have the same driver and devices and this machine's packages, and their clocks agree with its own.
+    """Check that all nodes have the same driver and devices, this machine's packages, and a matching clock.
 
     Args:
-        ours: versions here, where predictions and configs are made.
-        now: this machine's clock as each survey came, seconds since the epoch.
+        names: the nodes' names.
+        surveys: the nodes' surveys.
+        ours: versions on this machine, which predicts and writes configs.
+        now: this machine's clock at the arrival of each survey, in seconds since the epoch.
 
     Raises:
-        UserError: they differ; one line with all that does.
+        UserError: nodes differ; one line with all differences.
     """
     differing = []
     devices = [{**one["versions"], "device": one["hardware"]["name"]} for one in surveys]
@@ -56,10 +58,11 @@ def check_versions_and_clocks(
 
 
 def combined(parts: Sequence[Hardware], threads: int) -> Hardware:
-    """The hardware of all nodes together; the one with least memory decides what fits.
+    """Return the hardware of all nodes together. The node with the least memory determines the capacity.
 
     Args:
-        threads: CPU threads a rank.
+        parts: the hardware of each node.
+        threads: CPU threads per rank.
     """
     first = parts[0]
     free = min(part.memory_bytes - part.taken_bytes for part in parts)

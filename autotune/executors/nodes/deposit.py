@@ -1,7 +1,7 @@
-"""`--sync` on the node: a folder of the agent's own that holds what was sent, and what a training has written since.
+"""`--sync` on the node: a folder with sent files, and with files that a training has written since.
 
-What was sent lasts no longer than the agent; what a training wrote does, and is never written over: a file counts as sent as long
-as it is what the record beside the folder says was sent. So an agent that is killed leaves the next one able to tell them apart.
+Sent files are deleted with the agent. A training's files are kept and never overwritten. A file counts as sent if it
+matches the record next to the folder, so that the successor of a killed agent can tell the two kinds apart.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from typing import Any
 from autotune.executors.nodes.parcel import hash_of
 from autotune.files import write_atomically
 
-_UNFINISHED = ".autotune-sent"  # the name of what is being written
-_LINK = "link to "  # before a link's target, where a file has the hash of its bytes
+_UNFINISHED = ".autotune-sent"  # name of a file that is being written
+_LINK = "link to "  # prefix of a link's target, in place of a file's hash
 
 
 class Deposit:
-    """One folder that was sent.
+    """One sent folder.
 
     Args:
-        place: where it is put.
+        place: its path on the node.
     """
 
     def __init__(self, place: Path) -> None:
         self.place = place
         self._record = place.with_name(f"{place.name}.json")
-        self._sent: dict[str, list[str]] = {}  # what each may be that was sent, by its name
+        self._sent: dict[str, list[str]] = {}  # by name: possible hashes or link targets of a sent file
         with suppress(OSError, ValueError):
             self._sent = json.loads(self._record.read_text(encoding="utf-8"))
 
     def unpack(self, data: bytes, manifest: Mapping[str, Any]) -> list[str]:
-        """Puts what was sent there; the names of what is kept instead, since a training has written it.
+        """Unpack sent files, and return the names that were kept instead because a training wrote them.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the folder cannot be written.
         """
         new = {**manifest["files"], **{name: _LINK + target for name, target in manifest["links"].items()}}
         self.place.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ class Deposit:
         for name in kept:
             self._sent.pop(name, None)
         writes = {name: known for name, known in new.items() if name not in kept}
-        for name, known in writes.items():  # until all is written either may lie there
+        for name, known in writes.items():  # until the write is complete, either version may exist
             self._sent[name] = [*self._sent.get(name, []), known]
         self._save()
         self._sent = {name: [known] for name, known in self._write(data, manifest["links"], writes).items()}
@@ -70,9 +70,9 @@ class Deposit:
                 with new.open("wb") as file:
                     shutil.copyfileobj(source, file)
                     file.flush()
-                    os.fsync(file.fileno())  # a file that a power cut has emptied would count as a training's
+                    os.fsync(file.fileno())  # a file emptied by a power failure would count as a training's
                 new.chmod(0o700 if member.mode & 0o100 else 0o600)
-                written[member.name] = hash_of(new)  # it may have changed at the tuner's since it was looked at
+                written[member.name] = hash_of(new)  # the source may have changed since its hash was computed
                 new.replace(self.place / member.name)
         for name in writes.keys() & links.keys():
             new = self._new(name)
@@ -82,7 +82,7 @@ class Deposit:
         return written
 
     def _new(self, name: str) -> Path:
-        """Where a file is written before it takes its place as a whole."""
+        """Return the temporary path of a file, which is renamed after a complete write."""
         place = self.place / name
         place.parent.mkdir(parents=True, exist_ok=True)
         new = place.with_name(_UNFINISHED)
@@ -90,11 +90,11 @@ class Deposit:
         return new
 
     def _may_write(self, name: str) -> bool:
-        """Whether nothing of a training's lies there."""
+        """Return True if the name holds no file of a training."""
         return self._is_within(name) and (not os.path.lexists(self.place / name) or self._is_sent(name))
 
     def _is_within(self, name: str) -> bool:
-        """Whether a name leads nowhere else: neither by itself nor through what lies on the way."""
+        """Return True if a name stays inside the folder, both by itself and through links on its path."""
         parts = name.split("/")
         on_the_way = [self.place.joinpath(*parts[:count]) for count in range(1, len(parts))]
         strays = (place.is_symlink() or (place.exists() and not place.is_dir()) for place in on_the_way)
@@ -108,7 +108,7 @@ class Deposit:
         return False
 
     def _remove(self, name: str) -> None:
-        """Removes what was sent, with folders that are empty then; what a training has changed stays."""
+        """Remove a sent file and folders that become empty; a changed file stays."""
         if self._is_sent(name):
             with suppress(OSError):
                 (self.place / name).unlink()
@@ -119,7 +119,7 @@ class Deposit:
         write_atomically(self._record, json.dumps(self._sent))
 
     def clear(self) -> int:
-        """Removes what was sent, and folders that are empty then; how many files are left: those that a training has written."""
+        """Remove sent files and empty folders, and return the number of remaining files, which a training wrote."""
         for name in self._sent:
             self._remove(name)
         left = 0
@@ -127,12 +127,12 @@ class Deposit:
             if Path(where).name == "__pycache__":
                 shutil.rmtree(where, ignore_errors=True)
                 continue
-            if _UNFINISHED in files:  # of an agent that was killed
+            if _UNFINISHED in files:  # left by a killed agent
                 files.remove(_UNFINISHED)
                 Path(where, _UNFINISHED).unlink(missing_ok=True)
             left += len(files) + sum(Path(where, name).is_symlink() for name in folders)
             with suppress(OSError):
                 os.rmdir(where)
-        with suppress(OSError):  # all that is left is a training's
+        with suppress(OSError):  # only a training's files are left
             self._record.unlink()
         return left

@@ -1,7 +1,7 @@
-"""What a training on nodes writes, on this process's standard error, at the speed of whoever reads that.
+"""Copy a training's output from the nodes to standard error without blocking the producer.
 
-A terminal after Ctrl-S and a pager take nothing for hours. Nobody who feeds this waits for them: ssh carries what ranks write
-and the agent's beats over one channel, which stops where either is not read, and then the node would be given up.
+A terminal after Ctrl-S or a pager may not read for hours. ssh carries the ranks' output and the agent's heartbeats over
+one channel, so an unread output would block the heartbeats, and the node would be given up.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from pathlib import Path
 
 from autotune.units import format_bytes
 
-_MOST_BYTES = 8 * 2**20  # that wait to be read
-_PIECE_BYTES = select.PIPE_BUF  # so much a pipe that can be written takes without waiting
+_MOST_BYTES = 8 * 2**20  # bytes in the buffer
+_PIECE_BYTES = select.PIPE_BUF  # bytes that a writable pipe accepts without blocking
 _LOOK_MS = 100
-_PATIENCE_SECONDS = 1.0  # at the end, for a reader that takes nothing
+_PATIENCE_SECONDS = 1.0  # seconds; wait at the end for a reader that does not read
 
 
 class Echo:
-    """Takes bytes at once, and writes them in a thread. Where more wait than are kept the oldest are left out, which is said.
+    """Buffer bytes and write them in a thread.
+
+    A full buffer drops the oldest bytes, with a note in the output.
 
     Args:
-        descriptor: where to.
-        log: what people are told to read instead.
+        descriptor: destination.
+        log: log file that the note refers to.
+        most_bytes: size of the buffer.
     """
 
     def __init__(self, descriptor: int, log: Path, most_bytes: int = _MOST_BYTES) -> None:
@@ -40,7 +43,7 @@ class Echo:
         self._thread: threading.Thread | None = None
 
     def give(self, data: bytes) -> None:
-        """Never waits."""
+        """Add bytes without blocking."""
         with self._changed:
             self._pieces.append(data)
             self._waiting_bytes += len(data)
@@ -56,7 +59,7 @@ class Echo:
             self._changed.notify()
 
     def close(self) -> None:
-        """Writes what is left, for as long as somebody takes it."""
+        """Write the remaining bytes as long as they are read."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -66,7 +69,7 @@ class Echo:
 
     def _run(self) -> None:
         while (piece := self._next()) is not None:
-            with suppress(OSError):  # whoever read it is gone
+            with suppress(OSError):  # the reader is gone
                 self._write(memoryview(piece))
 
     def _next(self) -> bytes | None:

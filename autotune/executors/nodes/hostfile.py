@@ -1,4 +1,4 @@
-"""DeepSpeed's hostfile: `worker-1 slots=8` a line, and the filters `--include` and `--exclude` of its launcher."""
+"""DeepSpeed's hostfile, with lines such as `worker-1 slots=8`, and its launcher's `--include` and `--exclude`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from autotune.bounds import read_text, shown, whole_number
 from autotune.errors import UserError, near
 
 _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
-_NAME = re.compile(r"[\w.\[:][\w.:@%\[\]+-]{0,255}")  # with the user as whom ssh logs in; an IPv6 address in brackets
+_NAME = re.compile(r"[\w.\[:][\w.:@%\[\]+-]{0,255}")  # may contain ssh's user name, and an IPv6 address in brackets
 MOST_SLOTS = 4096
 _FILTER = "expected HOST@HOST, or HOST:SLOT,SLOT@HOST as DeepSpeed's launcher takes it"
 
 
 @dataclass(frozen=True)
 class Host:
-    """A line of a hostfile.
+    """Line of a hostfile.
 
     Args:
-        slots: its devices, by their numbers there.
-        chosen: whether a filter has named them: all others must then be hidden from ranks.
+        name: the host's name.
+        slots: its devices, by number.
+        chosen: a filter has named the slots, so that other devices must be hidden from ranks.
     """
 
     name: str
@@ -31,10 +32,16 @@ class Host:
 
 
 def read_hostfile(path: Path, include: str | None = None, exclude: str | None = None) -> list[Host]:
-    """The hosts of a hostfile, in its order, as the filters leave them.
+    """Return the hosts of a hostfile in order, after the filters.
+
+    Args:
+        path: the hostfile.
+        include: filter of hosts and slots to use.
+        exclude: filter of hosts and slots to leave out.
 
     Raises:
-        UserError: it cannot be read or does not parse, names a host twice, or a filter names what is not there or leaves nothing.
+        UserError: the file cannot be read or parsed, or names a host twice. A filter names an unknown host or slot, or
+            leaves no host.
     """
     if include and exclude:
         raise UserError("--include and --exclude together: give one of them")
@@ -60,7 +67,7 @@ def _hosts(path: Path) -> list[Host]:
             raise UserError(f"{path}:{number}: {shown(text)!r} does not parse: expected a line like `worker-1 slots=8`")
         name = match["host"]
         slots = whole_number(match["slots"], f"{path}:{number}: slots", 0, MOST_SLOTS)
-        if not _NAME.fullmatch(name):  # ssh would take what begins with `-` for an option
+        if not _NAME.fullmatch(name):  # ssh would treat a name that begins with `-` as an option
             raise UserError(
                 f"{path}:{number}: {shown(name)!r} is no host's name: expected a line like `worker-1 slots=8`"
             )
@@ -75,7 +82,7 @@ def _hosts(path: Path) -> list[Host]:
 
 
 def _filter(option: str, text: str, hosts: list[Host], path: Path) -> dict[str, tuple[int, ...] | None]:
-    """The slots that a filter names, by host; None: all of them."""
+    """Return the slots that a filter names, by host; None stands for all slots."""
     known = {host.name: host for host in hosts}
     full = {called: host.name for host in hosts for called in (host.name, _bare(host.name))}
     named: dict[str, tuple[int, ...] | None] = {}
@@ -98,7 +105,7 @@ def _filter(option: str, text: str, hosts: list[Host], path: Path) -> dict[str, 
 
 
 def _parts(text: str, known: Container[str]) -> list[str]:
-    """The hosts of a filter, with their slots: the sign between two of them is also the one after a user's name."""
+    """Split a filter into hosts with slots. `@` separates hosts and also follows a user name."""
     parts: list[str] = []
     for word in (one.strip() for one in text.split("@")):
         joined = f"{parts[-1]}@{word}" if parts and ":" not in parts[-1] else ""
@@ -110,7 +117,7 @@ def _parts(text: str, known: Container[str]) -> list[str]:
 
 
 def _bare(name: str) -> str:
-    """A host's name without the user as whom ssh logs in there."""
+    """Return a host's name without ssh's user name."""
     return name.rpartition("@")[2]
 
 
@@ -130,13 +137,16 @@ def _without(hosts: list[Host], named: dict[str, tuple[int, ...] | None]) -> lis
 
 
 def evenly(hosts: list[Host], nodes: int | None, per_node: int | None, said: str) -> list[Host]:
-    """The first `nodes` hosts with `per_node` slots of each; None: all of them, which then must be as many on each.
+    """Return the first `nodes` hosts with `per_node` slots each.
 
     Args:
-        said: where the hosts come from, for complaints.
+        hosts: the hosts.
+        nodes: number of hosts; None: all.
+        per_node: slots per host; None: all, which must be the same number on each.
+        said: source of the hosts, for error messages.
 
     Raises:
-        UserError: there are fewer, or not as many on each host.
+        UserError: there are too few hosts or slots, or the numbers of slots differ.
     """
     if nodes is not None and not 1 <= nodes <= len(hosts):
         raise UserError(f"--nodes {nodes}: {said} has {len(hosts)} hosts; give 1 to {len(hosts)}")
@@ -160,10 +170,10 @@ def evenly(hosts: list[Host], nodes: int | None, per_node: int | None, said: str
 
 
 def hostfile_of(folder: Path) -> Path:
-    """Where a study of several nodes says which they are."""
+    """Return the path of the hostfile in a study's folder."""
     return folder / "hostfile"
 
 
 def hostfile_text(hosts: Sequence[Host]) -> str:
-    """A hostfile of these hosts. Which slots of them were meant it cannot say: filters do."""
+    """Return a hostfile of these hosts. Slot numbers are lost, because only filters can express them."""
     return "".join(f"{host.name} slots={len(host.slots)}\n" for host in hosts)

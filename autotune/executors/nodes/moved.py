@@ -1,4 +1,4 @@
-"""`--sync`: texts that name a folder's old place name the new one on a node, and the other way round."""
+"""`--sync`: translate paths in texts between a folder's original place and its place on a node."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from typing import Any
 
 @dataclass
 class Moved:
-    """Where folders of the tuner's machine lie on this one. The tuner itself hears of the old places only, which are the same
-    for the ranks of all machines."""
+    """Original folders of the tuner's machine and their places on this node.
 
-    places: dict[str, str] = field(default_factory=dict)  # old place -> new one
+    The tuner uses only the original places, which are the same for the ranks of all machines.
+    """
+
+    places: dict[str, str] = field(default_factory=dict)  # original place -> place on this node
 
     @property
     def back(self) -> Moved:
-        """The same the other way round."""
+        """Reverse translation."""
         return Moved({new: old for old, new in self.places.items()})
 
     def path(self, text: str) -> str:
-        """A text in which every mention of an old place is one of the new."""
+        """Return a text with every original place replaced."""
         for old, new in self.places.items():
             if old in text:
                 pattern = rf"(?<![^=:,;'\"\s\[]){re.escape(old)}(?=$|[/:,;'\"\s\]])"
@@ -29,7 +31,7 @@ class Moved:
         return text
 
     def all_of(self, value: Any) -> Any:
-        """The same in all texts of what came as JSON."""
+        """Translate all texts of a JSON value."""
         if not self.places:
             return value
         if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""By which of their addresses the nodes of a job reach each other."""
+"""Choose the addresses by which the nodes of a job reach each other."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from typing import Any
 from autotune.errors import UserError
 
 _Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
-# For each library its own variable of the interface; what the user has set stays.
+# Interface variables of the libraries. Variables that the user has set are kept.
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of several nodes meet: the first node's address, and the interface of each node to that network."""
+    """Rendezvous of the ranks: the first node's address, and each node's interface to that network."""
 
     host: str
     interfaces: tuple[str, ...]
 
 
 def meeting(names: Sequence[str], surveys: Sequence[Mapping[str, Any]], interface: str | None = None) -> Meeting:
-    """The network that all nodes are in: of several that by which ssh reached the first node, else the first node's first. One
-    of IPv6 is taken where there is none of IPv4: not every library and script reads such an address.
+    """Choose a network that contains all nodes.
+
+    The network by which ssh reached the first node is preferred, then the first node's first one. IPv6 is used only
+    without a common IPv4 network, because some libraries and scripts cannot read IPv6 addresses.
 
     Args:
-        names: of the nodes.
-        surveys: what they have said, see `survey.survey`.
-        interface: the one to take, of the same name on every node.
+        names: the nodes' names.
+        surveys: the nodes' surveys, see `survey.survey`.
+        interface: required interface, with the same name on every node.
 
     Raises:
-        UserError: a node has not that interface, or there is no network that all are in.
+        UserError: a node lacks that interface, or no network contains all nodes.
     """
     found = [_addresses(one) for one in surveys]
     if interface is not None:
@@ -63,7 +65,7 @@ def meeting(names: Sequence[str], surveys: Sequence[Mapping[str, Any]], interfac
         raise UserError(
             f"node {names[0]} has no address at which the other nodes could reach it: give --interface NAME"
         )
-    # different networks with a router in between: each library finds its own way
+    # the nodes are in different networks with a router between them, so each library chooses its interface
     return Meeting(str(routed[1].ip), ("",) * len(names))
 
 
@@ -72,7 +74,10 @@ def _addresses(survey: Mapping[str, Any]) -> list[tuple[str, _Address]]:
 
 
 def _in_network(known: list[tuple[str, _Address]], other: _Address) -> str | None:
-    """The interface that is in the network of an address. One that has the very same address is no way to it: bridges of
-    containers (docker0, cni0) and of virtual machines (virbr0) have one address on all machines."""
+    """Return the interface in the network of an address.
+
+    An interface with the identical address is skipped: bridges of containers (docker0, cni0) and of virtual machines
+    (virbr0) have the same address on all machines.
+    """
     alike = ((device, address) for device, address in known if address.network == other.network)
     return next((device for device, address in alike if address.ip != other.ip or address.ip.is_loopback), None)

@@ -1,8 +1,8 @@
-"""`--sync`: a folder on its way to nodes that have it not in the same place.
+"""`--sync`: send a folder to nodes that lack it.
 
-A node compares first: where all that would be sent lies in the same place, letter for letter, nothing is. Else it goes into a
-folder of the agent's own, and whatever names the old place is told the new one (`moved.py`). Nothing of the user's is
-written over.
+Each node compares first. If all files are identical at the same path, nothing is sent. Otherwise the folder is unpacked
+into the agent's own folder, and references to the original path are translated (`moved.py`). The user's files are never
+overwritten.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from autotune.errors import UserError
 from autotune.executors.nodes.walk import Walk
 from autotune.units import MIB, format_bytes
 
-MOST_BYTES = 256 * MIB  # code and its configs; what is larger is data, and belongs where all nodes see it
-CHUNK_BYTES = 256 * 1024  # of a line: a slow link must carry one within the silence that both sides bear
-# What scripts may need, so that it is sent, and said.
+MOST_BYTES = 256 * MIB  # limit for code and its configs; larger data belongs on storage that all nodes see
+CHUNK_BYTES = 256 * 1024  # bytes of a message; a slow link must transfer one within SILENT_SECONDS
+# Possible secrets. Scripts may need them, so they are sent and reported.
 _SECRETS = (
     ".env",
     ".env.*",
@@ -40,24 +40,24 @@ _SECRETS = (
 )
 _LARGEST_NAMED = 3
 
-# A link's target, or the hash of a file's bytes.
+# Link target or hash of a file, by name.
 Manifest = dict[str, str]
 
 
 @dataclass
 class Parcel:
-    """What of a folder is sent: files by their names below it, what each is, and what is left out."""
+    """Part of a folder that is sent: files and links by relative name, and names that are left out."""
 
     folder: Path
     files: Manifest = field(default_factory=dict)
     links: Manifest = field(default_factory=dict)
     size_bytes: int = 0
     left_out: list[str] = field(default_factory=list)
-    kept_links: list[str] = field(default_factory=list)  # of what lies elsewhere and is too much to send
+    kept_links: list[str] = field(default_factory=list)  # links to targets elsewhere that are too large to send
 
     @property
     def secrets(self) -> list[str]:
-        """Files whose names say that nobody else should read them."""
+        """Files whose names suggest a secret."""
         return [name for name in self.files if any(fnmatch(name.rpartition("/")[2], like) for like in _SECRETS)]
 
     @property
@@ -73,20 +73,24 @@ class Parcel:
 
     @cached_property
     def archive(self) -> bytes:
-        """All of it, compressed."""
+        """All files, compressed."""
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=3, dereference=True) as archive:
             for name in self.files:
-                with suppress(FileNotFoundError):  # gone since
+                with suppress(FileNotFoundError):  # deleted since
                     archive.add(self.folder / name, arcname=name, recursive=False)
         return buffer.getvalue()
 
 
 def parcel_of(folder: Path, most_bytes: int = MOST_BYTES) -> Parcel:
-    """What `--sync` sends of a folder.
+    """Return the parcel that `--sync` sends for a folder.
+
+    Args:
+        folder: the folder.
+        most_bytes: size limit.
 
     Raises:
-        UserError: it is too large, a home, or something in it cannot be read.
+        UserError: the folder is too large, is or contains the home folder, or contains an unreadable file.
     """
     if Path(os.path.realpath(Path.home())).is_relative_to(os.path.realpath(folder)):
         what = "your home folder" if folder == Path.home() else "a folder that your home folder is in"
@@ -126,7 +130,7 @@ def _largest(sizes: Mapping[str, int]) -> str:
 
 
 def hash_of(path: Path) -> str:
-    """Of a file's bytes."""
+    """Return the SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while data := file.read(2**20):
@@ -138,7 +142,7 @@ def hash_of(path: Path) -> str:
 
 
 def is_there(manifest: Mapping[str, Any]) -> bool:
-    """Whether this machine has all of it, at the same place and the same."""
+    """Return True if this machine has identical files and links at the same path."""
     folder = Path(manifest["folder"])
     try:
         return all(_leads_to(folder / name, target) for name, target in manifest["links"].items()) and all(
@@ -149,5 +153,5 @@ def is_there(manifest: Mapping[str, Any]) -> bool:
 
 
 def _leads_to(link: Path, target: str) -> bool:
-    """Whether a link is one to a target, however it is written."""
+    """Return True if a path is a link to the target, in any spelling."""
     return link.is_symlink() and os.path.realpath(link) == os.path.realpath(os.path.normpath(link.parent / target))

@@ -1,9 +1,11 @@
-"""The driver of a Ray job that holds the nodes and carries the agents' streams.
+"""Driver of a Ray job that reserves the nodes and carries the agents' streams.
 
-Run as `python -m autotune.executors.nodes.ray_driver`. It is a process of its own because Ray ends a driver whose head node is
-lost, threads and all, and a tuner has more to do then. It is told over standard input what to place, answers over standard output
-(`ray_nodes.py`), and gives each `ray_relay.py` that comes to its socket an actor in a bundle, which starts an agent as a process
-and carries its pipes. When standard input ends, so does the job, with every actor of it; an agent ends with its pipes.
+Run as `python -m autotune.executors.nodes.ray_driver`. Ray kills a driver process, including all threads, if the head
+node is lost, so the driver is separate from the tuner. The tuner sends the placement request over standard input, and
+the driver answers over standard output (`ray_nodes.py`).
+
+Each `ray_relay.py` that connects to the driver's socket gets an actor in a bundle. The actor starts an agent process
+and carries its pipes. When standard input ends, the job ends with all its actors; an agent ends with its pipes.
 """
 
 from __future__ import annotations
@@ -17,22 +19,24 @@ import time
 from contextlib import suppress
 from typing import Any
 
-# What a worker of Ray's has in its environment that ranks must not: Ray's own, and the threads that Ray thinks right.
+# Environment variables of a Ray worker that ranks must not inherit: Ray's own, and Ray's choice of threads.
 _RAYS = ("RAY_", "OMP_NUM_THREADS", "PYTHONBREAKPOINT")
 _CONNECT_SECONDS = 10.0
-_PLACE_SECONDS = 60.0  # for what others hold to become free
+_PLACE_SECONDS = 60.0  # seconds to wait for resources that other jobs hold
 _POLL_SECONDS = 5.0
-_LEAVE_SECONDS = 8.0  # for an agent to end what it has started
+_LEAVE_SECONDS = 8.0  # seconds for an agent to end what it has started
 Frames = list[tuple[bytes, bytes]]
 
 
 class Refused(Exception):
-    """It cannot be done; why, in one line."""
+    """Refused placement, with the reason in one line."""
 
 
 class Carrier:
-    """The actor: an agent's process, and its pipes. Ray gives it to the nodes as it stands here, so it knows the standard library
-    and Ray alone."""
+    """Actor with an agent's process and its pipes.
+
+    Ray sends this class to the nodes by value, so it uses only the standard library and Ray.
+    """
 
     def __init__(self, command: list[str], not_passed: tuple[str, ...]) -> None:
         import ray
@@ -65,11 +69,12 @@ class Carrier:
     def _wait(self, reader: threading.Thread) -> None:
         status = self._process.wait()
         reader.join()
-        time.sleep(0.1)  # standard error's last words; ranks that outlive it for a moment hold that pipe open
+        # wait for the last text on standard error; surviving ranks may hold that pipe open for a moment
+        time.sleep(0.1)
         self._frames.put((b"x", str(status).encode()))
 
     def read(self, seconds: float) -> Frames:
-        """What the agent has written, once there is something; at last `x` with its exit status."""
+        """Wait for output of the agent and return it. The last frame is `x` with the exit status."""
         found = []
         with suppress(queue.Empty):
             found.append(self._frames.get(timeout=seconds))
@@ -78,19 +83,23 @@ class Carrier:
         return found
 
     def write(self, data: bytes) -> None:
-        """Gives the agent something to read. That it has ended is no error here: `read` tells."""
+        """Write to the agent's input. A dead agent is no error here, because `read` reports it."""
         with suppress(OSError, ValueError, AttributeError):
             while data:
                 data = data[self._process.stdin.write(data) :]
 
     def hang_up(self) -> None:
-        """Ends its input, and thereby the agent."""
+        """Close the agent's input, which ends the agent."""
         with suppress(OSError, AttributeError):
             self._process.stdin.close()
 
 
 class Driver:
-    """The job. `ask` is what `ray_nodes.RayNodes` has sent."""
+    """The Ray job.
+
+    Args:
+        ask: the request of `ray_nodes.RayNodes`.
+    """
 
     def __init__(self, ask: dict[str, Any]) -> None:
         self._ask = ask
@@ -102,10 +111,10 @@ class Driver:
     # -- placing -----------------------------------------------------------------------------------------------------
 
     def place(self) -> list[dict[str, Any]]:
-        """Reserves whole nodes; what they are called, by bundle.
+        """Reserve whole nodes and return their names by bundle.
 
         Raises:
-            Refused: there is no such Ray, it is of another version, or it has no such nodes.
+            Refused: the cluster cannot be reached, has another version, or lacks such nodes.
         """
         import ray
         from ray.util.placement_group import placement_group, placement_group_table
@@ -132,7 +141,7 @@ class Driver:
     # -- carrying ----------------------------------------------------------------------------------------------------
 
     def listen(self, path: str) -> None:
-        """Serves relays from now on."""
+        """Accept relays from now on."""
         door = socket.socket(socket.AF_UNIX)
         door.bind(path)
         door.listen(64)
@@ -167,7 +176,7 @@ class Driver:
                     send(link, letter, data)
                     if letter == b"x":
                         over.set()
-        except OSError:  # the relay is gone: `_feed` ends the agent
+        except OSError:  # the relay is gone, and `_feed` ends the agent
             over.wait(_LEAVE_SECONDS)
         except Exception as error:
             with suppress(OSError):
@@ -184,7 +193,8 @@ class Driver:
 
         with suppress(OSError, ray.exceptions.RayError):
             while data := link.recv(2**20):
-                ray.get(actor.write.remote(data))  # the next only after it: calls of one actor may overtake each other
+                # wait for each call, because calls of one actor may overtake each other
+                ray.get(actor.write.remote(data))
         with suppress(Exception):
             actor.hang_up.remote()
         if not over.wait(_LEAVE_SECONDS):
@@ -192,7 +202,7 @@ class Driver:
                 ray.kill(actor)
 
     def end(self) -> None:
-        """Lets agents end, whose relays have gone or go now, and leaves the cluster."""
+        """Give agents time to end after their relays have gone, then leave the cluster."""
         import ray
 
         until = time.monotonic() + _LEAVE_SECONDS + 1
@@ -203,15 +213,15 @@ class Driver:
 
 
 def send(link: socket.socket, letter: bytes, data: bytes) -> None:
-    """A frame, see `ray_relay.py`."""
+    """Send a frame, see `ray_relay.py`."""
     link.sendall(letter + len(data).to_bytes(4, "big") + data)
 
 
 def connect(address: str) -> None:
-    """Joins the cluster.
+    """Join the cluster.
 
     Raises:
-        Refused: there is none at the address, or it is of another version.
+        Refused: no cluster is at the address, or it has another version.
     """
     import ray
 
@@ -242,16 +252,16 @@ def connect(address: str) -> None:
 def bundle_of(
     nodes: list[dict[str, Any]], count: int | None, per_node: int | None, device: str
 ) -> tuple[dict[str, float], int]:
-    """What to reserve on each node, and on how many: whole nodes, or with `per_node` such a part of each.
+    """Return the resources to reserve on each node, and the number of nodes.
 
     Args:
-        nodes: as `ray.nodes()` has them.
-        count: nodes asked for; None: one.
-        per_node: devices of each; None: all that so many nodes have.
+        nodes: nodes as returned by `ray.nodes()`.
+        count: number of nodes; None: one.
+        per_node: devices per node; None: as many as each of the `count` largest nodes has.
         device: `auto`, `cuda` or `cpu`.
 
     Raises:
-        Refused: there are no such nodes, whatever others hold.
+        Refused: the cluster has no such nodes, even if all were free.
     """
     count = 1 if count is None else count
     has = described(nodes)
@@ -266,7 +276,7 @@ def bundle_of(
     if len(fit) < count:
         many = f"with {per_node} GPUs" if per_node else "with GPUs"
         raise Refused(f"{count} nodes {many} cannot be had: the cluster has {has}: give a smaller --nodes or --gpus")
-    # of a node's CPUs the share of its GPUs, and no more than the poorest of those that are needed has
+    # CPUs in proportion to GPUs, limited to the smallest share among the required nodes
     shares = sorted((one.get("CPU", 0) * each / one["GPU"] for one in fit), reverse=True)
     cpus_each = int(shares[count - 1])
     return {"GPU": float(each)} | ({"CPU": float(cpus_each)} if cpus_each else {}), count
@@ -277,7 +287,7 @@ def in_words(bundle: dict[str, float]) -> str:
 
 
 def described(nodes: list[dict[str, Any]]) -> str:
-    """What a cluster has, its nodes counted by what they have."""
+    """Describe a cluster: the number of nodes by their resources."""
     kinds: dict[str, int] = {}
     for node in nodes:
         found = node["Resources"]
@@ -291,7 +301,7 @@ def described(nodes: list[dict[str, Any]]) -> str:
 
 
 def names_of(nodes: list[dict[str, Any]]) -> dict[str, str]:
-    """What to call nodes, by Ray's ids: their host names or addresses, where these tell them apart."""
+    """Return node names by Ray's ids: unique host names or addresses, else the start of the id."""
     ids = [node["NodeID"] for node in nodes]
     for what in ("NodeManagerHostname", "NodeManagerAddress", "NodeName"):
         names = [str(node.get(what) or "") for node in nodes]
@@ -301,7 +311,7 @@ def names_of(nodes: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def plainly(error: Exception) -> str:
-    """An error of Ray's in one line, without the ids that begin it."""
+    """Return a Ray error in one line, without leading ids."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [
         line for line in lines if not line.startswith(("class_name", "actor_id", "pid", "namespace", "ip", "name"))

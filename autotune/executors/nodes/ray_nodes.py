@@ -1,6 +1,6 @@
-"""Ray: nodes that it places, and one agent on each, whose stream an actor carries. Nothing of Ray runs ranks.
+"""Ray transport: Ray reserves nodes, and an actor on each carries an agent's stream. Ranks do not use Ray.
 
-Ray itself runs in a process beside this one (`ray_driver.py`), which ends when this one does, and the job with it.
+Ray runs in a separate process (`ray_driver.py`), which ends with this one and ends the job.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from autotune.group.verdict import log_tail
 from autotune.interpreter import module_command
 
 _RELAY = Path(__file__).with_name("ray_relay.py")
-_PLACE_SECONDS = 180.0  # imports, joining the cluster, and the minute in which a placement must be had
+_PLACE_SECONDS = 180.0  # seconds for imports, joining the cluster, and the placement
 _LEAVE_SECONDS = 15.0
 _CLIENT = "ray://"
 
 
 def ray_address(typed: str | None, environment: Mapping[str, str] = os.environ) -> str:
-    """Where the cluster is, as `ray.init` takes it: as typed, else as $RAY_ADDRESS says, else the one of this machine.
+    """Return the cluster's address for `ray.init`: the given one, $RAY_ADDRESS, or this machine's cluster.
 
     Raises:
-        UserError: it is none, or ray is not installed here.
+        UserError: the address is invalid, or ray is not installed here.
     """
     address = typed or environment.get("RAY_ADDRESS") or "auto"
     if address.startswith(_CLIENT):
@@ -57,13 +57,13 @@ def ray_address(typed: str | None, environment: Mapping[str, str] = os.environ) 
 
 @dataclass
 class RayNodes:
-    """A transport whose nodes Ray places.
+    """Transport whose nodes Ray reserves.
 
     Args:
         address: see `ray_address`.
-        folder: for what the driver writes.
-        say: takes a line for people.
-        place_seconds: for what others hold to become free; None: the driver's own.
+        folder: for the driver's log.
+        say: receives lines for the user.
+        place_seconds: wait for resources that other jobs hold; None: the driver's default.
     """
 
     address: str
@@ -80,14 +80,15 @@ class RayNodes:
     _home: SocketFolder | None = None
 
     def place(self, nodes: int | None, per_node: int | None, device: str) -> list[Host]:
-        """Reserves nodes until `close`.
+        """Reserve nodes until `close`.
 
         Args:
-            nodes: how many; None: one.
-            per_node: devices of each; None: all GPUs that so many nodes have.
+            nodes: number of nodes; None: one.
+            per_node: devices per node; None: all GPUs that each of these nodes has.
+            device: `auto`, `cuda` or `cpu`.
 
         Raises:
-            UserError: Ray has not such nodes, or is not there; in one line.
+            UserError: Ray lacks such nodes or cannot be reached; in one line.
         """
         for option, asked in (("--nodes", nodes), ("--gpus", per_node)):
             if asked is not None and asked < 1:
@@ -137,10 +138,12 @@ class RayNodes:
         return self._home.path / "driver.sock"
 
     def command(self, node: str) -> list[str]:
-        """A relay to the agent of a node. Of a driver that has died another takes the place first, in which nodes may be others.
+        """Return the command of a relay to a node's agent.
+
+        If the driver has died, a new one places the job first, possibly on other nodes.
 
         Raises:
-            UserError: Ray has no such nodes any more.
+            UserError: Ray no longer has such nodes.
         """
         if self._driver is None or self._driver.poll() is not None:
             self.say("the driver at Ray is gone: placing the nodes anew")
@@ -155,7 +158,7 @@ class RayNodes:
         return agents_complaint(node, failure, self.python, self.package)
 
     def close(self) -> None:
-        """Gives the nodes back to Ray, with whatever still runs there ended."""
+        """Return the nodes to Ray and end all that still runs there."""
         driver, self._driver = self._driver, None
         if driver is not None:
             assert driver.stdin is not None

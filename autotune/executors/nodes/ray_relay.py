@@ -1,8 +1,11 @@
-"""What a wire of Ray's starts: it joins standard input and output to the driver's socket, and to the agent behind that.
+"""Relay between standard input and output and the driver's socket, which leads to the agent.
 
-Run by its path with nothing but Python itself: `ray_relay.py SOCKET BUNDLE`. Up the socket goes standard input as it comes, down
-come frames: a letter (`o` for standard output, `e` for standard error, `x` for the end with an exit status), four bytes of
-length, and so many bytes.
+Run by path with the standard library only: `ray_relay.py SOCKET BUNDLE`. Standard input is sent to the socket
+unchanged. Frames come back:
+
+- one letter (`o` for standard output, `e` for standard error, `x` for the exit status),
+- four bytes of length,
+- the data.
 """
 
 import os
@@ -36,7 +39,7 @@ def _out(descriptor: int, data: bytes) -> None:
 
 
 def main() -> int:
-    """Its exit status: the agent's, or 1 where Ray has ended it."""
+    """Return the agent's exit status, or 1 if Ray has ended it."""
     link = socket.socket(socket.AF_UNIX)
     try:
         link.connect(sys.argv[1])
@@ -56,4 +59,4 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    os._exit(status if 0 <= status < 256 else 1)  # its thread sits in a read
+    os._exit(status if 0 <= status < 256 else 1)  # the other thread may block in a read

@@ -1,4 +1,4 @@
-"""The ranks of a group that live on another machine, as the group sees them: `LocalSquad` at the other end of a wire."""
+"""Ranks of a group on another machine: a `LocalSquad` at the other end of a wire, as seen by the group."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from autotune.executors.nodes.wire import NodeDown, Wire
 from autotune.group.gauge import Peaks
 from autotune.group.protocol import Message
 
-_ANSWER_SECONDS = SILENT_SECONDS + 5.0  # a driver may be slow; an agent that is gone is noticed before
-_END_SECONDS = 60.0  # graces, what the kernel takes to free a hundred GiB, and for a device's memory to be back
+_ANSWER_SECONDS = SILENT_SECONDS + 5.0  # seconds; a GPU driver may be slow, while a lost agent is noticed earlier
+_END_SECONDS = 60.0  # seconds; grace periods, and time to free a hundred GiB of host memory and the device's memory
 
 
 class RemoteSquad:
-    """What is known here of ranks on the node at the other end of `wire`: it tells by itself what they say and how they end.
+    """State of the ranks on the node at the other end of `wire`, which sends their messages and exit codes.
 
     Args:
-        gauged: whether memory is sampled all the time.
-        say: takes a line for people.
-        node: which of the group's machines it is, and of how many.
+        wire: the wire to the node.
+        gauged: memory is sampled continuously.
+        say: receives lines for the user.
+        node: index of the node, and number of nodes.
     """
 
     home = Path()
@@ -37,11 +38,11 @@ class RemoteSquad:
         self.pids: list[int] = []
         self.waited_seconds = 0.0
         self.hung_up, self.lost = False, ""
-        self._launching: int | None = None  # the request
+        self._launching: int | None = None  # request number of the launch
         self._statuses: dict[int, int] = {}
         self._logs: Path | None = None
-        self._failed = ""  # to answer
-        wire.events()  # of a group before
+        self._failed = ""  # reason of a failed request
+        wire.events()  # discard events of an earlier group
 
     @property
     def cut_off(self) -> str:
@@ -62,10 +63,10 @@ class RemoteSquad:
         self._launching = self._wire.begin("launch", **asked, left_seconds=left)
 
     def _take_launched(self) -> None:
-        """Learns how the launch went, once that is known.
+        """Process the result of the launch, if it has arrived.
 
         Raises:
-            OSError: the machine refused it.
+            OSError: the node refused the launch.
         """
         if self._launching is None or (answer := self._wire.taken(self._launching)) is None:
             return
@@ -113,7 +114,7 @@ class RemoteSquad:
         self._wire.tell("look_anew")
 
     def get_on(self, waiting: set[int]) -> bool:
-        if self._launching is not None:  # it waits for room, or forks: its beat says that it lives
+        if self._launching is not None:  # the launch waits for memory or forks; the agent's heartbeat proves life
             return not self.cut_off
         answer = self._ask("get_on", waiting=sorted(waiting & set(self.numbers)))
         return bool(answer and answer["alive"])
@@ -133,31 +134,31 @@ class RemoteSquad:
         return by_rank(answer["logs"]) if answer else {}
 
     def _ask(self, kind: str, **fields: Any) -> Message | None:
-        """The answer; None where the node is cut off, which is known from then on."""
+        """Return the answer to a request; None if the node is disconnected, which is recorded."""
         if self.cut_off:
             return None
         try:
             return self._wire.ask(kind, _ANSWER_SECONDS, **fields)
         except NodeDown as error:
             self._failed = str(error)
-        except OSError:  # there are no ranks to ask about
+        except OSError:  # no ranks were launched
             pass
         return None
 
     def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
         said = {"number": int(number), "pids": list(pids)}
-        # by another thread: this is called from signals' handlers, which may have interrupted a `tell` that holds the stream
+        # Sent by another thread, because a signal handler may have interrupted a `tell` that holds the stream's lock.
         threading.Thread(target=self._wire.tell, args=("signal",), kwargs=said, daemon=True).start()
 
     def end(self, *, done: bool) -> None:
-        if self._wire.down:  # its agent ends them, or has ended
+        if self._wire.down:  # the agent ends its ranks, or has done so
             return
         try:
             answer = self._wire.ask("end", _END_SECONDS, done=done)
         except (NodeDown, OSError) as error:
             self._say(f"node {error}: its ranks end with its agent")
             return
-        self.hear()  # what was said to people
+        self.hear()  # forward the last lines for the user
         if self._logs is not None:
             for rank, text in by_rank(answer["logs"]).items():
                 with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Slurm: the nodes of the allocation that this process runs in, and one agent on each by `srun`."""
+"""Slurm transport: the nodes of this process's allocation, and one agent on each, started by `srun`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from autotune.executors.nodes.transports import PACKAGE, agent_words, agents_com
 from autotune.executors.nodes.wire import NotGreeted
 from autotune.units import format_duration
 
-_ANSWER_SECONDS = 60.0  # of a controller under load
-# All that an agent has of this process's environment before it is told more; a Python of `module load` may need the libraries.
+_ANSWER_SECONDS = 60.0  # seconds; a controller under load answers slowly
+# Variables that an agent inherits before it receives more. A Python from `module load` may need the library path.
 _KEPT = "PATH,HOME,USER,LANG,LC_ALL,TMPDIR,LD_LIBRARY_PATH"
 JOB, NODES, GPUS = "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_GPUS_ON_NODE"  # set for a job's processes: sbatch(1)
 
 
 @dataclass(frozen=True)
 class Srun:
-    """A step of the allocation on one node, beside whatever else runs there."""
+    """Job step on one node of the allocation, parallel to other steps."""
 
     job: str
     python: str = sys.executable
@@ -46,15 +46,15 @@ class Srun:
 
 
 def in_allocation(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process belongs to a job of Slurm's."""
+    """Return True if this process belongs to a Slurm job."""
     return bool(environment.get(JOB) and environment.get(NODES))
 
 
 def allocated_hosts(gpus: int | None, environment: Mapping[str, str] = os.environ) -> list[Host]:
-    """The nodes of the allocation, with as many slots as GPUs were asked for or are in it.
+    """Return the nodes of the allocation, with `gpus` slots each, or with the number of allocated GPUs.
 
     Raises:
-        UserError: Slurm does not say which they are, or nobody says how many devices each has.
+        UserError: Slurm does not list the nodes, or the number of devices is unknown.
     """
     names = asked("scontrol", "show", "hostnames", environment[NODES]).split()
     each = environment.get(GPUS, "")
@@ -67,10 +67,10 @@ def allocated_hosts(gpus: int | None, environment: Mapping[str, str] = os.enviro
 
 
 def check_time_left(budget_seconds: float, environment: Mapping[str, str] = os.environ) -> None:
-    """Whether the allocation lasts as long as the budget.
+    """Check that the allocation lasts as long as the budget.
 
     Raises:
-        UserError: it ends before.
+        UserError: the allocation ends earlier.
     """
     end = environment.get("SLURM_JOB_END_TIME", "")
     left = float(end) - time.time() if end.isdigit() else _left_seconds(environment[JOB])
@@ -82,7 +82,7 @@ def check_time_left(budget_seconds: float, environment: Mapping[str, str] = os.e
 
 
 def _left_seconds(job: str) -> float | None:
-    """As squeue says it, `days-hours:minutes:seconds`; None where there is no limit, or nobody knows."""
+    """Return the time left from squeue's `days-hours:minutes:seconds`; None if unlimited or unknown."""
     with suppress(UserError, ValueError):
         days, _, clock = asked("squeue", "-h", "-j", job, "-o", "%L").strip().rpartition("-")
         parts = [int(part) for part in clock.split(":")]
@@ -92,10 +92,10 @@ def _left_seconds(job: str) -> float | None:
 
 
 def asked(*words: str) -> str:
-    """What one of Slurm's commands answers.
+    """Return the output of a Slurm command.
 
     Raises:
-        UserError: there is no Slurm here, or it refuses; in its own last words.
+        UserError: Slurm is missing, or the command fails; with its error message.
     """
     if shutil.which(words[0]) is None:
         raise UserError(f"--executor slurm: no {words[0]} on this machine; call autotune where Slurm's commands are")

@@ -1,4 +1,4 @@
-"""What a node says of itself before anything starts, so that all can be compared."""
+"""Survey of a node, for the comparison of all nodes before anything starts."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ from autotune.problem.cpus import threads_per_rank
 from autotune.problem.gpus import open_nvml
 from autotune.problem.hardware import detect
 
-LEAST_FREE_BYTES = 64 * 2**20  # of a disk that takes logs
+LEAST_FREE_BYTES = 64 * 2**20  # bytes free on a disk for logs
 _ADDRESS_OF_SSH = "SSH_CONNECTION"  # client's address and port, then the server's: ssh(1)
 _ADDRESS_OF_RAY = "AUTOTUNE_REACHED_AT"  # see ray_driver.Carrier
 
 
 def survey(*, device: str, count: int, headroom: float, memory_cap_bytes: int | None, path: str) -> dict[str, Any]:
-    """Everything that the tuner compares, as JSON.
+    """Return all values that the tuner compares, as JSON.
 
     Args:
-        count: devices that the job wants of this node.
-        path: what must be there: the script's folder; empty where there is no script.
+        device: `auto`, `cuda` or `cpu`.
+        count: number of devices that the job uses on this node.
+        headroom: share of capacity left free.
+        memory_cap_bytes: limit per rank.
+        path: the script's folder, which must exist; empty without a script.
 
     Raises:
-        UserError: there are fewer devices, the path is not there, or a folder that is needed cannot be written.
+        UserError: the node has too few devices, the path is missing, or a required folder cannot be written.
     """
     hardware = detect(device, count, memory_cap_bytes=memory_cap_bytes, headroom=headroom)
     if path and not Path(path).exists():
@@ -71,8 +74,10 @@ def _check_writable(folder: Path) -> None:
 
 
 def addresses() -> list[tuple[str, str, int]]:
-    """(interface, address, length of its network's prefix) of every address of this machine that is up, IPv4's first. What
-    holds on one link only (IPv6's fe80::) needs the interface beside it wherever it is written, and is left out."""
+    """Return (interface, address, prefix length) of every active address of this machine, IPv4 first.
+
+    Link-local IPv6 addresses (fe80::) are left out, because each use would need the interface name.
+    """
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found = [(name, one) for name, known in psutil.net_if_addrs().items() if name in up for one in known]
     return [
@@ -84,18 +89,18 @@ def addresses() -> list[tuple[str, str, int]]:
 
 
 def _prefix(mask: str | None, most: int) -> int:
-    """How many bits a netmask sets; all, where there is none."""
+    """Return the number of bits that a netmask sets; all bits without a netmask."""
     return int(ipaddress.ip_address(mask)).bit_count() if mask else most
 
 
 def _reached_at() -> list[str]:
-    """The address by which the transport knows this node; empty where it says none."""
+    """Return the address by which the transport reached this node; empty if unknown."""
     by_ray = os.environ.get(_ADDRESS_OF_RAY)
     return [by_ray] if by_ray else os.environ.get(_ADDRESS_OF_SSH, "").split()[2:3]
 
 
 def _driver() -> str | None:
-    with suppress(Exception):  # whoever detects GPUs complains of a driver that does not answer
+    with suppress(Exception):  # the detection of GPUs reports a driver that does not answer
         if (lib := open_nvml()) is not None:
             found = lib.nvmlSystemGetDriverVersion()
             return found.decode() if isinstance(found, bytes) else str(found)

@@ -1,7 +1,8 @@
-"""How an agent is started on a node, so that its standard input and output are at hand here: a command, and no more.
+"""Transports: a command that starts an agent on a node and connects its standard input and output.
 
-What the agent is told goes over the stream. So nothing of hosts, folders or variables is ever part of a shell's text; ssh gives a
-login shell the words that start an agent, each quoted, and with `--sync` one constant line of Python instead (`boot.py`).
+All further data goes over the stream, so host names, folders and variables never become shell text. ssh passes to a
+login shell only the words that start an agent, each quoted. With `--sync` it passes one constant line of Python instead
+(`boot.py`).
 """
 
 from __future__ import annotations
@@ -22,23 +23,26 @@ _SSH_FAILED = 255  # ssh's own exit status: ssh(1)
 
 
 class Transport(Protocol):
-    """One way to reach nodes."""
+    """Way to reach nodes."""
 
     def command(self, node: str) -> list[str]:
-        """What starts the agent of a node."""
+        """Return the command that starts a node's agent."""
 
     def complaint(self, node: str, failure: NotGreeted) -> str:
-        """Why an agent was not heard, and what to do, in one line."""
+        """Return why an agent did not start and what to do, in one line."""
 
 
 def agent_words(python: str = sys.executable, package: Path = PACKAGE, *, sync: bool = False) -> list[str]:
-    """What starts an agent on the machine where it is run; with `sync` once the package has come over the stream."""
+    """Return the command that starts an agent on its machine.
+
+    With `sync`, the package first arrives over the stream.
+    """
     return [python, "-c", BOOT] if sync else [python, str(package), "agent"]
 
 
 @dataclass(frozen=True)
 class Ssh:
-    """OpenSSH as the user has set it up: keys, agents, jumps and names are those of ~/.ssh/config."""
+    """OpenSSH with the user's configuration: keys, agents, jump hosts and names from ~/.ssh/config."""
 
     python: str = sys.executable
     package: Path = PACKAGE
@@ -46,13 +50,13 @@ class Ssh:
 
     def command(self, node: str) -> list[str]:
         options = {
-            "BatchMode": "yes",  # nobody is asked for anything
+            "BatchMode": "yes",  # no prompts
             "ConnectTimeout": str(CONNECT_SECONDS),
             "ServerAliveInterval": "5",
             "ServerAliveCountMax": "3",
-            "LogLevel": "ERROR",  # no server's banner in the log
+            "LogLevel": "ERROR",  # keep server banners out of the log
             "ForwardX11": "no",
-            "ControlMaster": "no",  # uses the user's, becomes nobody's
+            "ControlMaster": "no",  # use the user's master connection, but do not create one
             "ClearAllForwardings": "yes",
             "EscapeChar": "none",
             "RequestTTY": "no",
@@ -76,7 +80,7 @@ class Ssh:
         return agents_complaint(node, failure, self.python, self.package)
 
 
-# OpenSSH's own words (sshconnect.c, sshconnect2.c, ssh.c); the first that is found counts.
+# OpenSSH's messages (sshconnect.c, sshconnect2.c, ssh.c); the first match is used.
 _SSH_SAYS = (
     (
         r"[Hh]ost key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED|No \S+ host key is known",
@@ -96,7 +100,7 @@ _SSH_SAYS = (
 
 
 def agents_complaint(node: str, failure: NotGreeted, python: str, package: Path) -> str:
-    """The same where the node was reached."""
+    """Return why an agent did not start on a node that was reached, in one line."""
     log = failure.log.splitlines()
     if failure.said:
         words = " ".join(failure.said.split())[:80]

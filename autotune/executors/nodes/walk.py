@@ -1,7 +1,8 @@
-"""`--sync`: what a folder is made of, and what of it is never sent.
+"""`--sync`: list the files of a folder that are sent.
 
-A link into the folder is sent as one, wherever the folder lies. What another leads to is sent in its place where it is no more
-than code: a node need not have it. Else the link is sent with its target's full name: data lies where all nodes see it.
+A link to a target inside the folder is sent as a link. For another link, the target's files are sent in its place if
+they are small enough to be code. Otherwise the link is sent with its absolute target, because data is expected on
+storage that all nodes see.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from autotune.errors import UserError
 
-# What no training reads: histories, environments, caches, and what studies and trackers have written.
+# Not needed by a training: histories, environments, caches, and output of studies and trackers.
 _TOOLS = (
     ".git",
     ".hg",
@@ -26,7 +27,7 @@ _TOOLS = (
     ".nox",
 )
 LEFT_OUT = (*_TOOLS, ".ipynb_checkpoints", ".venv", "venv", "runs", "wandb", "mlruns")
-# What logs a person in elsewhere.
+# Login credentials.
 _LOGINS = (
     ".ssh",
     ".gnupg",
@@ -41,24 +42,25 @@ _LOGINS = (
     ".pypirc",
     ".my.cnf",
 )
-_ENVIRONMENT = "pyvenv.cfg"  # a folder that has one is a virtual environment, whatever its name
-_MOST_LINKED_FILES = 5000  # behind one link; what is more is no code
+_ENVIRONMENT = "pyvenv.cfg"  # marks a virtual environment of any name
+_MOST_LINKED_FILES = 5000  # files behind one link; more are not code
 
 
 class _TooMuch(Exception):
-    """More than may be sent."""
+    """The size limit is exceeded."""
 
 
 class Walk:
-    """All of a folder that is sent, by names below it; `follow` decides about links.
+    """Files of a folder that are sent, by relative name; `follow` resolves links.
 
     Args:
-        folder: where it lies.
-        name: what it is called below the folder that is sent; empty for that itself.
-        most_bytes: how much of it may be sent, in `most_files`.
+        folder: the folder.
+        name: its name below the sent folder; empty for the sent folder itself.
+        most_bytes: size limit.
+        most_files: limit of the number of files.
 
     Raises:
-        UserError: something in it cannot be read.
+        UserError: a file in it cannot be read.
     """
 
     def __init__(
@@ -68,11 +70,11 @@ class Walk:
         self.sizes: dict[str, int] = {}
         self.size_bytes = 0
         self.links: dict[str, str] = {}  # name -> target
-        self.kept_links: list[str] = []  # of what lies elsewhere and is too much to send
+        self.kept_links: list[str] = []  # links to targets elsewhere that are too large to send
         self.left_out: list[str] = []
-        self._pending: list[tuple[Path, str]] = []  # links that nobody has decided about
+        self._pending: list[tuple[Path, str]] = []  # links that are not resolved yet
         self._most = (most_bytes, most_files)
-        self._sent = [(Path(os.path.realpath(folder)), name)]  # folders, and what they are called
+        self._sent = [(Path(os.path.realpath(folder)), name)]  # folders and their names
         if folder.is_dir():
             self._take(folder, f"{name}/" if name else "")
         else:
@@ -98,17 +100,17 @@ class Walk:
     def _add(self, path: Path, name: str) -> None:
         try:
             self.files[name], self.sizes[name] = path, path.stat().st_size
-        except OSError as error:  # gone since it was listed
+        except OSError as error:  # deleted since it was listed
             raise UserError(f"--sync: {path} cannot be read ({error.strerror})") from None
         self.size_bytes += self.sizes[name]
         if self.size_bytes > self._most[0] or len(self.files) > self._most[1]:
             raise _TooMuch
 
     def follow(self, most_bytes: int) -> None:
-        """Decides about links.
+        """Resolve links.
 
         Args:
-            most_bytes: of all that is sent.
+            most_bytes: size limit of all sent files.
         """
         while self._pending:
             path, name = self._pending.pop(0)
@@ -125,7 +127,7 @@ class Walk:
                     self.kept_links.append(name)
 
     def _send_instead(self, target: Path, name: str, most_bytes: int) -> bool:
-        """Whether what a link leads to is sent in its place."""
+        """Send the target of a link in its place, and return whether this was possible."""
         around = [real for real, _ in self._sent] + [Path(os.path.realpath(Path.home()))]
         if any(place.is_relative_to(target) for place in around) or _is_left_out(target):
             return False

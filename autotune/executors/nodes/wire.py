@@ -1,4 +1,4 @@
-"""The tuner's end of the stream to a node's agent: a process that carries it, requests and their answers, and its death."""
+"""Wire: the tuner's end of the stream to a node's agent, with requests, answers and failure detection."""
 
 from __future__ import annotations
 
@@ -19,20 +19,27 @@ from autotune.group.protocol import Message, Stream
 from autotune.group.verdict import log_tail
 
 _LOOK_SECONDS = 0.1
-_LEAVE_SECONDS = 8.0  # for an agent to end what it has started: a grace, and what the kernel takes
-_LAST_WORDS_SECONDS = 1.0  # for a process that has ended to be read to its end
+_LEAVE_SECONDS = 8.0  # seconds for an agent to end what it has started: a grace period and the kernel's time
+_LAST_WORDS_SECONDS = 1.0  # seconds to read the remaining output of an ended process
 _LOG_LINES = 3
 _MOST_LOG_BYTES = 8 * 2**20
 _STANDARD_ERROR = 2
 
 
 class NodeDown(Exception):
-    """A node's agent is gone, or does not answer; the message has the node's name."""
+    """The node's agent is gone or does not answer; the message contains the node's name."""
 
 
 class NotGreeted(NodeDown):
-    """It was never heard. `why` is said without the node's name, `said` is what came over the stream instead, `log` the end of
-    what the transport wrote, `code` its exit status where it ended."""
+    """The agent never sent its greeting.
+
+    Args:
+        node: the node's name.
+        why: the reason, without the node's name.
+        said: bytes that came over the stream instead.
+        log: last lines of the transport's output.
+        code: the transport's exit status, if it ended.
+    """
 
     def __init__(self, node: str, why: str, said: str, log: str, code: int | None) -> None:
         super().__init__(f"{node}: {why}")
@@ -40,14 +47,14 @@ class NotGreeted(NodeDown):
 
 
 class Wire:
-    """A process whose standard input and output are those of an agent.
+    """Process whose standard input and output are those of an agent.
 
     Args:
-        name: the node's.
-        command: starts it.
-        log: takes what it writes to standard error.
-        preamble: what is sent before anything else.
-        preamble_seconds: how long nothing of it may be taken: a login takes nothing, nor does a step that waits.
+        name: the node's name.
+        command: starts the process.
+        log: receives its standard error.
+        preamble: bytes that are sent first.
+        preamble_seconds: wait for progress in sending them; a slow login or a waiting job step reads nothing.
     """
 
     def __init__(
@@ -59,9 +66,9 @@ class Wire:
         preamble_seconds: float = GREETING_SECONDS,
     ) -> None:
         self.name, self.log = name, log
-        self.down = ""  # why, once it is
+        self.down = ""  # reason of the failure; empty while connected
         self._echo = Echo(_STANDARD_ERROR, log)
-        self.echo = False  # what it writes to standard error goes to this process's, too
+        self.echo = False  # copy its standard error to this process's
         self.greeting: Message = {}
         self._answers: dict[int, Message] = {}
         self._events: deque[Message] = deque()
@@ -81,7 +88,7 @@ class Wire:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C reaches the whole terminal; the tuner decides
+            start_new_session=True,  # Ctrl-C signals the whole terminal; the tuner decides
         )
         self._errors = threading.Thread(target=self._keep_errors, daemon=True)
         self._errors.start()
@@ -89,23 +96,23 @@ class Wire:
         assert self._process.stdout is not None
         self._stream = Stream(self._process.stdout.fileno(), self._process.stdin.fileno(), SILENT_SECONDS)
         self._heard_at = time.monotonic()
-        # from now on: an agent that is heard before the others must not think that nobody is there
+        # heartbeats start now, because an agent with an early greeting must not take the tuner for gone
         self._threads.append(threading.Thread(target=self._beat, daemon=True))
         self._threads[0].start()
 
     def greet(self, seconds: float, cancelled: Callable[[], bool] = lambda: False) -> Message:
-        """The agent's first line, with which the stream begins.
+        """Return the agent's greeting, the first line of the stream.
 
         Raises:
-            NotGreeted: something else came, or nothing within the time.
-            Stopped: it was cancelled.
+            NotGreeted: other data arrived, or none in time.
+            Stopped: the user cancelled.
         """
         until, said = time.monotonic() + seconds, b""
         os.set_blocking(self._stream.fileno(), False)
         while b"\n" not in said:
             code = self._process.poll()
             with suppress(BlockingIOError):
-                if data := os.read(self._stream.fileno(), 1):  # what follows its line is the reader's
+                if data := os.read(self._stream.fileno(), 1):  # the reader thread reads the text after the first line
                     said += data
                     continue
                 code = self._process.wait(timeout=_LEAVE_SECONDS) if code is None else code
@@ -137,7 +144,7 @@ class Wire:
     # -- threads -----------------------------------------------------------------------------------------------------
 
     def _keep_errors(self) -> None:
-        """Standard error goes to the log, of which the end is kept. What is not read here at once stops the stream, too."""
+        """Write standard error to the log and keep the log's end. Unread output here would also block the stream."""
         assert self._process.stderr is not None
         with self.log.open("ab", buffering=0) as log:
             while data := self._process.stderr.read(65536):
@@ -162,7 +169,7 @@ class Wire:
                 if message["type"] == "answer":
                     message["came"] = (
                         time.time()
-                    )  # for clocks that are compared: others may be waited for before this is taken
+                    )  # Time of arrival for the comparison of clocks: the caller may wait for other nodes first.
                     self._answers[message["to"]] = message
                 else:
                     self._events.append(message)
@@ -171,7 +178,7 @@ class Wire:
         self._give_up("its agent, or the way to it, has ended")
 
     def _beat(self) -> None:
-        if self._untaken:  # whoever asks the agent for something has been greeted by it, which comes after
+        if self._untaken:  # requests follow the greeting, which follows the preamble
             self._untaken = not self._stream.give(self._preamble, self._patience_seconds)
         while not self._closing.wait(BEAT_SECONDS) and not self.down:
             self._stream.send("beat")
@@ -193,11 +200,11 @@ class Wire:
     # -- talking -----------------------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """Readable when there is something new: an event, or that it is down."""
+        """Return a descriptor that is readable after an event or a failure."""
         return self._wake
 
     def events(self) -> list[Message]:
-        """What was said since the last time."""
+        """Return the events since the last call."""
         with suppress(BlockingIOError):
             while os.read(self._wake, 4096):
                 pass
@@ -207,16 +214,16 @@ class Wire:
         return found
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Says something that has no answer."""
+        """Send a message that has no answer."""
         if not self.down:
             self._stream.send(kind, **fields)
 
     def ask(self, kind: str, seconds: float, **fields: Any) -> Message:
-        """The answer to a request; see `begin` and `finish`."""
+        """Send a request and return the answer; see `begin` and `finish`."""
         return self.finish(self.begin(kind, **fields), seconds)
 
     def begin(self, kind: str, **fields: Any) -> int:
-        """Makes a request, and returns its number."""
+        """Send a request and return its number."""
         with self._changed:
             self._asked += 1
             number = self._asked
@@ -230,16 +237,19 @@ class Wire:
         cancelled: Callable[[], bool] = lambda: False,
         take: Callable[[Message], None] | None = None,
     ) -> Message:
-        """The answer to a request.
+        """Wait for the answer to a request and return it.
 
         Args:
-            take: is given what the agent says meanwhile; None leaves it for `events`.
+            number: the request's number.
+            seconds: time limit.
+            cancelled: True if the user cancelled.
+            take: receives the agent's events during the wait; None leaves them for `events`.
 
         Raises:
-            NodeDown: it is gone, or does not answer in time.
-            UserError: it cannot be done there; the message has the node's name.
+            NodeDown: the agent is gone, or does not answer in time.
+            UserError: the node cannot do it; the message contains the node's name.
             OSError: the machine refuses it.
-            Stopped: it was cancelled.
+            Stopped: the user cancelled.
         """
         until = time.monotonic() + seconds
         while (answer := self._answers.pop(number, None)) is None:
@@ -258,7 +268,7 @@ class Wire:
         return answer
 
     def taken(self, number: int) -> Message | None:
-        """The answer to a request, where it is here; raises as `finish` does."""
+        """Return the answer to a request, or None if it has not arrived; raises as `finish` does."""
         answer = self._answers.pop(number, None)
         if answer is not None:
             self._raise(answer)
@@ -276,7 +286,7 @@ class Wire:
             raise NodeDown(f"{self.name}: its agent failed: {answer['text']}")
 
     def hang_up(self) -> None:
-        """Ends the stream, upon which the agent ends; `close` waits for it."""
+        """Close the stream, which ends the agent; `close` waits for it."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -286,7 +296,7 @@ class Wire:
             self._process.stdin.close()
 
     def close(self) -> None:
-        """Ends the agent, with all that it has started, and the process that carries the stream."""
+        """End the agent with all that it has started, and the process that carries the stream."""
         if self._closed:
             return
         self.hang_up()
