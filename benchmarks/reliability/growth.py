@@ -85,6 +85,8 @@ def row(what: str, samples: Samples) -> dict[str, Any]:
     first = int(WARM_UP * len(samples.trials))
     trials = samples.trials[first:]
     memory, memory_sure = slope(trials, samples.memory[first:])
+    half = len(samples.trials) // 2
+    late, late_sure = slope(samples.trials[half:], samples.memory[half:])
     descriptors, descriptors_sure = slope(trials, samples.descriptors[first:])
     return {
         "trials": what,
@@ -92,6 +94,8 @@ def row(what: str, samples: Samples) -> dict[str, Any]:
         "memory, MiB": samples.memory[-1] / MIB,
         "slope, KiB a trial": memory / KIB,
         "± (95 %)": memory_sure / KIB,
+        "in the last half": late / KIB,
+        "± in the last half": late_sure / KIB,
         "descriptors": samples.descriptors[-1],
         "descriptors a trial": descriptors,
         "± descriptors (95 %)": descriptors_sure,
@@ -103,7 +107,7 @@ def main() -> None:
     parser.add_argument("--replayed", type=int, default=1000)
     parser.add_argument("--live", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=220.0, help="after which the live trials end")
-    arguments = parse(parser, replayed=30, live=4)
+    arguments = parse(parser, replayed=30, live=8)
     rows = []
     with tempfile.TemporaryDirectory(prefix="growth-") as name:
         folder = Path(name)

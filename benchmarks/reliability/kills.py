@@ -72,7 +72,7 @@ def episode(ground: Ground, seed: int) -> dict[str, Any]:
     with start(folder, "--max-trials", "60") as call:
         if not wait_for(lambda: trial_folders(folder) or call.poll() is not None) or call.poll() is not None:
             raise RuntimeError(f"the call starts no trial: {last_line(folder)}")
-        time.sleep(chosen.uniform(0.0, 3.0))
+        time.sleep(chosen.uniform(0.0, 8.0))
         killed = strike(ground, call, victims, chosen)
         if TUNER not in victims:
             at = trial_folders(folder)
