@@ -64,8 +64,10 @@ def _growth_bytes(total_bytes: int) -> int:
 @functools.lru_cache(maxsize=4)
 def _plugged_bytes(folder: Path, links: int) -> int:
     """Return the size of all memory blocks that are online (Linux, Documentation/ABI/testing/sysfs-devices-memory)."""
-    block_bytes = int((folder / "block_size_bytes").read_text(), 16)
-    return block_bytes * sum(state.read_text().strip() == "online" for state in folder.glob("memory*/state"))
+    block_bytes = int((folder / "block_size_bytes").read_text(encoding="utf-8"), 16)
+    return block_bytes * sum(
+        state.read_text(encoding="utf-8").strip() == "online" for state in folder.glob("memory*/state")
+    )
 
 
 def boot_id() -> str:

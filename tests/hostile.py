@@ -19,7 +19,7 @@ from typing import Any
 from autotune.problem.outcome import Kind
 from tests.studies import study_of_every_kind
 
-ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x00\x7f\u202etxt.exe\u2066"
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x7f\u202etxt.exe\u2066"
 TAGS = "<img src=x onerror=owned()><script>owned()</script></script><svg onload=owned()>'\" javascript:owned() {{7*7}}"
 TEXT = f"{TAGS}{ESCAPES}[red]markup[/red]:boom:"
 # of modules that the tuner imports: one in the current folder must not stand in for them

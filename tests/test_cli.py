@@ -31,7 +31,7 @@ BASE = ("run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--bud
         ((*BASE, "--storage", "mysqlx://me:secret@x/y"), "cannot be opened"),
         ((*BASE, "--space", "zero22"), "did you mean zero2"),
         ((*BASE, "--global-batch-size", "7"), "cannot be split evenly"),
-        ((*BASE, "--global-batch-size", "0"), "at least 1"),
+        ((*BASE, "--global-batch-size", "0"), "from 1 to"),
         ((*BASE, "--memory-cap", "9999GiB"), "above the capacity"),
         ((*BASE, "--memory-cap", "lots"), "24GiB"),
         ((*BASE, "--memory-cap", "24"), "--memory-cap 24 is 24 bytes; did you mean 24GiB?"),

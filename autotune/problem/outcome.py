@@ -163,7 +163,7 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         """Return the fields that are set; secrets in the ranks' texts are masked."""
         return {
-            key: masked_data(value)
+            key: masked_data(value) if isinstance(value, str) else value
             for key, value in dataclasses.asdict(self).items()
             if value not in (None, "", ()) and value is not False
         }

@@ -125,7 +125,7 @@ def _others(family: dict[str, Value]) -> dict[str, Value]:
 def stored_ladder(folder: Path, study: str) -> list[Rung]:
     """Return the ladder that `run` wrote into a study's folder; none if it wrote none that can be read."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        return [Rung.from_json(one) for one in json.loads(ladder_path(folder, study).read_text())]
+        return [Rung.from_json(one) for one in json.loads(ladder_path(folder, study).read_text(encoding="utf-8"))]
     return []
 
 

@@ -396,4 +396,4 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
     try:
         return write_export(record.candidate, store.job, out, data, style=style, device=device, nodes=nodes)
     except OSError as error:
-        raise cannot_write(out, error, "name another file: the study keeps the winner (`autotune export`)") from None
+        raise cannot_write(out, error, "name another file; the study keeps the winner: `autotune export`") from None

@@ -26,7 +26,7 @@ from gpu.steps import BY_NAME, FIRST, STEPS, Step, chosen
 
 from autotune.errors import UserError
 from autotune.group.gauge import Meter, Peaks
-from autotune.predict.predictor import Predictor
+from autotune.predict.traced import traced_predictor
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
@@ -395,7 +395,7 @@ def test_a_heavy_model_s_gradients_fit_where_its_optimizer_states_do_not(card: s
 
 def test_the_size_that_runs_out_in_the_backward_is_a_little_above_the_capacity() -> None:
     job = Job(resolve_model("tiny-llama"), 1, 2048, "bf16")
-    predictor = Predictor(job, named_hardware("h200", 1))
+    predictor = traced_predictor(job, named_hardware("h200", 1))
     size = trials_step.backward_size(predictor)
     batch = {MICRO_BATCH: size, ACCUMULATION: 1}
     peak = predictor.predict(Candidate.of({"zero_stage": 2, **batch, **trials_step.CHECKPOINTED})).peak_bytes

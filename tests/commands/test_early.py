@@ -16,7 +16,7 @@ REPLAY = ("run", "--executor", f"replay:{TABLE}", "--study", "s", "--budget", "4
 
 @pytest.mark.parametrize("seed", [-1, 2**32, -(2**70)])
 def test_a_seed_that_no_generator_takes(seed: int) -> None:
-    with pytest.raises(UserError, match=f"--seed {seed}: expected a whole number"):
+    with pytest.raises(UserError, match=r"--seed.*: expected a whole number"):
         run_setup(Request(executor=f"replay:{TABLE}", study="s", seed=seed))
 
 

@@ -349,7 +349,7 @@ def test_what_the_study_was_told_to_map_holds(
         ("gradient_accumulation_steps", "--gradient-accumulation-steps"),  # by its name
     )
     study(tmp_path, replace(job, script=replace(job.script, flags=known)))
-    code, _, err = call(monkeypatch, capsys, "launch", "s", *said, "--", *command.split(), *words.split())
+    code, _, err = call(monkeypatch, capsys, "launch", "s", "--trust", *said, "--", *command.split(), *words.split())
     assert code == 0, err
     script = NoTraining.given["job"].script
     assert dict(script.flags) == {

@@ -52,6 +52,7 @@ def call(*words: str, columns: int = 80) -> str:
     """
     out, code = io.StringIO(), 0
     env = {"COLUMNS": str(columns), "NO_COLOR": "1", "TERM": "dumb", "AUTOTUNE_STORAGE": ""}
+    env["AUTOTUNE_CACHE"] = str(Path.cwd() / ".cache")  # a report depends on the traces that it holds
     with (
         mock.patch.dict(os.environ, env),
         mock.patch.object(sys, "argv", ["autotune", *words]),

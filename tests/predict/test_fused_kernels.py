@@ -16,7 +16,8 @@ from autotune.predict.closed_form import closed_form_trace
 from autotune.predict.fused_kernels import liger_kernels
 from autotune.predict.passes import BACKWARD, FORWARD, Trace
 from autotune.predict.predictor import Predictor
-from autotune.predict.trace import cache_key
+from autotune.predict.trace_cache import cache_key
+from autotune.predict.traced import traced_predictor
 from autotune.predict.tracer import _built, trace_model
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job, parse_lora
@@ -327,7 +328,7 @@ def test_a_closed_form_has_no_logits_either() -> None:
 def test_a_candidate_with_them_is_predicted_by_its_own_trace() -> None:
     job = job_of("llama", liger=False)
     assert cache_key(job) != cache_key(job_of("llama"))
-    predictor = Predictor(job, named_hardware("a100-80", 1), traced("llama", liger=False))
+    predictor = traced_predictor(job, named_hardware("a100-80", 1), traced("llama", liger=False))
     plain, fused = make_candidate(0, 8), make_candidate(0, 8).but(liger_kernel=True)
     table = predictor.table([plain, fused])
     assert table.peak[1] < table.peak[0]

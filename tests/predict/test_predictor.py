@@ -7,7 +7,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.executors.replay import Landscape, load_landscape
-from autotune.predict import predictor as predictor_module
+from autotune.predict import traced as traced_module
 from autotune.predict.closed_form import closed_form_trace, untraced_note
 from autotune.predict.constants import MEMORY, overhead_prior
 from autotune.predict.fit import Neighbours, Prior, fit
@@ -276,7 +276,7 @@ def test_a_way_that_can_only_be_estimated_is_predicted_wider(monkeypatch: pytest
         return closed_form_trace(job, "a test") if job.attention == "eager" else trace_job(job)
 
     sure = traced_predictor(job, hardware).table(candidates)
-    monkeypatch.setattr(predictor_module, "trace_job", only_sdpa)
+    monkeypatch.setattr(traced_module, "trace_job", only_sdpa)
     predictor = traced_predictor(job, hardware)
     table = predictor.table(candidates)
     assert predictor.notes() == [untraced_note("a test")]

@@ -11,7 +11,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.predict import trace as tracing
-from autotune.predict import tracer
+from autotune.predict import trace_cache, tracer
 from autotune.predict.trace import trace_job
 from autotune.problem.job import Job
 from autotune.problem.models import ModelSpec
@@ -87,7 +87,7 @@ def test_what_takes_too_long_is_waited_for_once(tmp_path: Path, monkeypatch: pyt
     assert "no trace within 300 s" in found[0].note
     trace_job(job, timeout_seconds=600)
     assert asked == [300, 600], "for longer it is tried again"
-    monkeypatch.setattr(tracing, "cache_key", lambda *arguments: "of another version")
+    monkeypatch.setattr(trace_cache, "cache_key", lambda *arguments: "of another version")
     trace_job(job, timeout_seconds=300)
     assert asked == [300, 600, 300]
 
@@ -102,7 +102,7 @@ def test_sizes_are_asked_for_where_no_answer_has_them(tmp_path: Path, monkeypatc
         return ('{"sizes": [[7, 9], 0]}', "") if "--sizes" in options else ("", "Killed")
 
     monkeypatch.setattr(tracing, "_run_tracer", dies)
-    monkeypatch.setattr(tracing, "cache_key", lambda *arguments: "other")
+    monkeypatch.setattr(trace_cache, "cache_key", lambda *arguments: "other")
     assert trace_job(job_of("mamba")).parameters == [7, 9]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.predict import trace as tracing
-from autotune.predict import tracer
+from autotune.predict import trace_cache, tracer
 from autotune.predict.closed_form import untraced_note
 from autotune.predict.passes import BACKWARD, FORWARD, IMPORTED, Trace
 from autotune.predict.trace import LOSSES, trace_job, trace_jobs
@@ -231,7 +231,7 @@ def test_what_cannot_be_traced_falls_back_to_the_closed_form_and_says_so(
 
     said = json.dumps({"untraceable": "operator nonzero needs values"})
     monkeypatch.setattr(tracing, "_run_tracer", lambda *a: (said, ""))
-    monkeypatch.setattr(tracing, "cache_key", lambda *arguments: "other")
+    monkeypatch.setattr(trace_cache, "cache_key", lambda *arguments: "other")
     closed = trace_job(make_job(model="llama-3.2-1b", precision="bf16", seq_len=1024))
     assert not closed.exact
     assert "nonzero" in closed.note
@@ -366,7 +366,7 @@ def test_code_that_needs_what_is_not_here_is_estimated(error: Exception, monkeyp
         raise error
 
     monkeypatch.setattr(tracer, "_build", fails)
-    monkeypatch.setattr(tracing, "cache_key", lambda *arguments: "none")
+    monkeypatch.setattr(trace_cache, "cache_key", lambda *arguments: "none")
     made = trace_job(make_job())
     assert not made.exact
     assert made.note == untraced_note(f"{type(error).__name__}: {error}")
@@ -379,7 +379,7 @@ def test_a_model_that_is_built_but_cannot_run_here_is_estimated_by_its_own_param
     def fails(*_: object) -> None:
         raise RuntimeError("this kernel is for CUDA")
 
-    monkeypatch.setattr(tracing, "cache_key", lambda *arguments: "none")
+    monkeypatch.setattr(trace_cache, "cache_key", lambda *arguments: "none")
     job = make_job(lora=parse_lora("r=8"))
     exact = trace_model(job)
     monkeypatch.setattr(tracer, "loss_of", fails)

@@ -128,7 +128,7 @@ def test_what_is_refused(typed: str, message: str) -> None:
 
 @pytest.mark.parametrize("ranks", ["two", "0", "1.5"])
 def test_ranks_that_are_no_number(ranks: str) -> None:
-    with pytest.raises(UserError, match=f"nproc_per_node {ranks}: expected a whole number of at least 1"):
+    with pytest.raises(UserError, match=f"nproc_per_node: expected a whole number from 1 to 65536, found {ranks}"):
         _ = take_apart(["torchrun", "--nproc-per-node", ranks, "train.py"]).ranks
 
 

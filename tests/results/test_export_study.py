@@ -253,7 +253,9 @@ def test_a_place_that_cannot_be_written(folder: Path) -> None:
     (folder / "file").write_text("")
     with pytest.raises(UserError) as caught:
         export_record(store, store.winner, Path("file/x.json"), "deepspeed", False)
-    reason = "file/x.json cannot be written (File exists); the study keeps the winner: `autotune export`"
+    reason = (
+        "file/x.json cannot be written (File exists): name another file; the study keeps the winner: `autotune export`"
+    )
     assert str(caught.value) == reason
 
 
