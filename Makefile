@@ -37,7 +37,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 # Without a compiler what offloads fails and says so; all else runs.
-LOAD_OPS := from autotune.group.ops import load_ops; failed = load_ops(['ShareMemCommBuilder', 'CPUAdamBuilder']); assert not failed, failed
+LOAD_OPS := from autotune.workers.jit_ops import load_ops; failed = load_ops(['ShareMemCommBuilder', 'CPUAdamBuilder']); assert not failed, failed
 $(VENV)/.ops: $(VENV)/.installed
 	DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c "$(LOAD_OPS)" \
 		&& touch $@ || echo "DeepSpeed's CPU ops were not built" >&2
@@ -47,14 +47,14 @@ $(VENV)/.ops: $(VENV)/.installed
 # pytest-randomly's that refuses a seed of more than 32 bits.
 OLD := .venv-oldest
 IN_OLD := TORCH_EXTENSIONS_DIR="$(CURDIR)/$(OLD)/extensions" PATH="$(CURDIR)/$(OLD)/bin:$$PATH" $(OLD)/bin/python
-OLD_TESTS := tests/test_versions.py tests/predict/test_versions.py tests/predict/test_unread.py \
-	tests/rank tests/results/test_exports_load.py tests/test_scripts.py
+OLD_TESTS := tests/test_versions.py tests/predict/test_features_versions.py tests/predict/test_zero_memory_unmodelled_keys.py \
+	tests/rank tests/results/test_export_loaded.py tests/test_scripts.py
 test-oldest: $(OLD)/.ops
 	$(IN_OLD) -m pytest -n 2 --randomly-dont-reset-seed -m "not slow" $(OLD_TESTS)
 
 # Of these what differs most between versions: what CI has time for.
-OLD_FIRST := tests/test_versions.py tests/predict/test_versions.py tests/rank/test_versions.py tests/rank/test_checkpoints.py \
-	tests/rank/test_universal.py tests/test_scripts.py
+OLD_FIRST := tests/test_versions.py tests/predict/test_features_versions.py tests/rank/test_versions.py tests/rank/test_checkpoints.py \
+	tests/rank/test_checkpoints_universal.py tests/test_scripts.py
 test-oldest-first: $(OLD)/.ops
 	$(IN_OLD) -m pytest -n 2 --randomly-dont-reset-seed $(OLD_FIRST) \
 		-k "not test_scripts or tuned_as_it_is or rung_loads or longest_batches"
@@ -78,8 +78,8 @@ RAY := .venv-ray
 cluster-tests: setup $(RAY)/.installed
 	for tool in sshd ssh ip slurmctld slurmd munged initdb; do PATH=$$PATH:/usr/sbin:$$(echo /usr/lib/postgresql/*/bin) command -v $$tool >/dev/null || missing=1; done; \
 	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(CLUSTER_PACKAGES); fi
-	$(BIN)/python -m pytest -n 0 -rs tests/executors/nodes tests/search/test_servers.py tests/search/test_tuners.py \
-		tests/commands/test_several_tuners.py
+	$(BIN)/python -m pytest -n 0 -rs tests/executors/cluster tests/search/test_storage_servers.py tests/search/test_heartbeat.py \
+		tests/commands/test_run_several_tuners.py
 
 $(RAY)/.installed: constraints.txt $(VENV)/.installed
 	$(BIN)/python -m pip install -q --upgrade --target $(RAY) ray -c constraints.txt
@@ -92,7 +92,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 .PHONY: docs picture
-docs: setup  # the site, into build/docs; a link or a page that is not there ends it
+docs: setup  # the site with its generated pages, into build/docs; a missing page or link ends it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 picture: setup  # the README's, of a new run: three minutes
@@ -116,7 +116,7 @@ faults: setup  # an hour and a half; goes on where it was stopped
 
 gallery: setup  # docs/gallery.md, gallery/schema.json and what predictions begin with, of what lies in gallery/entries
 	$(BIN)/python -m autotune.gallery.page
-	$(BIN)/python -m autotune.gallery.taught
+	$(BIN)/python -m autotune.gallery.card_rates
 
 mutants: setup
 	$(BIN)/python benchmarks/mutants.py --json benchmarks/results/mutants.json

@@ -19,7 +19,7 @@ def troubles(tag: str, version_file: str, changelog: str, citation: str) -> list
     cited = (re.findall(r"^version: (.+)$", citation, re.MULTILINE) or ["none"])[0]
     found = []
     if tag != f"v{version}":
-        found.append(f"the tag is {tag}, and autotune/version.py has {version}")
+        found.append(f"the tag is {tag}, and autotune/_version.py has {version}")
     if not re.fullmatch(rf"{re.escape(version)} \(\d{{4}}-\d\d-\d\d\)", heading):
         found.append(f"CHANGELOG.md begins with {heading!r}; expected '{version} (YYYY-MM-DD)'")
     if cited != version:
@@ -29,7 +29,7 @@ def troubles(tag: str, version_file: str, changelog: str, citation: str) -> list
 
 def main() -> None:
     tag = sys.argv[1] if len(sys.argv) == 2 else sys.exit("expected one tag, like v0.2.0")
-    files = ("autotune/version.py", "CHANGELOG.md", "CITATION.cff")
+    files = ("autotune/_version.py", "CHANGELOG.md", "CITATION.cff")
     found = troubles(tag, *((ROOT / name).read_text() for name in files))
     sys.exit("\n".join(found) if found else 0)
 

@@ -9,18 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.moved import install_finder, moved_line
-from autotune.version import __version__
+from autotune._version import __version__
 
 if TYPE_CHECKING:
     from autotune.commands.run import RunSummary
-    from autotune.recovery.callback import StudyCallback
     from autotune.recovery.supervisor import LaunchSummary
+    from autotune.recovery.trainer_callback import StudyCallback
     from autotune.search.study import StudyStore
 
 __all__ = ["StudyCallback", "__version__", "export_study", "launch", "open_study", "tune"]
-
-install_finder()
 
 
 def tune(command: list[str] | None = None, *, quiet: bool = False, **options: Any) -> RunSummary:
@@ -44,7 +41,7 @@ def tune(command: list[str] | None = None, *, quiet: bool = False, **options: An
     """
     from rich.console import Console
 
-    from autotune.commands.python_options import request_of
+    from autotune.commands.request import request_of
     from autotune.commands.run import run_study
 
     return run_study(request_of(command, options, ["quiet"]), Console(quiet=quiet), quiet=quiet)
@@ -103,7 +100,7 @@ def launch(study: str, command: list[str], **options: Any) -> LaunchSummary:
         autotune.errors.UserError: bad input, or a study of another script.
     """
     from autotune.commands.launch import launch_training
-    from autotune.commands.python_options import request_of
+    from autotune.commands.request import request_of
 
     say = options.pop("say", print)
     return launch_training(request_of(command, options, ["say"], study=study), say)
@@ -111,7 +108,7 @@ def launch(study: str, command: list[str], **options: Any) -> LaunchSummary:
 
 def __getattr__(name: str) -> Any:
     if name == "StudyCallback":  # a subclass of a transformers class, whose import takes seconds
-        from autotune.recovery.callback import StudyCallback
+        from autotune.recovery.trainer_callback import StudyCallback
 
         return StudyCallback
-    raise AttributeError(moved_line(f"{__name__}.{name}") or f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ if not __package__:  # Run by path: Python puts the package's own folder first, 
 elif sys.path[0] in ("", str(Path.cwd())) and Path.cwd() != Path(__file__).resolve().parent.parent:
     del sys.path[0]  # run by -m: Python puts the current folder first, which may have an unrelated typer.py
 
-from autotune.cli import main
+from autotune.cli.app import main
 
 if __name__ == "__main__":
     main()

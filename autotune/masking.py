@@ -1,7 +1,7 @@
 """Secrets: recognized by the names of options, variables and keys, and masked in every text that leaves the tuner.
 
 Texts leave through few borders, and each masks: the standard streams (`streams.py`), files (`files.write_atomically`), errors
-(`errors.py`), JSON on stdout (`cli_parts.emit`) and a study's attributes (`search/attributes.py`). A value seen once under the
+(`errors.py`), JSON on stdout (`options.emit`) and a study's attributes (`search/trials.py`). A value seen once under the
 name of a secret (`learn_words`, `learn_data`) is masked in all later texts, including a rank's traceback.
 """
 

@@ -1,6 +1,6 @@
 """Supported versions of Python and of the libraries under a training, and comparison of versions.
 
-`rank/versions.py` lists differences of a rank under older libraries, and `predict/versions.py` differences of ZeRO's memory. Each
+`rank/versions.py` lists differences of a rank under older libraries, and `predict/features.py` differences of ZeRO's memory. Each
 difference names the version and the reason. docs/versions.md lists the tested combinations.
 
 This module imports only the standard library, and nothing of this package. `installed()` returns this interpreter's versions by

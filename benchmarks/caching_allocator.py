@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autotune.units import MIB
+from autotune.util.units import MIB
 
 ROUND = 512
 SMALL = 1 * MIB

@@ -16,8 +16,8 @@ import numpy as np
 from common import HERE, command_line, parse, print_table, write_json
 
 from autotune.executors.replay import Landscape, load_landscape
-from autotune.predict.constants import QUIRKS, TIME, time_priors
-from autotune.predict.traced import traced_predictor
+from autotune.predict.calibration import QUIRKS, TIME, time_priors
+from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind, Measurement, Outcome
 

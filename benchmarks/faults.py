@@ -38,14 +38,13 @@ from autotune.predict.trace import trace_job
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
-from autotune.problem.space_file import parse_space
+from autotune.problem.space import parse_space
 from autotune.search import storage
-from autotune.search.lock import hold
 from autotune.search.proposer import Proposer
-from autotune.search.storage import failures_in_one_line, url_of
+from autotune.search.storage import failures_in_one_line, hold, url_of
 from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner
-from autotune.units import MIB
+from autotune.util.units import MIB
 
 QUICK = Effort(min_steps=1, max_steps=2, min_seconds=0.0, max_seconds=5.0)
 VERIFY = Effort(full=True, certify=True, min_steps=1, max_steps=1, min_seconds=0.0, max_seconds=5.0)

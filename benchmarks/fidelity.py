@@ -4,7 +4,7 @@ Each candidate is measured by a trial of the model, by a trial of a script that 
 that `autotune` prints (`OMP_NUM_THREADS=… torchrun …`) in the environment of whoever started this, one after another, round
 after round; which comes first moves on with every round, since a machine's pace drifts. Each is timed for as long: at least
 so many seconds and steps as a trial. A trial of a model takes the median of its steps; one of a script the mean where slow
-steps recur (`rank/recurring.py`). Plain training's steps are taken as those are that they are compared with.
+steps recur (`rank/step_statistics.py`). Plain training's steps are taken as those are that they are compared with.
 
 A candidate's ratio is the median over rounds of trial / torchrun of the same round. The order is Spearman's, of speeds divided
 by their own job's median: between models it would say nothing.
@@ -31,19 +31,18 @@ from common import command_line, parse, print_table, write_json
 from predictor_rows import spearman
 from ranks import LocalExecutor, opened, plain_words, train_plainly
 
-from autotune.commands.probe import probe
+from autotune.commands.script_probe import probe
 from autotune.executors.base import Effort
-from autotune.group.environment import variables_of
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
-from autotune.problem.cpus import threads_per_rank
-from autotune.problem.hardware import Hardware, detect
+from autotune.problem.hardware import Hardware, detect, threads_per_rank
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec, resolve_model
-from autotune.problem.script_job import job_of, unknown_job
-from autotune.rank.recurring import pace_of
+from autotune.rank.step_statistics import pace_of
 from autotune.results.export import deepspeed_config
+from autotune.script.profile import job_of, unknown_job
 from autotune.search.fingerprint import watched_variables
 from autotune.search.study import StudyStore
+from autotune.workers.launchers import variables_of
 
 WARMUP_STEPS = 5  # of train_plain.py
 SEQ_LEN, ROWS_PER_RANK = 64, 8  # micro-batch x accumulation

@@ -34,7 +34,7 @@ from typing import Any
 from common import print_table, tree, write_json
 
 ROOT = Path(__file__).parents[1]
-FAST = ["tests/test_units.py", "tests/problem/test_outcome.py", "tests/group/test_protocol.py"]
+FAST = ["tests/util/test_units.py", "tests/problem/test_outcome.py", "tests/workers/test_protocol.py"]
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(100_000))\n"
 RUN_SECONDS = 3600  # a run that takes longer hangs
 

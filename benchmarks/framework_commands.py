@@ -1,4 +1,4 @@
-"""The frameworks' commands that `frameworks.py` tunes, as people type them, and the files that these name.
+"""The frameworks' commands that `command_line.py` tunes, as people type them, and the files that these name.
 
 What is there because ranks are CPUs stands in `needs`: nothing else was changed for the tuner.
 """

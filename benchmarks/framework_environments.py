@@ -17,7 +17,7 @@ from pathlib import Path
 
 from common import HERE
 
-from autotune.group.extensions import FOLDER, own_folder
+from autotune.workers.jit_ops import FOLDER, own_folder
 
 ROOT = HERE.parent
 PINS = ROOT / "environments"

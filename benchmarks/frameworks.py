@@ -26,7 +26,7 @@ from framework_commands import COMMANDS, Command, here, write_files
 from framework_environments import DEFAULT, environment, made
 from inturn import SETTLE_STEPS, Side, ratio, samples_per_second, take_turns
 
-from autotune.problem.cpus import threads_per_rank
+from autotune.problem.hardware import threads_per_rank
 
 RANKS = 2
 TUNING_SECONDS = 1200.0  # building DeepSpeed's ops is not in a budget
@@ -55,7 +55,7 @@ def exported(python: Path, folder: Path) -> list[str]:
 
 def _autotune(python: Path, folder: Path, words: list[str]) -> str:
     done = subprocess.run(
-        [str(python), "-m", "autotune.cli", *words],
+        [str(python), "-m", "autotune", *words],
         cwd=folder,
         env=environment(python),
         capture_output=True,

@@ -20,8 +20,7 @@ from published_rows import read_table
 from published_scores import Scored, figure, learnt, predictor_of, summary, traced
 from published_sources import source_of
 
-from autotune.gallery.folder import shipped_entries
-from autotune.gallery.rates import Rates, rates_for
+from autotune.gallery.warm_start import Rates, rates_for, shipped_entries
 from autotune.predict.predictor import Predictor
 
 TABLE = HERE / "data" / "published" / "gpu_published.csv"

@@ -21,15 +21,25 @@ from published_sources import source_of
 from autotune.errors import UserError
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.executors.replay import Row as Recorded
-from autotune.gallery.entry import Entry, Machine, Origin, PeakOf, Trained, Tried, Versions
-from autotune.gallery.folder import entries_folder
-from autotune.gallery.plausible import check
-from autotune.gallery.sharing import public_architectures, public_lora, shape_of
+from autotune.gallery.schema import (
+    Entry,
+    Machine,
+    Origin,
+    PeakOf,
+    Trained,
+    Tried,
+    Versions,
+    check,
+    public_architectures,
+    public_lora,
+    shape_of,
+)
+from autotune.gallery.warm_start import entries_folder
 from autotune.problem.candidate import Candidate, knobs_of, samples
 from autotune.problem.hardware import gpu_table
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind
-from autotune.units import GIB
+from autotune.util.units import GIB
 
 PUBLISHED = HERE / "data" / "published" / "gpu_published.csv"
 OWN_ENGINES = ("InternLM/InternEvo",)  # shard as ZeRO does, with code of their own

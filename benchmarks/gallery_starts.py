@@ -21,7 +21,7 @@ from autotune.executors.replay import Landscape, load_landscape
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
-from autotune.search.distances import Distances
+from autotune.search.tpe import Distances
 
 TABLES = (*sorted((HERE / "data" / "landscapes").glob("*.json")), *(HERE / "data" / "landscapes_own").glob("*.json"))
 BUDGET_SECONDS = 1800.0

@@ -29,11 +29,11 @@ import psutil
 from ranks import launch, median_spread, opened, plain_environment, torchrun_words
 
 from autotune.executors.base import Effort
-from autotune.group.verdict import log_tail
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Script
 from autotune.recovery.ladder import Rung
+from autotune.workers.failure_classifier import log_tail
 
 HERE = Path(__file__).parent
 SETTLE_STEPS = 8  # before the first turn

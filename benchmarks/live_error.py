@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.predict.knobs import columns_of
+from autotune.predict.features import READ, Release, columns_of
 from autotune.predict.trace import trace_job
-from autotune.predict.versions import READ, Release
-from autotune.predict.zero import bill
+from autotune.predict.zero_memory import bill
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, parse_lora
 from autotune.problem.models import resolve_model

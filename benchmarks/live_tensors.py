@@ -19,12 +19,12 @@ from live_error import live_error
 from ranks import opened
 
 from autotune.executors.base import Effort
-from autotune.predict.versions import installed_deepspeed
+from autotune.predict.features import installed_deepspeed
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job, parse_lora
 from autotune.problem.models import resolve_model
-from autotune.units import MIB
+from autotune.util.units import MIB
 from autotune.versions import installed
 
 EFFORT = Effort(min_steps=2, max_steps=2, min_seconds=0.0, max_seconds=20.0)

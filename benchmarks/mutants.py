@@ -25,9 +25,9 @@ from mutmut.stats import status_by_exit_code
 ROOT = Path(__file__).resolve().parents[1]
 LEAST_SHARE = 0.80
 SMALL_FILE, SMALL_TESTS, SMALL_MUTANTS = (
-    "autotune/search/dominance.py",
-    "tests/search/test_dominance.py",
-    "autotune.search.dominance.*needs_no_less*",
+    "autotune/search/pruning.py",
+    "tests/search/test_pruning_dominance.py",
+    "autotune.search.pruning.*needs_no_less*",
 )
 # A test run that ends in none of these was no test run of the mutant.
 # One that crashes the interpreter (a null handle to a C library) was noticed.

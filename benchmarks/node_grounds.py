@@ -1,6 +1,6 @@
 """Where benchmarks/nodes.py lets something fail: two nodes over ssh, of a Slurm or of a Ray, and a study in a PostgreSQL.
 
-The nodes are this machine's (tests/executors/nodes): hosts with sshd in network namespaces, slurmd's, raylets. Each has one
+The nodes are this machine's (tests/executors/cluster): hosts with sshd in network namespaces, slurmd's, raylets. Each has one
 CPU rank.
 """
 
@@ -23,18 +23,16 @@ from ranks import LocalExecutor, opened
 
 sys.path.insert(0, str(HERE.parent))
 
-from autotune.executors.nodes.cluster import Cluster, Wishes
-from autotune.executors.nodes.hostfile import Host, read_hostfile
-from autotune.executors.nodes.ray_nodes import RayNodes
-from autotune.executors.nodes.slurm import Srun, allocated_hosts
-from autotune.executors.nodes.transports import Ssh, Transport
+from autotune.executors.cluster.cluster import Cluster, Wishes
+from autotune.executors.cluster.ray_transport import RayNodes
+from autotune.executors.cluster.transports import Host, Srun, Ssh, Transport, allocated_hosts, read_hostfile
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
-from autotune.problem.space_file import parse_space
+from autotune.problem.space import parse_space
 from autotune.search.study import StudyStore
 from tests import postgres
-from tests.executors.nodes import hosts, ray_cluster, slurm_cluster
+from tests.executors.cluster import hosts, ray_cluster, slurm_cluster
 
 JOB = Job(resolve_model("tiny-llama"), 2, 32, "fp32")
 SPACE = parse_space("""\

@@ -19,10 +19,10 @@ from typing import Any
 from common import HERE, command_line, parse, print_table, write_json
 
 from autotune.problem.candidate import Candidate
-from autotune.problem.cpus import usable_cpus
-from autotune.search.crew import host_bound
-from autotune.search.records import SEARCH
+from autotune.problem.hardware import usable_cpus
+from autotune.search.concurrency import host_bound
 from autotune.search.study import StudyStore
+from autotune.search.trials import SEARCH
 
 NEAR = 0.95  # of the best
 _SPACE = """\

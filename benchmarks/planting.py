@@ -16,11 +16,11 @@ import psutil
 from fault_ground import Found, Ground, away, full, gone, limited_group, locked, read_only
 from ranks import Deadlines, LocalExecutor
 
-from autotune.group.launchers import ForkLauncher
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome
-from autotune.search.records import RESUME, SEARCH, VERIFY
 from autotune.search.study import StudyStore
+from autotune.search.trials import RESUME, SEARCH, VERIFY
+from autotune.workers.launchers import ForkLauncher
 
 SPACE = """
 name: faults

@@ -26,19 +26,18 @@ from predictor_published import published
 from predictor_rows import about, at_least, at_most, judged, percent, spearman
 
 from autotune.executors.replay import load_landscape
-from autotune.predict.passes import Trace
 from autotune.predict.predictor import Predictor
-from autotune.predict.trace import trace_job
-from autotune.predict.traced import traced_predictor
+from autotune.predict.trace import trace_job, traced_predictor
+from autotune.predict.trace_data import Trace
 from autotune.predict.tracer import trace_model
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome
-from autotune.problem.space_file import load_space
-from autotune.search.beliefs import HOPELESS_SIGMAS
-from autotune.units import GIB
+from autotune.problem.space import load_space
+from autotune.search.surrogate import HOPELESS_SIGMAS
+from autotune.util.units import GIB
 from autotune.versions import release
 
 DATA = Path(__file__).parent / "data"

@@ -11,17 +11,16 @@ import numpy as np
 from common import HERE
 from predictor_rows import about, at_least, at_most, judged, percent, spearman
 
-from autotune.predict.fit import Prior, fit
-from autotune.predict.knobs import columns_of
+from autotune.predict.calibration import Prior, fit
+from autotune.predict.features import columns_of
 from autotune.predict.predictor import Predictor
-from autotune.predict.roofline import Work, spend, work
-from autotune.predict.trace import trace_job
-from autotune.predict.traced import traced_predictor
+from autotune.predict.step_time import Work, spend, work
+from autotune.predict.trace import trace_job, traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_gpu
 from autotune.problem.job import Job
 from autotune.problem.models import ModelSpec, resolve_model
-from autotune.units import GIB
+from autotune.util.units import GIB
 
 DATA = HERE / "data"
 INTER_NODE_BYTES = 1600e9 / 8  # 1600 Gbit/s a node: a ring over nodes enters each of them once, over all its links

@@ -19,21 +19,21 @@ from common import command_line, parse, print_table, write_json
 from ranks import LocalExecutor, opened
 from trials import candidate, run
 
-from autotune.group import launchers
-from autotune.group.fork_server import PRELOADED
-from autotune.interpreter import bound_command
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
+from autotune.util.interpreter import bound_command
+from autotune.workers import launchers
+from autotune.workers.fork_server import PRELOADED
 
 LATE = "deepspeed.runtime.zero.muon.muon_optimizer"
 STAGES = (0, 2, 3)
-_SERVER = "from autotune.group import fork_server; fork_server.PRELOADED = {}; fork_server.main()"
+_SERVER = "from autotune.workers import fork_server; fork_server.PRELOADED = {}; fork_server.main()"
 
 
 def without_late(python: str, module: str, *arguments: str) -> list[str]:
     """Return the command of a rank, or of a fork server that does not import `LATE`."""
-    if module != "autotune.group.fork_server":
+    if module != "autotune.workers.fork_server":
         return bound_command(python, module, *arguments)
     return [python, "-c", _SERVER.format(tuple(name for name in PRELOADED if name != LATE)), *arguments]
 

@@ -22,12 +22,12 @@ from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome
-from autotune.problem.space_file import load_space
+from autotune.problem.space import load_space
 from autotune.search.proposer import Proposer
-from autotune.search.records import SEARCH
 from autotune.search.storage import default_storage
 from autotune.search.study import StudyStore
-from autotune.units import GIB
+from autotune.search.trials import SEARCH
+from autotune.util.units import GIB
 
 TARGETS = {50: 0.1, 500: 0.2, 5000: 0.5}
 

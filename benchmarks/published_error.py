@@ -21,7 +21,7 @@ from common import RESULTS, print_table
 from published_scores import Scored
 from published_sources import source_of
 
-from autotune.predict.known_error import FIGURES, JobKind
+from autotune.predict.what_if import FIGURES, JobKind
 
 SHIPPED = Path(__file__).parent.parent / "autotune" / "data" / "predictor_error.json"
 

@@ -39,9 +39,8 @@ from published_words import LeftOut, Unreadable, cell_of, states
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware, gpu_table
 from autotune.problem.job import ATTENTIONS, Job, Lora
-from autotune.problem.models import ModelSpec
-from autotune.problem.tasks import ANSWERS, CAUSAL, CLASSIFICATION, MASKED, SEQ2SEQ, default_task
-from autotune.units import GIB
+from autotune.problem.models import ANSWERS, CAUSAL, CLASSIFICATION, MASKED, SEQ2SEQ, ModelSpec, default_task
+from autotune.util.units import GIB
 
 HOST_BYTES = 4096 * GIB  # sources do not say what main memory a machine has: it never decides
 GPUS_A_NODE = 8

@@ -14,7 +14,7 @@ from published_numbers import Length, Printed, count, length_of, printed
 from published_words import LeftOut, UnknownWord, Unreadable, bare, remarks_of, silent, states, vocabulary
 
 from autotune.errors import UserError
-from autotune.units import GIB
+from autotune.util.units import GIB
 
 COLUMNS = [
     "id",

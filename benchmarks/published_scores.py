@@ -14,10 +14,10 @@ from published_readers import Case
 from published_sources import source_of
 
 from autotune.errors import UserError
-from autotune.predict.known_error import JobKind
-from autotune.predict.passes import Trace
 from autotune.predict.predictor import Prediction, Predictor
 from autotune.predict.trace import trace_job, trace_jobs
+from autotune.predict.trace_data import Trace
+from autotune.predict.what_if import JobKind
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome
 

@@ -18,23 +18,21 @@ from typing import Any
 
 import psutil
 
-from autotune.executors.deadlines import Deadlines
-from autotune.executors.local import LocalExecutor
-from autotune.group.environment import training_environment
-from autotune.group.extensions import FOLDER, own_folder
+from autotune.executors.local import Deadlines, LocalExecutor
 from autotune.problem.candidate import Candidate
-from autotune.problem.cpus import threads_per_rank
-from autotune.problem.hardware import Hardware
+from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
-from autotune.rank.recurring import median_spread
+from autotune.rank.step_statistics import median_spread
 from autotune.recovery.ladder import Rung
 from autotune.recovery.supervisor import LaunchSummary, Supervisor
+from autotune.workers.jit_ops import FOLDER, own_folder
+from autotune.workers.launchers import training_environment
 
 __all__ = ["Deadlines", "LaunchSummary", "LocalExecutor", "median_spread"]
 
 HERE = Path(__file__).parent
 TRAINING_SECONDS = 1800.0  # of a training by torchrun, at most
-TRAINING_RANK = "autotune.rank.train"  # in the command line of a rank of `autotune launch`
+TRAINING_RANK = "autotune.rank.train_rank"  # in the command line of a rank of `autotune launch`
 
 
 @contextmanager
@@ -118,7 +116,7 @@ def run_limited(
 
 def autotune_run(*options: str, script: Sequence[str] = (), cwd: Path | None = None) -> Tuned:
     """`autotune run OPTIONS --yes --json [-- SCRIPT]` in a process of its own."""
-    command = [sys.executable, "-m", "autotune.cli", "run", *options, "--yes", "--json"]
+    command = [sys.executable, "-m", "autotune", "run", *options, "--yes", "--json"]
     command += ["--", *script] if script else []
     env = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=env)

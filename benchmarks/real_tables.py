@@ -27,18 +27,18 @@ import yaml
 from common import HERE, command_line, parse, print_table, write_json
 from ranks import TRAINING_SECONDS, opened, plain_environment, plain_words, run_limited, torchrun_words
 
-from autotune.commands.probe import probe
+from autotune.commands.script_probe import probe
 from autotune.executors.replay import Row, load_landscape, write_landscape
-from autotune.interpreter import current
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Lora, Script
 from autotune.problem.models import ModelSpec
 from autotune.problem.outcome import Kind
-from autotune.problem.script_job import job_of, unknown_job
-from autotune.problem.space_file import load_space
+from autotune.problem.space import load_space
 from autotune.results.export import deepspeed_config
-from autotune.units import GIB
+from autotune.script.profile import job_of, unknown_job
+from autotune.util.interpreter import current
+from autotune.util.units import GIB
 
 OUT = HERE / "data" / "landscapes_real"
 AGREE = 1.1  # two measurements of one candidate

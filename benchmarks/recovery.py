@@ -34,7 +34,7 @@ from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
 from autotune.recovery.ladder import Rung
-from autotune.units import MIB
+from autotune.util.units import MIB
 
 SCRIPT = OWN / "long_batches.py"
 BATCH = 8

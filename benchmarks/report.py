@@ -18,11 +18,11 @@ from typing import Any
 
 from common import HERE, command_line, parse, print_table, write_json
 
-from autotune.commands.report import write_study
+from autotune.commands.study_output import write_study
 from autotune.executors.base import SEARCH
 from autotune.executors.replay import Landscape, ReplayExecutor, load_landscape
-from autotune.predict.traced import traced_predictor
-from autotune.results.report.gather import Searched
+from autotune.predict.trace import traced_predictor
+from autotune.results.report.build import Searched
 from autotune.search.study import StudyStore
 
 TABLE = HERE / "data" / "landscapes" / "qwen2.5-0.5b_2xrtx4090.json"

@@ -27,8 +27,8 @@ from ranks import autotune_run, opened
 
 from autotune.executors.base import Effort
 from autotune.problem.candidate import Candidate
-from autotune.problem.script import command
-from autotune.rank.script import WARMUP_STEPS
+from autotune.rank.script_rank import WARMUP_STEPS
+from autotune.script.script import command
 from autotune.search.study import StudyStore
 
 OWN = Path(__file__).parent.parent / "tests" / "scripts"

@@ -30,14 +30,14 @@ from search_parts import ABLATIONS
 
 from autotune.executors.base import SEARCH, Effort
 from autotune.executors.replay import Landscape, ReplayExecutor, load_landscape
-from autotune.predict.passes import Trace
 from autotune.predict.trace import trace_job
+from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind, Outcome
-from autotune.search.start import Start
+from autotune.search.proposer import Start
 from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner
-from autotune.units import parse_duration
+from autotune.util.units import parse_duration
 
 DATA = HERE / "data"
 

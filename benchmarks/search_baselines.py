@@ -12,7 +12,7 @@ from autotune.executors.base import SEARCH, Effort
 from autotune.executors.replay import Landscape
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.outcome import Outcome
-from autotune.units import GIB
+from autotune.util.units import GIB
 
 FULL = Effort(full=True, min_steps=5)  # what DeepSpeed's autotuner runs
 Run = Callable[[Candidate, Effort], Outcome]

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from autotune.predict.predictor import Predictor, Table
-from autotune.predict.zero import SUMS, TABLES
+from autotune.predict.zero_memory import SUMS, TABLES
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome
-from autotune.search.proposer import Proposer
-from autotune.search.start import Proposal
-from autotune.units import GIB
+from autotune.search.proposer import Proposal, Proposer
+from autotune.util.units import GIB
 
 
 class Biased(Predictor):

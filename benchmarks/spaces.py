@@ -25,12 +25,10 @@ from autotune.executors.replay import Landscape, Row, load_landscape
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import RUNG_KNOBS, Candidate, Value
-from autotune.problem.fitting import fitted
 from autotune.problem.knobs import COMPILED, DEEPCOMPILE, LIGER
 from autotune.problem.outcome import Kind
-from autotune.problem.space import Domain, SearchSpace
-from autotune.problem.space_file import load_space
-from autotune.units import parse_duration
+from autotune.problem.space import Domain, SearchSpace, fitted, load_space
+from autotune.util.units import parse_duration
 
 SPACES = ("default", "full", "lossy")
 INSTALLED = (COMPILED, LIGER, DEEPCOMPILE)

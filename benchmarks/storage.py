@@ -21,10 +21,10 @@ from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome
-from autotune.problem.space_file import load_space
+from autotune.problem.space import load_space
 from autotune.search.storage import DATABASES, url_of
 from autotune.search.study import StudyStore
-from autotune.units import GIB, MIB
+from autotune.util.units import GIB, MIB
 
 RESUMED = 5  # times, each of both in turn
 

@@ -22,13 +22,13 @@ from recovery import BATCH, SCRIPT, argv, rung, seen_samples, trained
 from scripts import AUTO
 from study_calls import WAIT_SECONDS, last_line, start, trial_folders, wait_for
 
-from autotune.group.launchers import ForkLauncher
-from autotune.group.squad import Spread
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
 from autotune.recovery.supervisor import LaunchSummary, Supervisor
 from autotune.search.study import StudyStore
+from autotune.workers.host_workers import Spread
+from autotune.workers.launchers import ForkLauncher
 
 CALLS = ("tuner: SIGKILL", "tuner and its group: SIGKILL", "everything: SIGKILL", "tuner: clock jumps", "NVML: gone")
 KILLS = 3  # of one study

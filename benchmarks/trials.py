@@ -23,7 +23,7 @@ from autotune.problem.hardware import detect
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.results.export import deepspeed_config
-from autotune.units import MIB
+from autotune.util.units import MIB
 
 QUICK = Effort(min_steps=2, max_steps=3, min_seconds=0.0)
 

@@ -29,7 +29,7 @@ from inturn import T95, over_starts, samples_per_second, take_turns, torchrun
 from ranks import autotune_run, plain_environment
 
 from autotune.problem.candidate import Candidate
-from autotune.problem.script import command
+from autotune.script.script import command
 from autotune.search.study import StudyStore
 
 GLOBAL_BATCH = 32  # sequences a step, at the most

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from autotune import cli
+from autotune.cli import app
 
 
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -14,7 +14,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *w
     monkeypatch.setattr(sys, "argv", ["autotune", *words])
     code = 0
     try:
-        cli.main()
+        app.main()
     except SystemExit as end:
         code = int(end.code or 0)
     out, err = capsys.readouterr()

@@ -44,36 +44,35 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # containers set it: every proc
 # stale, and from then on each builds it anew whenever the other has.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
-from autotune.commands.probe import Probe, probe
-from autotune.executors import station
+from autotune.commands.script_probe import Probe, probe
+from autotune.executors import machine
 from autotune.executors.base import Effort
-from autotune.executors.deadlines import Deadlines
-from autotune.executors.local import LocalExecutor, LocalSession
-from autotune.group.launchers import ForkLauncher
-from autotune.group.locks import lock_file
+from autotune.executors.local import Deadlines, LocalExecutor, LocalSession
 from autotune.predict import trace as tracing
-from autotune.problem import gpus
+from autotune.problem import nvml
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job, Script
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Outcome
-from autotune.problem.script_job import job_of, unknown_job
-from autotune.units import MIB
+from autotune.script.profile import job_of, unknown_job
+from autotune.util.units import MIB
+from autotune.workers.gpu_locks import lock_file
+from autotune.workers.launchers import ForkLauncher
 from tests import fake_driver
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SHARED_PAGES = "shared_pages"  # a module there
 DEAR = {  # file: what its tests share, or None where each takes long by itself; the longest first
     "tests/executors/test_local.py": "bench",
-    "tests/executors/test_knobs.py": "bench",
-    "tests/executors/nodes/test_ssh.py": "hosts",
-    "tests/executors/nodes/test_slurm.py": "slurm",
-    "tests/executors/nodes/test_ray.py": "ray",
-    "tests/executors/test_slice.py": "bench",
-    "tests/rank/test_tasks.py": "bench",
+    "tests/executors/test_local_knobs.py": "bench",
+    "tests/executors/cluster/test_transports_ssh.py": "hosts",
+    "tests/executors/cluster/test_transports_slurm.py": "slurm",
+    "tests/executors/cluster/test_ray_transport.py": "ray",
+    "tests/executors/test_local_node_slice.py": "bench",
+    "tests/rank/test_workload_tasks.py": "bench",
     "tests/rank/test_workload.py": "bench",
-    "tests/predict/test_zero_live.py": "bench",
+    "tests/predict/test_zero_memory_live.py": "bench",
     "tests/test_scripts.py": "scripts",
     "tests/test_ways.py": "scripts",
     "tests/test_early_variables.py": "scripts",
@@ -85,19 +84,19 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/results/test_plan.py": "plan",
     "tests/benchmarks/test_gpu_acceptance.py": "rehearsed",
     "tests/rank/hooks/test_accelerate.py": "parent",
-    "tests/rank/hooks/test_beside.py": "parent",
+    "tests/rank/hooks/test_deepspeed_auxiliary_engines.py": "parent",
     "tests/rank/hooks/test_deepspeed.py": "parent",
-    "tests/rank/hooks/test_election.py": "parent",
-    "tests/rank/hooks/test_ops.py": "parent",
+    "tests/rank/hooks/test_deepspeed_engine_choice.py": "parent",
+    "tests/rank/hooks/test_deepspeed_ops.py": "parent",
     "tests/rank/hooks/test_process_group.py": "parent",
-    "tests/rank/hooks/test_resuming.py": "parent",
-    "tests/rank/hooks/test_saving.py": "parent",
+    "tests/rank/hooks/test_transformers_resuming.py": "parent",
+    "tests/rank/hooks/test_transformers_saving.py": "parent",
     "tests/rank/hooks/test_transformers.py": "parent",
-    "tests/rank/hooks/test_zero_init.py": "parent",
-    "tests/rank/test_hub.py": "parent",
-    "tests/rank/test_model.py": "parent",
-    "tests/rank/test_script.py": "parent",
-    "tests/rank/test_train.py": "parent",
+    "tests/rank/hooks/test_deepspeed_zero_init.py": "parent",
+    "tests/rank/test_hub_config.py": "parent",
+    "tests/rank/test_model_rank.py": "parent",
+    "tests/rank/test_script_rank.py": "parent",
+    "tests/rank/test_train_rank.py": "parent",
     "tests/gpu/test_cuda.py": "gpu",  # one test at a time has the device
     "tests/test_readme.py": None,
     "tests/benchmarks/test_small_forms.py": None,
@@ -105,12 +104,12 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/test_edited_script.py": None,
     "tests/golden/test_golden.py": None,
     "tests/test_guarded.py": None,
-    "tests/commands/test_tasks.py": None,
-    "tests/commands/test_stopped_while_building.py": None,
-    "tests/group/test_building.py": None,
-    "tests/group/test_group.py": None,
+    "tests/commands/test_run_tasks.py": None,
+    "tests/commands/test_run_stopped_while_building.py": None,
+    "tests/workers/test_jit_ops_building.py": None,
+    "tests/workers/test_group.py": None,
     "tests/predict/test_trace.py": None,
-    "tests/predict/test_depth_exact.py": None,
+    "tests/predict/test_tracer_depth_exact.py": None,
 }
 
 # Hypothesis fails a test by seconds on a clock; machines are shared and slow at times.
@@ -280,7 +279,7 @@ def built_ops(shared_folder: Path) -> None:
     with FileLock(shared_folder / "ops.lock"):
         if done.exists():
             return
-        code = "from autotune.group.ops import load_ops; assert not load_ops(['ShareMemCommBuilder', 'CPUAdamBuilder'])"
+        code = "from autotune.workers.jit_ops import load_ops; assert not load_ops(['ShareMemCommBuilder', 'CPUAdamBuilder'])"
         env = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parents[1], env=env, check=True, timeout=800)
         done.touch()
@@ -389,7 +388,7 @@ def _path_of_ranks() -> Iterator[None]:
     """What fork servers of this worker and their ranks find on their path: tests/scripts/own.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path_of_ranks(os.environ))
-        patch.setattr(station, "ForkLauncher", InSharedPages)
+        patch.setattr(machine, "ForkLauncher", InSharedPages)
         yield
 
 
@@ -474,7 +473,7 @@ def driver(driver_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     made = fake_driver.Driver(driver_library, tmp_path / "machine.txt")
     made.write()
     fake_driver.install(made, monkeypatch)
-    monkeypatch.setattr(gpus, "LOOK_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(nvml, "LOOK_AGAIN_SECONDS", 0.01)
     yield made
     for device in [one for card in made.cards for one in (card, *card.slices)]:
         lock_file(device.uuid).unlink(missing_ok=True)

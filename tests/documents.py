@@ -11,12 +11,12 @@ from typing import Any
 
 import typer
 
-from autotune.cli import app
+from autotune.cli.app import app
 from autotune.problem.hardware import named_gpu
 from autotune.problem.job import parse_lora
 from autotune.problem.models import shipped_models
-from autotune.problem.space_file import shipped_spaces
-from autotune.units import parse_bytes, parse_count, parse_duration, parse_share
+from autotune.problem.space import shipped_spaces
+from autotune.util.units import parse_bytes, parse_count, parse_duration, parse_share
 
 ROOT = Path(__file__).parents[1]
 TEXTS = [

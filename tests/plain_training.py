@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from autotune.group.extensions import FOLDER, own_folder
+from autotune.workers.jit_ops import FOLDER, own_folder
 
 _AT_THEIR_END = Path(__file__).parent / "plainly"  # a `sitecustomize` of their ranks
 

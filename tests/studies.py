@@ -6,11 +6,11 @@ from pathlib import Path
 
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
-from autotune.problem.space_file import load_space
-from autotune.search.records import VERIFY
+from autotune.problem.space import load_space
 from autotune.search.storage import default_storage
 from autotune.search.study import StudyStore
-from autotune.units import MIB
+from autotune.search.trials import VERIFY
+from autotune.util.units import MIB
 from tests.conftest import make_candidate, make_job
 
 

@@ -16,9 +16,9 @@ import pytest
 import typer
 import yaml
 
-from autotune.cli import app
+from autotune.cli.app import app
 from autotune.problem.candidate import KNOBS
-from autotune.problem.space_file import load_space, parse_space, shipped_spaces
+from autotune.problem.space import load_space, parse_space, shipped_spaces
 from tests.documents import (
     ROOT,
     SCRIPTS,

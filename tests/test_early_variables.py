@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.probe import probe
+from autotune.commands.script_probe import probe
 from autotune.errors import UserError
 from autotune.problem.job import Script
-from autotune.problem.needs import Circumstances, own_allocator
-from autotune.problem.script_job import job_of, unknown_job
+from autotune.problem.knobs import Circumstances, own_allocator
+from autotune.script.profile import job_of, unknown_job
 from tests.conftest import Scripts, make_candidate
 
 TRAINS = """
@@ -95,7 +95,7 @@ def test_one_at_the_scripts_top_is_there_before_its_imports(tmp_path: Path) -> N
     environment = {key: value for key, value in os.environ.items() if key not in own}
     run = "run --device cpu --gpus 2 --budget 3m --max-trials 1 --study mine --yes --no-gallery"
     for words in (run, "launch mine"):
-        command = [sys.executable, "-m", "autotune.cli", *words.split(), "--", name]
+        command = [sys.executable, "-m", "autotune", *words.split(), "--", name]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, env=environment)
         assert done.returncode == 0, done.stdout + done.stderr
         if words == run:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from autotune.problem.outcome import Kind
-from autotune.search.records import SEARCH, VERIFY
 from autotune.search.study import StudyStore
+from autotune.search.trials import SEARCH, VERIFY
 from tests import plain_training
 from tests.cli_call import call
 from tests.conftest import processes_in, wait_until
 
-AUTOTUNE = [sys.executable, "-m", "autotune.cli"]
+AUTOTUNE = [sys.executable, "-m", "autotune"]
 SPACE = """
 knobs:
   zero_stage: [0, 2]

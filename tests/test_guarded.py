@@ -25,7 +25,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_guard_refuses(log: Path) -> None:
-    for module, refused in (("autotune.search.study", "optuna"), ("autotune.group.gpu_meter", "psutil")):
+    for module, refused in (("autotune.search.study", "optuna"), ("autotune.workers.gpu_memory", "psutil")):
         done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=120)
         assert f"{refused} is refused to autotune" in done.stderr
     assert "-c" in log.read_text()
@@ -51,4 +51,4 @@ def test_a_measurement(log: Path, tmp_path: Path, isolation: str) -> None:
     finally:
         executor.close()
     assert outcome.ok, outcome.reason
-    assert ("autotune.group.fork_server" if isolation == "fork" else "autotune.rank.model") in log.read_text()
+    assert ("autotune.workers.fork_server" if isolation == "fork" else "autotune.rank.model_rank") in log.read_text()

@@ -18,14 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.remembered import remembered, remembered_python
 from autotune.commands.request import Request
-from autotune.commands.trust import grant, named_by
+from autotune.commands.trust import grant, named_by, remembered, remembered_python
 from autotune.errors import UserError
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Kind
-from autotune.problem.recorded import knob_names
 from autotune.recovery.ladder import stored_ladder
+from autotune.script.recorded import knob_names
 from autotune.search.study import StudyStore
 from tests.cli_call import call
 from tests.hostile import SHADOWS, TEXT, Trap, controls, lay, live, space, table

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from autotune.commands.probe import Probe
 from autotune.commands.request import Request, launch_setup
-from autotune.problem.argument_texts import winners_files
+from autotune.commands.script_probe import Probe
 from autotune.problem.candidate import Candidate
-from autotune.problem.script import carried, training_command, typed, variables_for
-from autotune.problem.script_job import job_of, own_candidate
-from autotune.problem.typed import read_command
+from autotune.script.argument_writer import winners_files
+from autotune.script.parse_command import read_command
+from autotune.script.profile import job_of, own_candidate
+from autotune.script.script import carried, training_command, typed, variables_for
 from tests.cli_call import call
 from tests.conftest import SCRIPTS, Scripts, free_port, make_candidate
 from tests.plain_training import train

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import UserError
-from autotune.files import write_atomically
 from autotune.masking import (
     MASK,
     forget,
@@ -29,7 +28,8 @@ from autotune.masking import (
 from autotune.problem.candidate import KNOBS
 from autotune.problem.job import ArgumentFile, Script
 from autotune.problem.outcome import Kind
-from autotune.problem.space_file import DS_SECTIONS, DS_TOP_LEVEL, DS_ZERO_KEYS
+from autotune.problem.space import DS_SECTIONS, DS_TOP_LEVEL, DS_ZERO_KEYS
+from autotune.util.files import write_atomically
 from tests.cli_call import call
 from tests.conftest import make_job
 from tests.studies import study_of_every_kind
@@ -192,7 +192,7 @@ def test_no_file_and_no_line_of_a_study_holds_a_secret(
     forget()
     folder = tmp_path_factory.mktemp("secrets")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("autotune.commands.report._predictor", lambda store, trace_of: (None, ""))
+    monkeypatch.setattr("autotune.commands.study_output._predictor", lambda store, trace_of: (None, ""))
     first, second, third, fourth, fifth, sixth, seventh = (f"Q{text}7" for text in secrets)
     data = {"hub_token": fourth, "run": [{"service": {"api_key": fifth}}]}
     script = Script(
@@ -213,7 +213,7 @@ def test_no_file_and_no_line_of_a_study_holds_a_secret(
     monkeypatch.setattr("tests.studies.make_job", lambda: job)
     store = study_of_every_kind(folder / "runs", (Kind.OK, Kind.CRASH, Kind.OOM_DEVICE))
     monkeypatch.setattr("sys.argv", ["autotune", "run", "--", "WANDB_API_KEY=" + third, *script.argv])
-    from autotune.cli_parts import typed_command
+    from autotune.cli.options import typed_command
 
     store.note_command(typed_command())
     said = ""

@@ -1,7 +1,6 @@
-"""The public door: what `import autotune` gives, and what is said of the paths of version 0.1."""
+"""Public API: names that `import autotune` gives."""
 
 import importlib
-import importlib.util
 import re
 import subprocess
 import sys
@@ -16,130 +15,16 @@ import autotune
 from autotune.commands import run
 from autotune.commands.request import Request
 from autotune.errors import UserError
-from autotune.moved import MOVED, MovedFinder, moved_line
-from autotune.units import parse_bytes, parse_count, parse_duration, parse_share
+from autotune.util.units import parse_bytes, parse_count, parse_duration, parse_share
 
 ROOT = Path(__file__).parent.parent
-TOP = sorted(name for name in MOVED if name.count(".") == 1)
-
-
-@pytest.mark.parametrize("name", sorted(MOVED))
-def test_an_import_statement_of_an_old_path_says_the_new_one(name: str) -> None:
-    with pytest.raises(ModuleNotFoundError) as caught:
-        importlib.import_module(name)
-    assert str(caught.value) == f"{name} is now {MOVED[name]}"
-    assert "\n" not in str(caught.value)
-
-
-# All modules of version 0.1 (b92ed20).
-OLD = [
-    "callback",
-    "candidate",
-    "cli",
-    "doctor",
-    "errors",
-    "executors",
-    "executors.base",
-    "executors.local",
-    "executors.replay",
-    "export",
-    "hardware",
-    "job",
-    "ladder",
-    "launcher",
-    "models",
-    "outcome",
-    "plan",
-    "predict",
-    "predict.allocator",
-    "predict.closed_form",
-    "predict.fit",
-    "predict.flops",
-    "predict.knobs",
-    "predict.live",
-    "predict.predictor",
-    "predict.roofline",
-    "predict.trace",
-    "predict.zero",
-    "probe",
-    "report",
-    "run",
-    "script",
-    "search",
-    "search.dominance",
-    "search.proposer",
-    "search.sampler",
-    "search.study",
-    "search.tuner",
-    "space",
-    "training",
-    "trial",
-    "trial.checkpoints",
-    "trial.config",
-    "trial.devices",
-    "trial.gauge",
-    "trial.hooks",
-    "trial.ops",
-    "trial.protocol",
-    "trial.rank",
-    "trial.script_rank",
-    "trial.server",
-    "trial.train_rank",
-    "trial.verdict",
-    "trial.workload",
-    "units",
-]
-
-
-@pytest.mark.parametrize("old", OLD)
-def test_every_module_of_version_0_1_is_there_or_says_where_it_went(old: str) -> None:
-    name = f"autotune.{old}"
-    try:
-        assert importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        assert str(error).count(" is now ") == 1
-
-
-@pytest.mark.parametrize("name", TOP)
-def test_the_attribute_of_an_old_path_says_the_new_one(name: str) -> None:
-    with pytest.raises(AttributeError, match=re.escape(f"{name} is now ")):
-        getattr(autotune, name.removeprefix("autotune."))
-
-
-@pytest.mark.parametrize("name", TOP)
-def test_from_autotune_import_an_old_module_says_the_new_path(name: str) -> None:
-    with pytest.raises(ImportError, match=re.escape(f"{name} is now ")):
-        exec(f"from autotune import {name.removeprefix('autotune.')}", {})
-
-
-@pytest.mark.parametrize(
-    "statement", ["from autotune.callback import StudyCallback", "from autotune.trial.rank import main"]
-)
-def test_a_name_imported_from_an_old_path(statement: str) -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"autotune\.recovery\.callback|autotune\.rank \("):
-        exec(statement, {})
-
-
-@pytest.mark.parametrize("old", sorted(MOVED))
-def test_every_new_path_is_there(old: str) -> None:
-    paths = re.findall(r"autotune(?:\.\w+)+", MOVED[old])
-    assert paths
-    for path in paths:
-        if path.rpartition(".")[2] not in ("launch", "StudyCallback"):
-            assert importlib.util.find_spec(path) is not None, path
-    for inside in re.findall(r"(autotune\.\w+) \(([^)]*[a-z]+, [^)]*)\)", MOVED[old]):
-        package, listed = inside
-        for module in re.split(r"[,;] ", listed):
-            assert importlib.util.find_spec(f"{package}.{module.split(' is ')[-1]}") is not None, module
 
 
 def test_other_names_fail_as_they_always_did() -> None:
-    assert moved_line("autotune.nowhere") is None
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'autotune\.nowhere'"):
         importlib.import_module("autotune.nowhere")
     with pytest.raises(AttributeError, match="has no attribute 'nowhere'"):
         autotune.nowhere  # noqa: B018
-    assert MovedFinder.find_spec("candidate") is None, "only names of this package are in the table"
 
 
 @pytest.mark.slow
@@ -151,7 +36,7 @@ def test_the_callback_is_public_and_lazy() -> None:
         "from autotune import StudyCallback, launch\n"
         "from transformers import TrainerCallback\n"
         "assert issubclass(StudyCallback, TrainerCallback)\n"
-        "assert StudyCallback.__module__ == 'autotune.recovery.callback'\n"
+        "assert StudyCallback.__module__ == 'autotune.recovery.trainer_callback'\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -161,7 +46,7 @@ def test_the_version_stands_in_one_place() -> None:
     tomllib = pytest.importorskip("tomllib", reason="of Python 3.11 and later")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" in project["project"]["dynamic"]
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "autotune.version.__version__"}
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "autotune._version.__version__"}
     assert re.fullmatch(r"\d+\.\d+\.\d+", autotune.__version__)
 
 

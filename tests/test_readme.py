@@ -40,7 +40,7 @@ def test_make_run_runs_a_study_and_writes_its_winner(tmp_path: Path) -> None:
 def test_options_and_commands_named_in_the_readme_exist() -> None:
     from typer.testing import CliRunner
 
-    from autotune.cli import app
+    from autotune.cli.app import app
 
     shown = "".join(
         CliRunner().invoke(app, [*command, "--help"]).output

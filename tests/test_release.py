@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 GITHUB = ROOT / ".github"
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 CITATION = (ROOT / "CITATION.cff").read_text()
-VERSION_FILE = (ROOT / "autotune" / "version.py").read_text()
+VERSION_FILE = (ROOT / "autotune" / "_version.py").read_text()
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (GITHUB / "workflows").glob("*.yml")}
 
 

@@ -16,18 +16,17 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.executors.base import Effort
-from autotune.group.extensions import FOLDER
 from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate
-from autotune.problem.fitting import for_job
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Source
-from autotune.problem.script import carried, training_command
-from autotune.problem.script_job import job_of, other_batch, own_candidate, unknown_job
-from autotune.problem.space_file import load_space
+from autotune.problem.space import for_job, load_space
 from autotune.recovery.ladder import Rung
 from autotune.recovery.supervisor import LaunchSummary, Supervisor
-from autotune.units import MIB
+from autotune.script.profile import job_of, other_batch, own_candidate, unknown_job
+from autotune.script.script import carried, training_command
+from autotune.util.units import MIB
+from autotune.workers.jit_ops import FOLDER
 from tests.conftest import SCRIPTS, Scripts, free_port, make_candidate, pid_lives, processes_in, read_json_lines
 from tests.scripts.long_batches import seen_samples
 
@@ -886,7 +885,7 @@ def test_the_command_line_end_to_end(tmp_path: Path) -> None:
     script = [str(SCRIPTS / "trainer.py"), *TRAINER]
 
     def autotune(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "autotune.cli", *words]
+        command = [sys.executable, "-m", "autotune", *words]
         env = {**os.environ, "NCCL_ALGO": "Ring"}
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
 

@@ -5,10 +5,10 @@ import os
 import textwrap
 from pathlib import Path
 
-from autotune.commands.probe import probe
+from autotune.commands.script_probe import probe
 from autotune.problem.job import Script
-from autotune.problem.script_job import unknown_job
-from autotune.problem.sources import SOURCES
+from autotune.script.profile import unknown_job
+from autotune.script.source_digests import SOURCES
 from tests.conftest import Scripts, make_candidate
 from tests.test_scripts import CONFIG
 

@@ -10,8 +10,8 @@ import torch
 from autotune.errors import UserError
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH
 from autotune.problem.outcome import Kind, Source
-from autotune.problem.script import command as printed_command
-from autotune.problem.script_job import own_candidate
+from autotune.script.profile import own_candidate
+from autotune.script.script import command as printed_command
 from tests.conftest import SCRIPTS, Scripts
 
 CONFIG = {

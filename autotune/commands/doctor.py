@@ -13,17 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.commands.python import check_versions, versions_of
+from autotune.commands.environment import check_versions, versions_of
 from autotune.errors import UserError
-from autotune.executors.scratch import UNPROTECTED, protection_of
-from autotune.file_systems import file_system_of
-from autotune.group.ending import end_marked
-from autotune.group.environment import trial_environment
-from autotune.group.launchers import MARK
-from autotune.group.locks import holder_of
-from autotune.interpreter import APART, Own, current
-from autotune.problem.cpus import usable_cpus
-from autotune.problem.gpus import (
+from autotune.executors.machine import UNPROTECTED, protection_of
+from autotune.problem.hardware import facts_for, usable_cpus
+from autotune.problem.host_memory import host_available_bytes, host_total_bytes
+from autotune.problem.nvml import (
     Gpu,
     GpuError,
     all_cards,
@@ -32,14 +27,17 @@ from autotune.problem.gpus import (
     open_nvml,
     order_to_set,
     telling,
+    unseen_gpu,
     visible_gpus,
 )
-from autotune.problem.hardware import facts_for
-from autotune.problem.host import host_available_bytes, host_total_bytes
-from autotune.problem.unseen import unseen_gpu
 from autotune.rank.sandbox import Protection
-from autotune.units import GIB, MIB, format_bytes
+from autotune.util.file_systems import file_system_of
+from autotune.util.interpreter import APART, Own, current
+from autotune.util.units import GIB, MIB, format_bytes
 from autotune.versions import Versions, complaint, newer
+from autotune.workers.gpu_locks import holder_of
+from autotune.workers.launchers import MARK, trial_environment
+from autotune.workers.process_tree import end_marked
 
 _LEAST_SHM_BYTES = 64 * MIB  # bytes for the shared segments of NCCL and gloo, and a data loader's batches
 _SPARE_SHM_BYTES = GIB  # Docker's default for a container is 64 MiB
@@ -218,7 +216,7 @@ def attempt(name, work):
         out["errors"][name] = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 def torch_facts():
     import torch
-    from autotune.rank import cuda
+    from autotune.rank import devices as cuda
     return {"version": torch.__version__, "cuda": torch.version.cuda, "available": cuda.available(),
             "nccl": list(cuda.nccl_version()) if torch.version.cuda else None}
 attempt("torch", torch_facts)
@@ -241,8 +239,8 @@ def transformers():
 attempt("transformers", transformers)
 def op(name):
     from deepspeed.accelerator import get_accelerator
-    from autotune.group.along import taking_all_along
-    from autotune.group.ops import load_ops
+    from autotune.util.linux import taking_all_along
+    from autotune.workers.jit_ops import load_ops
     if get_accelerator().create_op_builder(name) is None:
         raise RuntimeError("not for this device")
     with taking_all_along():

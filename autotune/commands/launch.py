@@ -1,36 +1,43 @@
-"""`autotune launch` without the command line: from a study or a plan to a supervised training."""
+"""Supervised training from a study or a plan."""
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
-from autotune.commands.launched_command import Launched, about_variables
-from autotune.commands.nodes import SCHEDULERS, Nodes, named_nodes
-from autotune.commands.python import TRAINING, ranks_python
-from autotune.commands.remembered import remembered
-from autotune.commands.request import Request, launch_setup
+from autotune._version import __version__
+from autotune.commands.environment import SCHEDULERS, TRAINING, Nodes, named_nodes, ranks_python
+from autotune.commands.request import FREE, Request, launch_setup
 from autotune.commands.setup import LaunchSetup, PlanSetup
-from autotune.commands.trust import Ask
+from autotune.commands.trust import Ask, remembered
 from autotune.errors import NothingFits, UserError, one_line
-from autotune.group.locks import held_gpus
-from autotune.predict.traced import traced_predictor
-from autotune.problem.candidate import Candidate
+from autotune.predict.trace import traced_predictor
+from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, MICRO_BATCH, Candidate
+from autotune.problem.ds_config import BATCH, global_batch_of, read_config
 from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job, Script
-from autotune.problem.script import half_told, line_of
-from autotune.problem.sources import SOURCES
-from autotune.problem.typed import launchers_config
 from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, stored_ladder, write_ladder
 from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
-from autotune.results.report.page import training_page, write_page
-from autotune.results.report.training import AttemptShown, TrainingReport
+from autotune.results.report.html import AttemptShown, TrainingReport, training_page, write_page
+from autotune.script.argument_files import find, given, launcher_file, own_config, own_files, said, value_at
+from autotune.script.command_line import ACCELERATE, framework_of
+from autotune.script.parse_command import launchers_config
+from autotune.script.profile import over_present, own_samples
+from autotune.script.script import KNOWN_FLAGS, config_path, half_told, line_of
+from autotune.script.source_digests import SOURCES, digests
+from autotune.search.fingerprint import measured_under, other_variables, watched_variables
 from autotune.search.storage import check_no_links, make_study_folder, output_folder
 from autotune.search.study import StudyStore
-from autotune.version import __version__
+from autotune.workers.gpu_locks import held_gpus
+
+# -- launch ------------------------------------------------------------------------------------------------------------
+#
+# `autotune launch` without the command line: from a study or a plan to a supervised training.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,3 +254,246 @@ def _planned_ladder(plan: PlanSetup, convert: bool) -> list[Rung]:
     if not ranked:
         raise NothingFits(f"nothing of space {plan.space.name} is predicted to fit: `autotune plan` says what would")
     return recovery_ladder(candidates[ranked[0]], plan.space, plan.job, predictor, {}, convert=convert)
+
+
+# -- launched command --------------------------------------------------------------------------------------------------
+#
+# Differences between a launched command and the tuned one: batch, optimizer, precision, and environment variables.
+#
+# The two commands are compared with each other, not with the observations of the first. A script may count its batch by
+# its own rules, and a change of the words changes its steps by the same factor.
+
+_TRAINERS = {MICRO_BATCH: 8, ACCUMULATION: 1}  # defaults of transformers' TrainingArguments
+_OFF = ("false", "False", "0", "no")
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """A launched command, and the study under whose winner it trains.
+
+    Attributes:
+        job: the study's.
+        script: the launched script, with the study's findings about it.
+        sources: digests of the files that the study's script used, by path.
+    """
+
+    study: str
+    job: Job
+    winner: Candidate
+    script: Script
+    sources: Mapping[str, str]
+
+    def checked(self, asked: int | str | None) -> tuple[Job, list[str]]:
+        """Return the job with the command's present precision, and lines about differences from the measured job.
+
+        Args:
+            asked: samples per optimizer step that the caller wants, or `free`: the study's; None: the command's.
+
+        Raises:
+            UserError: the command's steps have another number of samples than the study's.
+        """
+        config = self._edited_config()
+        lines = self._about_batch(asked, config)
+        return self._about_arithmetic(config, lines)
+
+    # -- the batch ---------------------------------------------------------------------------------------------------
+
+    def _about_batch(self, asked: int | str | None, config: dict[str, Any] | None) -> list[str]:
+        target, tuned = self.script.target, self.winner.micro_batch * self.winner.accumulation * self.job.ranks
+        if asked not in (None, FREE, tuned):
+            raise UserError(
+                f"--global-batch-size {asked}: study {self.study} is of {tuned} samples an optimizer step; give that, or tune "
+                f"again with {asked}"
+            )
+        now, untold = self._samples_now(config)
+        if asked is not None or now in (None, tuned, self._first_samples):
+            told = untold and asked is None
+            return (
+                [f"{target} is no longer told its batch: {tuned} samples an optimizer step, as tuned"] if told else []
+            )
+        if self.script.holds_batch:
+            return [
+                f"{target} is told {now} samples an optimizer step now, and the study measured {self._first_samples}"
+            ]
+        if self.job.global_batch_size is None:  # the study has chosen it
+            return [
+                f"{target} is told {now} samples an optimizer step; the study left them open, and {tuned} are trained"
+            ]
+        raise UserError(
+            f"{target} is told {now} samples an optimizer step, and study {self.study} is of {tuned}: give it the batch that was "
+            f"tuned, tune again with this one, or give --global-batch-size {tuned} to train with the study's"
+        )
+
+    @property
+    def _first_samples(self) -> int | None:
+        """Samples per step of the tuned script in its probe run; None if no script was tuned."""
+        first = self.job.script
+        return own_samples(first, self.job.ranks) if first is not None and "micro_batch" in first.profile else None
+
+    def _samples_now(self, config: dict[str, Any] | None) -> tuple[int | None, bool]:
+        """Return the samples per step by the command, or None, and whether a setting was dropped whose default is unknown.
+
+        Only the script knows such a default.
+        """
+        first, before = self.job.script, self._first_samples
+        if first is None or before is None:
+            return self._samples_of_words(config or {}), False
+        through = bool(first.profile.get("through_arguments"))
+        trainers, share, untold, unchanged = through and framework_of(first) is None, Fraction(1), False, []
+        for knob, name in ((MICRO_BATCH, "micro_batch"), (ACCUMULATION, "accumulation")):
+            then, now = _said(first, knob), _said(self.script, knob)
+            if now is None and then is not None:
+                default = _TRAINERS[knob] if trainers and _said_to_trainer(first, knob) else None
+                now = default or (_count(config, knob) if config is not None and not through else None)
+            changed = Fraction(now, then or int(first.profile[name])) if now is not None else Fraction(1)
+            unchanged += [knob] if changed == 1 else []
+            share *= changed
+            untold |= now is None and then is not None
+        if config is not None and not through:
+            share *= self._share_of(first.profile["config"], config, unchanged)
+        return round(before * share), untold
+
+    def _samples_of_words(self, config: dict[str, Any]) -> int | None:
+        """Return the samples per step of a script without a probe run: from its words, or else from its config."""
+        words = {knob: size for knob in _TRAINERS if (size := _said(self.script, knob)) is not None}
+        told = {**config, **words}
+        if len(words) == len(_TRAINERS):
+            told.pop(BATCH, None)
+        elif told.get(ACCUMULATION) == "auto" and _said_to_trainer(self.script, MICRO_BATCH):
+            told[ACCUMULATION] = _TRAINERS[ACCUMULATION]
+        return global_batch_of(told, self.job.ranks)[0]
+
+    def _share_of(self, old: dict[str, Any], new: dict[str, Any], knobs: Sequence[str]) -> Fraction:
+        """Return the factor by which an edited config enlarges the steps, in these knobs."""
+        then, now = (global_batch_of(one, self.job.ranks)[0] for one in (old, new))
+        if len(knobs) == len(_TRAINERS) and then and now:
+            return Fraction(now, then)
+        share = Fraction(1)
+        for knob in knobs:
+            then, now = _count(old, knob), _count(new, knob)
+            share *= Fraction(now, then) if then and now else 1
+        return share
+
+    # -- the config --------------------------------------------------------------------------------------------------
+
+    def _edited_config(self) -> dict[str, Any] | None:
+        """Return the DeepSpeed config that the command holds or names now.
+
+        None is returned if the config is in code, or is the same file as in the probe run. A script may change the config that it
+        reads, so that comparing the two would show a difference without an edit.
+        """
+        path = config_path(self.script)
+        inside = own_config(self.script) if path is None else None
+        if path is None:
+            return inside if isinstance(inside, dict) else None
+        try:
+            found = read_config(path)
+        except (OSError, ValueError):
+            return None  # the training itself reports it
+        same = self.sources.items() & digests([path], self.script.cwd).items()
+        return found if isinstance(found, dict) and not same else None
+
+    def _about_arithmetic(self, config: dict[str, Any] | None, lines: list[str]) -> tuple[Job, list[str]]:
+        first, job = self.job.script, self.job
+        if first is None or "config" not in first.profile:
+            return job, lines
+        others = []
+        if config is not None and (old := _optimizer(first.profile["config"])) != (new := _optimizer(config)):
+            others += [f"optimizer {new or 'of its own'}, not {old or 'of its own'}"]
+        before, after = (_value(one, "optim") or "(its default)" for one in (first, self.script))
+        if before != after:
+            others += [f"--optim {after}, not {before}"]
+        precision = over_present(job, config).precision if config is not None else job.precision
+        if precision == job.precision and first.profile.get("through_arguments"):
+            precision = self._told_precision(first)
+        if precision != job.precision:
+            others += [f"precision {precision}, not {job.precision}"]
+            job = dataclasses.replace(job, precision=precision)
+        if others:
+            told = "; ".join(others)
+            lines = [
+                *lines,
+                f"trained otherwise than measured, as the command says now ({told}): memory and speed may differ",
+            ]
+        return job, lines
+
+    def _told_precision(self, first: Script) -> str:
+        """Return the precision of a Trainer's arguments if they differ from the study's; else the job's."""
+        then, now = ([_is_on(one, name) for name in ("bf16", "fp16")] for one in (first, self.script))
+        if then == now:
+            return self.job.precision
+        return "bf16" if now[0] else "fp16" if now[1] else "fp32"
+
+
+def about_variables(study: str, fingerprint: dict[str, Any], winner: Candidate) -> str:
+    """Return a line about variables of this process that differ from those of the study's measurement; empty if none do."""
+    other = other_variables(fingerprint)
+    allocators = (_allocator(own, winner) for own in (measured_under(fingerprint), watched_variables()))
+    if len({*allocators}) == 1:  # for example, the winner's own knob was exported: `start it with …`
+        other = {name: values for name, values in other.items() if name not in ALLOCATOR_VARIABLES}
+    if not other:
+        return ""
+    told = [f"{name} {_shown(now)} here, {_shown(then)} there" for name, (then, now) in other.items()]
+    return f"trained under this shell's variables, not those that study {study} was measured under: {'; '.join(told)}"
+
+
+def _allocator(own: Mapping[str, str], winner: Candidate) -> str:
+    """Return the setting that torch's allocator reads in a rank of the winner."""
+    variables = {**own, **winner.environment(own)}
+    return next((variables[name] for name in ALLOCATOR_VARIABLES if variables.get(name)), "")
+
+
+def _shown(value: str | None) -> str:
+    return "not set" if value is None else shlex.quote(" ".join(value.split()))
+
+
+def _said(script: Script, knob: str) -> int | None:
+    """Return a batch size from the command: from its last matching word, or else from its files or its launcher."""
+    words = dataclasses.replace(script, files=())
+    flag = dict(script.flags).get(knob) or KNOWN_FLAGS[knob]
+    found = [*said(script, knob), *said(dataclasses.replace(words, flags=((knob, flag),)), knob)]
+    line, file = line_of(script), launcher_file(script)
+    if line.kind == ACCELERATE and knob == ACCUMULATION:
+        inside = (file.data.get("deepspeed_config") or {}) if file is not None else {}
+        found = [inside.get(knob), line.options.get(knob), *found]
+    numbers = [int(word) for one in found if (word := str(one)).isdigit() and int(word) > 0]
+    return numbers[-1] if numbers else None
+
+
+def _said_to_trainer(script: Script, knob: str) -> bool:
+    """Check that a Trainer's own argument sets it, with a known default. Only the script knows the default of its own flag."""
+    name = KNOWN_FLAGS[knob].removeprefix("--")
+    flags = (word.removeprefix("--").replace("-", "_") for word in given(script.argv) if word.startswith("--"))
+    return name in flags or any(find(file.data, (name,)) is not None for file in own_files(script))
+
+
+def _count(config: dict[str, Any], knob: str) -> int | None:
+    """Return a size in a config; None if the config leaves it open, or to its caller by `"auto"`."""
+    value = config.get(knob)
+    return int(value) if isinstance(value, int | float) and value >= 1 else None
+
+
+def _optimizer(config: dict[str, Any]) -> str:
+    section = config.get("optimizer")
+    return str(section.get("type", "")).lower() if isinstance(section, dict) else ""
+
+
+def _value(script: Script, name: str) -> str | None:
+    """Return a Trainer's argument from the command's words, or else from its files.
+
+    The result is empty for a flag without a value, and None if the argument is missing.
+    """
+    found = None
+    for file in own_files(script):
+        place = find(file.data, (name,))
+        found = found if place is None else str(value_at(file.data, place))
+    for at, word in enumerate(script.argv):
+        given, equals, value = word.partition("=")
+        if given == f"--{name}":
+            after = "".join(script.argv[at + 1 : at + 2])
+            found = value if equals else "" if after.startswith("-") else after
+    return found
+
+
+def _is_on(script: Script, name: str) -> bool:
+    return (found := _value(script, name)) is not None and found not in _OFF

@@ -1,38 +1,42 @@
-"""Conversion of a typed request to a frozen setup. Only this module parses the texts of options."""
+"""The typed Request of a call and its validation into a frozen Setup."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+import numbers
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import NamedTuple
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
 
-from autotune.commands.early import check_bounds, check_early
-from autotune.commands.global_batch import FREE, batch_note, kept_batch, parse_global_batch
-from autotune.commands.nodes import SCHEDULERS, Nodes
-from autotune.commands.plan_hardware import planned_hardware, roomy, slice_of
-from autotune.commands.precision import precision_of
-from autotune.commands.seq_len import seq_len_of
+from autotune.commands.environment import SCHEDULERS, Nodes
 from autotune.commands.setup import LaunchSetup, PlanSetup, Setup
-from autotune.commands.study_names import name_since_edits, study_folder, study_name
-from autotune.commands.typed_command import own_variables_note, ranks_asked_for, typed_command
-from autotune.errors import UserError
+from autotune.errors import UserError, near
+from autotune.executors.machine import Slot, slots
 from autotune.executors.replay import Landscape, load_landscape
-from autotune.executors.slots import Slot, slots
+from autotune.predict.calibration import overhead_prior
 from autotune.problem.candidate import Candidate
-from autotune.problem.fitting import fitted
-from autotune.problem.hardware import Hardware, detect
-from autotune.problem.job import Job, Script, load_lengths, parse_lora
-from autotune.problem.models import ModelSpec, resolve_model, workload_spec
-from autotune.problem.needs import missing_package
-from autotune.problem.own_config import load_ds_config
-from autotune.problem.prices import Price, price_table
-from autotune.problem.script_job import first_candidates, unknown_job
-from autotune.problem.space import SearchSpace
-from autotune.problem.space_file import load_space
-from autotune.problem.tasks import image_size_of, task_of
-from autotune.units import parse_count, parse_duration, parse_memory, parse_share
+from autotune.problem.ds_config import global_batch_of, load_ds_config
+from autotune.problem.gpu_specs import Price, price_table
+from autotune.problem.hardware import Hardware, detect, named_hardware
+from autotune.problem.job import Job, Script, load_lengths, longest_sequence, parse_lora
+from autotune.problem.knobs import missing_package
+from autotune.problem.models import ModelSpec, image_size_of, resolve_model, task_of, workload_spec
+from autotune.problem.space import SearchSpace, fitted, load_space
+from autotune.results.output_files import check_out
+from autotune.script.parse_command import Typed, read_command
+from autotune.script.profile import first_candidates, unknown_job
+from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
+from autotune.search.fingerprint import identity
+from autotune.util.bounds import MOST, shown, trouble, whole_number
+from autotune.util.units import GIB, format_bytes, parse_count, parse_duration, parse_memory, parse_share
+
+# -- request -----------------------------------------------------------------------------------------------------------
+#
+# Conversion of a typed request to a frozen setup. Only this module parses the texts of options.
 
 DEFAULT_HEADROOM = "5%"
 
@@ -108,7 +112,7 @@ def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
     Raises:
         UserError: the request is wrong, or not possible here.
     """
-    from autotune.search.clock import too_short  # imports optuna, which is slow and not needed for a plan
+    from autotune.search.budget import too_short  # imports optuna, which is slow and not needed for a plan
 
     budget_seconds = parse_duration(request.budget)
     if why := too_short(budget_seconds):
@@ -400,3 +404,482 @@ def _model(request: Request) -> ModelSpec:
         return resolve_model(request.model, trust_remote_code=request.trust_remote_code)
     others = "a folder, or a Hub id; or --workload, or your script after `--`"
     raise UserError(f"--model is missing: give a shipped name (`autotune models`), {others}")
+
+
+# -- early checks ------------------------------------------------------------------------------------------------------
+#
+# Checks before a run, of errors that would otherwise appear minutes into a search or at its end.
+
+_SEEDS = 2**32  # numpy's generators, and so Optuna's samplers, take seeds below this
+
+
+_MOST_OF = {"gpus": 4096, "nodes": 4096, "parallel": 4096, "image_size": 65_536}  # limits of options that count things
+
+
+def check_bounds(typed: Mapping[str, object]) -> None:
+    """Check every number and text of a request.
+
+    Args:
+        typed: values by the names of options, with underscores.
+
+    Raises:
+        UserError: a value is out of bounds.
+    """
+    for name, value in typed.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, int) and not isinstance(value, bool):
+            whole_number(value, option, -MOST, _MOST_OF.get(name, MOST))
+        for one in value if isinstance(value, list) else [str(value) if isinstance(value, Path) else value]:
+            if (why := trouble(one)) and name != "command":
+                raise UserError(f"{option}: {why}")
+
+
+def check_early(seed: int, out: Path | None, max_trials: int | None) -> None:
+    """Check the seed, the winner's output file, and the number of trials.
+
+    Raises:
+        UserError: one of them is invalid.
+    """
+    if not 0 <= seed < _SEEDS:
+        raise UserError(f"--seed {seed}: expected a whole number from 0 to {_SEEDS - 1}")
+    if max_trials is not None and max_trials < 1:
+        raise UserError(f"--max-trials {max_trials}: expected at least 1")
+    if out is not None:
+        check_out(out, makes_folders=True)
+
+
+# -- command after -- --------------------------------------------------------------------------------------------------
+#
+# Effects of a typed command on this call: variables set from now on, and the number of GPUs.
+
+
+def typed_command(
+    words: Sequence[str], maps: Sequence[str], worst_case: bool = False, ds_config: Path | None = None
+) -> Typed:
+    """Parse the words typed after `--`, and set their variables in this process, as a shell sets them for the command.
+
+    Raises:
+        UserError: see `read_command`.
+    """
+    typed = read_command(words, maps, worst_case, ds_config)
+    os.environ.update(typed.variables)
+    return typed
+
+
+def ranks_asked_for(gpus: int | None, typed: Typed, device: str) -> int | None:
+    """Return the requested number of GPUs; None if neither the call nor the command gives it.
+
+    Args:
+        gpus: value of `--gpus`.
+        device: value of `--device`.
+
+    Raises:
+        UserError: the two numbers differ, or the script shows its ranks fewer GPUs.
+    """
+    if typed.ranks is not None and gpus not in (None, typed.ranks):
+        raise UserError(f"--gpus {gpus} beside `{typed.said}`: leave one of them out, or give the same number")
+    asked = gpus if typed.ranks is None else typed.ranks
+    own = typed.own.get("CUDA_VISIBLE_DEVICES")
+    if own is not None and device != "cpu" and asked is not None and asked > (shown := _shown(own)):
+        said = typed.said or f"--gpus {gpus}"
+        raise UserError(
+            f"`{said}` beside CUDA_VISIBLE_DEVICES={own}, which {typed.script.target} sets itself: it shows {shown}; ask for "
+            "as many, or take that line out"
+        )
+    return asked
+
+
+def _shown(devices: str) -> int:
+    """Return the number of GPUs in a value of CUDA_VISIBLE_DEVICES."""
+    return sum(1 for one in devices.split(",") if one.strip()[:1].isdigit() or one.startswith(("GPU-", "MIG-")))
+
+
+def own_variables_note(typed: Typed) -> list[str]:
+    """Return a line about the variables that the script's code sets, which ranks have from their start; empty if it sets none."""
+    names = ", ".join(sorted(typed.own))
+    return [f"{typed.script.target} sets {names} itself: ranks have that from their start"] if names else []
+
+
+# -- global batch ------------------------------------------------------------------------------------------------------
+#
+# `--global-batch-size`: a number of sequences, or `free`; and the batch in the user's own DeepSpeed config.
+
+FREE = "free"  # no batch is kept: the fastest is chosen
+
+
+def parse_global_batch(asked: int | str | None) -> int | None:
+    """Return the requested sequences per optimizer step; None if none is requested, or `free`.
+
+    Raises:
+        UserError: the value is neither a number nor `free`.
+    """
+    if asked is None or asked == FREE:
+        return None
+    try:
+        return whole_number(asked, "--global-batch-size", -MOST, MOST)  # Job checks the bounds
+    except UserError:
+        raise UserError(f"--global-batch-size {shown(asked)}: expected a number of sequences, or {FREE}") from None
+
+
+def kept_batch(asked: int | str | None, config: dict[str, Any], ranks: int, file: Path | None) -> int | None:
+    """Return the sequences per optimizer step of a named model: as requested, or else from the user's own config; None: free.
+
+    Raises:
+        UserError: the value is no number, or the config's batch cannot be split over the ranks.
+    """
+    if asked is not None:
+        return parse_global_batch(asked)
+    batch, words = global_batch_of(config, ranks)
+    if batch is not None and batch % ranks:
+        near = " or ".join(str(size) for size in (batch // ranks * ranks, (batch // ranks + 1) * ranks) if size)
+        raise UserError(
+            f"{file}: {words} cannot be split evenly over {ranks} ranks: change it, or give --global-batch-size (try {near}, or "
+            f"{FREE})"
+        )
+    return batch
+
+
+def batch_note(asked: int | str | None, job: Job, file: Path | None) -> list[str]:
+    """Return a note if a batch is kept that was not typed, with its origin."""
+    if asked is not None or job.global_batch_size is None or file is None:
+        return []
+    _, words = global_batch_of(job.base_config, job.ranks)
+    return [
+        f"global batch {job.global_batch_size} is kept, as {file} says ({words}); --global-batch-size {FREE} leaves it open"
+    ]
+
+
+# -- seq len -----------------------------------------------------------------------------------------------------------
+#
+# `--seq-len`: the typed value, or the default from the model and the device.
+
+DEFAULT_SEQ_LEN = {"cuda": 2048, "cpu": 64}
+
+
+def seq_len_of(
+    asked: int | str | None, packed: bool, model: ModelSpec, lengths: tuple[tuple[int, int], ...], hardware: Hardware
+) -> int:
+    """Return tokens per sequence: as requested, else the longest of `--lengths`, else the device's default."""
+    longest = longest_sequence(model.config)
+    seq_len = _typed_seq_len(asked, longest, model.name)
+    if lengths:
+        most = max(tokens for tokens, _ in lengths)
+        if seq_len is not None and not packed:
+            raise UserError("--lengths says how long sequences are: leave --seq-len out")
+        seq_len = seq_len or most
+        if seq_len < most:
+            raise UserError(
+                f"--seq-len {seq_len}: the longest sequence of --lengths, {most} tokens, fits in no such row"
+            )
+    if seq_len is None:
+        seq_len = min(DEFAULT_SEQ_LEN[hardware.device], longest or 10**9)
+    if longest and seq_len > longest:
+        raise UserError(f"--seq-len {seq_len}: {model.name} takes at most {longest} tokens")
+    return seq_len
+
+
+def _typed_seq_len(asked: int | str | None, longest: int | None, model: str) -> int | None:
+    if asked is None or isinstance(asked, int):
+        return asked
+    if asked == "max":
+        if longest is None:
+            raise UserError(f"--seq-len max: the configuration of {model} names no longest sequence; give a number")
+        return longest
+    try:
+        return whole_number(asked, "--seq-len", -MOST, MOST)
+    except UserError:
+        raise UserError(f"--seq-len {shown(asked)}: expected a number of tokens, or max") from None
+
+
+# -- precision ---------------------------------------------------------------------------------------------------------
+#
+# Arithmetic of a named model's training, from the typed option and the user's DeepSpeed config.
+
+
+def precision_of(typed: str | None, config: dict[str, Any], hardware: Hardware) -> tuple[str, dict[str, Any]]:
+    """Return the precision, and the config without settings that contradict it.
+
+    The typed precision comes first, then the one that the config enables, then the best of the device that the config does not
+    disable.
+    """
+    precision = typed or _precision(config, hardware)
+    section = config.get(precision)
+    if isinstance(section, dict):
+        config = {**config, precision: {**section, "enabled": True}}
+    return precision, config
+
+
+def _precision(config: dict[str, Any], hardware: Hardware) -> str:
+    said = {name: section.get("enabled") for name in ("bf16", "fp16") if isinstance(section := config.get(name), dict)}
+    for name, enabled in said.items():
+        if enabled is True:
+            return name
+    if hardware.device == "cpu":
+        return "fp32"
+    best = "bf16" if hardware.bf16 else "fp16"
+    return "fp32" if said.get(best) is False else best
+
+
+# -- study names -------------------------------------------------------------------------------------------------------
+#
+# Name of a study without a typed name, and its folder.
+
+_LONGEST = 120  # characters of a name
+# files of these names exist in a study's folder, besides the winner's NAME.json and NAME.html
+_TAKEN = ("probe", "share", "launch", "confidential")
+
+
+def study_name(job: Job, hardware: Hardware, global_batch_size: int | str | None = None) -> str:
+    """Return a name that is stable for a job on a machine, so that the same command resumes.
+
+    Args:
+        global_batch_size: as requested, `free` included; a script's job is not known yet.
+    """
+    key = hashlib.sha256(json.dumps(identity(job, hardware), sort_keys=True).encode()).hexdigest()[:6]
+    if job.script:
+        cap = hardware.memory_cap_bytes
+        asked = [f"{what}{value}" for what, value in (("b", global_batch_size), ("c", cap)) if value]
+        key = hashlib.sha256(" ".join([job.script.key, *asked]).encode()).hexdigest() if asked else job.script.key
+        key = key[:6]
+    rest = f"-{hardware.count}x{hardware.facts or hardware.device}-{key}"
+    model = job.model.name.lstrip(".-") or "model"  # a folder may have a name that a study may not
+    return f"{model[: _LONGEST - len(rest)]}{rest}"
+
+
+def name_since_edits(name: str, runs: Path, job: Job) -> tuple[str, list[str]]:
+    """Return the name of a study without a typed name, and lines for display.
+
+    If files that the script uses were edited since the study was made, another name is returned, which the same texts find again.
+    Otherwise the name is unchanged and there are no lines.
+    """
+    first, changed = name, list[str]()
+    while job.script is not None:
+        memory = runs / name / MEMORY
+        known = json.loads(memory.read_text(encoding="utf-8"))["profile"].get(SOURCES, {}) if memory.is_file() else {}
+        if not (found := edited_since(known, job.script.cwd)):
+            break
+        texts = json.dumps([name, digests(known, job.script.cwd)], sort_keys=True)
+        name, changed = f"{first}-{hashlib.sha256(texts.encode()).hexdigest()[:4]}", [*changed, *found]
+    if not changed:
+        return name, []
+    files = ", ".join(dict.fromkeys(changed))
+    verb = "were" if len(set(changed)) > 1 else "was"
+    return name, [f"{files} {verb} edited since study {first}: this is another, {name} (--force goes on with {first})"]
+
+
+def study_folder(runs: Path, name: str) -> Path:
+    """Return `runs/NAME`, which need not exist.
+
+    Raises:
+        UserError: the name is not plain.
+    """
+    if not name or "/" in name or name[0] in ".-" or len(name) > _LONGEST or not name.isprintable():
+        raise UserError(
+            f"--study {name!r}: expected a plain name of at most {_LONGEST} letters, without slashes and not starting with a "
+            "dot or a hyphen"
+        )
+    if name in _TAKEN:
+        raise UserError(f"--study {name}: its folder has a file of that name for something else; choose another")
+    return runs / name
+
+
+# -- plan hardware -----------------------------------------------------------------------------------------------------
+#
+# Machines of a plan: named ones, or several like this one.
+
+MOST_GPUS = 4096  # over all nodes; two link rates describe larger clusters too poorly
+
+
+def planned_hardware(
+    name: str | None,
+    gpus_per_node: int,
+    nodes: int,
+    headroom: float,
+    host_memory_bytes: int | None = None,
+    memory_cap_bytes: int | None = None,
+) -> Hardware:
+    """Return `gpus_per_node` of the named GPU, or of the machine's own, in each of `nodes` machines.
+
+    Args:
+        host_memory_bytes: of each machine; None: as measured, or 32 GiB a GPU.
+        memory_cap_bytes: limit for one rank on its GPU.
+
+    Raises:
+        UserError: impossible counts, or no such GPU.
+    """
+    if not 1 <= gpus_per_node <= 100_000:
+        raise UserError(f"--gpus {gpus_per_node}: expected between 1 and 100000")
+    if nodes < 1:
+        raise UserError(f"--nodes {nodes}: expected at least 1")
+    count = gpus_per_node * nodes
+    if nodes > 1 and count > MOST_GPUS:
+        raise UserError(
+            f"--nodes {nodes}: with --gpus {gpus_per_node} in each that is {count} GPUs, expected at most {MOST_GPUS}"
+        )
+    if name is None:
+        found = detect("auto", gpus_per_node, headroom=headroom)
+        hardware = dataclasses.replace(found, count=count, nodes=nodes)
+    else:
+        hardware = named_hardware(name.strip(), count, headroom=headroom, nodes=nodes)
+    host = host_memory_bytes or hardware.host_memory_bytes
+    return roomy(dataclasses.replace(hardware, host_memory_bytes=host).capped(memory_cap_bytes))
+
+
+def slice_of(nodes: int | None, here: Hardware) -> Hardware:
+    """Return this many machines like this one, which stands for all of them; None: this one itself.
+
+    Raises:
+        UserError: impossible counts.
+    """
+    if nodes is None:
+        return here
+    if nodes < 1 or nodes * here.count > MOST_GPUS:
+        raise UserError(f"--nodes {nodes}: expected between 1 and {MOST_GPUS // here.count} machines like this one")
+    return dataclasses.replace(here, count=nodes * here.count, nodes=nodes, sliced=nodes > 1)
+
+
+def roomy(hardware: Hardware) -> Hardware:
+    """Return the hardware if a GPU has more memory than the fixed share of every process.
+
+    Raises:
+        UserError: the memory is too small.
+    """
+    if hardware.device != "cuda":
+        return hardware
+    taken = overhead_prior(hardware, hardware.count).mean * GIB
+    if hardware.ceiling_bytes <= taken:
+        raise UserError(
+            f"{hardware.name}: the {format_bytes(hardware.ceiling_bytes)} that a rank may use of it are less than the "
+            f"{format_bytes(taken)} of CUDA's context and NCCL: free its memory, or take another card"
+        )
+    return hardware
+
+
+# -- options of the Python API -----------------------------------------------------------------------------------------
+#
+# Conversion of a Python call's values to a Request: each value is converted by the type of its field.
+
+MOST_NUMBER = 2**63
+_WORDS = 'expected a list of words, like ["train.py", "--epochs", "1"]'
+
+
+def request_of(command: object, options: Mapping[str, object], beside: Iterable[str] = (), **known: object) -> Request:
+    """Return the Request of `autotune.tune` and `autotune.launch`; None keeps a field's default.
+
+    Args:
+        beside: the function's own options, which are no fields.
+        known: fields that the function takes under their own names.
+
+    Raises:
+        UserError: no such option, or a value that its field cannot have.
+    """
+    types = {field.name: str(field.type).replace(" ", "").split("|") for field in dataclasses.fields(Request)}
+    allowed = types.keys() - {"script", "command", *known}
+    for name in options:
+        if name not in allowed:
+            raise UserError(f"no option {name!r}{near(str(name), sorted({*allowed, *beside}))}")
+    given = {**options, **known}
+    values = {name: _taken(name, value, types[name]) for name, value in given.items() if value is not None}
+    script = [] if command is None else _list("command", command, _WORDS)
+    return Request(script=script, **values)
+
+
+def _taken(name: str, value: object, types: Sequence[str]) -> Any:
+    """Return the value converted to one of a field's types."""
+    if "list[str]" in types:
+        return _list(name, value, "expected a list of texts")
+    if "int" in types and "str" in types:  # a number or a word; texts are parsed later
+        return _plain(name, value) if isinstance(value, str) else _whole(name, value)
+    return next(take(name, value) for type_name, take in _TAKES.items() if type_name in types)
+
+
+def _path(name: str, value: object) -> Path:
+    if not isinstance(value, str | PurePath):
+        raise _refused(name, "a path", value)
+    return Path(_plain(name, str(value)))
+
+
+def _text(name: str, value: object) -> str:
+    """Return a text; a number becomes its text: seconds, bytes, a share or a count, as on the command line."""
+    if isinstance(value, str | PurePath):
+        return _plain(name, str(value))
+    number = _number(name, value, "a text, a path or a number")
+    return str(int(number)) if number == int(number) else str(number)
+
+
+def _whole(name: str, value: object) -> int:
+    number = _number(name, _read(name, value, int, "a whole number"), "a whole number")
+    if number != int(number):
+        raise _refused(name, "a whole number", value)
+    return int(number)
+
+
+def _real(name: str, value: object) -> float:
+    return float(_number(name, _read(name, value, float, "a number"), "a number"))
+
+
+def _read(name: str, value: object, kind: type[int] | type[float], expected: str) -> object:
+    """Return a parsed text; any other value is returned unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return kind(value)
+    except ValueError:
+        raise _refused(name, expected, value) from None
+
+
+def _switch(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _refused(name, "True or False", value)
+    return value
+
+
+_TAKES: dict[str, Callable[[str, object], object]] = {
+    "Path": _path,
+    "bool": _switch,
+    "int": _whole,
+    "float": _real,
+    "str": _text,
+}
+
+
+def _list(name: str, value: object, expected: str) -> list[str]:
+    """Return the texts of paths and numbers. A single text is refused: it would be split into letters."""
+    if isinstance(value, str | bytes | bytearray | memoryview) or not isinstance(value, Sequence):
+        raise UserError(f"{name}: {expected}, found {_shown_option(value)}")
+    return [_word(f"{name}[{at}]", word) for at, word in enumerate(value)]
+
+
+def _word(name: str, value: object) -> str:
+    if isinstance(value, str) and "\0" not in value:
+        return value
+    return _text(name, value)
+
+
+def _number(name: str, value: object, expected: str) -> int | float:
+    """Return a plain number from one of Python's or numpy's types."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise _refused(name, expected, value)
+    number: Any = value
+    if not abs(number) < MOST_NUMBER:  # also excludes NaN
+        raise UserError(f"{name}: the number is not possible: expected less than 2**63")
+    return int(number) if isinstance(value, numbers.Integral) else float(number)
+
+
+def _plain(name: str, text: str) -> str:
+    if any(sign in text for sign in "\0\n\r"):
+        raise _refused(name, "one line of text", text)
+    return text
+
+
+def _refused(name: str, expected: str, value: object) -> UserError:
+    return UserError(f"{name}: expected {expected}, found {_shown_option(value)}")
+
+
+def _shown_option(value: object) -> str:
+    """Return a short text quoted, and the type of any other value."""
+    if isinstance(value, bool | int | float) and abs(value) < MOST_NUMBER:
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value if len(value) <= 60 else f"{value[:57]}...")
+    return f"a value of type {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""`autotune run` without the command line: from a request to an exported winner."""
+"""One tuning call: set up, measure, search, export."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,48 +16,56 @@ from typing import Any
 
 from rich.console import Console
 
-from autotune.commands.gallery import begin_with_gallery, begin_with_rates
-from autotune.commands.grounds import executors_beside, first_executor, place, with_agreed_protection
-from autotune.commands.nodes import named_nodes
-from autotune.commands.probe import Probe, after_probe, probe, remember
-from autotune.commands.python import NAMED_MODEL, TRAINING, ranks_python
-from autotune.commands.remembered import accepted_table, remembered_python
-from autotune.commands.report import write_study
+from autotune.commands.environment import NAMED_MODEL, TRAINING, named_nodes, ranks_python
 from autotune.commands.request import Request, run_setup
+from autotune.commands.script_probe import Probe, after_probe, probe, remember
 from autotune.commands.setup import Setup
-from autotune.commands.trust import Ask, grant, named_by
+from autotune.commands.study_output import begin_with_gallery, begin_with_rates, write_study
+from autotune.commands.trust import Ask, accepted_table, grant, named_by, remembered_python
 from autotune.errors import NothingFits, UserError, one_line, readable
 from autotune.executors.base import Executor
-from autotune.executors.local import LocalExecutor
-from autotune.executors.nodes.hostfile import hostfile_of, hostfile_text
-from autotune.executors.slice import Rest
-from autotune.files import write_atomically
-from autotune.group.locks import held_gpus
-from autotune.interpreter import other_python
+from autotune.executors.cluster.transports import hostfile_of, hostfile_text
+from autotune.executors.local import LocalExecutor, Rest
+from autotune.executors.machine import UNPROTECTED, protection_of
+from autotune.executors.replay import ReplayExecutor
 from autotune.masking import hide_password
 from autotune.predict.predictor import Predictor
-from autotune.predict.traced import traced_predictor
+from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind
-from autotune.problem.recorded import knob_names
-from autotune.problem.script_job import own_candidate
+from autotune.rank.sandbox import Protection
 from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
-from autotune.results.console import PlainObserver, make_observer, record_json
+from autotune.results.console import PlainObserver, closest_lines, make_observer, record_json, train_with, winner_lines
 from autotune.results.export import environment_of, export_record
-from autotune.results.report.gather import Searched
-from autotune.results.targets import secrets_note
-from autotune.results.winner import closest_lines, train_with, winner_lines
-from autotune.search.alike import agree_on_memory
-from autotune.search.crew import Crew, host_bound
+from autotune.results.output_files import secrets_note
+from autotune.results.report.build import Searched
+from autotune.script.profile import own_candidate
+from autotune.script.recorded import knob_names
+from autotune.search.concurrency import Crew, agree_on_memory, host_bound
+from autotune.search.heartbeat import host_of
 from autotune.search.proposer import Proposer
-from autotune.search.records import AS_IS, SEARCH, Record
-from autotune.search.rivals import rivals
-from autotune.search.servers import is_server
-from autotune.search.storage import Failing, default_storage, failures_in_one_line, make_study_folder, open_storage
+from autotune.search.storage import (
+    Failing,
+    default_storage,
+    failures_in_one_line,
+    hold,
+    hold_a_place,
+    is_server,
+    make_study_folder,
+    open_storage,
+)
 from autotune.search.study import StudyStore
-from autotune.search.tuner import SearchSummary, Tuner
-from autotune.search.tuners import host_of
-from autotune.units import format_bytes, format_duration
+from autotune.search.trials import AS_IS, SEARCH, Record
+from autotune.search.tuner import SearchSummary, Tuner, rivals
+from autotune.util.files import write_atomically
+from autotune.util.interpreter import other_python
+from autotune.util.units import format_bytes, format_duration
+from autotune.workers.gpu_locks import held_gpus
+
+# -- run ---------------------------------------------------------------------------------------------------------------
+#
+# `autotune run` without the command line: from a request to an exported winner.
 
 
 @dataclass
@@ -407,3 +415,82 @@ def _write_ladder(setup: Setup, store: StudyStore, predictor: Predictor, top: Ca
     ladder = recovery_ladder(top, setup.space, store.job, predictor, store.measured(), store.failed())
     write_ladder(path, ladder, store.job)
     return path
+
+
+# -- executors ---------------------------------------------------------------------------------------------------------
+#
+# Executors of a `run`, and the folder for their logs.
+
+
+@contextmanager
+def place(setup: Setup) -> Iterator[Path]:
+    """Lock and return the folder where this call keeps logs, until the call ends.
+
+    The folder is the study's, or, if several calls share a study, a subfolder for this call.
+
+    Raises:
+        UserError: another run holds the study.
+    """
+    if setup.storage is None:
+        place, held = setup.folder, hold(setup.folder, setup.name)
+    else:
+        place, held = hold_a_place(setup.folder, setup.name)
+    try:
+        yield place
+    finally:
+        held.release()
+
+
+def with_agreed_protection(setup: Setup, work: Path, confirm: Callable[[str], bool] | None) -> Setup:
+    """Return the setup of a call that may start user code here.
+
+    Raises:
+        UserError: this machine offers no protection of the user's files, and the user has not agreed to go without.
+    """
+    user_code = setup.landscape is None and (setup.job.script is not None or setup.job.workload is not None)
+    if not user_code or setup.nodes is not None:  # each node answers for itself
+        return setup
+    cwd = Path(setup.job.script.cwd) if setup.job.script is not None else Path.cwd()
+    if confirm is None or setup.unprotected:
+        protection_of(cwd, work, unprotected=setup.unprotected)
+        return setup
+    agreed = protection_of(cwd, work, unprotected=True) is not Protection.NONE or confirm(f"{UNPROTECTED}. Go on?")
+    if not agreed:
+        raise UserError("not started: this machine cannot protect your files; run it on a copy of the folder")
+    return dataclasses.replace(setup, unprotected=True)
+
+
+def first_executor(setup: Setup, work: Path, cancelled: Callable[[], bool]) -> LocalExecutor | ReplayExecutor:
+    if setup.landscape is not None:
+        return ReplayExecutor(setup.landscape, setup.seed, setup.hardware.headroom)
+    return _local(setup, setup.hardware, work, cancelled, setup.slots[0].variables if setup.slots else None)
+
+
+def _local(
+    setup: Setup, hardware: Hardware, work: Path, cancelled: Callable[[], bool], variables: Mapping[str, str] | None
+) -> LocalExecutor:
+    return LocalExecutor(
+        setup.job,
+        hardware,
+        work,
+        list(setup.candidates),
+        isolation=setup.isolation,
+        seed=setup.seed,
+        cancelled=cancelled,
+        ground=setup.nodes,
+        variables=variables,
+        study=setup.folder,
+        unprotected=setup.unprotected,
+    )
+
+
+def executors_beside(setup: Setup, work: Path, first: LocalExecutor | None, crew: Crew) -> list[LocalExecutor]:
+    """Return the executors that measure in parallel to the first, each in its own folder. If one fails, the trials of all end."""
+    if first is None or not setup.slots:
+        return []
+    stopped = first.cancelled
+    first.cancelled = lambda: stopped() or crew.failed
+    return [
+        _local(setup, slot.hardware, work / f"beside-{number}", lambda: first.cancelled(), slot.variables)
+        for number, slot in enumerate(setup.slots[1:], 2)
+    ]

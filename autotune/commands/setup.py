@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.executors.nodes.cluster import Cluster
+from autotune.executors.cluster.cluster import Cluster
+from autotune.executors.machine import Slot
 from autotune.executors.replay import Landscape
-from autotune.executors.slots import Slot
 from autotune.problem.candidate import Candidate
+from autotune.problem.gpu_specs import Price
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script
-from autotune.problem.prices import Price
 from autotune.problem.space import SearchSpace
 from autotune.results.plan import TOKENS
 
@@ -33,7 +33,7 @@ class PlanSetup:
 class Setup:
     """Setup of `run`, validated and complete.
 
-    A script's job and candidates are stand-ins until the probe run; `commands.probe.after_probe` replaces them.
+    A script's job and candidates are stand-ins until the probe run; `commands.script_probe.after_probe` replaces them.
     """
 
     job: Job

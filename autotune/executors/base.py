@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from autotune.executors.ops import Ops
-from autotune.executors.station import Needs
-from autotune.group.launchers import Launcher
-from autotune.group.squad import Spread
+from autotune.executors.machine import Needs, Ops
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome
+from autotune.workers.host_workers import Spread
+from autotune.workers.launchers import Launcher
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Session(Protocol):
 
 
 class Ground(Protocol):
-    """Place that starts groups of ranks: this machine (`station.Station`), or several (`nodes.cluster.Cluster`)."""
+    """Place that starts groups of ranks: this machine (`machine.Station`), or several (`nodes.cluster.Cluster`)."""
 
     @property
     def ops(self) -> Ops: ...

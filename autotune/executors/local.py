@@ -1,48 +1,45 @@
-"""Run trials in rank processes, on this machine or on the nodes of a cluster."""
+"""Local executor: run a candidate in rank processes, build its Outcome, extrapolate a node slice."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.entry_points import MODEL_RANK, SCRIPT_RANK
-from autotune.errors import MachineTrouble, Stopped
+from autotune.errors import Cause, MachineTrouble, Stopped, Unusable
 from autotune.executors.base import Effort, Ground
-from autotune.executors.deadlines import SCRIPT_DEADLINES, Deadlines
-from autotune.executors.measurement import (
-    inside_bytes,
-    interrupted,
-    judged,
-    machines_fault,
-    measurement_of,
-    out_of_time,
-    unusable,
-)
-from autotune.executors.ops import Ops
-from autotune.executors.scratch import clear, trial_sandbox
-from autotune.executors.selftest import check_group
-from autotune.executors.station import Needs, Station
-from autotune.group.gauge import Meter
-from autotune.group.gpu_meter import make_meter
-from autotune.group.group import Group
-from autotune.group.launchers import Launcher
-from autotune.group.policy import Policy, Stop
-from autotune.group.protocol import Message
-from autotune.group.squad import Spread
-from autotune.predict.startup import size_seconds
-from autotune.problem.candidate import Candidate, trial_environment, under
-from autotune.problem.cpus import threads_per_rank
-from autotune.problem.hardware import Hardware
+from autotune.executors.machine import Needs, Ops, Station, clear, trial_sandbox
+from autotune.predict.calibration import overhead_prior
+from autotune.predict.step_time import model_flops_per_token, size_seconds
+from autotune.predict.trace import traced_predictor
+from autotune.problem.candidate import Candidate, samples, trial_environment, under
+from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
-from autotune.problem.outcome import Kind, Outcome, Phase, Source
-from autotune.problem.script import heavy_imports
-from autotune.rank.config import all_ops, trial_config
+from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
+from autotune.rank.ds_config import all_ops, trial_config
+from autotune.rank.step_statistics import Pace, median_spread, pace_of
+from autotune.script.script import heavy_imports
+from autotune.util.entry_points import MODEL_RANK, SCRIPT_RANK, SELFTEST_RANK
+from autotune.util.units import GIB
+from autotune.workers.failure_classifier import Account, Evidence, judge
+from autotune.workers.gpu_memory import clock_limits, clock_mhz, make_meter
+from autotune.workers.group import Group, Policy, Stop
+from autotune.workers.host_workers import Spread
+from autotune.workers.launchers import IMPORT_SECONDS, Launcher
+from autotune.workers.memory_monitor import Meter, Peaks
+from autotune.workers.protocol import Message
+
+# -- local -------------------------------------------------------------------------------------------------------------
+#
+# Run trials in rank processes, on this machine or on the nodes of a cluster.
 
 CHECKPOINT = "checkpoint"  # name of the checkpoint folder in a trial's folder
 WOKEN = "CUDA was woken before the fork"  # message of a forked rank
@@ -97,7 +94,7 @@ class LocalExecutor:
         self._first, self.tried_ops = list(candidates), dict[str, None]()  # builders, in order
         self.say: Callable[[str], None] = lambda text: None
         self.show: Callable[[str], None] = lambda text: None  # receives the current slow operation
-        self.completed: Callable[[Candidate, Outcome], Outcome] = lambda _, found: found  # set for a slice (`slice.py`)
+        self.completed: Callable[[Candidate, Outcome], Outcome] = lambda _, found: found  # set for a slice (`local.py`)
         self.here = ground is None
         self.meter = make_meter(hardware) if ground is None else Meter()  # nodes have their own meters
         ops = Ops(lambda text: self.say(text), lambda text: self.show(text))
@@ -410,3 +407,376 @@ class LocalSession:
             clear(self._executor.folder)
             with suppress(OSError):  # the folder is not empty during a resume trial
                 (self._folder / CHECKPOINT).rmdir()
+
+
+# -- measurement -------------------------------------------------------------------------------------------------------
+#
+# Convert the ranks' reports, or their failure, to the trial's outcome.
+
+
+def measurement_of(
+    results: list[Message],
+    peaks: Peaks,
+    phase_seconds: dict[str, float],
+    *,
+    candidate: Candidate,
+    job: Job,
+    hardware: Hardware,
+    facts: dict[str, Any],
+) -> Measurement:
+    """Return the measurement of one candidate: speed of the whole group, memory of its worst rank.
+
+    Args:
+        results: the `measured` message of each rank, by rank.
+        peaks: sampled peaks.
+        phase_seconds: seconds by phase.
+        candidate: the candidate.
+        job: the job.
+        hardware: the machine.
+        facts: report of rank 0 of a script.
+    """
+    # ranks of a slice are timed separately; other ranks share one time
+    leading = max(results, key=lambda one: _pace(one, job).seconds) if hardware.sliced else results[0]
+    pace = _pace(leading, job)
+    trained = samples(job, candidate)
+    if not candidate.knobs:  # a probe run of a script
+        trained = facts["micro_batch"] * facts["accumulation"] * job.ranks
+    tokens = trained * job.tokens_per_sample
+    if "tokens" in results[0]:
+        tokens = sum(result["tokens"] for result in results) * job.ranks / len(results)
+    tflops, mfu = _rates(job, candidate, hardware, tokens / pace.seconds)
+    inside = [inside_bytes(result) for result in results]
+    # The growth of a GPU's used memory includes other processes. If NVML does not list the ranks, their own counts are
+    # better.
+    shown = max(peaks.used, default=0)
+    live = [result["live_bytes"] for result in results if "live_bytes" in result]
+    return Measurement(
+        step_seconds=pace.seconds,
+        step_seconds_spread=pace.spread,
+        steps=len(leading["step_seconds"]),
+        samples_per_second=trained / pace.seconds,
+        tokens_per_second=tokens / pace.seconds,
+        peak_bytes=max(shown, *inside),
+        micro_step_seconds=leading.get("micro_seconds"),
+        boundary_seconds=leading.get("boundary_seconds"),
+        extrapolated=bool(leading.get("extrapolated")),
+        torch_allocated_bytes=worst(results, "allocated_bytes"),
+        torch_reserved_bytes=worst(results, "reserved_bytes"),
+        nvml_peak_bytes=peaks.worst if hardware.device == "cuda" else None,
+        overhead_bytes=worst(results, "overhead_bytes") or None,
+        sm_clock_mhz=clock_mhz(peaks),
+        clock_limits=clock_limits(peaks),
+        live_tensor_bytes=max(live, key=lambda by_phase: max(by_phase.values(), default=0), default={}),
+        alloc_retries=worst(results, "retries") or 0,
+        host_peak_bytes=worst(results, "host_bytes"),
+        pinned_bytes=worst(results, "pinned_bytes"),
+        model_tflops_per_gpu=tflops,
+        mfu=mfu,
+        phase_seconds={phase: round(seconds, 4) for phase, seconds in phase_seconds.items()},
+    )
+
+
+def _pace(result: Message, job: Job) -> Pace:
+    """Return the pace of a rank's steps. A script may do additional work in some steps."""
+    seconds = result["step_seconds"]
+    return pace_of(seconds) if job.script else Pace(statistics.median(seconds), median_spread(seconds))
+
+
+def inside_bytes(result: Message) -> int:
+    """Return the peak that a rank counted itself, in the quantity that is compared with capacity."""
+    inside = int(result.get("data_bytes") or result.get("reserved_bytes") or 0)
+    return inside + int(result.get("overhead_bytes") or 0)
+
+
+def worst(results: list[Message], key: str) -> int | None:
+    """Return the highest value that any rank reports; None if none does."""
+    return max((int(result[key]) for result in results if result.get(key) is not None), default=None)
+
+
+def _rates(
+    job: Job, candidate: Candidate, hardware: Hardware, tokens_per_second: float
+) -> tuple[float | None, float | None]:
+    """Return model TFLOP/s per GPU and MFU; None if the model's or the card's figures are unknown."""
+    flops_per_token = model_flops_per_token(under(job, candidate))
+    if not flops_per_token:
+        return None, None
+    tflops = flops_per_token * tokens_per_second / job.ranks / 1e12
+    card = hardware.gpu_facts
+    if card is None or card.doubt:  # a share of an estimated peak is not meaningful
+        return tflops, None
+    return tflops, tflops / (card.fp32_tflops if job.precision == "fp32" else card.tflops)
+
+
+def judged(evidence: Evidence, *, greeted: bool, server_lives: bool) -> Outcome:
+    """Return the outcome of a trial whose ranks have failed.
+
+    Args:
+        evidence: the collected evidence.
+        greeted: True if all ranks had started; before that, they have received nothing of the candidate.
+        server_lives: True if the fork server is alive.
+    """
+    verdict = judge(evidence)
+    kind, reason, said = verdict.kind, verdict.reason, verdict.evidence
+    if kind is Kind.FOREIGN and evidence.peaks.neighbours:
+        said = f"{said} ({evidence.peaks.neighbours})"
+    if kind is Kind.CRASH and not server_lives:
+        kind, reason = Kind.INFRASTRUCTURE, "the fork server was killed from outside, and its ranks with it"
+    if not greeted:
+        kind, reason = Kind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}"
+    return Outcome(
+        kind,
+        verdict.phase,
+        reason=reason,
+        evidence=said,
+        source=verdict.source,
+        exceptions=verdict.exceptions,
+        rank=verdict.rank,
+        missing_bytes=verdict.missing_bytes,
+        capacity_bytes=_capacity_of(kind, evidence),
+        peak_bytes=_peak_of(evidence),
+    )
+
+
+def _capacity_of(kind: Kind, evidence: Evidence) -> int | None:
+    """Return the capacity of the exhausted memory; None without an OOM or if unknown."""
+    if kind is Kind.OOM_DEVICE:
+        return evidence.capacity_bytes or None
+    return (evidence.host_total_bytes or None) if kind is Kind.OOM_HOST else None
+
+
+def _peak_of(evidence: Evidence) -> int | None:
+    """Return the highest peak that was sampled, or that failed ranks counted.
+
+    Sampling misses most of a short trial. CPU ranks report after their memory cap was lifted, so their peak is limited
+    to the cap.
+    """
+    accounts = [Account.of(error.get("text", ""), error.get("numbers")) for error in evidence.errors]
+    counted = [size for one in accounts for size in (one.own, one.reserved_peak, one.reserved) if size is not None]
+    worst_bytes = max([evidence.peaks.worst, *counted])
+    if evidence.device == "cpu":
+        worst_bytes = min([worst_bytes, *(one.allowed for one in accounts if one.allowed is not None)])
+    return worst_bytes or None
+
+
+def unusable(evidence: Evidence, phase: Phase, *, known: bool) -> Outcome | None:
+    """Return the outcome of a trial whose ranks report an untunable script; None if they do not.
+
+    Args:
+        evidence: the collected evidence.
+        phase: the ranks' phase.
+        known: True if the script has been measured before, so that the candidate is the cause.
+
+    Raises:
+        Unusable: the script cannot be tuned with any candidate.
+    """
+    said = next((error for error in evidence.errors if error.get("cause")), None)
+    if said is None:
+        return None
+    text, cause = said["text"], Cause(said["cause"])
+    if cause in (Cause.SCRIPT, Cause.STEPS) and not known:
+        raise Unusable(text, cause)
+    source = Source.EXCEPTION if cause is Cause.SCRIPT else Source(cause.value)
+    return Outcome(Kind.INVALID, phase, reason=text, evidence="its steps", source=source)
+
+
+def interrupted(phase: Phase) -> Outcome:
+    """Return the outcome of a trial that the user stopped."""
+    why, said = "the study was stopped", "stop requested"
+    return Outcome(Kind.INTERRUPTED, phase, reason=why, evidence=said, source=Source.STOP)
+
+
+def machines_fault(phase: Phase, error: Exception, source: Source) -> Outcome:
+    """Return the outcome of a trial that the machine prevented: a full disk, no free process, a lost node."""
+    why = str(error)
+    said = f"exception OSError: {why}" if isinstance(error, OSError) else why
+    return Outcome(Kind.INFRASTRUCTURE, phase, reason=why, evidence=said, source=source)
+
+
+def out_of_time(phase: Phase, waited_seconds: float) -> Outcome:
+    """Return the outcome of a trial whose share of the budget ended. The candidate may be retried with more time."""
+    why, said = f"its share of the budget ended in {phase.value}", "deadline of the budget"
+    kind = Kind.INTERRUPTED
+    if waited_seconds:  # GPU contention must not count as a slow candidate
+        kind, why = Kind.FOREIGN, f"{why}, after {waited_seconds:.0f} s of waiting for the device's memory"
+    return Outcome(kind, phase, reason=why, evidence=said, source=Source.BUDGET)
+
+
+# -- node slice --------------------------------------------------------------------------------------------------------
+#
+# Node slice: `--nodes N` on one machine, with predictions for the parts that are not measured.
+#
+# The ranks of a slice have a process group of the full world size that transfers nothing (`rank/base.py`). DeepSpeed
+# therefore allocates and computes the slice's share of the full job. Communication time is predicted and added. See
+# docs/nodes.md.
+
+
+class Rest:
+    """Adds predicted communication to a slice's measurement.
+
+    Its predictor does not learn, so that all trials are treated alike.
+
+    Args:
+        job: the job.
+        hardware: all nodes.
+    """
+
+    def __init__(self, job: Job, hardware: Hardware) -> None:
+        self._predictor = traced_predictor(job, hardware)
+        alone, together = overhead_prior(hardware, 1).mean, overhead_prior(hardware, hardware.count).mean
+        self._nccl_bytes = int((together - alone) * GIB)
+
+    def complete(self, candidate: Candidate, measured: Measurement) -> Measurement:
+        """Return a slice's measurement plus predicted communication seconds and NCCL memory."""
+        seconds = float(self._predictor.predict_many([candidate])[0].time["communication"])
+        step_seconds = measured.step_seconds + seconds
+        pace = measured.step_seconds / step_seconds
+        rates = {
+            name: value * pace
+            for name in ("samples_per_second", "tokens_per_second", "model_tflops_per_gpu", "mfu")
+            if (value := getattr(measured, name)) is not None
+        }
+        peak_bytes = measured.peak_bytes + self._nccl_bytes
+        return dataclasses.replace(
+            measured, step_seconds=step_seconds, peak_bytes=peak_bytes, predicted_seconds=seconds, **rates
+        )
+
+    def completed(self, candidate: Candidate, outcome: Outcome) -> Outcome:
+        """Complete the measurement of an outcome, if it has one."""
+        if outcome.measurement is None:
+            return outcome
+        measured = self.complete(candidate, outcome.measurement)
+        return dataclasses.replace(outcome, measurement=measured, peak_bytes=measured.peak_bytes)
+
+
+# -- deadlines ---------------------------------------------------------------------------------------------------------
+#
+# Time limits for ranks without a sign of progress.
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds that ranks may show no progress in a phase.
+
+    Progress is a message, a step of a main thread, computation, or I/O. Large models get additional seconds from
+    `size_seconds`.
+    """
+
+    hello: float = 90.0  # an interpreter starts and connects, before it receives the candidate
+    start: float = 90.0
+    init: float = 120.0
+    step: float = 60.0
+
+    def of(self, phase: Phase) -> float:
+        return {Phase.START: self.start, Phase.INIT: self.init}.get(phase, self.step)
+
+    def allowing(self, seconds: float, patience: float) -> Callable[[Phase], float]:
+        """Return the limit of each phase: `seconds` more in heavy phases, all times `patience`.
+
+        Heavy phases create or move weights and optimizer states.
+        """
+        heavy = (Phase.INIT, Phase.LOAD, Phase.SAVE)
+        return lambda phase: patience * (self.of(phase) + (seconds if phase in heavy else 0.0))
+
+
+# Scripts may wait for the network, or for another process that prepares their data.
+SCRIPT_DEADLINES = Deadlines(start=300.0, init=300.0, step=120.0)
+
+
+# -- selftest ----------------------------------------------------------------------------------------------------------
+#
+# Self-test of the machine: ranks rendezvous and add numbers, so that faults are not attributed to a candidate.
+
+_POLICY = Policy(90.0, lambda phase: 90.0, settle_seconds=1.0, may_leave=False)
+_DEADLINE_SECONDS = 240.0  # seconds after all imports; ranks that wait on GPUs spin and look alive
+_NCCL_SAID = re.compile(r"NCCL WARN\s+(.*)")
+# Remedies for the most common errors; the first match is shown.
+_REMEDIES = (
+    (r"Duplicate GPU", "every rank needs a GPU of its own; of MIG slices a process sees one: --gpus 1"),
+    (r"no kernel image|not compatible with the current PyTorch", "install a torch that is built for this GPU"),
+    (r"No CUDA GPUs|driver version is insufficient|libcuda", "`autotune doctor` says what is seen; check the driver"),
+    (
+        r"no socket interface|[Cc]onnection refused|No route to host",
+        "set NCCL_SOCKET_IFNAME to an interface that is up",
+    ),
+    (r"shm|/dev/shm|Bus error|SIGBUS|No space left", "docker run --shm-size=8g (or --ipc=host)"),
+    (r"out of memory", "other processes hold the devices' memory: end them, or hide those GPUs"),
+)
+_HANG = r"no sign of life|hang|deadline"
+_REMEDY_OF_A_HANG = "peer access may be broken: NCCL_P2P_DISABLE=1 tells; check IOMMU and ACS"
+_REMEDY_OF_IMPORTS = (
+    "the disk that Python's packages lie on may be slow or away: `python -X importtime -c 'import torch'` tells"
+)
+
+
+def check_group(
+    launcher: Launcher | Spread,
+    hardware: Hardware,
+    spec: dict[str, Any],
+    ranks: int,
+    folder: Path,
+    cancelled: Callable[[], bool],
+) -> None:
+    """Start a group of ranks that add numbers.
+
+    Args:
+        launcher: starts the ranks.
+        hardware: the machine.
+        spec: the job and further settings of the ranks.
+        ranks: number of ranks.
+        folder: log folder.
+        cancelled: True if the user cancelled.
+
+    Raises:
+        MachineTrouble: the test failed; one line with NCCL's last message and a remedy.
+    """
+    imported: set[int] = set()
+    answers: set[int] = set()
+
+    def take(rank: int, message: Message) -> None:
+        if message["type"] == "imported":
+            imported.add(rank)
+        elif message["type"] == "measured":
+            answers.add(rank)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    group = Group(launcher, hardware, None, _POLICY, cancelled=cancelled, on_message=take)
+    deadline = time.monotonic() + IMPORT_SECONDS
+    try:
+        stop = group.start(SELFTEST_RANK, ranks, spec, deadline=deadline, logs=folder)
+        if stop is Stop.ARRIVED:
+            stop = group.watch(lambda: len(imported) == ranks, deadline)
+        if stop is Stop.ARRIVED:
+            stop = group.watch(lambda: len(answers) == ranks, time.monotonic() + _DEADLINE_SECONDS)
+        if stop in (Stop.ARRIVED, Stop.CANCELLED):
+            return
+        raise MachineTrouble(_complaint(stop, group, folder, importing=len(imported) < ranks))
+    except OSError as error:
+        raise MachineTrouble(f"ranks cannot be started on this machine: {error}") from None
+    finally:
+        group.end()
+
+
+def _complaint(stop: Stop, group: Group, folder: Path, importing: bool) -> str:
+    """Return the failure in one line.
+
+    Args:
+        stop: reason for the end.
+        group: the ranks.
+        folder: log folder.
+        importing: the ranks had not yet communicated.
+    """
+    if stop is Stop.DEADLINE:
+        reason = f"no end within {_DEADLINE_SECONDS:.0f} s, in {group.phase.value}: the ranks hang"
+        if importing:
+            reason = f"no torch and deepspeed imported by the deadline of {IMPORT_SECONDS} s"
+        logs = ""
+    else:
+        evidence = group.evidence()
+        reason = judge(evidence).reason
+        logs = "\n".join(evidence.logs.values()) + "\n".join(str(error.get("text")) for error in evidence.errors)
+    said = _NCCL_SAID.findall(logs)
+    text = f"{reason}; NCCL: {said[-1].strip()[:200]}" if said else reason
+    remedies = (*_REMEDIES, (_HANG, _REMEDY_OF_IMPORTS if importing else _REMEDY_OF_A_HANG))
+    remedy = next((what for pattern, what in remedies if re.search(pattern, f"{text}\n{logs}")), "")
+    hint = f"; {remedy}" if remedy else "; `autotune doctor` looks at the machine"
+    return f"the ranks do not work together on this machine, before any config is tried: {text}{hint} (logs: {folder})"

@@ -18,20 +18,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.bounds import parse_json, read_text
 from autotune.errors import UserError, near
 from autotune.executors.base import Effort
-from autotune.files import cannot_write, remove_file, write_atomically
 from autotune.problem.candidate import KNOBS, Candidate, Value, samples
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_gpu
 from autotune.problem.job import Job, Lora
-from autotune.problem.knob_values import knob_value
-from autotune.problem.models import ModelSpec, resolve_model
+from autotune.problem.knobs import knob_value
+from autotune.problem.models import CAUSAL, ModelSpec, resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
-from autotune.problem.recorded import recorded_job
 from autotune.problem.space import Domain, SearchSpace
-from autotune.problem.tasks import CAUSAL
-from autotune.units import GIB
+from autotune.script.recorded import recorded_job
+from autotune.util.bounds import parse_json, read_text
+from autotune.util.files import cannot_write, remove_file, write_atomically
+from autotune.util.units import GIB
 
 RESULTS = ("peak_gib", "step_seconds", "startup_seconds", "outcome")
 OOM_SECONDS = 2.0

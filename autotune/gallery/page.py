@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from autotune.files import write_atomically
-from autotune.gallery.entry import Entry, Tried, schema
-from autotune.gallery.folder import shipped_entries
-from autotune.gallery.nearest import DECIDING
+from autotune.gallery.schema import Entry, Tried, schema
+from autotune.gallery.warm_start import DECIDING, shipped_entries
 from autotune.problem.candidate import ATTENTION, COMPILED, LORA, PACKING, RUNG_KNOBS, describe
+from autotune.util.files import write_atomically
 
 ROOT = Path(__file__).parents[2]  # root of the repository
 PAGE, SCHEMA = Path("docs/gallery.md"), Path("gallery/schema.json")

@@ -1,46 +1,58 @@
-"""Predict peak memory and step time of any candidate without running it, corrected by a study's measurements."""
+"""Peak memory and step time of candidates, with the feature cache and breakdowns."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from autotune.errors import UserError
-from autotune.predict.constants import (
+from autotune.predict.calibration import (
     ELSEWHERE,
     MEASURED_OVERHEAD_GIB,
+    MEMORY,
     MEMORY_CONSTANTS,
     MEMORY_NOISE,
     QUIRKS,
     REPEAT_MEMORY,
     REPEAT_TIME,
+    SHARDED,
+    STUCK,
+    STUCK_UNEVEN,
     TIME,
     TIME_NOISE,
+    UNREAD_STATES,
     UNTRACED,
+    Evidence,
+    Neighbours,
+    Posterior,
+    Prior,
+    fit,
+    fit_host,
+    jacobian_of,
     memory_priors,
     time_priors,
 )
-from autotune.predict.fit import Evidence, Neighbours, Posterior, Prior, fit, jacobian_of
-from autotune.predict.host import PRIOR as HOST
-from autotune.predict.host import fit_host
-from autotune.predict.knobs import Flags, Floats
-from autotune.predict.memory import moments, peaks, slopes
-from autotune.predict.optimizers import stepper
-from autotune.predict.passes import Trace
-from autotune.predict.prediction import SURE_SIGMAS, Breakdowns, Prediction, Table
-from autotune.predict.prepared import Prepared
-from autotune.predict.roofline import Spent, host_limit_bytes, spend
-from autotune.predict.unread import unread_keys
-from autotune.predict.versions import unknown_newer
+from autotune.predict.calibration import PRIOR as HOST
+from autotune.predict.features import Columns, Flags, Floats, Places, columns_of, installed_deepspeed, unknown_newer
+from autotune.predict.step_time import Spent, Work, dense_shape, host_limit_bytes, spend, work
+from autotune.predict.trace_data import Trace
+from autotune.predict.zero_memory import SUMS, TABLES, Bill, bill, stepper, unread_keys, unread_knobs
 from autotune.problem.candidate import ATTENTION, LIGER, TRACED_KNOBS, Candidate, under
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome
-from autotune.units import GIB
+from autotune.util.units import GIB, MIB
 
-__all__ = ["Prediction", "Predictor", "Table"]
+__all__ = ["SIGMAS", "SURE_SIGMAS", "Prediction", "Predictor", "Prepared", "Table"]
+
+# -- predictor ---------------------------------------------------------------------------------------------------------
+#
+# Predict peak memory and step time of any candidate without running it, corrected by a study's measurements.
 
 # Similar candidates share what the fit leaves unexplained. More neighbours add little and cost much.
 _LATEST = slice(-128, None)
@@ -68,7 +80,7 @@ class Predictor:
     Args:
         trace: of the job's model.
         tracer: traces other ways of making the model, like another attention. It may run the job's code, so the commands that
-            read a study pass `trace_cache.stored_trace`; `predict.traced.traced_predictor` passes `trace.trace_job`.
+            read a study pass `trace_cache.stored_trace`; `predict.trace.traced_predictor` passes `trace.trace_job`.
     """
 
     def __init__(self, job: Job, hardware: Hardware, trace: Trace, tracer: Tracer = untraced) -> None:
@@ -114,7 +126,7 @@ class Predictor:
     def believe(self, memory: Predictor | None = None, time: Predictor | None = None) -> None:
         """Adopt the posteriors of predictors for other jobs on similar machines. `observe` would start from the priors.
 
-        The weight of their residuals depends on the similarity of the jobs (`prepared.job_features`).
+        The weight of their residuals depends on the similarity of the jobs (`predictor.job_features`).
         """
         self._stale = False
         if memory is not None:
@@ -397,3 +409,475 @@ def _corrected(
         return np.zeros(len(features)), np.hypot(by_constants, posterior.noise)
     shift, unexplained = near.shift(features)
     return shift, np.hypot(np.minimum(by_constants, by_constants * unexplained / near.amplitude + 0.01), unexplained)
+
+
+# -- prediction --------------------------------------------------------------------------------------------------------
+#
+# Predictions for their readers: arrays of many candidates, and one candidate with its memory and time broken down.
+
+SIGMAS = 2.0  # half the width of an interval, in standard deviations
+SURE = 0.9  # smallest probability of fitting at which a config is recommended
+SURE_SIGMAS = 1.2816  # standard deviations between the expected need and the ceiling, at that probability
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Prediction of one candidate; intervals hold 95 %."""
+
+    candidate: Candidate
+    peak_bytes: float  # as NVML shows it: at most the card's capacity, unless more is needed
+    peak_interval: tuple[float, float]
+    allocated_bytes: float  # by torch
+    allocated_interval: tuple[float, float]
+    # bytes that the card must have; the allocator returns the rest of what NVML shows before an OOM
+    needed_bytes: float
+    sure_bytes: float  # bytes that are enough with the probability SURE
+    memory: dict[str, float]  # bytes by content, at the peak
+    moment: str  # moment of the peak: forward, backward, step or init
+    host_bytes: float  # of one rank
+    step_seconds: float
+    step_interval: tuple[float, float]
+    time: dict[str, float]  # seconds by cause
+    samples_per_second: float
+    binding: str  # the limit: device memory, host memory, or the largest cause of step time
+    fits: bool  # as expected, at even odds
+    chance: float  # probability that the need stays under the ceiling; 0 if main memory is too small
+    exact: bool  # False if the model could not be traced
+
+    @property
+    def sure(self) -> bool:
+        """Check that it fits with the probability SURE."""
+        return self.chance >= SURE - 1e-4
+
+
+@dataclass
+class Table:
+    """Predictions of many candidates as arrays, in their order."""
+
+    peak: Floats  # as NVML shows it
+    peak_sigma: Floats
+    allocated: Floats  # by torch
+    allocated_sigma: Floats
+    needed: Floats  # bytes of the card
+    host: Floats
+    step: Floats
+    step_sigma: Floats  # in the logarithm
+    samples: Floats  # per second, all ranks together
+
+    @property
+    def sure(self) -> Floats:
+        """Return the bytes of the card that are enough with the probability SURE."""
+        return self.needed + SURE_SIGMAS * self.peak_sigma
+
+
+@dataclass(frozen=True)
+class Breakdowns:
+    """Data needed to describe each of many candidates. Arrays are in the candidates' order."""
+
+    hardware: Hardware
+    ranks: int
+    prepared: Prepared
+    table: Table
+    fits: Flags
+    margins: Floats  # standard deviations, from `Predictor.margins`
+    moments: Floats  # (moments, n) bytes, from `predictor.moments`
+    memory_constants: dict[str, float]
+    spent: Spent
+    slower: Floats  # the table's step divided by that of `spent`
+    exact: list[bool]  # each candidate's model was traced
+
+    def of(self, candidate: Candidate, i: int) -> Prediction:
+        """Return the prediction of the candidate at index `i`."""
+        table, bill = self.table, self.prepared.bill
+        at = int(self.moments[:, i].argmax())
+        time = self._time(i)
+        peak, sigma, host = float(table.peak[i]), float(table.peak_sigma[i]), float(bill.host[i])
+        step, spread = float(table.step[i]), float(np.exp(SIGMAS * table.step_sigma[i]))
+        return Prediction(
+            candidate=candidate,
+            peak_bytes=peak,
+            peak_interval=self._shown(peak, sigma, float(table.needed[i])),
+            allocated_bytes=float(table.allocated[i]),
+            allocated_interval=_interval(float(table.allocated[i]), float(table.allocated_sigma[i])),
+            needed_bytes=float(table.needed[i]),
+            sure_bytes=float(table.sure[i]),
+            memory=self._memory(candidate, i, at),
+            moment=bill.moments[at],
+            host_bytes=host,
+            step_seconds=step,
+            step_interval=(step / spread, step * spread),
+            time=time,
+            samples_per_second=float(table.samples[i]),
+            binding=self._binding(float(table.needed[i]), host * self.ranks / self.hardware.nodes, time, i),
+            fits=bool(self.fits[i]),
+            chance=0.5 * math.erfc(-float(self.margins[i]) / math.sqrt(2)),
+            exact=self.exact[i],
+        )
+
+    def _shown(self, peak: float, sigma: float, needed: float) -> tuple[float, float]:
+        """Return the interval of NVML's bytes, capped at the card's capacity unless more may be needed."""
+        low, high = _interval(peak, sigma)
+        return low, max(min(high, float(self.hardware.capacity_bytes)), needed + SIGMAS * sigma, peak)
+
+    def _memory(self, candidate: Candidate, i: int, at: int) -> dict[str, float]:
+        """Return the bytes at moment `at` by content; they add up to the peak. The allocator gets the rest."""
+        k, b = self.memory_constants, self.prepared.bill
+        memory = {
+            "parameters": b.parameters[i],
+            "gradients": b.gradients[i],
+            "optimizer": b.optimizer[i],
+            "activations": b.activations[at, i],
+            "buckets": k["buckets"] * b.buckets[at, i],
+            "gathered parameters": k["gathered"] * b.gathered[at, i],
+            "temporaries": k["temporaries"] * b.temporaries[at, i],
+        }
+        if self.hardware.device == "cpu":
+            memory["host"] = b.host[i]
+        overhead = k["overhead"] * GIB
+        tensors, whole = sum(float(size) for size in memory.values()), float(self.table.peak[i]) - overhead
+        # a calibration may find slightly less than the tensors' sum
+        less = min(1.0, whole / tensors) if tensors > 0 else 1.0
+        memory = {name: less * float(size) for name, size in memory.items()}
+        return {**memory, "allocator": max(0.0, whole - tensors), "context and communication": float(overhead)}
+
+    def _time(self, i: int) -> dict[str, float]:
+        """Return seconds by cause, scaled to the step that the table predicts."""
+        causes = ("forward", "backward", "recompute", "communication", "optimizer", "offload", "loop")
+        return {name: float(getattr(self.spent, name)[i]) * self.slower[i] for name in causes}
+
+    def _binding(self, needed: float, host_of_all: float, time: dict[str, float], i: int) -> str:
+        """Return the limit of the candidate: memory that it exceeds, or the cause that takes most of its step."""
+        if needed > self.hardware.ceiling_bytes:
+            return "device memory"
+        if host_of_all > host_limit_bytes(self.hardware):
+            return "host memory"
+        spent = self.spent
+        compute = time["forward"] + time["backward"] + time["recompute"]
+        causes = {
+            "kernel launches": compute * float(spent.launch_bound[i]),
+            "memory bandwidth": compute * float(spent.moved_share[i]) * (1 - float(spent.launch_bound[i])),
+            "computation": compute * float(1 - spent.moved_share[i]) * (1 - float(spent.launch_bound[i])),
+            "communication": time["communication"],
+            "optimizer": time["optimizer"],
+            "offload": time["offload"],
+            "the training loop": time["loop"],
+        }
+        return max(causes, key=causes.__getitem__)
+
+
+def _interval(size: float, sigma: float) -> tuple[float, float]:
+    return max(0.0, size - SIGMAS * sigma), size + SIGMAS * sigma
+
+
+# -- prepared features -------------------------------------------------------------------------------------------------
+#
+# The parts of many predictions that do not depend on the calibration, computed once.
+
+
+@dataclass
+class Prepared:
+    """The parts of many predictions that do not depend on the calibration; one entry or row per candidate, in their order."""
+
+    columns: Columns
+    bill: Bill
+    work: Work
+    quirks: Floats  # (n, quirks)
+    features: Floats  # (n, features)
+    doubt: Floats  # (n,) bytes: standard deviation of peaks that no constant covers
+    uneven: Floats  # (n,) share of the activations that batches of many lengths leave behind
+
+    @classmethod
+    def of(
+        cls, job: Job, hardware: Hardware, trace: Trace, candidates: Sequence[Candidate], *, guessed: bool = False
+    ) -> Prepared:
+        """Prepare candidates that share this trace. `guessed`: the trace is an estimate, while the job's own is exact."""
+        c = columns_of(candidates, job, installed_deepspeed())
+        b = bill(job, trace, c, hardware.device)
+        uneven, spread = uneven_shares(job, c, b.activations.max(axis=0))
+        doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)
+        features = np.hstack([features_of(c), np.tile(job_features(job, hardware, trace), (len(candidates), 1))])
+        return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven)
+
+    @classmethod
+    def joined(cls, parts: list[Prepared], at: list[list[int]]) -> Prepared:
+        """Join parts with different traces; `at` holds the indices of each part's candidates."""
+        order = np.argsort(np.concatenate([np.array(places) for places in at]))
+
+        def beside(whole: list[Any], names: Sequence[str]) -> dict[str, Any]:
+            return {name: np.concatenate([getattr(one, name) for one in whole])[order] for name in names}
+
+        def joined(whole: list[Any]) -> Any:
+            kind = type(whole[0])
+            return kind(**beside(whole, [field.name for field in dataclasses.fields(kind)]))
+
+        bills = [part.bill for part in parts]
+        moments = tuple(name for one in bills for name in one.moments)  # each part has its own moments
+        tables = {name: _diagonal([getattr(one, name) for one in bills])[:, order] for name in TABLES}
+        return cls(
+            joined([part.columns for part in parts]),
+            Bill(moments=moments, **beside(bills, SUMS), **tables),
+            joined([part.work for part in parts]),
+            **beside(parts, ("quirks", "features", "doubt", "uneven")),
+        )
+
+    def rows(self, chosen: Flags | Places) -> Prepared:
+        """Select the candidates where `chosen` is true, or at these indices."""
+        columns = Columns(**{name: value[chosen] for name, value in vars(self.columns).items()})
+        w = Work(**{name: value[chosen] for name, value in vars(self.work).items()})
+        sums = {name: getattr(self.bill, name)[chosen] for name in SUMS}
+        tables = {name: getattr(self.bill, name)[:, chosen] for name in TABLES}
+        b = dataclasses.replace(self.bill, **sums, **tables)
+        beside = (self.quirks[chosen], self.features[chosen], self.doubt[chosen], self.uneven[chosen])
+        return Prepared(columns, b, w, *beside)
+
+
+def _diagonal(tables: list[Floats]) -> Floats:
+    """Build one table with these along its diagonal and zeros elsewhere."""
+    found = np.zeros((sum(len(one) for one in tables), sum(one.shape[1] for one in tables)))
+    row = column = 0
+    for one in tables:
+        found[row : row + len(one), column : column + one.shape[1]] = one
+        row, column = row + len(one), column + one.shape[1]
+    return found
+
+
+def doubt_of(b: Bill, c: Columns, candidates: Sequence[Candidate], ranks: int, guessed: bool, uneven: Floats) -> Floats:
+    """Return (n,) bytes of uncertainty in the peaks.
+
+    Sources are keys that no formula reads, states shared among ranks, guessed traces, and batches of many lengths. The order
+    of such batches decides what they leave behind; `uneven` is its deviation as a share of activations.
+    """
+    unread = np.array([bool(unread_knobs(candidate)) for candidate in candidates])
+    of_states = np.where(unread, UNREAD_STATES * (b.parameters + b.gradients + b.optimizer), 0.0)
+    shared = b.gradients + b.optimizer + (b.buckets + b.gathered + b.temporaries).max(axis=0)
+    of_shares = SHARDED * shared * ((c.stage > 0) & (ranks > 1))
+    of_activations = np.hypot(UNTRACED * MEMORY["activations"].sigma * guessed, uneven) * b.activations.max(axis=0)
+    return np.asarray(np.sqrt(of_states**2 + of_shares**2 + of_activations**2))
+
+
+def quirks_of(c: Columns, nodes: int = 1) -> Floats:
+    """Return (n, quirks): the extent to which each of `calibration.QUIRKS` applies to each candidate, in their order."""
+    zero = c.stage > 0
+    columns = {
+        "machine": np.ones(len(c)),
+        "stage1": c.stage == 1,
+        "stage2": c.stage == 2,
+        "stage3": c.stage == 3,
+        "checkpointed": c.checkpointing,
+        "offloaded": c.offload_optimizer > 0,
+        "parameters out": c.offload_param > 0,
+        "overlapped": (c.overlap > 0) & zero,
+        "micro-batch": np.log2(c.micro_batch) - 2,
+        "bucket": np.where(zero, np.log10(c.reduce_bucket / 5e8), 0.0),
+        "sub-group": np.where(c.stage == 3, np.log10(c.sub_group / 1e9), 0.0),
+        "contiguous": (c.contiguous > 0) & zero,
+        "compiled": c.compiled,
+        "adapted": c.lora > 0,
+        "packed": c.packed,
+        "nodes": np.full(len(c), np.log2(nodes)),
+    }
+    rows: Floats = np.array([columns[name] for name in QUIRKS], dtype=np.float64)
+    return np.asarray(rows.T)
+
+
+def job_features(job: Job, hardware: Hardware, trace: Trace) -> Floats:
+    """Return (job features,): their distance measures the similarity of two jobs and machines. They are equal within a study
+    and change no distance there."""
+    elements = max(sum(trace.parameters) + trace.frozen, 1)
+    sizes = [0.5 * np.log2(elements), 0.3 * np.log2(job.seq_len), 0.3 * np.log2(job.ranks)]
+    facts = hardware.gpu_facts
+    card = 1.5 * np.log2(facts.tflops) if facts else 0.0
+    return np.array([*sizes, card, job.element_bytes, 2.0 * bool(job.autocast), 0.3 * stepper(job).state_bytes])
+
+
+def features_of(c: Columns) -> Floats:
+    """Return (n, features): the distance between two rows measures the similarity of two candidates."""
+    zero = c.stage > 0
+    columns = [
+        1.5 * (c.stage == 0),
+        1.5 * (c.stage == 1),
+        1.5 * (c.stage == 2),
+        1.5 * (c.stage == 3),
+        c.checkpointing,
+        1.5 * (c.offload_optimizer > 0),
+        1.5 * (c.offload_param > 0),
+        0.7 * c.overlap * zero,
+        0.4 * c.contiguous * zero,
+        0.5 * np.log2(c.micro_batch),
+        0.3 * np.log2(c.accumulation),
+        np.where(zero, 0.3 * np.log10(c.reduce_bucket), 0.0),
+        np.where(c.stage == 3, 0.2 * np.log10(c.sub_group), 0.0),
+        3.0 * c.attention,
+        1.5 * c.compiled,
+        1.5 * (c.lora > 0),
+        0.2 * np.log2(1 + c.lora),
+        1.5 * c.packed,
+        1.5 * c.liger,
+    ]
+    rows: Floats = np.array(columns, dtype=np.float64)
+    return np.asarray(rows.T)
+
+
+# -- uneven batches ----------------------------------------------------------------------------------------------------
+#
+# Memory that the caching allocator keeps if batches differ in length: blocks of batches that were the longest so far.
+#
+# A batch longer than all before finds no free block of sufficient size. The allocator then takes a new block for each
+# of its tensors and keeps the old ones, which only shorter batches can fill. The smallest sufficient block is split,
+# and segments never grow unless they are `expandable_segments` (torch, c10/cuda/CUDACachingAllocator.cpp). After many
+# batches the allocator holds the tensors of every record: as many times the longest batch as the records' lengths add
+# up to. A replay with the allocator's rules (`benchmarks/caching_allocator.py`) gives exactly that for tensors of one
+# size.
+
+BATCHES = 100  # batches of a training before its memory is read; later records are rare and hardly ever observed
+# Blocks of at least this size have a segment of their own; smaller ones share segments that any length can use.
+OWN_SEGMENT_BYTES = 10 * MIB
+# A layer's blocks have many sizes, and the larger ones of a shorter batch serve as smaller ones of a longer batch.
+# Replays of layers alone keep 0.7 to 1.4 times the bytes in use; tensors of one size would keep 2.7.
+MIXED = 0.4
+# Bytes per token and vocabulary entry during the loss: logits, their shifted copy, both in 32 bits, the softmax.
+_LOSS_BYTES = 12.0
+
+
+def uneven_shares(job: Job, c: Columns, activations: Floats) -> tuple[Floats, Floats]:
+    """Return (mean, standard deviation), (n,) each, of the kept blocks of the longest batches, as a share of `activations`
+    (bytes of the longest batch, (n,))."""
+    if not c.many_lengths.any():
+        return np.zeros(len(c)), np.zeros(len(c))
+    large = c.many_lengths * _in_large_blocks(job, c, activations)
+    mean, deviation = kept_records(job.lengths, c.micro_batch)
+    return large * mean, large * deviation
+
+
+def kept_records(
+    lengths: Sequence[tuple[int, int]], micro_batch: Floats, batches: int = BATCHES
+) -> tuple[Floats, Floats]:
+    """Return (mean, standard deviation), (n,) each, of the summed lengths of the records, in multiples of the longest length.
+
+    A batch is as long as its longest row. A record is a batch longer than all before it; the longest batch of all is not
+    counted. A length is a record if the first batch of at least that length has exactly that length, independently of other
+    lengths.
+
+    Args:
+        lengths: (tokens, count).
+    """
+    tokens, counts = np.array(sorted(lengths), dtype=np.float64).T
+    sizes, place = np.unique(micro_batch, return_inverse=True)
+    up_to = np.concatenate([[0.0], np.cumsum(counts) / counts.sum()]) ** sizes[:, None]
+    shorter, at_least = up_to[:, :-1], np.maximum(1 - up_to[:, :-1], 1e-12)
+    record = np.minimum(1.0, np.diff(up_to, axis=1) / at_least) * (1 - shorter**batches)
+    share = tokens / tokens[-1]
+    mean, variance = np.maximum(0.0, record @ share - 1), (record * (1 - record)) @ share**2
+    return np.asarray(mean[place]), np.asarray(np.sqrt(variance)[place])
+
+
+def _in_large_blocks(job: Job, c: Columns, activations: Floats) -> Floats:
+    """Return (n,) the share of the activations whose record blocks cannot be reused: all of the loss and a part of the
+    layers, if they are too large to share a segment."""
+    shape = dense_shape(job.model.config)
+    if shape is None:
+        return np.full(len(c), MIXED)
+    _, width, vocabulary = shape
+    entries = job.element_bytes * c.micro_batch * job.seq_len
+    of_loss = np.minimum(1.0, _LOSS_BYTES * vocabulary * c.micro_batch * job.seq_len / np.maximum(activations, 1.0))
+    of_loss = np.where(entries * vocabulary >= OWN_SEGMENT_BYTES, of_loss, 0.0)
+    return np.asarray(of_loss + (1 - of_loss) * np.where(entries * width >= OWN_SEGMENT_BYTES, MIXED, 0.0))
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+#
+# Device memory from ZeRO's bill and the constants of MEMORY_CONSTANTS: bytes that torch allocates, and bytes that NVML
+# shows.
+#
+# `allocated` counts what torch's allocator has handed out. NVML shows what the allocator has reserved, including the
+# blocks it keeps for later (`cached`), and the overhead: the process's context, NCCL's buffers, kernels. Before an OOM
+# the allocator returns whole unused segments (torch 2.13, c10/cuda/CUDACachingAllocator.cpp, `release_cached_blocks`).
+# A candidate therefore *needs* the allocated bytes, the overhead, and the cached blocks between used ones. NVML shows
+# at most the card's capacity, unless more is needed.
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes of a rank, each at its own peak; (..., n) each."""
+
+    allocated: Floats  # by torch
+    needed: Floats  # of the device, by the whole process
+    shown: Floats  # by NVML
+
+
+def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats, Floats]:
+    """Return (allocated, cached, uneven) in bytes: (..., moments, n) at constants (..., constants). `uneven` is cached, too,
+    in whole segments that only shorter batches use."""
+    k = {name: constants[..., i, None, None] for i, name in enumerate(MEMORY_CONSTANTS)}
+    b = p.bill
+    held = k["scale"] * k["states"] * (b.parameters + b.gradients + b.optimizer)
+    if hardware.device == "cpu":  # host and device share their memory
+        held = held + b.host
+    factor = k["activations"] * np.where(p.columns.checkpointing > 0, k["recomputed"], 1.0)
+    passing = k["buckets"] * b.buckets + k["gathered"] * b.gathered + k["temporaries"] * b.temporaries
+    passing = k["scale"] * (passing + factor * b.activations)
+    cached = k["cached"] * passing
+    step = np.array([float(name == "step") for name in b.moments])[:, None]
+    if hardware.device != "cuda":
+        return np.asarray(held + passing), np.asarray(cached), np.zeros_like(cached)
+    whole = k["uneven"] * factor * p.uneven * b.activations + _elsewhere(b)
+    return np.asarray(held + passing), np.asarray(cached + step * b.left + b.holes), np.asarray(k["scale"] * whole)
+
+
+def _elsewhere(b: Bill) -> Floats:
+    """Return (moments, n) bytes that FSDP gathers and reduces at other moments. A stream's cached blocks are closed to other
+    streams (torch 2.13, CUDACachingAllocator.cpp, get_free_block; torch/distributed/fsdp, _runtime_utils.py)."""
+    return np.asarray(b.sent.max(axis=0) - b.sent)
+
+
+def moments(p: Prepared, hardware: Hardware, constants: Floats) -> Floats:
+    """Return (..., moments, n) bytes that NVML would show on a card of unlimited memory, at constants (..., constants)."""
+    allocated, cached, whole = _moments(p, hardware, constants)
+    return np.asarray(allocated + cached + whole + GIB * constants[..., 0, None, None])
+
+
+def peaks(p: Prepared, hardware: Hardware, constants: Floats) -> Peaks:
+    """Return the peaks at constants (..., constants)."""
+    allocated, cached, whole = _moments(p, hardware, constants)
+    overhead = GIB * constants[..., 0, None]
+    needed = (allocated + STUCK * cached + STUCK_UNEVEN * whole).max(axis=-2) + overhead
+    shown = (allocated + cached + whole).max(axis=-2) + overhead
+    shown = np.maximum(np.minimum(shown, float(hardware.capacity_bytes)), needed)
+    return Peaks(allocated.max(axis=-2), needed, shown)
+
+
+def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats]:
+    """Return (n, constants) derivatives by the constants, first of NVML's bytes on a card of unlimited memory, then of the
+    bytes that torch allocates.
+
+    Both are linear in each constant, except where another moment becomes the peak.
+    """
+    allocated, cached, whole = _moments(p, hardware, constants)
+    k, b = dict(zip(MEMORY_CONSTANTS, constants, strict=True)), p.bill
+    every, again = np.arange(allocated.shape[1]), p.columns.checkpointing > 0
+    states = b.parameters + b.gradients + b.optimizer
+    on_gpu = hardware.device == "cuda"
+    left, elsewhere = p.uneven * on_gpu, _elsewhere(b) * on_gpu
+    found = []
+    for shown in (True, False):
+        at = (allocated + cached + whole if shown else allocated).argmax(axis=0)
+        activations = b.activations[at, every] * np.where(again, k["recomputed"], 1.0)
+        passing = {name: getattr(b, name)[at, every] for name in ("buckets", "gathered", "temporaries")}
+        kept, kept_activations = 1 + k["cached"] * shown, 1 + (k["cached"] + k["uneven"] * left) * shown
+        by_name = {name: k["scale"] * kept * size for name, size in passing.items()}
+        in_passing = sum(k[name] * size for name, size in passing.items())
+        of_activations = k["activations"] * activations
+        by_name |= {
+            "overhead": np.full(len(every), GIB * shown),
+            "scale": k["states"] * states
+            + kept * in_passing
+            + kept_activations * of_activations
+            + shown * elsewhere[at, every],
+            "states": k["scale"] * states,
+            "activations": k["scale"] * kept_activations * activations,
+            "recomputed": k["scale"] * kept_activations * np.where(again, of_activations / k["recomputed"], 0.0),
+            "cached": k["scale"] * shown * (in_passing + of_activations),
+            "uneven": k["scale"] * shown * left * of_activations,
+        }
+        found.append(np.array([by_name[name] for name in MEMORY_CONSTANTS]).T)
+    return found[0], found[1]

@@ -1,7 +1,4 @@
-"""The trace of a job, from the cache or from an `autotune.predict.tracer` process.
-
-The tuner's process never imports torch, so nothing here does.
-"""
+"""Trace cache, tracer requests, and the closed-form fallback."""
 
 from __future__ import annotations
 
@@ -15,18 +12,34 @@ from typing import Any
 
 import psutil
 
-from autotune.entry_points import TRACER
 from autotune.errors import UserError
-from autotune.files import write_atomically
-from autotune.group.launchers import IMPORT_SECONDS
-from autotune.interpreter import current, module_command
-from autotune.predict.closed_form import closed_form_trace, profile_trace, told_by_shape
-from autotune.predict.passes import IMPORTED, Trace
-from autotune.predict.trace_cache import RUNS_IT, cache_path, cached, runnable, traceable
+from autotune.predict.predictor import Predictor
+from autotune.predict.trace_cache import (
+    RUNS_IT,
+    cache_path,
+    cached,
+    closed_form_trace,
+    profile_trace,
+    runnable,
+    told_by_shape,
+    traceable,
+)
+from autotune.predict.trace_data import IMPORTED, Trace
+from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.tasks import IMAGE_TEXT
+from autotune.problem.models import IMAGE_TEXT
+from autotune.util.entry_points import TRACER
+from autotune.util.files import write_atomically
+from autotune.util.interpreter import current, module_command
+from autotune.workers.launchers import IMPORT_SECONDS
 
-__all__ = ["LOSSES", "Trace", "trace_job", "trace_jobs"]
+__all__ = ["LOSSES", "Trace", "trace_job", "trace_jobs", "traced_predictor"]
+
+# -- trace -------------------------------------------------------------------------------------------------------------
+#
+# The trace of a job, from the cache or from an `autotune.predict.tracer` process.
+#
+# The tuner's process never imports torch, so nothing here does.
 
 # Ways to compute a decoder's loss. `own`: as transformers does (32-bit logits). `fused`: from the 16-bit logits in
 # place, as fused cross-entropy kernels do; `fused32`: in place of their 32-bit copy. `chunked`: chunk by chunk, as
@@ -251,3 +264,18 @@ def _worked_seconds(pid: int) -> float:
             with contextlib.suppress(psutil.Error):
                 worked += sum(process.cpu_times()[:4])  # includes ended children
     return worked
+
+
+# -- traced ------------------------------------------------------------------------------------------------------------
+#
+# Predictor of a job that this process may run: its model is traced in a process of its own if no trace is known.
+
+
+def traced_predictor(job: Job, hardware: Hardware, trace: Trace | None = None) -> Predictor:
+    """Return a predictor that traces what it has to.
+
+    Raises:
+        UserError: the job names no model that could be built, or is a study's (`problem.recorded`) and was not accepted.
+    """
+    known = trace if trace is not None else trace_job(job, device=hardware.device)
+    return Predictor(job, hardware, known, trace_job)

@@ -1,4 +1,4 @@
-"""Cache of traces. Reading it starts no process: the commands that read a study take no other trace (`stored_trace`)."""
+"""Cache of traces, and the closed-form fallback."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.files import cache_root
-from autotune.interpreter import current
-from autotune.predict.closed_form import profile_trace
-from autotune.predict.passes import Trace
+from autotune.predict.calibration import UNTRACED
+from autotune.predict.step_time import dense_shape, matmul_parameters
+from autotune.predict.trace_data import BACKWARD, FORWARD, Pass, Trace
 from autotune.problem.job import Job
-from autotune.problem.tasks import CAUSAL
+from autotune.problem.models import CAUSAL, IMAGE_TEXT, SEQ2SEQ, loss_in_kernel
+from autotune.util.files import cache_root
+from autotune.util.interpreter import current
+
+# -- trace cache -------------------------------------------------------------------------------------------------------
+#
+# Cache of traces. Reading it starts no process: the commands that read a study take no other trace (`stored_trace`).
 
 RUNS_IT = ("torch", "transformers")
 VERSION = 8  # of what the tracer finds: raise it when that changes
@@ -99,3 +105,180 @@ def traceable(profile: dict[str, Any]) -> bool:
     """Whether a script trains what a trace runs: the whole of a causal model, on the model's own loss."""
     one_row = profile.get("rows_per_sample") == 1 or profile.get("counted") == "tokens"  # those are packed end to end
     return bool(profile.get("causal") and not profile.get("frozen") and one_row)
+
+
+# -- closed form -------------------------------------------------------------------------------------------------------
+#
+# Activations and FLOPs from the configuration alone, for models that cannot run on fake tensors.
+
+# share of what a forward saves: layer inputs and the head; from the traces of the shipped models
+_KEPT_BY_CHECKPOINTS = 0.15
+
+
+Sizes = tuple[list[int], int]  # elements of each trainable parameter, and of all frozen parameters together
+
+
+def untraced_note(why: str, counted: bool = False) -> str:
+    """Describe the closed-form estimate and its wider intervals; FLOPs stay exact if the parameters were `counted`."""
+    times = "of computing times" if counted else "times"
+    return (
+        f"not traced ({why}): closed form, what a dense model of these sizes keeps and computes; intervals of activations "
+        f"and {times} are {UNTRACED:g} times as wide"
+    )
+
+
+def _of_the_loss(job: Job, text: dict[str, Any]) -> tuple[float, bool]:
+    """Return (bytes kept per logit, whether forward makes the head's gradient and keeps it until backward)."""
+    width, trains_head = job.element_bytes, not job.lora or "lm_head" in job.lora.saved
+    installed = current().version("liger_kernel")
+    loss = loss_in_kernel(text.get("model_type"), installed) if job.liger and job.task == CAUSAL else "own"
+    copies = {"own": width + 4 + 4, "fused32": width + 4}  # copies of the logits: in 32 bits, and the log-softmax
+    return float(copies.get(loss, 0)), trains_head and loss not in copies
+
+
+def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
+    """Estimate a Trace without running the model, for the reason `why`.
+
+    `exact` is False, so the predictor widens its intervals. For a dense decoder the estimate counts what its layers keep
+    (Korthikanti et al. 2022, section 4.1, generalised to grouped heads and gated MLPs; the attention kernel keeps no score
+    matrix). Any other model is estimated from the parameters' `sizes`.
+
+    Raises:
+        UserError: neither the configuration's shape nor the sizes are known.
+    """
+    counted = sizes is not None
+    note = untraced_note(why, counted)
+    text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
+    shape, products = dense_shape(job.model.config), matmul_parameters(job.model.config, job.task)
+    hidden = text.get("hidden_size", text.get("n_embd"))
+    if not told_by_shape(job) or shape is None or products is None:
+        saved = _saved_by_layers(text, float(job.seq_len)) if shape is None else None
+        return _trace_of_sizes(job, why, sizes, saved)
+    layers, attention, vocabulary = shape
+    assert isinstance(hidden, int)
+    heads: int = text.get("num_attention_heads", text.get("n_head")) or 1
+    key_value = attention // heads * (text.get("num_key_value_heads") or heads)
+    inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
+    width, tokens = job.element_bytes, job.seq_len
+    # A layer holds two norms (most keep their input in 32 bits), q k v, attention's output, two residuals, and the
+    # MLP's inner values.
+    layer = tokens * (width * (4 * hidden + 3 * attention + 2 * key_value + 4 * inner) + 4 * 2 * hidden)
+    per_logit, waits = _of_the_loss(job, text)
+    head = tokens * vocabulary * per_logit
+    block = tokens * hidden * width  # bytes that a checkpointed layer keeps: its input
+    flops, scores = 2.0 * products * tokens, 4.0 * layers * attention * tokens * tokens
+    tied = bool(text.get("tie_word_embeddings", True))
+    # With adapters, only the sizes show how little is trained.
+    parameters, frozen = sizes or ([products // layers] * layers + ([] if tied else [hidden * vocabulary]), 0)
+    gradients = float(width * sum(parameters))
+    waiting = width * hidden * vocabulary * waits
+
+    def one(kept: float, recompute: float, in_layer: float) -> Pass:
+        moved = 3.0 * layer * layers + head
+        return Pass(
+            phase=[FORWARD, BACKWARD, BACKWARD],
+            fixed=[waiting, waiting, 0.0],
+            per_sequence=[kept + head, kept + head + in_layer, in_layer],
+            gradients=[0.0, 0.0, gradients],
+            in_use=[hidden * vocabulary * width] * 3,
+            after_forward=(waiting, kept + head),
+            flops=(flops, 2 * flops + recompute),
+            attention=(scores, 2.5 * scores + recompute / flops * scores),
+            moved=((0.0, moved), (0.0, 2 * moved)),
+            operators=(30.0 * layers, 60.0 * layers),
+        )
+
+    return Trace(
+        parameters,
+        frozen,
+        one(layer * layers, 0.0, 0.0),
+        one(block * layers, flops, layer),
+        exact=False,
+        note=note,
+        counted=counted,
+        largest=max(parameters),
+    )
+
+
+def _trace_of_sizes(job: Job, why: str, sizes: Sizes | None, saved: float | None) -> Trace:
+    """Build a Trace from the parameters' sizes.
+
+    Args:
+        saved: bytes that a forward saves, or None if unknown.
+
+    Raises:
+        UserError: the sizes are not known.
+    """
+    if sizes is None or not sizes[0]:
+        raise UserError(
+            f"model {job.model.name} cannot be built here ({why}), and its configuration names no shape to estimate it by"
+        )
+    tokens = float(job.seq_len)
+    return _of_sizes(job, *sizes, tokens, saved or _saved_by(sum(*sizes), tokens), untraced_note(why, counted=True))
+
+
+def told_by_shape(job: Job) -> bool:
+    """Check that the configuration is a dense decoder's, so that it alone determines what the layers keep."""
+    text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
+    hidden = text.get("hidden_size", text.get("n_embd"))
+    known = dense_shape(job.model.config) is not None and matmul_parameters(job.model.config, job.task) is not None
+    return known and isinstance(hidden, int) and job.task not in (SEQ2SEQ, IMAGE_TEXT)
+
+
+def profile_trace(job: Job) -> Trace:
+    """Build a Trace from the probe run of a user's script: parameter sizes, and bytes that one forward saved for backward.
+    `exact` is False.
+
+    Raises:
+        UserError: the probe run found no trained parameters.
+    """
+    seen: dict[str, Any] = job.script.profile if job.script else {}
+    if not seen.get("trained"):
+        raise UserError("the script showed no parameters that are trained")
+    trained: list[int] = seen["trained"]
+    tokens = float(seen["tokens_per_sample"])
+    saved = float(seen.get("saved_bytes_per_sample") or _saved_by(sum(trained, seen["frozen"]), tokens))
+    note = "the script's model is not traced: predicted from what its first steps showed"
+    made = _of_sizes(job, trained, seen["frozen"], tokens, saved, note)
+    return dataclasses.replace(made, plain=made.of(True)) if seen.get("checkpointed") else made
+
+
+def _saved_by(elements: int, tokens: float) -> float:
+    """Estimate the bytes that a forward saves from the parameter count alone: 34 per token and unit of width (Korthikanti et
+    al. 2022, equation 2), in one layer of 12 x width^2 elements."""
+    return 34 * tokens * math.sqrt(elements / 12)
+
+
+def _saved_by_layers(text: dict[str, Any], tokens: float) -> float | None:
+    """Estimate the bytes that a forward of a model without attention saves, from its layers and width, with 10 bytes a logit.
+    Return None if the configuration has no layer count or width."""
+    layers, hidden, vocabulary = (text.get(name) for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    if not isinstance(layers, int) or not isinstance(hidden, int):
+        return None
+    return tokens * (34.0 * layers * hidden + 10.0 * (vocabulary if isinstance(vocabulary, int) else 0))
+
+
+def _of_sizes(job: Job, trained: list[int], frozen: int, tokens: float, saved: float, note: str) -> Trace:
+    """Build a Trace from parameter sizes, the `tokens` of a sample and the bytes `saved` by a forward."""
+    total = sum(trained, frozen)
+    kept = _KEPT_BY_CHECKPOINTS * saved
+    flops = 2.0 * total * tokens
+    backward = flops * (1 + sum(trained) / total)  # frozen weights get no gradient
+    gradients = job.element_bytes * sum(trained)
+
+    def one(left: float, recompute: float, again: float) -> Pass:
+        return Pass(
+            phase=[FORWARD, BACKWARD, BACKWARD],
+            fixed=[0.0, 0.0, 0.0],
+            per_sequence=[left, 1.2 * left + again, 0.2 * left + again],
+            gradients=[0.0, 0.0, gradients],
+            in_use=[job.element_bytes * max(trained)] * 3,
+            after_forward=(0.0, left),
+            flops=(flops, backward + recompute),
+            attention=(0.0, 0.0),
+            moved=((0.0, 3 * saved), (0.0, 6 * saved)),
+            operators=(30.0 * 24, 60.0 * 24),
+        )
+
+    plain, checkpointed = one(saved, 0.0, 0.0), one(kept, flops, kept)
+    return Trace(trained, frozen, plain, checkpointed, exact=False, largest=max(trained), note=note)

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.problem.ds_file import in_new_names
-from autotune.problem.early_variables import ALLOCATOR_VARIABLES
-from autotune.problem.job import Job, Script, parse_lora
+from autotune.problem.ds_config import in_new_names
+from autotune.problem.import_time_env import ALLOCATOR_VARIABLES
+from autotune.problem.job import Job, Script, parse_lora, under_lightning
 from autotune.problem.knobs import (
     ACCUMULATION,
     ATTENTION,
@@ -35,12 +35,11 @@ from autotune.problem.knobs import (
     TRACED_KNOBS,
     ZERO,
     Knobs,
+    Value,
     is_off,
     is_read,
     short_name,
 )
-from autotune.problem.needs import Value
-from autotune.problem.script_text import under_lightning
 
 __all__ = [  # names of knobs are exported too: users of candidates need them
     "ACCUMULATION",

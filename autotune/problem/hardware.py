@@ -1,17 +1,20 @@
-"""Hardware of a job: detected through NVML and psutil, or named (`--gpu rtx3090`). No CUDA context is created."""
+"""Hardware, detected or named, and usable CPUs."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.problem.cards import GpuFacts, facts_for, gpu_table, named_gpu
-from autotune.problem.gpus import (
+from autotune.problem.gpu_specs import GpuFacts, facts_for, gpu_table, named_gpu, told_by_driver, unlisted
+from autotune.problem.host_memory import host_available_bytes
+from autotune.problem.nvml import (
     BY_BUS,
     ORDER,
     Gpu,
@@ -20,15 +23,29 @@ from autotune.problem.gpus import (
     order_is_unknown,
     order_to_set,
     settled_gpus,
+    unseen_gpu,
 )
-from autotune.problem.host import host_available_bytes
 from autotune.problem.outcome import Kind
-from autotune.problem.unlisted import told_by_driver, unlisted
-from autotune.problem.unseen import unseen_gpu
-from autotune.units import GIB, format_bytes
+from autotune.util.units import GIB, format_bytes
 
-__all__ = ["GpuFacts", "Hardware", "detect", "facts_for", "gpu_table", "named_gpu", "named_hardware"]
+__all__ = [
+    "CARD_APART",
+    "MAIN_MEMORY_APART",
+    "GpuFacts",
+    "Hardware",
+    "detect",
+    "facts_for",
+    "gpu_table",
+    "named_gpu",
+    "named_hardware",
+    "threads_of_0_1",
+    "threads_per_rank",
+    "usable_cpus",
+]
 
+# -- hardware ----------------------------------------------------------------------------------------------------------
+#
+# Hardware of a job: detected through NVML and psutil, or named (`--gpu rtx3090`). No CUDA context is created.
 
 # GB/s of each GPU's share of its node's network, one direction. NVIDIA's reference servers have one adapter a GPU: 200 Gbit/s
 # with A100, 400 Gbit/s from Hopper on (DGX A100 and H100 user guides). DGX-1 has four of 100 Gbit/s for eight V100. Servers of
@@ -277,3 +294,73 @@ def _detect_cpu(gpus: int | None) -> Hardware:
     except OSError:
         pass
     return Hardware("cpu", f"CPU rank of {name}", count, int(host * 0.9) // count, None, host)
+
+
+# -- cpus --------------------------------------------------------------------------------------------------------------
+#
+# CPUs that this process may use: the machine's, limited by CPU affinity and cgroup quotas.
+#
+# `os.cpu_count()` ignores both limits: in a container of 8 CPUs on a machine of 128 it returns 128.
+
+OWN_CGROUPS = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")  # mount point under systemd, Docker and Kubernetes
+
+
+def usable_cpus() -> int:
+    """Return the number of CPUs whose time this process can have, at least 1."""
+    shares = [share for folder in _folders() if (share := _share(folder)) is not None]
+    return max(1, int(min([float(len(os.sched_getaffinity(0))), *shares])))
+
+
+def threads_per_rank(ranks: int) -> int:
+    """Return the CPU threads of each of `ranks` ranks of this machine: OMP_NUM_THREADS if set, else an equal share of the CPUs.
+
+    torchrun and `accelerate launch` give each of several ranks one thread unless that variable is set. Every printed command
+    therefore sets it.
+    """
+    own = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # a list sets the threads of nested levels
+    if own.isdigit() and int(own) > 0:
+        return int(own)
+    return max(1, usable_cpus() // ranks)
+
+
+def threads_of_0_1(ranks: int) -> int:
+    """Return the CPU threads of a rank under version 0.1, whose studies do not record them."""
+    return max(1, min(8, (os.cpu_count() or 1) // ranks))
+
+
+def _folders() -> Iterator[Path]:
+    """Yield the folders of this process's CPU cgroup and of all visible ancestors.
+
+    In a container the file may name a path of the host, which does not exist inside. Then the mount is the container's own
+    cgroup.
+    """
+    lines = []
+    with suppress(OSError):
+        lines = OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = CGROUPS / controllers  # version 2 names no controllers and is mounted at the top
+        own = mount / path.strip("/")
+        for folder in (own, *own.parents) if own.is_dir() else (mount,):
+            if folder.is_relative_to(mount):
+                yield folder
+
+
+def _share(folder: Path) -> float | None:
+    """Return the quota of a cgroup in CPUs, or None.
+
+    Source: Linux, admin-guide/cgroup-v2.rst (`cpu.max`) and scheduler/sched-bwc.rst (`cpu.cfs_quota_us`, -1 for none).
+    """
+    with suppress(OSError, ValueError):
+        if (file := folder / "cpu.max").is_file():
+            quota, period = file.read_text(encoding="utf-8").split()
+        else:
+            quota, period = (
+                (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8").strip() for name in ("quota", "period")
+            )
+        if quota not in ("max", "-1"):
+            return int(quota) / int(period)
+    return None

@@ -1,20 +1,24 @@
-"""Job: the training to tune. A Job is frozen, and every study belongs to exactly one Job."""
+"""Job, Script and LoRA settings."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.bounds import parse_json, read_text, shown, whole_number
 from autotune.errors import UserError
 from autotune.masking import learn_data, learn_words
-from autotune.problem.models import ModelSpec
-from autotune.problem.tasks import CAUSAL, SEQ2SEQ, TASKS
+from autotune.problem.models import CAUSAL, SEQ2SEQ, TASKS, ModelSpec
+from autotune.util.bounds import parse_json, read_text, shown, whole_number
+
+# -- job ---------------------------------------------------------------------------------------------------------------
+#
+# Job: the training to tune. A Job is frozen, and every study belongs to exactly one Job.
 
 MOST_BATCH = 2**31  # sequences per optimizer step
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -196,7 +200,7 @@ class Job:
     compiled: bool = False  # DeepSpeed's engine.compile()
     lengths: tuple[tuple[int, int], ...] = ()  # (tokens, count) pairs of a data set; `seq_len` is then the longest
     packed: bool = False  # sequences of those lengths are packed end to end into rows of `seq_len`
-    task: str = CAUSAL  # one of `tasks.TASKS`: the head and its loss
+    task: str = CAUSAL  # one of `models.TASKS`: the head and its loss
     liger: bool = False  # Liger's fused kernels in place of the model's own
     image_size: int | None = None  # pixels of an image's height and width, if the configuration does not give them
     # plain torch without DeepSpeed: stage 0 is DistributedDataParallel, stage 3 FullyShardedDataParallel
@@ -408,3 +412,57 @@ def longest_sequence(config: dict[str, Any]) -> int | None:
         if isinstance(text.get(key), int):
             return int(text[key]) - taken
     return None
+
+
+# -- source text of a script -------------------------------------------------------------------------------------------
+#
+# Facts from a script's own text, available before its first run.
+
+_LIGHTNING = re.compile(r"^\s*(?:from|import)\s+(?:pytorch_)?lightning\b", re.MULTILINE)
+
+
+def script_text(script: Script) -> str | None:
+    """Return the script's text, or None if it cannot be read."""
+    if script.path is None or not script.path.is_file():
+        return None
+    return script.path.read_text(errors="replace", encoding="utf-8")
+
+
+def under_lightning(script: Script) -> bool:
+    """Check that Lightning trains: the probe run showed it, or the script's text imports it."""
+    return bool(script.profile.get("lightning")) or _LIGHTNING.search(script_text(script) or "") is not None
+
+
+# -- checkpoint --------------------------------------------------------------------------------------------------------
+#
+# Size of a training's checkpoint, the time to write and read it, and the time to save the weights.
+
+# bytes per parameter, at most: two copies of the weight (the module's, and the optimizer's in fp32) and two moments.
+_TRAINED_BYTES, _FROZEN_BYTES = 16, 4
+BYTES_PER_SECOND = 1e9  # a fair share of a parallel file system; local NVMe disks take 2 to 5 GB/s
+
+
+def checkpoint_bytes(trained: float, frozen: float) -> float:
+    """Return an upper bound of a checkpoint's bytes over all ranks; parameters in elements."""
+    return trained * _TRAINED_BYTES + frozen * _FROZEN_BYTES
+
+
+def checkpoint_seconds(trained: float, frozen: float) -> float:
+    """Return the seconds to write a checkpoint and to read it again."""
+    return 2 * checkpoint_bytes(trained, frozen) / BYTES_PER_SECOND
+
+
+def weights_bytes(elements: float, element_bytes: float) -> float:
+    """Return the bytes of all weights, frozen ones included, which a save gathers into the first rank's main memory.
+
+    Source: deepspeed 0.19.8, runtime/engine.py, `_zero3_consolidated_16bit_state_dict`; in fp32 it gathers 4 bytes an element.
+    """
+    return elements * element_bytes
+
+
+def weights_seconds(elements: float, element_bytes: float) -> float:
+    """Return the seconds to gather the weights by module, copy them to main memory, and write them.
+
+    One process does all of this and checksums the bytes, so that discarding the output makes it no faster.
+    """
+    return weights_bytes(elements, element_bytes) / BYTES_PER_SECOND

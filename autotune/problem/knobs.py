@@ -1,18 +1,214 @@
-"""Table of all knobs: place in the DeepSpeed config, values, when DeepSpeed reads each, its needs, and effects on arithmetic.
-
-Source: the config classes of deepspeed 0.19.8 (docs/deepspeed-facts.md lists the places). `since` and `until` are from its
-repository's tags, beginning with 0.16.0.
-"""
+"""The knob table, requirements of knobs, and checks of their values."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from autotune.problem import needs
-from autotune.problem.job import ATTENTIONS, Lora
-from autotune.problem.needs import Need, Release, Value
-from autotune.versions import dotted
+from autotune.errors import UserError, near
+from autotune.problem.hardware import Hardware
+from autotune.problem.import_time_env import ALLOCATOR_VARIABLES, settings_in
+from autotune.problem.job import ATTENTIONS, Job, Lora, parse_lora, script_text
+from autotune.problem.models import DECODED, FAILS_WITH_IMAGES, IMAGE_TEXT, LIGER_READ, NEEDS_TRANSFORMERS, since
+from autotune.util.bounds import MOST, shown, trouble
+from autotune.util.interpreter import current, which
+from autotune.versions import dotted, release
+
+# -- requirements ------------------------------------------------------------------------------------------------------
+#
+# Requirements of knobs' settings on the job and the machine. Each function returns a short text about what is missing.
+
+Value = bool | int | float | str
+Release = tuple[int, ...]
+READ: Release = (0, 19, 8)  # the DeepSpeed from which knobs, defaults and formulas were read
+KERNELS = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}  # attention -> its package
+WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2}  # bytes of DeepSpeed's dtypes
+ADAMS = ("adamw", "adam", "fused_adam")
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """Inputs of the requirements, besides the other knobs of a candidate."""
+
+    job: Job
+    hardware: Hardware
+    lossy: bool = False  # the space may change arithmetic
+    compiles: bool = False  # the space has candidates that are compiled
+    deepspeed: Release = READ
+    packages: bool = True  # check the packages of the ranks' environment
+
+    @classmethod
+    def of(cls, job: Job, hardware: Hardware, lossy: bool = False, compiles: bool = False) -> Circumstances:
+        """Return the circumstances with the DeepSpeed that ranks will have."""
+        return cls(job, hardware, lossy, compiles, release(current().version("deepspeed")) or READ)
+
+
+Need = Callable[[Value, Circumstances], str]  # returns what is missing, or an empty text
+
+
+def cuda(value: Value, c: Circumstances) -> str:
+    return "" if c.hardware.device == "cuda" else "is for CUDA alone"
+
+
+def own_allocator(value: Value, c: Circumstances) -> str:
+    """A variable that the script's code sets stays set, whatever the command line sets."""
+    set_by_it = settings_in(script_text(c.job.script) or "") if c.job.script is not None else []
+    seen = c.job.script.variables if c.job.script is not None else {}
+    names = [*(one.name for one in set_by_it if not one.default), *seen]
+    name = next((one for one in names if one in ALLOCATOR_VARIABLES), "")
+    return f"is the script's own to set: its code sets {name}" if name else ""
+
+
+def several_ranks(value: Value, c: Circumstances) -> str:
+    return "" if c.job.ranks > 1 else "needs more than one rank"
+
+
+def several_nodes(value: Value, c: Circumstances) -> str:
+    """hpZ's second partition lies within a node. On a single node it would hold the memory that ZeRO-3 saves, without a gain."""
+    if c.hardware.nodes < 2:
+        return "needs more than one node"
+    if not 1 <= int(value) <= c.hardware.per_node or c.hardware.per_node % int(value):
+        return f"has to divide the {c.hardware.per_node} ranks of a node"
+    return ""
+
+
+def bf16(value: Value, c: Circumstances) -> str:
+    return "" if c.job.precision == "bf16" else f"needs --precision bf16, not {c.job.precision}"
+
+
+def fp16(value: Value, c: Circumstances) -> str:
+    return "" if c.job.precision == "fp16" else f"needs --precision fp16, not {c.job.precision}"
+
+
+def adam(value: Value, c: Circumstances) -> str:
+    """DeepSpeed's CPU Adam, checked by type (stage3.py, `Hybrid Optimizer Only Supports DeepSpeedCPUAdam`)."""
+    kind = c.job.optimizer_kind
+    return "" if kind in ADAMS else f"needs DeepSpeed's Adam, not {kind}"
+
+
+def place_of_its_optimizer(value: Value, c: Circumstances) -> str:
+    """Return why a script's own optimizer cannot step on this device.
+
+    Only DeepSpeed's and apex's optimizers are limited. Fused ones accept only GPU tensors (`expected input to be on cuda`), CPU
+    ones only tensors in main memory (ops/adam/cpu_adam.py, `CPUAdam param is on`).
+    """
+    profile = c.job.script.profile if c.job.script is not None else {}
+    kind = "" if profile.get("through_arguments") else str(profile.get("optimizer", ""))  # Trainer follows the config
+    if c.hardware.device == "cuda" and steps_on_gpu(kind) and value != "none":
+        return f"is not for the script's own {kind}, which steps on the GPU alone"
+    if c.hardware.device == "cuda" and "CPU" in kind and value == "none":
+        return f"is not for the script's own {kind}, which steps on the CPU alone"
+    return ""
+
+
+def sharded_for_its_optimizer(value: Value, c: Circumstances) -> str:
+    """Stage 0 offloads nothing."""
+    return place_of_its_optimizer("none", c) if value == 0 else ""
+
+
+def steps_on_gpu(optimizer: str) -> bool:
+    """Check by the name of an optimizer's class, DeepSpeed's or apex's, that its kernels run on GPUs only."""
+    return optimizer.startswith("Fused")
+
+
+def no_clipping(value: Value, c: Circumstances) -> str:
+    """DeepSpeed clips at 1.0 by default (runtime/constants.py, GRADIENT_CLIPPING_DEFAULT)."""
+    own = c.job.base_config.get("gradient_clipping")
+    return "" if own == 0 and not isinstance(own, bool) else "needs gradient_clipping: 0 in your own config"
+
+
+def no_narrower_than_the_model(value: Value, c: Circumstances) -> str:
+    """Sums in a narrower dtype give different results."""
+    own = WIDTHS.get(c.job.precision, 4)
+    narrower = WIDTHS.get(str(value), own) < own and not c.lossy
+    return f"is narrower than {c.job.precision}, so that losses may differ: it needs a `lossy: true` space" * narrower
+
+
+def memory_of_its_own(value: Value, c: Circumstances) -> str:
+    """On a GPU that shares main memory, offloading to the CPU frees nothing."""
+    return "frees nothing here, where the GPU's memory is main memory" * (c.hardware.unified and value == "cpu")
+
+
+def a_compiler(value: Value, c: Circumstances) -> str:
+    """Return what torch.compile lacks to build its kernels."""
+    if c.hardware.device == "cuda":
+        return "" if current().has("triton") else "needs the package triton, which is not installed"
+    return "" if any(map(which, ("g++", "clang++", "c++"))) else "needs a C++ compiler (g++), which is not installed"
+
+
+def a_script(value: Value, c: Circumstances) -> str:
+    """ZenFlow decides itself when a step ends (runtime/zenflow/engine.py); a trial of a model sets that explicitly."""
+    if c.job.script is not None:
+        return ""
+    return "needs a script's own loop: a trial of a model says itself where a step ends"
+
+
+def mics_init(value: Value, c: Circumstances) -> str:
+    return "needs a model made under deepspeed.zero.MiCS_Init, which neither transformers nor the tuner does"
+
+
+def its_package(value: Value, c: Circumstances) -> str:
+    """Return the missing package of an attention kernel or of adapters."""
+    package = missing_package(value)
+    return f"needs the package {package}, which is not installed" if package else ""
+
+
+def missing_package(choice: object) -> str | None:
+    """Return the package that an attention kernel or adapters (`r=16,…`) need and the ranks' environment lacks, or None."""
+    if choice in (None, "none"):
+        return None
+    package = "peft" if str(choice).startswith("r=") else KERNELS.get(str(choice))
+    return package if package and not current().has(package) else None
+
+
+def liger_kernel(value: Value, c: Circumstances) -> str:
+    """Check for the package in a version that supports the model's type, and a transformers with which it can be imported."""
+    own, theirs = (current().version(package) for package in ("liger_kernel", "transformers"))
+    if not current().has("liger_kernel"):
+        return "needs the package liger_kernel, which is not installed"
+    for newer, least in NEEDS_TRANSFORMERS.items():
+        if release(own) >= newer and release(theirs) < least:
+            return f"needs transformers {dotted(least)} or newer beside liger_kernel {own}: {theirs} is installed"
+    kind = c.job.model.config.get("model_type")
+    first = since(kind, theirs) or ()
+    if own is not None and release(own) < first:
+        beside = f"in a model of type {kind} beside transformers {theirs}"
+        return f"needs liger_kernel {dotted(first)} or newer {beside}: {own} is installed"
+    return ""
+
+
+def liger_model(value: Value, c: Circumstances) -> str:
+    """Check that Liger knows the model and that the task has a language-model head: Liger replaces any head's forward by that
+    head's.
+    """
+    kind = c.job.model.config.get("model_type")
+    if since(kind) is None:
+        return f"changes nothing in a model of type {kind}, as far as autotune knows Liger's kernels ({LIGER_READ})"
+    if kind in FAILS_WITH_IMAGES and c.job.task == IMAGE_TEXT:
+        return f"fails in a model of type {kind} with images: Liger's forward ({LIGER_READ}) and transformers' no longer agree"
+    return "" if c.job.task in DECODED else f"is for {' and '.join(f'--task {task}' for task in DECODED)}"
+
+
+def engine_compile(value: Value, c: Circumstances) -> str:
+    """Only `engine.compile()` reads it, and a script's call of that is not visible from outside."""
+    if c.job.script is not None:
+        return "needs a script that calls engine.compile(), which cannot be told from outside"
+    return "" if c.compiles or c.job.compiled else "needs --compile, or the knob compile"
+
+
+FATAL: tuple[Need, ...] = (cuda, adam, mics_init)  # without these DeepSpeed fails; without the others nothing is gained
+OF_PACKAGES: tuple[Need, ...] = (its_package, liger_kernel, a_compiler)
+
+
+# -- knobs -------------------------------------------------------------------------------------------------------------
+#
+# Table of all knobs: place in the DeepSpeed config, values, when DeepSpeed reads each, its needs, and effects on
+# arithmetic.
+#
+# Source: the config classes of deepspeed 0.19.8 (docs/deepspeed-facts.md lists the places). `since` and `until` are
+# from its repository's tags, beginning with 0.16.0.
 
 Knobs = Mapping[str, Value]
 
@@ -153,21 +349,21 @@ def _stage3(kind: type = int, **facts: object) -> Knob:
 
 _ZENFLOW = Read(lambda knobs: TOP_K in knobs, f"candidates with {TOP_K}", TOP_K)
 _DEVICES = ("none", "cpu", "nvme")
-_OWN = (needs.memory_of_its_own,)
-_PLACE = (needs.memory_of_its_own, needs.place_of_its_optimizer)
+_OWN = (memory_of_its_own,)
+_PLACE = (memory_of_its_own, place_of_its_optimizer)
 _DTYPES = ("fp32", "fp16", "bf16")
 # Knobs that are always read; they are named by short names.
 _FIRST: dict[str, Knob] = {
     MICRO_BATCH: Knob(MICRO_BATCH, int, low=1, short="mb"),
     ACCUMULATION: Knob(ACCUMULATION, int, low=1, short="ga"),
-    "zero_stage": Knob(ZERO + "stage", int, high=3, needs=(needs.sharded_for_its_optimizer,), short="z"),
+    "zero_stage": Knob(ZERO + "stage", int, high=3, needs=(sharded_for_its_optimizer,), short="z"),
     CHECKPOINTING: Knob(None, bool, short="ckpt"),
-    ATTENTION: Knob(None, ATTENTIONS, needs=(needs.its_package,)),
-    COMPILED: Knob(None, bool, off=False, needs=(needs.a_compiler,)),
-    LORA: Knob(None, Lora, needs=(needs.its_package,)),
+    ATTENTION: Knob(None, ATTENTIONS, needs=(its_package,)),
+    COMPILED: Knob(None, bool, off=False, needs=(a_compiler,)),
+    LORA: Knob(None, Lora, needs=(its_package,)),
     PACKING: Knob(None, bool),
-    LIGER: Knob(None, bool, off=False, needs=(needs.cuda, needs.liger_model, needs.liger_kernel)),
-    EXPANDABLE: Knob(None, bool, off=False, needs=(needs.cuda, needs.own_allocator), short="expandable"),
+    LIGER: Knob(None, bool, off=False, needs=(cuda, liger_model, liger_kernel)),
+    EXPANDABLE: Knob(None, bool, off=False, needs=(cuda, own_allocator), short="expandable"),
     "offload_optimizer": Knob(ZERO + "offload_optimizer.device", _DEVICES, _at(1, 2, 3), needs=_PLACE, short="opt"),
     "offload_param": Knob(ZERO + "offload_param.device", _DEVICES, _at(3), needs=_OWN, short="par"),
     "reduce_bucket_size": Knob(ZERO + "reduce_bucket_size", int, _at(1, 2, 3), low=1, short="rbs"),
@@ -193,32 +389,28 @@ _ZERO: dict[str, Knob] = {
     "stage3_param_persistence_threshold": _stage3(off=100_000),
     "stage3_model_persistence_threshold": _stage3(),
     "stage3_module_granularity_threshold": _stage3(off=0),
-    "stage3_use_all_reduce_for_fetch_params": _stage3(bool, off=False, needs=(needs.several_ranks,)),
-    "stage3_allgather_sequential": _stage3(bool, off=False, needs=(needs.several_ranks,), since=(0, 18, 5)),
+    "stage3_use_all_reduce_for_fetch_params": _stage3(bool, off=False, needs=(several_ranks,)),
+    "stage3_allgather_sequential": _stage3(bool, off=False, needs=(several_ranks,), since=(0, 18, 5)),
     "memory_efficient_linear": _stage3(bool),
-    "zero_hpz_partition_size": _stage3(off=1, needs=(needs.several_nodes,), short="hpz"),
-    "mics_shard_size": _stage3(low=-1, off=-1, needs=(needs.mics_init,), until=(0, 19, 6), short="mics"),
-    "mics_hierarchical_params_gather": _stage3(bool, off=False, needs=(needs.mics_init,), until=(0, 19, 6)),
+    "zero_hpz_partition_size": _stage3(off=1, needs=(several_nodes,), short="hpz"),
+    "mics_shard_size": _stage3(low=-1, off=-1, needs=(mics_init,), until=(0, 19, 6), short="mics"),
+    "mics_hierarchical_params_gather": _stage3(bool, off=False, needs=(mics_init,), until=(0, 19, 6)),
     "zero_quantized_weights": _stage3(
-        bool, off=False, needs=(needs.cuda, needs.several_ranks), lossy="weights travel as 8-bit numbers", short="qwZ"
+        bool, off=False, needs=(cuda, several_ranks), lossy="weights travel as 8-bit numbers", short="qwZ"
     ),
     "zero_quantized_nontrainable_weights": _stage3(
-        bool, off=False, needs=(needs.cuda,), lossy="frozen weights are kept as 8-bit numbers", short="qnwZ"
+        bool, off=False, needs=(cuda,), lossy="frozen weights are kept as 8-bit numbers", short="qnwZ"
     ),
     "zero_quantized_gradients": _stage3(
-        bool,
-        off=False,
-        needs=(needs.cuda, needs.several_ranks),
-        lossy="gradients travel as 4- and 8-bit numbers",
-        short="qgZ",
+        bool, off=False, needs=(cuda, several_ranks), lossy="gradients travel as 4- and 8-bit numbers", short="qgZ"
     ),
-    "round_robin_gradients": Knob("", bool, _at(1, 2), off=False, needs=(needs.several_ranks,)),
-    "use_multi_rank_bucket_allreduce": Knob("", bool, _at(1, 2), off=True, needs=(needs.several_ranks,)),
-    "allgather_partitions": Knob("", bool, _at(1, 2), off=True, needs=(needs.several_ranks,)),
-    "reduce_scatter": Knob("", bool, _at(1, 2, 3), off=True, needs=(needs.several_ranks,)),
+    "round_robin_gradients": Knob("", bool, _at(1, 2), off=False, needs=(several_ranks,)),
+    "use_multi_rank_bucket_allreduce": Knob("", bool, _at(1, 2), off=True, needs=(several_ranks,)),
+    "allgather_partitions": Knob("", bool, _at(1, 2), off=True, needs=(several_ranks,)),
+    "reduce_scatter": Knob("", bool, _at(1, 2, 3), off=True, needs=(several_ranks,)),
     "parameter_alignment": Knob("", bool, _at(1, 2), off=False, since=(0, 19, 7)),
     "compute_grad_norm": Knob(
-        "", bool, _at(1, 2), off=True, needs=(needs.no_clipping,), refused=_norm_refused, since=(0, 19, 7)
+        "", bool, _at(1, 2), off=True, needs=(no_clipping,), refused=_norm_refused, since=(0, 19, 7)
     ),
     "offload_optimizer.ratio": Knob(
         "",
@@ -226,7 +418,7 @@ _ZERO: dict[str, Knob] = {
         _under("offload_optimizer", "cpu", stages=(3,)),
         high=1.0,
         off=1.0,
-        needs=(needs.adam,),
+        needs=(adam,),
         refused=_ratio_refused,
         # stage3.py, `backup_optimizer`: a torch AdamW that is built once. Later writes skip its first group, and no state dict
         # holds it.
@@ -238,7 +430,7 @@ _ZERO: dict[str, Knob] = {
         bool,
         _under("offload_optimizer", "cpu", stages=(3,)),
         off=False,
-        needs=(needs.cuda, needs.adam),
+        needs=(cuda, adam),
         since=(0, 18, 0),
         short="superoffload",
     ),
@@ -252,7 +444,7 @@ _ZERO: dict[str, Knob] = {
         float,
         _under("offload_optimizer", "cpu"),
         high=1.0,
-        needs=(needs.cuda, needs.adam, needs.a_script),
+        needs=(cuda, adam, a_script),
         lossy="most of a gradient is applied later than the step that made it",
         since=(0, 17, 5),
     ),
@@ -261,9 +453,7 @@ _ZERO: dict[str, Knob] = {
 }
 # Knobs outside `zero_optimization`.
 _ELSEWHERE: dict[str, Knob] = {
-    SENT_AS: Knob(
-        "", _DTYPES, follows_model=True, needs=(needs.several_ranks, needs.no_narrower_than_the_model), short="sent"
-    ),
+    SENT_AS: Knob("", _DTYPES, follows_model=True, needs=(several_ranks, no_narrower_than_the_model), short="sent"),
     GRADIENT_SUMS: Knob(
         "",
         _DTYPES,
@@ -277,7 +467,7 @@ _ELSEWHERE: dict[str, Knob] = {
         bool,
         _at(1, 2, 3),
         off=False,
-        needs=(needs.bf16, needs.adam),
+        needs=(bf16, adam),
         refused=_low_masters_refused,
         lossy="master weights and gradients are kept in bf16",
         since=(0, 18, 3),
@@ -288,20 +478,18 @@ _ELSEWHERE: dict[str, Knob] = {
         bool,
         _with(LOW_MASTERS),
         off=False,
-        needs=(needs.bf16,),
+        needs=(bf16,),
         lossy="the optimizer's states are kept in bf16",
         since=(0, 18, 3),
         short="bf16-states",
     ),
-    "bf16.immediate_grad_update": Knob(
-        "", bool, _with(GRADIENT_SUMS, "fp32", stages=(1,)), off=False, needs=(needs.bf16,)
-    ),
+    "bf16.immediate_grad_update": Knob("", bool, _with(GRADIENT_SUMS, "fp32", stages=(1,)), off=False, needs=(bf16,)),
     "fp16.fp16_master_weights_and_grads": Knob(
         "",
         bool,
         _under("offload_optimizer"),
         off=False,
-        needs=(needs.fp16, needs.adam),
+        needs=(fp16, adam),
         lossy="master weights and gradients are kept in fp16",
     ),
     DEEPCOMPILE: Knob(
@@ -309,7 +497,7 @@ _ELSEWHERE: dict[str, Knob] = {
         bool,
         _with(COMPILED, stages=(1, 2, 3), otherwise=True),
         off=False,
-        needs=(needs.cuda, needs.engine_compile, needs.a_compiler),
+        needs=(cuda, engine_compile, a_compiler),
         since=(0, 16, 6),
     ),
     OFFLOADED_ACTIVATIONS: Knob("", bool, _with(DEEPCOMPILE, stages=(3,)), off=False, since=(0, 16, 6)),
@@ -396,3 +584,65 @@ def facts(knob: Knob) -> dict[str, str]:
         "in the config": knob.path or "nowhere: it is of the model or the environment",
     }
     return {what: said for what, said in told.items() if said}
+
+
+# -- knob values -------------------------------------------------------------------------------------------------------
+#
+# Validation of knob values, shared by space files and the user's own DeepSpeed config.
+
+
+def knob_value(knob: Knob, value: Any) -> Value:
+    """Return the value in the form that candidates use: `5e8` becomes a whole number in any spelling.
+
+    Raises:
+        ValueError: the knob cannot have the value; the message names what was expected and found.
+    """
+    if why := trouble(value):
+        raise ValueError(why)
+    if knob.kind is Lora:
+        return _lora(value)
+    if isinstance(knob.kind, tuple):
+        word = "none" if value is None else value
+        if not isinstance(word, str) or word not in knob.kind:
+            hint = difflib.get_close_matches(str(word), knob.kind, 1)
+            raise ValueError(f"expected one of {', '.join(knob.kind)}, found {value!r}{near(str(word), hint)}")
+        return word
+    if knob.kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"expected true or false, found {value!r}")
+        return value
+    if knob.kind is float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not knob.low <= value <= knob.high:
+            expected = f"at least {knob.low:g}" if knob.high == float("inf") else f"from {knob.low:g} to {knob.high:g}"
+            raise ValueError(f"expected a number {expected}, found {value!r}")
+        return float(value)
+    return _whole(knob, value)
+
+
+def _whole(knob: Knob, value: Any) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # YAML reads 5.0e+8 as a float, and 5e8 as a word
+    if isinstance(value, str):
+        try:
+            value = int(float(value))
+        except (ValueError, OverflowError):
+            raise ValueError(f"expected a whole number, found {value!r}") from None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"expected a whole number, found {shown(value)}")
+    high = min(knob.high, MOST)
+    if not knob.low <= value <= high:
+        expected = f"at least {knob.low}" if knob.high > MOST and value < knob.low else f"{knob.low} to {high}"
+        raise ValueError(f"{shown(value)} is out of range: expected {expected}")
+    return value
+
+
+def _lora(value: Any) -> str:
+    """Return `none` for full training, or adapters in their shortest spelling; a number is a rank."""
+    if value in (None, "none"):
+        return "none"
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(f"expected none, a rank, or r=16,targets=all-linear, found {value!r}")
+    try:
+        return str(parse_lora(f"r={value}" if isinstance(value, int) else value))
+    except UserError as error:
+        raise ValueError(str(error)) from None

@@ -92,9 +92,8 @@ class Source(StrEnum):
 class Measurement:
     """End-to-end figures of one candidate; memory is the worst rank's, speed the whole group's."""
 
-    step_seconds: (
-        float  # s; median of optimizer steps, the mean if a script's steps differ (rank/recurring.py), or extrapolated
-    )
+    # s; median of optimizer steps, the mean if a script's steps differ (rank/step_statistics.py), or extrapolated
+    step_seconds: float
     step_seconds_spread: float  # s; half the width of the 95 % interval of step_seconds
     steps: int
     samples_per_second: float  # over all ranks

@@ -1,37 +1,44 @@
-"""Base of every rank: greet the parent, join the process group, report, leave.
-
-A rank is a process that the parent starts, directly or by a fork. The rank connects to the parent's Unix socket, sends
-`hello` and receives its `spec`. From then on both sides exchange JSON lines (`group/protocol.py`).
-
-The module imports no torch at its top: `hello` is sent first, and the environment is set before torch reads it.
-"""
+"""Lifecycle of a rank: rendezvous, heartbeat, memory snapshot and error report."""
 
 from __future__ import annotations
 
 import datetime
 import os
+import resource
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from autotune.errors import Unusable
-from autotune.group.extensions import use_own_folder
-from autotune.group.protocol import Channel, Message
-from autotune.group.verdict import is_memory_error
-from autotune.linux import own_memory
 from autotune.problem.job import Job
 from autotune.problem.outcome import Phase
-from autotune.rank import numbers
-from autotune.rank.meeting import Meeting
-from autotune.rank.pulse import Pulse
+from autotune.util.linux import main_memory, own_memory
+from autotune.util.units import MIB
+from autotune.workers.failure_classifier import is_memory_error
+from autotune.workers.jit_ops import use_own_folder
+from autotune.workers.protocol import Channel, Message
 
 if TYPE_CHECKING:
     from autotune.rank.devices import Device
+
+# -- base --------------------------------------------------------------------------------------------------------------
+#
+# Base of every rank: greet the parent, join the process group, report, leave.
+#
+# A rank is a process that the parent starts, directly or by a fork. The rank connects to the parent's Unix socket,
+# sends `hello` and receives its `spec`. From then on both sides exchange JSON lines (`workers/protocol.py`).
+#
+# The module imports no torch at its top: `hello` is sent first, and the environment is set before torch reads it.
 
 EXIT_REPORTED = 13  # exit code of a rank that has reported its failure over the channel
 
@@ -206,8 +213,8 @@ class BaseRank(ABC):
             "files": [frame.filename for frame in frames],
             "rank": self.number,
             "cause": str(error.cause) if isinstance(error, Unusable) else None,
-            "full_disk": numbers.full_disk(self.written),
-            "numbers": numbers.collect(self.spec["device"], self.spec.get("cap_bytes")),
+            "full_disk": full_disk(self.written),
+            "numbers": collect(self.spec["device"], self.spec.get("cap_bytes")),
         }
 
     def leave_if_out_of_memory(self, error: BaseException) -> Message:
@@ -282,3 +289,243 @@ class BaseRank(ABC):
             raise RuntimeError(planted.get("text", "planted"))
         else:
             os.kill(os.getpid(), getattr(signal, planted["what"]))
+
+
+# -- rendezvous --------------------------------------------------------------------------------------------------------
+#
+# Rendezvous of the ranks of a group: a file on one machine, a TCP port of the first machine on several.
+
+_BACKLOG = 1024
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass
+class Meeting:
+    """Rendezvous of one rank with its peers.
+
+    On one machine the rendezvous is a file, so two studies cannot meet. On several machines it is torch's TCPStore,
+    which has no authentication. The first rank therefore binds it to the single address that its peers use, at a free
+    port. All keys begin with a token that only this group knows.
+    """
+
+    number: int
+    world: int
+    file: str = ""
+    host: str = LOOPBACK  # address of the first rank's machine, as its peers reach it
+    port: int | None = None  # None if this rank opens the port, and has not done so yet
+    token: str = ""
+    _listener: socket.socket | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, told: str | dict[str, Any], number: int, world: int) -> Meeting:
+        """Build from the `store` of a spec: a file, or `host`, `port` and `token`."""
+        if isinstance(told, str):
+            return cls(number, world, file=told)
+        return cls(number, world, host=told["host"], port=told["port"], token=told["token"])
+
+    def open(self) -> int | None:
+        """Bind the port if this rank is responsible for it, and return it; otherwise return None.
+
+        Raises:
+            OSError: this machine has no such address, or it cannot be bound.
+        """
+        if self.file or self.number or self.port is not None:
+            return None
+        family, kind, protocol, _, address = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.socket(family, kind, protocol)
+        self._listener.bind(address)
+        self._listener.listen(_BACKLOG)
+        self.port = int(self._listener.getsockname()[1])
+        return self.port
+
+    def store(self, torch: Any, timeout: datetime.timedelta) -> Any:
+        """Return the torch.distributed store of the rendezvous."""
+        distributed = torch.distributed
+        if self.file:
+            return distributed.FileStore(self.file, self.world)
+        # torch closes the descriptor, so Python must release it.
+        served = {} if self._listener is None else {"master_listen_fd": self._listener.detach()}
+        met = distributed.TCPStore(
+            self.host, self.port, self.world, is_master=bool(served), timeout=timeout, wait_for_workers=False, **served
+        )
+        return distributed.PrefixStore(self.token, met)
+
+
+# -- memory snapshot ---------------------------------------------------------------------------------------------------
+#
+# Memory snapshot and disk check of a rank after a failure, sent with every error for ambiguous error texts.
+#
+# torch is only used if it is loaded already, and CUDA is never initialized. No function raises. A driver or disk that
+# does not answer costs `PATIENCE_SECONDS`. The blocked call stays in a daemon thread, which ends with the process.
+
+PATIENCE_SECONDS = 2.0  # for the driver, which answers within a millisecond if it answers at all
+
+FULL_BYTES = 16 * MIB  # bytes left on a full disk; a file that did not fit is mostly written
+
+Numbers = dict[str, int]
+
+
+def collect(device: str, cap_bytes: int | None = None) -> Numbers:
+    """Return the available figures by name, in bytes.
+
+    The host has `host_available_bytes` and `pinned_bytes`. The allocator has `reserved_bytes` and `allocated_bytes` and
+    their peaks. The device has `free_bytes` and `total_bytes`, and `allowed_bytes` under a cap.
+
+    Args:
+        device: `cuda` or `cpu`.
+        cap_bytes: cap of a CPU rank.
+    """
+    numbers: Numbers = {}
+    with suppress(Exception):
+        numbers["host_available_bytes"] = main_memory().available
+    if device == "cpu":
+        with suppress(Exception):
+            numbers.update(_of_cpu(cap_bytes))
+    elif device == "cuda":
+        torch: Any = sys.modules.get("torch")
+        with suppress(Exception):
+            if torch is not None and torch.cuda.is_initialized():
+                index = torch.cuda.current_device()  # device of this thread; a new thread starts with GPU 0
+                _within(PATIENCE_SECONDS, lambda: of_cuda(torch, index, numbers))
+    return dict(numbers)  # a copy, because the thread may still write
+
+
+def full_disk(folders: Sequence[str]) -> str:
+    """Return the first of these folders whose disk is full, or an empty string.
+
+    A quota that the file system does not report is not detected, and neither is a file system that does not answer.
+    """
+    full: list[str] = []
+
+    def look() -> None:
+        for folder in folders:
+            with suppress(OSError):
+                disk = os.statvfs(folder)
+                if disk.f_bavail * disk.f_frsize < FULL_BYTES or (disk.f_files > 0 and disk.f_favail == 0):
+                    full.append(os.path.abspath(folder))
+
+    _within(PATIENCE_SECONDS, look)
+    return full[0] if full else ""
+
+
+def of_cuda(torch: Any, index: int, numbers: Numbers) -> None:
+    """Collect torch.cuda's figures of a device in use into `numbers`, each when it arrives.
+
+    The driver is called first, because mem_get_info does not take torch's lock. If the driver hangs, torch's lock may
+    be held for ever, and waiting for it would stop every thread.
+    """
+    with suppress(Exception):  # a context ruined by an error returns that error; torch's own counters still work
+        torch.cuda.set_device(index)
+        numbers["free_bytes"], numbers["total_bytes"] = (int(size) for size in torch.cuda.mem_get_info(index))
+    with suppress(Exception):
+        stats = torch.cuda.memory_stats(index)
+        for name in ("allocated", "reserved"):
+            numbers[f"{name}_bytes"] = int(stats[f"{name}_bytes.all.current"])
+            numbers[f"{name}_peak_bytes"] = int(stats[f"{name}_bytes.all.peak"])
+    with suppress(Exception):
+        share = float(torch.cuda.get_per_process_memory_fraction(index))
+        if share < 1.0 and "total_bytes" in numbers:
+            numbers["allowed_bytes"] = int(share * numbers["total_bytes"])
+    with suppress(Exception):  # not in every release
+        numbers["pinned_bytes"] = int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+
+
+def _of_cpu(cap_bytes: int | None) -> Numbers:
+    """Return the bytes that RLIMIT_DATA counts for this process, and the cap."""
+    used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[5]) * resource.getpagesize()
+    return {"reserved_bytes": used} | ({"allowed_bytes": cap_bytes} if cap_bytes is not None else {})
+
+
+def _within(seconds: float, work: Callable[[], None]) -> None:
+    """Run the work in a thread and wait at most `seconds`."""
+    with suppress(Exception):  # no thread can start if memory or process numbers have run out
+        thread = threading.Thread(target=work, name="numbers", daemon=True)
+        thread.start()
+        thread.join(seconds)
+
+
+# -- heartbeat ---------------------------------------------------------------------------------------------------------
+#
+# Heartbeat of a rank: a thread reports whether the main thread makes progress.
+#
+# Building, saving, evaluating, tokenizing and compiling send no message for minutes. Once a second the thread samples
+# the main thread's stack, and reports to the parent whether it has changed. The stack of a rank that hangs does not
+# change.
+
+BEAT_SECONDS = 1.0
+# Paths of code in which a rank waits for its peers. Some collectives spin, so CPU time there is no progress.
+_COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")
+_INNERMOST = 4  # innermost frames that are searched for a collective
+
+
+class Pulse:
+    """Send `pulse` messages until `stop`. A main thread without progress is reported once.
+
+    A message has `moved` (the main thread made progress since the last one), `where` (its position) and `waits` (a
+    collective is running).
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._main = threading.main_thread().ident
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="autotune-pulse", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _beat(self) -> None:
+        last: Glance | None = None
+        told = False
+        while not self._stopped.wait(BEAT_SECONDS):
+            now = glance(self._main or 0)
+            if now is None or self._channel.closed:
+                return
+            moved = last is None or now.place != last.place
+            if moved or not told:
+                self._channel.send("pulse", moved=moved, where=now.where, waits=now.waits)
+            last, told = now, not moved
+
+
+@dataclass(frozen=True)
+class Glance:
+    """Position of a thread, without its frames: a stored frame would keep its variables' tensors alive."""
+
+    place: tuple[tuple[int, int], ...]
+    where: str
+    waits: bool
+
+
+def glance(thread: int) -> Glance | None:
+    """Return the current position of a thread by its identity, or None if it has ended."""
+    frame = sys._current_frames().get(thread)
+    return None if frame is None else Glance(_place(frame), describe(frame), waits(frame))
+
+
+def _place(frame: FrameType | None) -> tuple[tuple[int, int], ...]:
+    """Return the point of execution: code and instruction of every frame."""
+    found = []
+    while frame is not None:
+        found.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def describe(frame: FrameType) -> str:
+    """Return a frame's position, like `all_reduce (torch/distributed/distributed_c10d.py:2810)`."""
+    code = frame.f_code
+    return f"{code.co_name} ({'/'.join(Path(code.co_filename).parts[-3:])}:{frame.f_lineno})"
+
+
+def waits(frame: FrameType | None) -> bool:
+    """Return True if one of the innermost frames belongs to a collective."""
+    for _ in range(_INNERMOST):
+        if frame is None:
+            return False
+        if any(part in frame.f_code.co_filename for part in _COLLECTIVES):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,28 +1,33 @@
-"""Load a checkpoint that another DeepSpeed config wrote.
-
-A checkpoint of the same layout is loaded directly. Any other is first converted to DeepSpeed's universal format.
-"""
+"""Checkpoints: load, convert, verify and choose."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.interpreter import module_command
 from autotune.problem.candidate import ZERO_DEFAULTS
-from autotune.problem.cpus import usable_cpus
-from autotune.problem.host import host_available_bytes
-from autotune.rank.universal import every_sub_group
+from autotune.problem.hardware import usable_cpus
+from autotune.problem.host_memory import host_available_bytes
 from autotune.rank.versions import deepspeed_release, knows_every_sub_group, takes_states_in_dicts
+from autotune.util.interpreter import module_command
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+#
+# Load a checkpoint that another DeepSpeed config wrote.
+#
+# A checkpoint of the same layout is loaded directly. Any other is first converted to DeepSpeed's universal format.
 
 # A suffix of autotune's own. `TAG_universal` next to the checkpoint belongs to the user, as does the `latest_universal`
 # that DeepSpeed's converter writes next to its output.
@@ -314,3 +319,347 @@ def _load_buffers(module: Any, folder: Path) -> None:
     for name, buffer in module.named_buffers():
         if name in saved:
             buffer.copy_(saved[name])
+
+
+# -- universal checkpoints ---------------------------------------------------------------------------------------------
+#
+# Load a universal checkpoint into stage 3 with DeepSpeed before 0.18.0, which fills only one sub-group.
+
+_MASTERS = "fp32"
+_STATES = (_MASTERS, "exp_avg", "exp_avg_sq")
+
+
+@contextmanager
+def every_sub_group(engine: Any) -> Iterator[None]:
+    """Make `engine.load_checkpoint` fill every sub-group from a universal checkpoint while open.
+
+    Args:
+        engine: engine of ZeRO stage 3 without NVMe offload.
+    """
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    optimizer = engine.optimizer
+
+    def load(folder: str, *args: Any, **kwargs: Any) -> None:
+        _load(optimizer, names, Path(folder) / "zero")
+
+    optimizer._load_universal_checkpoint = load
+    try:
+        yield
+    finally:
+        del optimizer._load_universal_checkpoint
+
+
+def _load(optimizer: Any, names: dict[Any, str], folder: Path) -> None:
+    """Load like DeepSpeed 0.18.0.
+
+    Source: `DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state_from_checkpoint_dir_stage3`.
+    """
+    import torch
+
+    saved = torch.load(folder / "optimizer_state.pt", map_location="cpu", weights_only=False)
+    optimizer._load_global_state_stage3(saved)
+    inner, settings = optimizer.optimizer, saved["optimizer_state_dict"]
+    for masters, group in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
+        state = inner.state[masters]
+        state["step"] = settings["state"][0]["step"]
+        for key in _STATES:
+            parts = [
+                _own_part(folder / names[parameter] / f"{key}.pt", optimizer.dp_process_group) for parameter in group
+            ]
+            filled = torch.zeros_like(masters)
+            filled[: sum(part.numel() for part in parts)] = torch.cat(parts)
+            if key == _MASTERS:
+                masters.data.copy_(filled)
+            else:
+                state[key] = filled
+    for group in inner.param_groups:
+        group.update({**settings["param_groups"][0], "params": []})
+    _fill_weights(optimizer)
+
+
+def _own_part(path: Path, group: Any) -> Any:
+    """Return this rank's part of a parameter's state. Stage 3 pads the last part with zeros."""
+    import torch
+
+    whole = torch.load(path, map_location="cpu", weights_only=False).view(-1)
+    ranks = torch.distributed.get_world_size(group)
+    size = -(-whole.numel() // ranks)
+    padded = torch.nn.functional.pad(whole, (0, size * ranks - whole.numel()))
+    return padded[torch.distributed.get_rank(group) * size :][:size]
+
+
+def _fill_weights(optimizer: Any) -> None:
+    """Copy the masters into the weights in the model's precision."""
+    for at, masters in enumerate(optimizer.fp32_partitioned_groups_flat):
+        weights = optimizer.fp16_partitioned_groups_flat[at]
+        weights.data.copy_(masters.data)
+        parts = optimizer.fp16_partitioned_groups[at]
+        for part, now in zip(parts, optimizer.unflatten(weights, parts), strict=True):
+            part.data = now.data
+
+
+# -- checkpoint shards -------------------------------------------------------------------------------------------------
+#
+# Check that the files of a DeepSpeed checkpoint are whole: present, not empty, and with a proper end.
+#
+# Only a few bytes of each file are read, independent of its size. Standard library only.
+#
+# A power cut, a full disk or a lost write of a file server leaves files that are truncated, empty or all zeros. Without
+# a check, this is noticed only at the load.
+
+# ZeRO files owned by one rank; files of experts belong to a group. `pp` counts data parallel ranks, `mp` tensor
+# parallel ones.
+_OWN = re.compile(r"(?<!ex)pp_rank_(\d+)_mp_rank_(?P<mp>\d+).*_(?P<what>model|optim)_states\.pt")
+_SHARDS_STATES = "*_states.pt"
+_ZIP, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"  # written by torch since 1.6; older files have no end mark
+_TAIL_BYTES = 1024  # torch writes no comment after the mark, other writers a short one
+
+
+@dataclass(frozen=True)
+class Part:
+    """Assign the files of a checkpoint to ranks for checking.
+
+    A rank checks its own files. The first rank of each machine checks all files without an owner. Every file is thus
+    checked, on shared and on local disks.
+    """
+
+    rank: int
+    world: int
+    local: int  # rank on its own host
+
+    @property
+    def random(self) -> str:
+        """Name of the file with the rank's random states in a Trainer checkpoint."""
+        return "rng_state.pth" if self.world == 1 else f"rng_state_{self.rank}.pth"
+
+    def has(self, name: str) -> bool:
+        """Return True if this rank checks the file."""
+        owner = _OWN.search(name)
+        return int(owner[1]) == self.rank if owner and int(owner[1]) < self.world else self.local == 0
+
+
+def is_cut_off(file: Path) -> bool:
+    """Return True if a file written by `torch.save` is missing, empty or truncated."""
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(len(_ZIP))
+            if head != _ZIP:
+                return not any(head)  # empty, or a hole in the file
+            size = os.fstat(opened.fileno()).st_size
+            opened.seek(max(0, size - _TAIL_BYTES))
+            return _ZIP_END not in opened.read()
+    except OSError:
+        return True
+
+
+def tag_of(folder: Path) -> str | None:
+    """Return the name of the tag that DeepSpeed would load from the folder, or None."""
+    try:
+        return (folder / "latest").read_text(encoding="utf-8").strip() or None
+    except (OSError, ValueError):
+        return None
+
+
+def is_damaged(folder: Path, part: Part) -> bool:
+    """Return True if the tag's folder is empty, or a file there that this rank checks is truncated."""
+    files = list(folder.glob(_SHARDS_STATES))
+    return not files or any(is_cut_off(file) for file in files if part.has(file.name))
+
+
+def lacks(folder: Path, part: Part) -> bool:
+    """Return True if other ranks have own files in the tag's folder and this rank has none.
+
+    Nothing is missing if the first ranks have files as equal groups would, as with MiCS. Tensor parallel ranks (AutoTP)
+    are counted separately.
+    """
+    for what in ("model", "optim"):
+        found = [
+            match for file in folder.glob(_SHARDS_STATES) if (match := _OWN.search(file.name)) and match["what"] == what
+        ]
+        side = 1 + max((int(match["mp"]) for match in found), default=0)
+        mine, place = divmod(part.rank, side)
+        owners = {int(match[1]) for match in found if int(match["mp"]) == place}
+        count = len(owners)
+        in_groups = count > 1 and owners == set(range(count)) and part.world // side % count == 0
+        if found and mine not in owners and not in_groups:
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class Tags:
+    """One rank's view of a folder into which a script saves checkpoints itself."""
+
+    latest: str | None
+    whole: dict[str, int]  # time of writing in ns (clock of the file server) of each tag that is whole for this rank
+
+
+def tags_in(folder: Path, part: Part) -> Tags:
+    """Return this rank's view of the folder."""
+    whole = {}
+    for tag in {file.parent for file in folder.glob(f"*/{_SHARDS_STATES}")}:
+        if not is_damaged(tag, part) and not lacks(tag, part):
+            whole[tag.name] = max((file.stat().st_mtime_ns for file in tag.glob(_SHARDS_STATES)), default=0)
+    return Tags(tag_of(folder), whole)
+
+
+def instead_of_latest(seen: Sequence[Tags], bad: set[str]) -> str | None:
+    """Return the newest tag that is whole for all ranks if the latest is damaged or in `bad`.
+
+    None means that no tag is better than the latest.
+
+    Args:
+        seen: views of all ranks, the first rank's first.
+    """
+    latest, whole = seen[0].latest, set.intersection(*(set(one.whole) for one in seen))
+    if latest is None or (latest in whole and latest not in bad):
+        return None
+    times = seen[0].whole
+    return max((tag for tag in whole - bad - {latest}), key=lambda tag: times[tag], default=None)
+
+
+# -- trainer checkpoints -----------------------------------------------------------------------------------------------
+#
+# Select the Trainer checkpoint from which a restarted script resumes.
+#
+# The module finds the whole checkpoints of an output folder, and the call of `train` that wrote each. Standard library
+# only.
+#
+# A script may call `train` several times with one output folder, and each call counts steps from zero. A call therefore
+# never resumes from a checkpoint of another call.
+
+STATE = "trainer_state.json"  # written last
+BEFORE = -1  # in place of a call's number: present before this launch
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass
+class Ledger:
+    """Writers of the checkpoints in one output folder.
+
+    Files are identified by their times. Because clocks differ and jump, these are never compared with a clock.
+
+    Attributes:
+        found: time (clock of the file server, in ns) and call of each checkpoint, by the path of its state.
+        last: the last call that began, in this or an earlier attempt.
+        call: current call of this attempt.
+    """
+
+    folder: Path
+    found: dict[str, tuple[int, int]] = field(default_factory=dict)
+    last: int = BEFORE
+    call: int = -1
+
+    @classmethod
+    def of(cls, folder: Path, told: dict[str, Any] | None) -> Ledger:
+        """Restore from `told`; None starts without knowledge of the folder."""
+        if told is None:
+            return cls(folder)
+        return cls(folder, {path: (at, by) for path, (at, by) in told["found"].items()}, told["last"])
+
+    def told(self) -> dict[str, Any]:
+        """Return the state that the parent passes to the ranks of the next attempt."""
+        return {"found": self.found, "last": self.last}
+
+    def begin(self) -> None:
+        """Begin a new call of `train`, and attribute all new checkpoints to the previous call."""
+        found = {}
+        for state in self.folder.glob(f"checkpoint-*/{STATE}"):
+            with suppress(OSError):
+                at = state.stat().st_mtime_ns
+                known = self.found.get(str(state))
+                found[str(state)] = (at, known[1] if known is not None and known[0] == at else self.last)
+        self.call += 1
+        self.found, self.last = found, self.call
+
+    def seen(self, part: Part, given: Any, bad: Collection[str] = ()) -> Seen:
+        """Return this rank's view of the folder after `begin`.
+
+        Args:
+            given: the script's `resume_from_checkpoint`.
+            bad: folders that an attempt of this launch failed to load.
+        """
+        readable, whole, failed, by = set(), set(), set(), {}
+        for path, (_, call) in self.found.items():
+            try:
+                step = int(json.loads(Path(path).read_text(encoding="utf-8"))["global_step"])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            checkpoint = Path(path).parent
+            by[step] = call
+            tag = tag_of(checkpoint)  # DeepSpeed's tag
+            if tag is None or not is_damaged(checkpoint / tag, part):
+                readable.add(step)
+                if tag is not None and not lacks(checkpoint / tag, part) and not is_cut_off(checkpoint / part.random):
+                    whole.add(step)
+            if tag is not None and str(checkpoint / tag) in bad:
+                failed.add(step)
+        return Seen(readable, whole, by, self._named(given), failed)
+
+    def _named(self, given: Any) -> int | None:
+        """Return the step of the checkpoint in this folder that Trainer would resume from, or None."""
+        if given is True:
+            names = (_NAME.fullmatch(path.name) for path in self.folder.glob("checkpoint-*") if path.is_dir())
+            return max((int(name[1]) for name in names if name), default=None)
+        if not isinstance(given, str | Path):
+            return None
+        path = Path(given)
+        name = _NAME.fullmatch(path.name)
+        return int(name[1]) if name and path.is_dir() and path.resolve().parent == self.folder else None
+
+    def path(self, step: int) -> Path:
+        """Return the path of a checkpoint in Trainer's naming."""
+        return self.folder / f"checkpoint-{step}"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One rank's view of an output folder. Checkpoints are identified by step."""
+
+    readable: set[int]  # checkpoints with a state and no damaged file
+    whole: set[int]  # readable ones that also have DeepSpeed's and this rank's files
+    by: dict[int, int]  # call that wrote each
+    named: int | None  # step named by the script
+    failed: set[int] = field(default_factory=set)  # failed to load, although they look whole
+
+    @property
+    def newest_before(self) -> int | None:
+        """The newest checkpoint from before this launch, or None."""
+        return max((step for step in self.readable if self.by.get(step) == BEFORE), default=None)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Checkpoint to resume from in place of the script's choice; a step of None starts from the beginning."""
+
+    step: int | None
+    not_whole: int | None = None  # newer checkpoint that was skipped because it is damaged
+
+
+def chosen(seen: Sequence[Seen], call: int) -> Choice | None:
+    """Return the checkpoint from which this call resumes, or None to keep the script's choice.
+
+    The first choice is the newest whole checkpoint of this call in this launch, unless the script names a newer one. If
+    the named one is damaged, the newest whole checkpoint of any call replaces it. A checkpoint that failed to load is a
+    last resort: the cause may lie elsewhere, and training must not restart because of it.
+
+    Args:
+        seen: views of all ranks, the first rank's first. Machines may see different files. The first rank's view gives
+            the writers, and a checkpoint counts as whole if it is so for all ranks.
+        call: number of this call.
+    """
+    by, named, failed = seen[0].by, {one.named for one in seen}, set.union(*(one.failed for one in seen))
+    whole = set.intersection(*(one.whole for one in seen))
+    mine = {step for step in whole if by.get(step) == call}
+    own = max(mine - failed or mine, default=None)
+    if own is not None:
+        newer = len(named) == 1 and all(step in whole - failed and step > own for step in named)
+        cut_off = {step for step, writer in by.items() if writer == call and step > own} - whole
+        return None if newer else Choice(own, max(cut_off, default=None))
+    # an older launch may have had other ranks
+    older = {step for step in set.intersection(*(one.readable for one in seen)) if by.get(step) == BEFORE}
+    good = (whole | older) - failed
+    if given_up := {step for step in named if step in failed} if good else set():
+        return Choice(max(good), max(given_up))
+    not_whole = {step for step in named if step is not None} - whole - older
+    return Choice(max(good or whole | older, default=None), max(not_whole)) if not_whole else None

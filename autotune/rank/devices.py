@@ -1,19 +1,28 @@
-"""The two devices of a rank, CUDA and CPU, behind one interface. Only ranks and traces import this, as it imports torch."""
+"""CUDA and CPU devices: memory caps, peaks, and bytes of live tensors."""
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
-from collections.abc import Iterable
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from autotune.problem.gpus import bytes_of, free_by_uuid, visible_gpus
-from autotune.rank import cuda
-from autotune.units import GIB
+from autotune.problem.nvml import bytes_of, free_by_uuid, visible_gpus
+from autotune.util.units import GIB
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+#
+# The two devices of a rank, CUDA and CPU, behind one interface. Only ranks and traces import this, as it imports torch.
 
 # Prior for a context and NCCL's buffers on one to four GPUs if NVML reports nothing. CUDA 11 to 13 take 0.3-0.6 GiB for
 # the context, and NCCL takes 0.1-0.4 GiB. The second value exceeds all observed overheads. It bounds figures that may
@@ -66,35 +75,35 @@ class CudaDevice:
     name, backend = "cuda", "nccl"
 
     def setup(self, local_rank: int, cap_bytes: int | None, threads: int) -> None:
-        if cuda.in_bad_fork():
+        if in_bad_fork():
             raise RuntimeError("autotune: CUDA was woken before the fork")
         torch.set_num_threads(threads)
-        count = cuda.device_count()
+        count = device_count()
         if local_rank >= count:
             raise RuntimeError(f"autotune: there is no GPU for rank {local_rank}: CUDA shows {count}")
         self.index, self._cap = local_rank, cap_bytes
         free = free_by_uuid()
-        cuda.take(local_rank)
+        take(local_rank)
         self.uuid = _nvml_uuid(free)
         self._free_before = free.get(self.uuid)
         self._overhead = OVERHEAD_BYTES
-        self._retries = cuda.retries()
+        self._retries = retries()
 
     def joined(self) -> dict[str, Any]:
         self._overhead = self._current_overhead()
-        free, total = cuda.free_and_total()
+        free, total = free_and_total()
         self._limit_allocator(total)
-        outside = total - free - cuda.reserved()
+        outside = total - free - reserved()
         return {"uuid": self.uuid, "overhead_bytes": self._overhead, "outside_bytes": outside}
 
     def engine_built(self) -> None:
         self._overhead = max(self._overhead, self._current_overhead())
-        self._limit_allocator(cuda.free_and_total()[1])
+        self._limit_allocator(free_and_total()[1])
 
     def _limit_allocator(self, total_bytes: int) -> None:
         """Limit the allocator to the cap minus the overhead."""
         if self._cap is not None:
-            cuda.limit(min(1.0, max(1, self._cap - self._overhead) / total_bytes))
+            limit(min(1.0, max(1, self._cap - self._overhead) / total_bytes))
 
     def _current_overhead(self) -> int:
         shown = self._shown_overhead()
@@ -103,7 +112,7 @@ class CudaDevice:
     def _shown_overhead(self) -> int | None:
         """Return this process's bytes outside the allocator, or None if NVML does not list the process."""
         own = bytes_of(os.getpid(), self.uuid)
-        return max(0, own - cuda.reserved()) if own is not None else None
+        return max(0, own - reserved()) if own is not None else None
 
     def _grown_overhead(self) -> int:
         """Return the overhead as the drop in the device's free memory since before this process initialized it.
@@ -113,31 +122,31 @@ class CudaDevice:
         free = free_by_uuid().get(self.uuid)
         if free is None or self._free_before is None:
             return self._overhead
-        return max(0, min(self._free_before - free - cuda.reserved(), MOST_OVERHEAD_BYTES))
+        return max(0, min(self._free_before - free - reserved(), MOST_OVERHEAD_BYTES))
 
     def torch_device(self) -> torch.device:
         return torch.device("cuda", self.index)
 
     def synchronize(self) -> None:
-        cuda.synchronize()
+        synchronize()
 
     def note(self) -> None:
         pass
 
     def reset_peaks(self) -> None:
-        cuda.forget_peaks()
-        self._retries = cuda.retries()
+        forget_peaks()
+        self._retries = retries()
         _reset_high_water()
 
     def peaks(self) -> dict[str, Any]:
         self._overhead = max(self._overhead, self._shown_overhead() or 0)  # NCCL and CUDA load more at first use
         return {
-            "allocated_bytes": cuda.most_allocated(),
-            "reserved_bytes": cuda.most_reserved(),
+            "allocated_bytes": most_allocated(),
+            "reserved_bytes": most_reserved(),
             "overhead_bytes": self._overhead,
-            "retries": cuda.retries() - self._retries,
+            "retries": retries() - self._retries,
             "host_bytes": _status()["VmHWM"],
-            "pinned_bytes": cuda.pinned(),
+            "pinned_bytes": pinned(),
         }
 
     def lift_cap(self) -> None:
@@ -214,7 +223,7 @@ def _nvml_uuid(known: Iterable[str]) -> str:
     torch omits the prefix `GPU-` or `MIG-`. A process with a MIG slice has no other device, so the slice is returned
     under any name.
     """
-    said = cuda.uuid()
+    said = uuid()
     named = next((uuid for uuid in known if uuid.endswith(said)), "")
     return named or next((gpu.uuid for gpu in visible_gpus() if gpu.is_slice), "")
 
@@ -224,11 +233,11 @@ def used_bytes() -> int:
 
     If NVML does not list the process, all used memory outside the allocator counts as its own.
     """
-    if not cuda.available():
+    if not available():
         return data_bytes("self")
-    free, total = cuda.free_and_total()
+    free, total = free_and_total()
     own = bytes_of(os.getpid(), _nvml_uuid(free_by_uuid()))
-    return cuda.most_reserved() + max(0, (total - free if own is None else own) - cuda.reserved())
+    return most_reserved() + max(0, (total - free if own is None else own) - reserved())
 
 
 def data_bytes(pid: int | str) -> int:
@@ -248,3 +257,174 @@ def _status() -> dict[str, int]:
 def _reset_high_water() -> None:
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+# -- cuda --------------------------------------------------------------------------------------------------------------
+#
+# Wrapper of all calls to torch.cuda in ranks, so that tests can replace it.
+#
+# Sizes are in bytes. The functions refer to the current device, which `take` selects.
+
+
+def available() -> bool:
+    return bool(torch.cuda.is_available())
+
+
+def in_bad_fork() -> bool:
+    """Return True if CUDA was initialized before the fork of this process, which cannot use CUDA then."""
+    return bool(torch.cuda._is_in_bad_fork())
+
+
+def nccl_version() -> tuple[int, ...]:
+    return tuple(torch.cuda.nccl.version())
+
+
+def device_count() -> int:
+    return torch.cuda.device_count()
+
+
+def take(index: int) -> None:
+    """Select device `index` and create its context."""
+    torch.cuda.set_device(index)
+    torch.zeros(1, device="cuda")
+
+
+def uuid() -> str:
+    """Return the device's UUID, without NVML's prefix `GPU-` or `MIG-`."""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def free_and_total() -> tuple[int, int]:
+    """Return free and total bytes of the whole device for all processes; the driver's share is not in the total."""
+    free, total = torch.cuda.mem_get_info()
+    return int(free), int(total)
+
+
+def reserved() -> int:
+    """Return the bytes that the allocator reserves now."""
+    return int(torch.cuda.memory_reserved())
+
+
+def most_allocated() -> int:
+    return int(torch.cuda.max_memory_allocated())
+
+
+def most_reserved() -> int:
+    """Return the peak reserved bytes since the last `forget_peaks`. The figure is exact."""
+    return int(torch.cuda.max_memory_reserved())
+
+
+def retries() -> int:
+    """Return how often the allocator had to free its cache to satisfy a request."""
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+
+
+def pinned() -> int | None:
+    """Return the peak of pinned host memory, or None if torch does not report it."""
+    with suppress(Exception):  # older versions have no such statistics
+        return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+    return None
+
+
+def forget_peaks() -> None:
+    """Reset peaks and empty the allocator's cache, whose blocks would count towards the next batch size."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def synchronize() -> None:
+    torch.cuda.synchronize()
+
+
+def limit(share: float) -> None:
+    """Make the allocator fail beyond this share of the device."""
+    torch.cuda.set_per_process_memory_fraction(share)
+
+
+# -- live tensors ------------------------------------------------------------------------------------------------------
+#
+# Count the bytes of live tensors, real or fake: the requests to an allocator without its overhead.
+
+
+class LiveTensors(TorchDispatchMode):
+    """Count every storage that an operator returns, from allocation to release, while the mode is active.
+
+    Attributes:
+        bytes: bytes live now.
+        peak: highest live bytes since `reset_peak()`.
+        events: None, or a list that receives (storage's key, bytes) per allocation and (key, -bytes) per release.
+
+    Args:
+        watch: called with the live bytes after every change.
+    """
+
+    def __init__(self, watch: Callable[[int], None] | None = None) -> None:
+        super().__init__()
+        self.watch = watch
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.events: list[tuple[int, int]] | None = None
+        # Storages released by a communication thread. Two threads that use `+=` on the count would lose an update.
+        self._elsewhere: deque[int] = deque()
+        self._thread = threading.get_ident()  # thread of the last operator; with CUDA, autograd has its own threads
+        self.bytes = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._thread = threading.get_ident()
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf)
+        return out
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that no operator under this mode created. A storage is counted once."""
+        if tensor.device.type == "meta":  # DeepSpeed keeps the shapes of its parameters as such tensors
+            return
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return
+        self._settle()  # first, because a storage released elsewhere may have had this address
+        key = storage._cdata
+        size = storage.nbytes()
+        known = self._known.get(key)
+        if known is not None:
+            if size != known[1]:  # resized in place, as ZeRO does with parameters
+                self._known[key] = (known[0], size)
+                self._change(size - known[1])
+            return
+        reference = weakref.ref(storage, functools.partial(self._died, key))
+        self._known[key] = (reference, size)
+        if self.events is not None and size:
+            self.events.append((key, size))
+        self._change(size)
+
+    def _died(self, key: int, _: object) -> None:
+        if threading.get_ident() == self._thread:
+            self._release(key)
+        else:
+            self._elsewhere.append(key)
+
+    def _settle(self) -> None:
+        while self._elsewhere:
+            self._release(self._elsewhere.popleft())
+
+    def _release(self, key: int) -> None:
+        known = self._known.pop(key, None)
+        if known is not None:
+            if self.events is not None and known[1]:
+                self.events.append((key, -known[1]))
+            self._change(-known[1])
+
+    def _change(self, size: int) -> None:
+        self.bytes += size
+        if self.bytes > self.peak:
+            self.peak = self.bytes
+        if self.watch is not None and size:
+            self.watch(self.bytes)
+
+    def reset_peak(self) -> None:
+        self._settle()
+        self.peak = self.bytes

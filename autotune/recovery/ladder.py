@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.files import write_atomically
 from autotune.masking import masked_data
+from autotune.predict.features import installed_deepspeed
 from autotune.predict.predictor import Predictor
-from autotune.predict.versions import installed_deepspeed
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate, Value
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
 from autotune.problem.space import SearchSpace
 from autotune.rank.checkpoints import convertible, layout
+from autotune.util.files import write_atomically
 
 # Knobs that a rung may change. Of these only stage, sub-groups and NVMe determine the layout of checkpoints
 # (`autotune.rank.checkpoints.layout`). Other knobs, like round_robin_gradients, stay fixed.

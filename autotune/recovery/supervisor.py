@@ -1,46 +1,45 @@
-"""`autotune launch`: supervise the real training under a winner, and restart it after an OOM."""
+"""Restart loop of a real training."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import re
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.entry_points import TRAIN_RANK
 from autotune.errors import MachineTrouble, Stopped, UserError, one_line
 from autotune.executors.base import Ground
-from autotune.executors.ops import Ops, op_name
-from autotune.executors.station import Needs
-from autotune.files import write_atomically
-from autotune.group.environment import training_environment
-from autotune.group.extensions import FOLDER, is_built, own_folder
-from autotune.group.group import Group
-from autotune.group.launchers import Launcher, SpawnLauncher
-from autotune.group.policy import Policy, Stop
-from autotune.group.protocol import Message
-from autotune.interpreter import current
-from autotune.linux import NOTICES
+from autotune.executors.machine import Needs, Ops, op_name
 from autotune.masking import masked, masked_data
-from autotune.problem.argument_texts import write_trial_files
 from autotune.problem.candidate import trial_environment
-from autotune.problem.cpus import threads_per_rank
-from autotune.problem.hardware import Hardware
+from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
-from autotune.problem.outcome import Kind
-from autotune.rank.config import DISPENSABLE, all_ops, needed_ops
-from autotune.recovery.course import Course, Point
-from autotune.recovery.descent import Descent
-from autotune.recovery.ends import End, Heard, end_of
+from autotune.problem.outcome import Kind, Source
+from autotune.rank.ds_config import DISPENSABLE, all_ops, needed_ops
 from autotune.recovery.ladder import Rung
-from autotune.units import format_bytes, format_duration
+from autotune.script.argument_writer import write_trial_files
+from autotune.util.entry_points import TRAIN_RANK
+from autotune.util.files import write_atomically
+from autotune.util.interpreter import current
+from autotune.util.linux import NOTICES
+from autotune.util.units import format_bytes, format_duration
+from autotune.workers.failure_classifier import judge
+from autotune.workers.group import Group, Policy, Stop
+from autotune.workers.jit_ops import FOLDER, is_built, own_folder
+from autotune.workers.launchers import Launcher, SpawnLauncher, training_environment
+from autotune.workers.protocol import Message
+
+# -- supervisor --------------------------------------------------------------------------------------------------------
+#
+# `autotune launch`: supervise the real training under a winner, and restart it after an OOM.
 
 HELLO_SECONDS = 60.0  # for a rank's interpreter to start
 LEAVE_SECONDS = 30.0  # for ranks without a heartbeat to end, after a signal was passed on
@@ -381,3 +380,229 @@ def check_script(study: str, job: Job, target: str) -> None:
             f"study {study} is of {own}, not of {target}: tune this script first "
             f"(`autotune run … -- {target} …`), or give the study that is of it"
         )
+
+
+# -- ends of attempts --------------------------------------------------------------------------------------------------
+#
+# Classify an attempt's end: the script's own end, or a failure after which training goes on.
+
+_NEAR_FULL = 0.97  # share of the capacity; a hang above it counts as an OOM
+_GOES_ON = (Kind.OOM_DEVICE, Kind.OOM_HOST, Kind.INVALID, Kind.INFRASTRUCTURE, Kind.FOREIGN)
+
+
+@dataclass(frozen=True)
+class End:
+    """End of an attempt."""
+
+    code: int
+    kind: Kind | None  # None: the script ended by itself
+    reason: str
+    steps: int
+    resumed_from: str
+    unloaded: str = ""  # checkpoint that the script failed to load
+    # checkpoint that it resumed from, and when that was written; empty: started from scratch; None: unknown
+    origin: str | None = None
+    words: str = ""  # message of a rank, or of the launcher, that reports a failing machine
+
+
+@dataclass
+class Heard:
+    """State collected from the messages of one attempt's ranks."""
+
+    say: Callable[[str], None]
+    steps: int = 0
+    resumed_from: str = ""
+    origin: str = ""
+    strayed: bool = False
+    earlier: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # fields of `rank.checkpoints.Ledger` by output folder
+    begun: set[str] = field(default_factory=set)  # output folders of Trainer's arguments
+
+    def take(self, rank: int, message: Message) -> None:
+        kind = message["type"]
+        if kind == "resumed":
+            # the last one counts, as a script may train in phases
+            self.origin = f"{message['path']} {message.get('written')}"
+            if not self.resumed_from:
+                self.resumed_from = message["path"]
+                self.say(f"going on from {self.resumed_from}")
+        elif kind == "checkpoints":
+            self.earlier[message["folder"]] = message["ledger"]
+        elif kind == "output":
+            self.begun.add(message["folder"])
+        elif kind == "note":
+            self.say(message["text"])
+        elif kind == "strayed" and not self.strayed:
+            self.strayed = True
+            self.say("the script trains without DeepSpeed: no config of ours is in it")
+        self.steps = max(self.steps, int(message.get("steps") or 0))
+
+    def end(self, code: int, kind: Kind | None, reason: str) -> End:
+        # A script with Trainer's arguments reports each load. Other scripts may load through torch alone.
+        origin = self.origin or ("" if self.begun else None)
+        return End(code, kind, reason, self.steps, self.resumed_from, origin=origin)
+
+    def broken(self, error: Exception) -> End:
+        """Return the end of an attempt that this machine refuses to start."""
+        words = one_line(error)
+        return replace(self.end(1, Kind.INFRASTRUCTURE, words), words=words)
+
+
+def end_of(stop: Stop, group: Group, heard: Heard, hardware: Hardware) -> End:
+    """Return the end of an attempt that was not stopped by a signal. The caller ends the group afterwards."""
+    if stop is Stop.SILENT and group.greeted:
+        return _hang(group, heard, hardware)
+    if stop is Stop.ARRIVED:
+        for rank, status in group.statuses().items():
+            if status < 0:
+                name = signal.Signals(-status).name
+                heard.say(f"rank {rank} died by {name} on its way out, after the script's end")
+        return heard.end(0, None, "done")
+    evidence = group.evidence()
+    codes = [128 - status if status < 0 else status for status in evidence.statuses.values() if status]
+    code = codes[0] if codes else 1
+    verdict = judge(evidence)
+    if not group.greeted:  # neither the script nor its config has reached the ranks
+        end = heard.end(code, Kind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}")
+        broken = verdict.source is Source.EXIT  # a half-upgraded environment ends each rank like this
+        return replace(end, words=verdict.reason if broken else "")
+    # torch ends a rank with SIGABRT when its collective times out.
+    deadly = (signal.SIGKILL, signal.SIGABRT) if heard.steps else (signal.SIGKILL,)
+    killed = verdict.kind is Kind.CRASH and verdict.signal in deadly
+    if killed or verdict.kind in _GOES_ON:
+        own = verdict.kind is Kind.INFRASTRUCTURE and verdict.source in (Source.EXCEPTION, Source.EXIT)
+        return replace(heard.end(code, verdict.kind, verdict.reason), words=verdict.reason if own else "")
+    end = heard.end(code, None, f"the script's own failure ({verdict.reason})")
+    return replace(end, unloaded=next((error["unloaded"] for error in evidence.errors if error.get("unloaded")), ""))
+
+
+def _hang(group: Group, heard: Heard, hardware: Hardware) -> End:
+    """Return the end of an attempt without a heartbeat: an OOM if a device or the host is nearly full."""
+    if (code := group.scripts_code) is not None:
+        heard.say("the script is over, and ranks do not leave: ended")
+        return heard.end(code, None, "done")
+    peaks = group.peaks()
+    text = f"hang in {group.silence}"
+    if peaks.worst > _NEAR_FULL * hardware.capacity_bytes:
+        return heard.end(1, Kind.OOM_DEVICE, f"{text}, with the device's memory full")
+    if peaks.host_low < 0.03 * hardware.host_memory_bytes:
+        return heard.end(1, Kind.OOM_HOST, f"{text}, with main memory full")
+    return heard.end(1, Kind.TIMEOUT, f"{text}, with memory to spare")
+
+
+# -- restart policy ----------------------------------------------------------------------------------------------------
+#
+# Decide from an attempt's end whether training retries, steps down the recovery ladder or gives up.
+
+PAUSES_SECONDS = (10.0, 30.0, 60.0, 120.0, 300.0)  # before the next attempt in an outage; the last one repeats
+_TOO_MUCH = (Kind.OOM_DEVICE, Kind.OOM_HOST, Kind.INVALID)
+_OUTAGES = (Kind.INFRASTRUCTURE, Kind.FOREIGN)
+_CHANGING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)  # addresses, ports and process ids differ each time
+_MOST_ALIKE = 3  # attempts that end at the same step after the same checkpoint
+_NEAR = 0.02  # share of the steps; not every step is reported, so steps this close count as equal
+_MOST_BARREN = 2  # attempts under one config that were killed or hung without a step
+
+
+class Descent:
+    """Position of a training on the recovery ladder.
+
+    Attributes:
+        at: index of the current rung.
+        pause_seconds: pause before the next attempt.
+        hopeless: reason why another attempt would end in the same way; empty if a retry may help. One case: no attempt has
+            ever stepped, and the last two failed with the same message. The user's mistake is then more likely than an
+            outage: a folder that cannot be written to, a name that does not exist, too few GPUs. The other case: attempts end
+            at the same step again and again, as with a save to a full disk or a batch that hangs.
+    """
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.pause_seconds = 0.0
+        self._barren = self._outages = 0  # in a row
+        self.hopeless, self._stepped = "", False
+        self._words = ""  # message of the last attempt
+        self._alike = self._steps = 0  # for the last attempt that has stepped
+        self._place: tuple[Kind, str] | None = None
+        self._origins: set[str] = set()
+
+    def got_on(self, resumed_from: str) -> bool:
+        """Record the checkpoint that an attempt resumed from. Return True if no earlier attempt resumed from it."""
+        newer = bool(resumed_from) and resumed_from not in self._origins
+        self._origins.add(resumed_from)
+        return newer
+
+    def after(self, kind: Kind, steps: int, words: str = "", origin: str | None = None) -> bool:
+        """Record an attempt's end. Return True if the failure is attributable to its config, so that the next rung is due.
+
+        An infrastructure failure or GPU contention affects all configs alike, so it is followed by a pause and a retry.
+
+        Args:
+            steps: steps of the attempt.
+            words: message of a rank that reported a failing machine itself; empty if none did.
+            origin: see `End.origin`.
+        """
+        words = _CHANGING.sub("#", words)
+        self._stepped = self._stepped or steps > 0
+        self.hopeless = ""
+        if words and words == self._words and not self._stepped:
+            self.hopeless = "it has failed so before its first step twice in a row, which no waiting mends"
+        elif self._comes_alike(kind, steps, origin):
+            self.hopeless = (
+                f"it has ended so {_MOST_ALIKE} times in a row at the same step, which starting again does not mend"
+            )
+        self._words = words
+        if steps:
+            self._barren = self._outages = 0
+        if kind in _OUTAGES:
+            self.pause_seconds = PAUSES_SECONDS[min(self._outages, len(PAUSES_SECONDS) - 1)]
+            self._outages += 1
+            return False
+        self.pause_seconds, self._outages = 0.0, 0
+        self._barren += not steps
+        return kind in _TOO_MUCH or self._barren >= _MOST_BARREN
+
+    def _comes_alike(self, kind: Kind, steps: int, origin: str | None) -> bool:
+        """Check that enough attempts in a row ended at the same step in the same way. Attempts without a step do not count.
+        Without a known origin, a script may start from a different place each time."""
+        if not steps or origin is None or kind in _TOO_MUCH:
+            return False
+        place, near = (kind, origin), abs(steps - self._steps) <= max(1.0, _NEAR * steps)
+        self._alike = self._alike + 1 if place == self._place and near else 1
+        self._place, self._steps = place, steps
+        return self._alike >= _MOST_ALIKE
+
+    def down(self) -> None:
+        """Step down to the next rung and reset the counts of attempts."""
+        self.at += 1
+        self._barren = self._alike = 0
+
+
+# -- progress of an attempt --------------------------------------------------------------------------------------------
+#
+# Memory and steps over an attempt's time, in a bounded number of points however long it trains.
+
+MOST_POINTS = 240
+FIRST_SECONDS = 1.0  # between points; doubled whenever there are too many
+
+Point = tuple[float, int, int]  # seconds since the attempt began, steps so far, bytes of the worst rank
+
+
+class Course:
+    """The points of one attempt."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._began = clock, clock()
+        self._between, self._next = FIRST_SECONDS, 0.0
+        self.points: list[Point] = []
+
+    def note(self, steps: int, worst_bytes: Callable[[], int]) -> None:
+        """Add a point if the last one is old enough. `worst_bytes` is only called then."""
+        now = self._clock() - self._began
+        if now < self._next:
+            return
+        self.points.append((round(now, 1), steps, worst_bytes()))
+        if len(self.points) > MOST_POINTS:
+            self.points = self.points[::2]
+            self._between *= 2
+        self._next = now + self._between

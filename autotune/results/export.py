@@ -1,39 +1,43 @@
-"""Write the winner as files that a training can use directly. They hold only tuned settings and the user's own."""
+"""Export of a winner for DeepSpeed, transformers, accelerate and sbatch."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import yaml
 
+from autotune._version import __version__
 from autotune.errors import UserError
-from autotune.files import cannot_write, remove_file, write_atomically
-from autotune.group.environment import assignments, variables_of
-from autotune.group.extensions import FOLDER
-from autotune.masking import masked, masked_data
-from autotune.problem.argument_texts import winners_files
-from autotune.problem.candidate import CHECKPOINTING, Candidate, under
-from autotune.problem.job import Job
+from autotune.masking import masked, masked_data, names_secret, shell_text
+from autotune.problem.candidate import CHECKPOINTING, Candidate, settings_of, under
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job, under_lightning
+from autotune.problem.knobs import lossy_of
+from autotune.problem.models import CAUSAL
 from autotune.problem.outcome import Measurement
-from autotune.problem.script import carried, command
-from autotune.problem.script_job import CALL, ZERO_INIT, other_batch
-from autotune.problem.script_text import under_lightning
-from autotune.problem.tasks import CAUSAL
-from autotune.rank.config import all_ops
-from autotune.results.lossy import lossy_settings
-from autotune.results.over_nodes import sbatch_script
-from autotune.results.sliced import slice_line
-from autotune.results.targets import beside, check_out, secrets_note
+from autotune.rank.ds_config import all_ops
+from autotune.results.output_files import beside, check_out, secrets_note
+from autotune.script.argument_writer import winners_files
+from autotune.script.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, options_without, started, take_apart
+from autotune.script.profile import CALL, ZERO_INIT, other_batch
+from autotune.script.script import carried, command
 from autotune.search.fingerprint import measured_under
-from autotune.search.records import VERIFY, Record, resumed_peak_bytes
 from autotune.search.storage import output_file
 from autotune.search.study import StudyStore
-from autotune.version import __version__
+from autotune.search.trials import VERIFY, Record, resumed_peak_bytes
+from autotune.util.files import cannot_write, remove_file, write_atomically
+from autotune.util.streams import printable
+from autotune.workers.jit_ops import FOLDER
+from autotune.workers.launchers import assignments, variables_of
+
+# -- export ------------------------------------------------------------------------------------------------------------
+#
+# Write the winner as files that a training can use directly. They hold only tuned settings and the user's own.
 
 # file suffix of each format
 FORMATS = {
@@ -397,3 +401,112 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
         return write_export(record.candidate, store.job, out, data, style=style, device=device, nodes=nodes)
     except OSError as error:
         raise cannot_write(out, error, "name another file; the study keeps the winner: `autotune export`") from None
+
+
+# -- launchers on several nodes ----------------------------------------------------------------------------------------
+#
+# Commands that start a training over several nodes, through launchers and Slurm.
+
+PORT = 29500  # torchrun's default (torch/distributed/run.py)
+
+
+def first_host(hostfile: Path | None) -> str:
+    """Return the host for the rendezvous: the first in the hostfile that `run` wrote next to its study, without ssh's user
+    name."""
+    lines = hostfile.read_text(encoding="utf-8").split() if hostfile is not None and hostfile.is_file() else []
+    return lines[0].rpartition("@")[2] if lines else "FIRST_NODE"
+
+
+def over_nodes(words: Sequence[str], nodes: int, per_node: int, hostfile: Path | None) -> tuple[list[str], bool]:
+    """Convert a command for one machine with `per_node` ranks to one of `nodes` machines. Also return True if each machine
+    must start it.
+
+    Args:
+        words: see `script.script.training_command`.
+        hostfile: DeepSpeed's launcher reads it, and starts the other machines itself.
+    """
+    line = take_apart(words)
+    head, port = list(line.launcher[: line.head]), str(PORT)
+    if line.kind == TORCHRUN:
+        meet = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-id", "autotune"]
+        host = first_host(hostfile)
+        meet += ["--rdzv-endpoint", f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
+        launcher = [*head, *meet, *options_without(line, "--standalone")]
+    elif line.kind == DEEPSPEED:
+        meet = ["--hostfile", str(hostfile or "HOSTFILE"), "--num_gpus", str(per_node)]
+        launcher = [*head, *meet, *options_without(line, "--num_gpus", "--include")]
+    elif line.kind == ACCELERATE:
+        meet = ["--num_processes", str(nodes * per_node), "--num_machines", str(nodes)]
+        meet += ["--machine_rank", "RANK_OF_THIS_NODE", "--main_process_ip", first_host(hostfile)]
+        meet += ["--main_process_port", port, "--deepspeed_multinode_launcher", "standard"]
+        launcher = [*head, *meet, *options_without(line, "--num_processes", "--num_machines")]
+    else:
+        return list(words), True
+    return started(line, launcher, line.target), line.kind != DEEPSPEED
+
+
+def sbatch_script(
+    words: Sequence[str], *, name: str, nodes: int, per_node: int, device: str, cwd: str, variables: Mapping[str, str]
+) -> str:
+    """Return a Slurm batch script: one torchrun per node, with the rendezvous on the allocation's first node.
+
+    The port depends on the job. Nodes are shared, so with one port for all, a second job would join the first job's ranks and
+    die when these end.
+
+    Args:
+        words: command of each rank, without the launcher.
+        variables: environment of all ranks.
+    """
+    gpus = f"#SBATCH --gpus-per-node={per_node}\n" if device == "cuda" else ""
+    asked: dict[str, tuple[str, str]] = {}
+    trained = shell_text(words, asked)
+    public = {name: value for name, value in variables.items() if not names_secret(name)}
+    exports = f"export {assignments(public)}\n" if public else ""
+    asked |= {name: (name, value) for name, value in variables.items() if name not in public}
+    if asked:  # sbatch passes on the environment in which it is called
+        exports += "# secrets are not written here: export these variables before you call sbatch\n"
+        exports += "".join(f': "${{{name}:?export it with the value of {of}}}"\n' for name, (of, _) in asked.items())
+    # The port is below 32768, as Linux assigns ports from there on to outgoing connections.
+    meet = f"""first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+srun torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d \\
+  --rdzv-endpoint "$first:$((20000 + SLURM_JOB_ID % 12000))"
+"""
+    start = meet.rstrip() if nodes > 1 else f"srun torchrun --standalone --nproc-per-node {per_node}"
+    return printable(f"""#!/bin/bash
+#SBATCH --job-name={shlex.quote(" ".join(name.split()))}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+{gpus}# add what your cluster asks for: --partition, --account, --time, --cpus-per-task
+set -euo pipefail
+cd {shlex.quote(cwd)}
+{exports}{start} {trained}
+""")
+
+
+# -- lossy settings ----------------------------------------------------------------------------------------------------
+#
+# Settings of a candidate that change the computation, so that losses may differ. Every output of a winner lists them.
+
+
+def lossy_settings(candidate: Candidate, job: Job) -> list[str]:
+    """Return one clause for each such knob, to follow "it". Settings in the user's own config are left out."""
+    own = settings_of(job.base_config)
+    return [
+        f"changes what is computed by {name}={candidate.get(name)}: {how}; losses may differ from a training without it"
+        for name, how in lossy_of(candidate.as_dict, job.precision).items()
+        if own.get(name) != candidate.get(name)
+    ]
+
+
+# -- node slice --------------------------------------------------------------------------------------------------------
+#
+# Note on a study of a node slice: which of its figures are measured and which are predicted.
+
+
+def slice_line(measured: Measurement, hardware: Hardware) -> str:
+    """Describe the measured and the predicted part of a slice's Measurement."""
+    share = (measured.predicted_seconds or 0.0) / measured.step_seconds
+    return (
+        f"a slice: memory and computation measured on {hardware.processes} of {hardware.count} ranks; {100 * share:.0f} % of the "
+        "step is their communication, predicted and not measured"
+    )

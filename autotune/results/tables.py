@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from autotune.masking import masked
-from autotune.streams import printable
+from autotune.util.streams import printable
 
 _FEW_ROWS = 100  # rows that rich lays out in a few milliseconds
 

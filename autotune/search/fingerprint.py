@@ -12,16 +12,15 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from autotune import inquiry
-from autotune.interpreter import current
-from autotune.problem.argument_files import value_at
 from autotune.problem.candidate import ALLOCATOR_VARIABLES
-from autotune.problem.cpus import threads_per_rank
-from autotune.problem.gpus import open_nvml
-from autotune.problem.hardware import Hardware
+from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
-from autotune.problem.script_job import OPS
-from autotune.problem.sources import SOURCES, edited, sources_of
+from autotune.problem.nvml import open_nvml
+from autotune.script.argument_files import value_at
+from autotune.script.profile import OPS
+from autotune.script.source_digests import SOURCES, edited, sources_of
+from autotune.util import inquiry
+from autotune.util.interpreter import current
 
 THREADS, ENVIRONMENT, VERSIONS = "threads_per_rank", "environment", "versions"
 BESIDES = "watched_besides"  # names of variables that fingerprints without this key did not record

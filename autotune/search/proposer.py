@@ -1,37 +1,37 @@
-"""Choose the next candidate from several strategies.
-
-- The model (the predictor, or the surrogate if measurements refute the predictor) estimates the value of each
-  measurement.
-- The screen makes sure that every level of the first-order knobs is tried before other knobs are varied.
-- Optuna's sampler searches independently of the model.
-"""
+"""Next candidate, stopping rules, and the fallback schedule when nothing fits."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.predict.knobs import Flags, Floats
-from autotune.predict.predictor import Predictor
+from autotune.predict.features import Flags, Floats
+from autotune.predict.predictor import Predictor, Table
+from autotune.predict.step_time import size_seconds
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.knobs import OFFLOADING
+from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
 from autotune.problem.space import SearchSpace
-from autotune.search.beliefs import RECALLED, Beliefs, Forecast, expected_gain
-from autotune.search.costs import Costs
-from autotune.search.dominance import Rules
-from autotune.search.factors import Kinds, Screen
-from autotune.search.openings import Openings
-from autotune.search.predicted_skips import predicted_skips
-from autotune.search.resorts import Resorts
-from autotune.search.sampler import FAILED, Answer, Sampler
-from autotune.search.start import Proposal, Start
-from autotune.units import GIB
+from autotune.search.pruning import Openings, Rules
+from autotune.search.surrogate import RECALLED, Beliefs, Forecast, Kinds, Screen, expected_gain
+from autotune.search.tpe import FAILED, Answer, Sampler
+from autotune.util.units import GIB, format_bytes
+
+# -- proposer ----------------------------------------------------------------------------------------------------------
+#
+# Choose the next candidate from several strategies.
+#
+# - The model (the predictor, or the surrogate if measurements refute the predictor) estimates the value of each
+#   measurement.
+# - The screen makes sure that every level of the first-order knobs is tried before other knobs are varied.
+# - Optuna's sampler searches independently of the model.
 
 RISK_STEP = 0.25  # increase of the required probability of fitting per OOM
 MOST_CAUTIOUS = 0.8  # upper limit of the required probability
@@ -441,3 +441,201 @@ class Proposer:
     def _lowest(self, among: Flags) -> Candidate:
         rungs = [self.candidates[i] for i in np.flatnonzero(among)]
         return min(rungs, key=lambda c: (c.micro_batch, c.accumulation))
+
+
+# -- warm start --------------------------------------------------------------------------------------------------------
+#
+# Proposals, and an optional start candidate that was good in another study. The model decides whether it is tried.
+
+SURE = 0.5  # probability of fitting; lower than usual, because the candidate fitted in another study
+# Sigmas of its own prediction by which a start may be below the most valuable candidate. With 1.0 a right start finds a
+# good config in 1.2 trials instead of 2.8 (3.7 without a start), and a wrong one costs up to 0.8 trials
+# (benchmarks/gallery_starts.py).
+WITHIN_SIGMAS = 0.1
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Candidate to measure, and the reason."""
+
+    candidate: Candidate
+    note: str
+
+
+class Start:
+    """Start candidate for the first trial, or for the second if the first changes the predictions."""
+
+    def __init__(self, candidate: Candidate, note: str) -> None:
+        self.candidate, self.note = candidate, note
+        self.tried = False
+
+    def believed(self, at: int, forecast: Forecast, worth: Floats) -> bool:
+        """Return True if the candidate is predicted to fit and to be about as fast as the most valuable candidate.
+
+        Args:
+            at: place of the candidate.
+            forecast: predictions for all candidates.
+            worth: (n,) value of each candidate, -inf for excluded ones.
+        """
+        reach = forecast.logs[at] + WITHIN_SIGMAS * forecast.sigma[at]
+        return bool(np.isfinite(worth[at]) and forecast.fits[at] >= SURE and reach >= forecast.logs[worth.argmax()])
+
+
+# -- fallback schedule -------------------------------------------------------------------------------------------------
+#
+# Fallback schedule if nothing has fitted: try the candidate with the least memory of every stage, then stop.
+
+ENOUGH = 8  # failed trials after which only fallback candidates are tried
+_SPARED = 8.0  # doublings of the micro-batch that one memory-saving setting is worth
+
+
+class Resorts:
+    """Fallback candidates tried so far, and failures since the last fit."""
+
+    def __init__(self, candidates: Sequence[Candidate], device: str) -> None:
+        self._stage = np.array([candidate.stage for candidate in candidates])
+        self._greed = np.array([_greed(candidate, device) for candidate in candidates])
+        self._offloads = np.array([len(candidate.offloaded) for candidate in candidates])
+        self._most_offloads = np.full(4, len(OFFLOADING))  # by stage
+        self._tried: set[tuple[int, bool]] = set()
+        self._failed: Counter[Kind] = Counter()
+
+    def take(self, at: int | None, kind: Kind, fitted: bool) -> None:
+        """Record a trial.
+
+        A stage whose fallback candidate failed for another reason than device memory gets another turn with less
+        offloading, because the offloading may be the cause.
+
+        Args:
+            at: place of the candidate; None if this space does not contain it.
+            kind: kind of the outcome.
+            fitted: True if the candidate fits.
+        """
+        if fitted:
+            self._failed.clear()
+            self._tried.clear()
+            return
+        self._failed[kind] += 1
+        if at is not None and kind is not Kind.OOM_DEVICE and self._offloads[at]:
+            stage = int(self._stage[at])
+            if turns := {turn for turn in self._tried if turn[0] == stage}:
+                self._most_offloads[stage] = min(self._most_offloads[stage], self._offloads[at] - 1)
+                self._tried -= turns
+
+    @property
+    def due(self) -> bool:
+        """True after so many failures that only fallback candidates are tried."""
+        return self._failed.total() >= ENOUGH
+
+    def next(self, free: Flags, need: Floats, believed: bool) -> int | None:
+        """Return the place of the next fallback candidate; None if each stage has had its turn.
+
+        Args:
+            free: (n,) candidates that may be tried.
+            need: (n,) predicted need, as a share of the available memory.
+            believed: rank by `need` only; otherwise also by memory-saving settings.
+        """
+        free = free & (self._offloads <= self._most_offloads[self._stage])
+        for by_settings in (False,) if believed else (False, True):
+            greed = np.where(free, self._greed + 1e-3 * np.tanh(need) if by_settings else need, np.inf)
+            for at in greed.argsort(kind="stable")[: int(free.sum())]:
+                turn = (int(self._stage[at]), by_settings)
+                if turn not in self._tried:
+                    self._tried.add(turn)
+                    return int(at)
+        return None
+
+    @property
+    def why(self) -> str:
+        """Reason for the end of the search, if no candidate is left."""
+        tried = f"{self._failed.total()} candidates, the thriftiest of every stage among them"
+        if all(kind.is_oom or kind is Kind.OK for kind in self._failed):
+            return f"nothing fits: memory was too small for {tried} (--exhaustive goes on)"
+        kinds = ", ".join(f"{count} {kind.value}" for kind, count in self._failed.most_common())
+        return f"nothing runs: {tried}, have failed ({kinds}; --exhaustive goes on)"
+
+
+def _greed(candidate: Candidate, device: str) -> float:
+    """Return a memory demand score from settings alone. On CPU ranks offloading saves no memory."""
+    spends = (not candidate.checkpointing) + (len(OFFLOADING) - len(candidate.offloaded) if device == "cuda" else 0)
+    return math.log2(candidate.micro_batch) + _SPARED * spends
+
+
+# -- predicted exclusions ----------------------------------------------------------------------------------------------
+#
+# Count the candidates that predictions exclude, by reason.
+
+
+def predicted_skips(free: Flags, forecast: Forecast, table: Table, hardware: Hardware) -> dict[str, int]:
+    """Count open candidates that are predicted to exceed device or host memory, by reason."""
+    device = f"predicted to need more than the {format_bytes(hardware.capacity_bytes)} of a device beyond the interval"
+    counts = {}
+    if (beyond := forecast.hopeless & free).any():
+        counts[f"{device} (the least {format_bytes(int(table.peak[beyond].min()))})"] = int(beyond.sum())
+    if count := int((forecast.host & ~forecast.hopeless & free).sum()):
+        counts["predicted to need more than the host's memory beyond the interval"] = count
+    return counts
+
+
+# -- trial costs -------------------------------------------------------------------------------------------------------
+#
+# Estimate trial durations: the expected time for the choice of a candidate, and the time limit.
+
+STARTUP_SECONDS = 15.0  # engine start before the first measured one
+RECENT = 8  # starts that the median covers
+# Limit for one step until a trial measures longer steps, so that a wrong estimate cannot give the whole budget to a
+# hanging trial.
+MOST_STEP_SECONDS = 600.0
+
+
+class Costs:
+    """Durations of a study's trials, in seconds."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._starts: list[float] = []
+        self._most_step = MOST_STEP_SECONDS
+        self._slow_start = 0.0  # seconds; longest start that a tuner's time limit ended
+
+    def observe(self, outcome: Outcome) -> None:
+        """Record the duration of an attributable trial."""
+        if outcome.measurement is not None:
+            self._most_step = max(self._most_step, 4 * outcome.measurement.step_seconds)
+        if outcome.kind is Kind.TIMEOUT:
+            self.note_slow_start(outcome)
+        # studies of earlier versions do not record which trials started an engine
+        started = outcome.started or outcome.outside_seconds > 1.0
+        if started and outcome.kind in (Kind.OK, Kind.OOM_DEVICE):
+            self._starts.append(outcome.outside_seconds)
+
+    def note_slow_start(self, outcome: Outcome) -> None:
+        """Raise the start limit of all candidates after a tuner's time limit ended a start."""
+        if outcome.phase in (Phase.START, Phase.INIT) and outcome.source is Source.LIMIT:
+            self._slow_start = max(self._slow_start, outcome.seconds)
+
+    @property
+    def startup_seconds(self) -> float:
+        """Expected seconds of an engine start, including warm-up."""
+        return float(np.median(self._starts[-RECENT:])) if self._starts else STARTUP_SECONDS
+
+    def measuring_seconds(self, step_seconds: Floats, accumulation: Floats) -> Floats:
+        """Return the expected seconds to measure each candidate in a running engine, (n,)."""
+        # two warm-up steps, then at least three whole steps, or up to twelve short ones
+        if self._job.script is not None:
+            return 2 * step_seconds + np.maximum(np.maximum(3 * step_seconds, 1.0), np.minimum(12 * step_seconds, 5.0))
+        return step_seconds * np.minimum(4.0, 6.0 / accumulation) + 1.0
+
+    def limit_seconds(self, candidate: Candidate, step_seconds: float, patience: float) -> float:
+        """Return the time limit of a trial in seconds, from the candidate's size and earlier trials.
+
+        Args:
+            candidate: the candidate.
+            step_seconds: predicted upper bound of a step. The limit allows at most MOST_STEP_SECONDS, or four times the
+                longest measured step.
+            patience: factor on the usual limit.
+        """
+        measuring = 12 * min(step_seconds, self._most_step) + 30.0
+        starting = 4 * max(self._starts, default=STARTUP_SECONDS) + size_seconds(self._job, candidate)
+        usual = patience * (starting + measuring)
+        # an ended start gives only a lower bound of the start time
+        return max(usual, 3 * self._slow_start + measuring if self._slow_start else 0.0)

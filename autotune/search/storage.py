@@ -1,12 +1,10 @@
-"""Storage of a study: its URL, checks before it is opened, and error messages.
-
-The default is `study.db` (SQLite) in the study's folder, or `study.journal` on a network file system. `--storage` names
-another one.
-"""
+"""Study storage in SQLite, a journal or a database server, and the lock of a study."""
 
 from __future__ import annotations
 
 import errno
+import functools
+import importlib.util
 import os
 import re
 import sqlite3
@@ -15,18 +13,35 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any, NoReturn
 
 import optuna
+from filelock import BaseFileLock, SoftFileLease, Timeout, UnixFileLock
+from optuna.exceptions import StorageInternalError
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from sqlalchemy import event
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, ProgrammingError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DBAPIError,
+    IntegrityError,
+    OperationalError,
+    PendingRollbackError,
+    ProgrammingError,
+)
 
 from autotune.errors import MachineTrouble, UserError
-from autotune.file_systems import file_system_of
-from autotune.files import cannot_write, disk_fails
-from autotune.masking import hide_password, without_secrets
-from autotune.search.journal import JournalFile
-from autotune.search.servers import ServerStorage, is_server, what_it_says
+from autotune.masking import hide_password, password_in, without_secrets
 from autotune.search.trial_rows import RowStorage
+from autotune.util.file_systems import file_system_of
+from autotune.util.files import cannot_write, disk_fails
+
+# -- storage -----------------------------------------------------------------------------------------------------------
+#
+# Storage of a study: its URL, checks before it is opened, and error messages.
+#
+# The default is `study.db` (SQLite) in the study's folder, or `study.journal` on a network file system. `--storage`
+# names another one.
 
 _SQLITE, _JOURNAL = "sqlite:///", "journal:"  # URL prefixes
 DATABASES = ("study.db", "study.journal")  # files in a study's folder, by precedence
@@ -257,3 +272,367 @@ def failures_in_one_line() -> Iterator[Failing]:
         on_server = isinstance(cause, DBAPIError) and not isinstance(cause.orig, sqlite3.Error)
         remedy = "the same command goes on once it is back" if on_server else "make room or repair it and run again"
         raise MachineTrouble(failing.line(said, remedy)) from None
+
+
+# -- journal -----------------------------------------------------------------------------------------------------------
+#
+# Study in a journal, a file of appended lines, for file systems on which SQLite cannot lock.
+#
+# Optuna provides the file and its lock, which work on NFS (the lock is a file that only one process can create). This
+# module adds two repairs:
+#
+# - A killed process or a full disk may leave a partial last line. The next line would be appended to it and make the
+#   journal unreadable, so the partial line is removed first.
+# - A deleted journal raises an error instead of being created again.
+
+_BLOCK_BYTES = 4096  # bytes per read from the end; a line has hundreds of bytes
+
+
+class _Lock(JournalFileOpenLock):
+    """Lock of the journal, which removes a partial last line when it is acquired."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._path = path
+
+    def acquire(self) -> bool:
+        super().acquire()
+        try:
+            cut_torn_line(self._path)
+        except BaseException:
+            self.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        # another process took the lock over, because this one was suspended for half a minute
+        with suppress(RuntimeError):
+            super().release()
+
+
+class JournalFile(JournalFileBackend):
+    """The file behind an `optuna.storages.JournalStorage`.
+
+    Raises:
+        StorageInternalError: from all methods, if the file cannot be read or written, as with databases.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path), _Lock(path))
+        self._path = path
+
+    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:  # type: ignore[override]
+        with _failures():
+            self._note_size()
+            yield from super().read_logs(log_number_from)
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        with _failures():
+            self._note_size()
+            super().append_logs(logs)
+
+    def _note_size(self) -> None:
+        """Raise OSError if the file is missing or was replaced. Appending would start a journal without its study."""
+        whole = next(reversed(self._log_number_offset.values()))  # bytes of complete lines that this process has read
+        if os.stat(self._path).st_size < whole:
+            raise OSError(f"{self._path.name} is shorter than it was")
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageInternalError(error.strerror or str(error)) from error
+
+
+def cut_torn_line(path: Path) -> None:
+    """Remove the text after the last newline. Its write was never confirmed to a caller."""
+    with path.open("rb+") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _BLOCK_BYTES)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
+            os.fsync(file.fileno())
+
+
+# -- database servers --------------------------------------------------------------------------------------------------
+#
+# Study in a database server, PostgreSQL or MySQL: URL handling and reconnection.
+#
+# Trials run for minutes without the database, and during that time the server may restart or a connection may break.
+# Connections are therefore tested before use. The storage waits for an unavailable server and repeats interrupted
+# operations.
+
+AWAY_SECONDS = 60.0  # seconds; wait for a server that was reachable before
+_TRIES = 4  # attempts at an interrupted operation
+_CONNECT_SECONDS = 10  # seconds until a host without an answer counts as unavailable
+_SILENT_MS = 20_000  # milliseconds without acknowledgement after which a connection is closed
+
+_NAMES = {"postgres": "postgresql", "postgresql": "postgresql", "mysql": "mysql", "mariadb": "mysql"}
+# SQLAlchemy's driver names and their modules; the first installed one is used.
+_DRIVERS = {
+    "postgresql": {"psycopg": "psycopg", "psycopg2": "psycopg2", "pg8000": "pg8000"},
+    "mysql": {"pymysql": "pymysql", "mysqldb": "MySQLdb", "mysqlconnector": "mysql.connector"},
+}
+_LIBPQ = {
+    "connect_timeout": _CONNECT_SECONDS,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 2,
+    "tcp_user_timeout": _SILENT_MS,
+    "application_name": "autotune",
+}
+_SILENT_SECONDS = _SILENT_MS // 1000
+_CONNECTING: dict[str, dict[str, Any]] = {
+    "psycopg": _LIBPQ,
+    "psycopg2": _LIBPQ,
+    "pg8000": {"timeout": _SILENT_SECONDS, "tcp_keepalive": True},
+    "pymysql": {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _SILENT_SECONDS, "write_timeout": _SILENT_SECONDS},
+    "mysqldb": {"connect_timeout": _CONNECT_SECONDS},
+    "mysqlconnector": {"connection_timeout": _CONNECT_SECONDS},
+}
+INSTALL = {"postgresql": "pip install 'psycopg[binary]'", "mysql": "pip install pymysql"}
+
+
+def is_server(url: str) -> bool:
+    """Return True if the URL names a supported database server."""
+    return url.partition("://")[0].partition("+")[0].lower() in _NAMES and "://" in url
+
+
+def what_it_says(error: BaseException) -> str:
+    """Return the driver's error message in one line."""
+    while isinstance(error, optuna.exceptions.StorageInternalError) and error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error.orig if isinstance(error, DBAPIError) and error.orig is not None else error)
+    lines = [line.strip(" -") for line in text.strip().splitlines() if line.strip()]
+    telling = [line for line in lines if "FATAL:" in line or "failed:" in line]
+    return " ".join((telling or lines or [type(error).__name__])[0].split())[:200]
+
+
+def _cut_off(error: BaseException | None) -> bool:
+    """Return True if the connection was lost, as opposed to a rejected statement."""
+    while error is not None:
+        if isinstance(error, DBAPIError):
+            return error.connection_invalidated
+        # an earlier statement lost the connection, and Optuna has rolled back
+        if isinstance(error, PendingRollbackError):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _again(method: Any) -> Any:
+    """Wrap an idempotent method so that it is repeated after a lost connection."""
+
+    @functools.wraps(method)
+    def patient(*args: Any, **kwargs: Any) -> Any:
+        for _ in range(_TRIES - 1):
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:
+                if not _cut_off(error):
+                    raise
+        return method(*args, **kwargs)
+
+    return patient
+
+
+class ServerStorage(RowStorage):
+    """Optuna's storage in a server that may become unavailable after the first connection.
+
+    Args:
+        url: as typed by the user.
+
+    Raises:
+        UserError: the URL names no server, or no driver is installed.
+        Exception: any error of SQLAlchemy or the driver.
+    """
+
+    def __init__(self, url: str) -> None:
+        full, driver = _with_driver(url)
+        self.say: Callable[[str], None] = lambda text: None
+        self._patience_seconds = 0.0
+        connecting = {key: value for key, value in _CONNECTING[driver].items() if f"{key}=" not in url}
+        super().__init__(
+            full.replace("{", "{{").replace("}", "}}"),  # Optuna treats a URL as a template
+            engine_kwargs={"pool_pre_ping": True, "connect_args": connecting},
+        )
+        self._patience_seconds = AWAY_SECONDS
+        event.listen(self.engine, "do_connect", self._connect)
+
+    def _connect(self, dialect: Any, record: Any, args: Any, kwargs: Any) -> Any:
+        until, said = time.monotonic() + self._patience_seconds, False
+        while True:
+            try:
+                connection = dialect.connect(*args, **kwargs)
+            except dialect.loaded_dbapi.Error as error:
+                if time.monotonic() > until:
+                    self._patience_seconds = 0.0  # later connections fail at once
+                    raise
+                if not said:
+                    self.say(
+                        f"the study's database is away ({without_secrets(what_it_says(error), self.url)}); "
+                        f"waiting for up to {AWAY_SECONDS:.0f} s"
+                    )
+                    said = True
+                time.sleep(1.0)
+            else:
+                self._patience_seconds = AWAY_SECONDS  # the next outage gets the full wait again
+                if said:
+                    self.say("the study's database is back")
+                return connection
+
+    # Methods that Optuna and its cache call. Creating a study or a trial is not idempotent, and Optuna itself repeats
+    # the latter.
+    set_study_user_attr = _again(optuna.storages.RDBStorage.set_study_user_attr)
+    set_study_system_attr = _again(optuna.storages.RDBStorage.set_study_system_attr)
+    get_study_id_from_name = _again(optuna.storages.RDBStorage.get_study_id_from_name)
+    get_study_name_from_id = _again(optuna.storages.RDBStorage.get_study_name_from_id)
+    get_study_directions = _again(optuna.storages.RDBStorage.get_study_directions)
+    get_study_user_attrs = _again(optuna.storages.RDBStorage.get_study_user_attrs)
+    get_study_system_attrs = _again(optuna.storages.RDBStorage.get_study_system_attrs)
+    get_all_studies = _again(optuna.storages.RDBStorage.get_all_studies)
+    set_trial_user_attr = _again(optuna.storages.RDBStorage.set_trial_user_attr)
+    set_trial_system_attr = _again(optuna.storages.RDBStorage.set_trial_system_attr)
+    set_trial_intermediate_value = _again(optuna.storages.RDBStorage.set_trial_intermediate_value)
+    set_trial_state_values = _again(optuna.storages.RDBStorage.set_trial_state_values)
+    get_trial = _again(optuna.storages.RDBStorage.get_trial)
+    _get_trials = _again(RowStorage._get_trials)
+    _get_best_trial_id = _again(optuna.storages.RDBStorage._get_best_trial_id)
+
+
+def _with_driver(url: str) -> tuple[str, str]:
+    """Return the URL with an installed driver, and the driver's name.
+
+    Raises:
+        UserError: the URL cannot be parsed, or no driver is installed.
+    """
+    if "@" in password_in(url):
+        raise UserError(f"--storage {hide_password(url)}: write the @ in the password as %40")
+    scheme, _, rest = url.partition("://")
+    name, _, driver = scheme.lower().partition("+")
+    server = _NAMES[name]
+    try:
+        parsed = make_url(f"{server}://{rest}")
+    except (ArgumentError, ValueError):
+        _refuse(url, f"it does not parse; expected {server}://USER:PASSWORD@HOST/DB")
+    if not parsed.database:
+        _refuse(url, f"it names no database; expected {server}://USER:PASSWORD@HOST/DB")
+    drivers = _DRIVERS[server]
+    if driver and driver not in drivers:
+        _refuse(url, f"expected one of the drivers {', '.join(drivers)}, or {server}:// alone")
+    for one in [driver] if driver else drivers:
+        if _installed(drivers[one]):
+            return f"{server}+{one}://{rest}", one
+    _refuse(url, f"no driver for {driver or server} is installed: {INSTALL[server]}")
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the module's package is not installed
+        return False
+
+
+def _refuse(url: str, why: str) -> NoReturn:
+    raise UserError(f"--storage {hide_password(url)}: {why}")
+
+
+# -- lock --------------------------------------------------------------------------------------------------------------
+#
+# Lock that lets one process hold a study: a kernel lock, or a lease on file systems without locks.
+
+# On a file system without locks, a holder on another machine counts as dead after this many seconds without renewal.
+# Holders renew three times per period. A dead holder on this machine is detected at once.
+_LEASE_SECONDS = 20.0
+_PATIENCE_SECONDS = 1.2 * _LEASE_SECONDS  # seconds; wait for a holder that may be dead
+
+_MALFORMED_SECONDS = 2.0  # seconds after which filelock takes over a malformed marker
+_MOST_PLACES = 64
+
+
+def hold(folder: Path, study: str) -> BaseFileLock:
+    """Hold the study in a folder until this process ends or the lock is released.
+
+    Raises:
+        UserError: another run holds it.
+        OSError: the folder cannot be written.
+    """
+    kernels = UnixFileLock(folder / "lock", fallback_to_soft=False)
+    try:
+        kernels.acquire(timeout=0)
+        return kernels
+    except Timeout:
+        raise _held(study) from None
+    except OSError as error:
+        if error.filename is not None:  # the file cannot be created; a refused lock names no file
+            raise
+        # No locks: ENOSYS on Lustre without `-o flock`, ENOLCK on NFS without a lock daemon, EOPNOTSUPP, EINVAL.
+    marker = folder / "lock.lease"
+    lease = SoftFileLease(marker, lease_duration=_LEASE_SECONDS, thread_local=False)
+    nobodys = None
+    with suppress(OSError):
+        nobodys = _empty(marker.stat())
+    try:
+        lease.acquire(timeout=_PATIENCE_SECONDS)
+    except Timeout:
+        if nobodys is None or not _condemned(marker, nobodys):
+            raise _held(study) from None
+        try:
+            lease.acquire(timeout=2 * _MALFORMED_SECONDS)
+        except Timeout:
+            raise _held(study) from None
+    return lease
+
+
+def _empty(about: os.stat_result) -> tuple[int, int] | None:
+    """Return inode and change time of an empty file, or None if it is not empty."""
+    return None if about.st_size else (about.st_ino, about.st_ctime_ns)
+
+
+def _condemned(marker: Path, nobodys: tuple[int, int]) -> bool:
+    """Write to the empty marker if it is unchanged, and return whether it was.
+
+    Its creator was killed before it wrote its identity, or a power failure lost the text. filelock waits forever for an
+    empty marker but takes over a malformed one. Writing through the open file cannot reach a newer file of that name.
+    """
+    with suppress(OSError), marker.open("r+", encoding="utf-8") as file:
+        if _empty(os.fstat(file.fileno())) == nobodys:
+            file.write("nobody\n")
+            return True
+    return False
+
+
+def hold_a_place(folder: Path, study: str) -> tuple[Path, BaseFileLock]:
+    """Hold a folder for one of several tuners that write below the same study folder.
+
+    Returns:
+        The study's folder, or a subfolder if another tuner holds it, and the lock.
+
+    Raises:
+        UserError: all of the allowed folders are held.
+        OSError: the folder cannot be written.
+    """
+    for number in range(1, _MOST_PLACES + 1):
+        place = folder if number == 1 else folder / f"tuner-{number}"
+        place.mkdir(parents=True, exist_ok=True)
+        try:
+            return place, hold(place, study)
+        except UserError:
+            continue
+    raise _held(study)
+
+
+def _held(study: str) -> UserError:
+    return UserError(
+        f"another autotune run holds study {study!r}: wait for it, choose another --study, or give all of them one --storage to "
+        "share it"
+    )

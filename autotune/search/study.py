@@ -1,51 +1,62 @@
-"""Study: all candidates and outcomes, in an Optuna database from which any later run resumes."""
+"""The persistent study."""
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from autotune.errors import UserError, near
-from autotune.interpreter import other_python
 from autotune.masking import hide_password
 from autotune.problem.candidate import Candidate
-from autotune.problem.cpus import threads_of_0_1
-from autotune.problem.fitting import fitted
-from autotune.problem.hardware import Hardware
+from autotune.problem.hardware import Hardware, threads_of_0_1
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome
-from autotune.problem.recorded import RecordedPython, recorded_job
-from autotune.problem.space import SearchSpace
-from autotune.problem.space_file import parse_space
-from autotune.search.attributes import attributes, set_attribute
-from autotune.search.calls import Call, calls_in, name_of_call
-from autotune.search.dashboard import best_shown, save_note, winners_note
+from autotune.problem.space import SearchSpace, fitted, parse_space
+from autotune.script.recorded import RecordedPython, recorded_job
 from autotune.search.fingerprint import THREADS, changes, fingerprint, knowing_more
-from autotune.search.founding import await_founding, check_founded, found
-from autotune.search.lock import hold
-from autotune.search.records import (
+from autotune.search.heartbeat import Tuners
+from autotune.search.storage import DATABASES, ServerStorage, hold, open_storage, stored_in
+from autotune.search.trials import (
     LET_GO,
     RESUME,
     SEARCH,
     TUNER,
+    MeasuredHere,
     Record,
     Records,
+    attributes,
+    begin,
+    best_shown,
+    came_first,
+    close,
+    confirm,
+    end,
     found_running,
+    kept_if_it_fails,
     left_outcome,
+    now,
     record_of,
+    save_note,
+    set_attribute,
     uncollected,
+    what_was_kept,
+    winners_note,
+    withdraw,
 )
-from autotune.search.servers import ServerStorage
-from autotune.search.storage import DATABASES, open_storage, stored_in
-from autotune.search.trials import begin, came_first, close, confirm, end, now, withdraw
-from autotune.search.tuners import Tuners
-from autotune.search.unsaved import MeasuredHere, kept_if_it_fails, what_was_kept
+from autotune.util.interpreter import other_python
+
+# -- study -------------------------------------------------------------------------------------------------------------
+#
+# Study: all candidates and outcomes, in an Optuna database from which any later run resumes.
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=optuna.exceptions.ExperimentalWarning)
@@ -439,3 +450,95 @@ class StudyStore:
     @property
     def skips(self) -> dict[str, int]:
         return dict(self.attributes.get("skips", {}))
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+#
+# Records of the `autotune run` calls on a study, one attribute each.
+
+_CALL = "call "  # prefix of the attribute names
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `autotune run` on the study."""
+
+    started: str
+    budget_seconds: float
+    used_seconds: float
+    ended: str = ""  # reason; empty while the call runs, or after a SIGKILL
+
+
+def name_of_call(before: int, tuner: str) -> str:
+    """Return the attribute name of a new call. Tuner names keep simultaneous calls apart.
+
+    Args:
+        before: number of earlier calls.
+        tuner: this tuner's name.
+    """
+    return f"{_CALL}{before:06d} {tuner}"
+
+
+def calls_in(attributes: Mapping[str, Any]) -> list[Call]:
+    """Return every call so far, in order."""
+    of_0_1 = attributes.get("calls", [])  # version 0.1 stored all calls in one attribute
+    return [
+        Call(**call) for call in (*of_0_1, *(attributes[key] for key in sorted(attributes) if key.startswith(_CALL)))
+    ]
+
+
+# -- study metadata ----------------------------------------------------------------------------------------------------
+#
+# Write a study's first attributes. They are written one by one, so a killed process may leave only some of them.
+
+_NEEDED = ("fingerprint", "hardware", "space")  # required to read a study
+_FIRST = (*_NEEDED, "python")
+_LAST = "objective"  # written last, which marks the metadata as complete
+_FOUNDING_SECONDS = 3.0  # within which the creator of a new study writes its metadata
+
+
+def found(study: optuna.Study, mark: dict[str, Any], hardware: Hardware, space: SearchSpace) -> None:
+    """Store a study's metadata.
+
+    Args:
+        study: the new study.
+        mark: its fingerprint.
+        hardware: its machine.
+        space: its search space.
+    """
+    first = {"fingerprint": mark, "hardware": hardware.to_json(), "space": space.text, "python": other_python()}
+    for key, value in {**first, _LAST: "samples per second, all ranks"}.items():
+        set_attribute(study, key, value)
+
+
+def await_founding(study: optuna.Study) -> bool:
+    """Wait for the metadata of a new study, and return False if its creator ended before it wrote them.
+
+    Any tuner may then write the metadata. A study with trials, or of another program, returns True.
+    """
+    until = time.monotonic() + _FOUNDING_SECONDS
+    while _LAST not in study.user_attrs and not study.get_trials(deepcopy=False):
+        if not _ours(study):
+            return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _ours(study: optuna.Study) -> bool:
+    """Return True if a study without trials may be an autotune study with incomplete metadata.
+
+    Pieces of a long attribute have names that begin with its name.
+    """
+    return study.direction is StudyDirection.MAXIMIZE and all(key.startswith(_FIRST) for key in study.user_attrs)
+
+
+def check_founded(study: optuna.Study, shown: str) -> None:
+    """Raise UserError if a study cannot be read: autotune did not create it, or its creator ended too early."""
+    told = attributes(study)
+    if all(key in told for key in _NEEDED):
+        return
+    if await_founding(study):
+        raise UserError(f"{shown} was not made by autotune")
+    raise UserError(f"{shown} was begun by a run that died before its first trial: run it again")

@@ -1,20 +1,302 @@
-"""Predict unmeasured candidates from measurements alone, with a Gaussian process that has no knowledge of training.
-
-The search uses this model if measurements refute the predictor. The weight of second-order knobs is fitted with the
-other scales, by maximum posterior probability.
-"""
+"""Speed and memory models: predictor against Gaussian process, and coverage of knob levels."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.predict.knobs import Floats, Places
-from autotune.problem.candidate import Candidate, Value
-from autotune.search.factors import is_first_order
+from autotune.predict.features import Flags, Floats, Places
+from autotune.predict.predictor import Predictor, Prepared, Table
+from autotune.predict.step_time import host_limit_bytes
+from autotune.predict.zero_memory import saved_bytes
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate, Value
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
+from autotune.problem.knobs import FIRST_ORDER
+from autotune.problem.outcome import Kind, Measurement, Outcome
+
+# -- speed and memory model --------------------------------------------------------------------------------------------
+#
+# Predict speed and memory of every candidate, from the predictor or from measurements alone.
+#
+# Two models predict each measurement before it is made: the predictor, and a surrogate that is fitted to earlier
+# measurements only. Each is scored by the log density that it gave to the measured value. The model with the better
+# score is used, separately for time and for memory, because a predictor may be right in one and wrong in the other.
+
+HOPELESS_SIGMAS = 2.5  # a candidate whose predicted peak exceeds the capacity by this many sigmas is not tried
+CREDIT = 2.0  # log likelihood; the predictor's lead before the first measurement
+MOST_CREDIT, MOST_DEBT = 6.0, 3.0  # log likelihood; limits of the lead, so that recent predictions decide
+ONE_SURPRISE = 2.0  # log likelihood; largest change by one measurement
+# latest outcomes of a resumed study that score both models again; more would exceed MOST_CREDIT and MOST_DEBT
+RECALLED = 16
+SHORTLIST = 2048  # candidates of a large space that are predicted again after every measurement
+ALL_EVERY = 8  # tables
+MOST_OF_HOST = 1.1  # share of the free host memory by the memory bill; candidates above it are not tried
+REPEAT_TIME, REPEAT_MEMORY = 0.03, 0.01  # standard deviation of a logarithm between two measurements
+
+
+@dataclass
+class Trust:
+    """Lead of the predictor over the surrogate, in log likelihood."""
+
+    credit: float = CREDIT
+
+    def charge(self, predictor: float, surrogate: float) -> None:
+        gained = max(-ONE_SURPRISE, min(ONE_SURPRISE, predictor - surrogate))
+        self.credit = max(-MOST_DEBT, min(MOST_CREDIT, self.credit + gained))
+
+    @property
+    def refuted(self) -> bool:
+        return self.credit < 0
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predictions for all candidates; every array has shape (n,) in candidate order."""
+
+    logs: Floats  # log of samples per second
+    sigma: Floats  # standard deviation of `logs`
+    step: Floats  # seconds
+    fits: Floats  # probability that the peak stays under the ceiling
+    share: Floats  # predicted peak of a rank, as a share of the device's capacity
+    held: Floats  # predicted host memory of a node's ranks, as a share of their limit
+    hopeless: Flags  # the predicted peak exceeds the device's capacity by more than HOPELESS_SIGMAS
+    host: Flags  # the predicted host memory exceeds its limit by more than MOST_OF_HOST
+
+
+class Beliefs:
+    """The predictor and the surrogate, and the choice between them."""
+
+    def __init__(self, predictor: Predictor, job: Job, hardware: Hardware, candidates: Sequence[Candidate]) -> None:
+        self.predictor, self.job, self.hardware = predictor, job, hardware
+        self._prepared = predictor.prepare(candidates)
+        self._saved_bytes = saved_bytes(job, predictor.trace, self._prepared.columns)
+        self._count = len(candidates)
+        first, second = features(candidates)
+        self._speeds, self._peaks = Surrogate(first, second), Surrogate(first, second)
+        self.speed, self.memory = Trust(), Trust()
+        self._stage = np.array([candidate.stage for candidate in candidates])
+        # bytes that a candidate may use so that its verification fits, for predicted and for measured peaks:
+        # verification uses more memory than a search trial
+        self._room = np.full(self._count, float(hardware.ceiling_bytes))
+        self._measured_room = self._room.copy()
+        self._host_ran_out = False
+        self._surprises: list[float] = []
+        self._table: Table | None = None
+        self._forecasts: dict[bool, Forecast] = {}
+        self._before: Table | None = None  # the latest table; rows of a large space may be older
+        self._short: tuple[Places, Prepared] | None = None
+        self._fresh = 0  # tables since all candidates were predicted
+
+    @property
+    def refuted(self) -> bool:
+        """Return True if measurements contradict the predictor in time or in memory."""
+        return self.speed.refuted or self.memory.refuted
+
+    def table(self) -> Table:
+        """Return the predictor's table, corrected by all observations."""
+        if self._table is None:
+            table = self._refreshed()
+            # an inaccurate predictor may correct a peak to less than zero
+            self._table = dataclasses.replace(table, peak=np.maximum(table.peak, 1.0))
+        return self._table
+
+    def _refreshed(self) -> Table:
+        """Predict again after a measurement.
+
+        In a large space only a shortlist is predicted after every measurement, and all candidates after every ALL_EVERY
+        tables.
+        """
+        due = self._fresh % ALL_EVERY == 0 or len(self._peaks) < ALL_EVERY
+        if self._before is None or due or self._count < 2 * SHORTLIST:
+            self._fresh = 1
+            self._before = self.predictor.prepared_table(self._prepared)
+            self._short = None
+            return self._before
+        self._fresh += 1
+        if self._short is None:
+            some = self._promising(self._before)
+            self._short = some, self._prepared.rows(some)
+        some, prepared = self._short
+        part, table = self.predictor.prepared_table(prepared), self._before
+        for name, column in vars(part).items():
+            getattr(table, name)[some] = column
+        return table
+
+    def _promising(self, table: Table) -> Places:
+        """Return the places of the SHORTLIST candidates with the highest optimistic speed."""
+        capacity = float(self.hardware.capacity_bytes)
+        promise = np.log(table.samples) + 2 * table.step_sigma
+        promise += np.log(np.maximum(normal_cdf((capacity - table.needed) / table.peak_sigma), 1e-9))
+        return np.argpartition(promise, -SHORTLIST)[-SHORTLIST:]
+
+    @property
+    def host_bytes(self) -> Floats | None:
+        """Return the host memory of each candidate by the memory bill, (n,) bytes; None if host and device are one."""
+        return self._prepared.bill.host if self.hardware.device == "cuda" else None
+
+    # -- learning ----------------------------------------------------------------------------------------------------
+
+    def observe(self, candidate: Candidate, at: int | None, outcome: Outcome) -> None:
+        """Score both models by an outcome, then update them.
+
+        Args:
+            candidate: the measured candidate.
+            at: place of the candidate; None if this space does not contain it.
+            outcome: the trial's outcome.
+        """
+        if at is not None and outcome.measurement is not None:
+            self._hear(at, outcome.measurement)
+        elif at is not None and outcome.kind is Kind.OOM_DEVICE:
+            self._hear_shortage(at, outcome)
+        self._host_ran_out |= outcome.kind is Kind.OOM_HOST
+        self.predictor.observe(candidate, outcome)
+        self._table = None
+        self._forecasts.clear()
+
+    def tighten(self, at: int, searched: Measurement, share: float) -> None:
+        """Lower a stage's memory limit after one of its candidates failed only in verification.
+
+        Args:
+            at: place of the candidate.
+            searched: its measurement in the search.
+            share: candidates of its stage must need less than this share of its memory.
+        """
+        alike = self._stage == self._stage[at]
+        rooms = (self._room, self.table().needed[at]), (self._measured_room, searched.peak_bytes)
+        for room, most in rooms:
+            room[alike] = np.minimum(room[alike], share * float(most))
+        self._forecasts.clear()
+
+    def _hear(self, at: int, measured: Measurement) -> None:
+        speed, peak = math.log(measured.samples_per_second), math.log(measured.peak_bytes)
+        if self._table is not None:
+            expected, sigma = math.log(self._table.samples[at]), float(self._table.step_sigma[at])
+            self._surprises.append(min(5.0, abs(speed - expected) / sigma))
+            if len(self._speeds):
+                self.speed.charge(
+                    _density(speed, expected, sigma, REPEAT_TIME), _density(speed, *_one(self._speeds, at), REPEAT_TIME)
+                )
+            if len(self._peaks):
+                expected, sigma = (
+                    math.log(self._table.peak[at]),
+                    float(self._table.peak_sigma[at] / self._table.peak[at]),
+                )
+                self.memory.charge(
+                    _density(peak, expected, sigma, REPEAT_MEMORY),
+                    _density(peak, *_one(self._peaks, at), REPEAT_MEMORY),
+                )
+        self._speeds.observe(at, speed)
+        self._peaks.observe(at, peak)
+
+    def _hear_shortage(self, at: int, outcome: Outcome) -> None:
+        capacity = float(outcome.capacity_bytes or self.hardware.capacity_bytes)
+        least = math.log(capacity + 0.5 * (outcome.missing_bytes or 0))
+        if self._table is not None and len(self._peaks):
+            expected, sigma = _one(self._peaks, at)
+            z = float((self._table.needed[at] - capacity) / self._table.peak_sigma[at])
+            self.memory.charge(_log_share(z), _log_share((expected - math.log(capacity)) / sigma))
+            least = max(least, expected)  # an OOM gives a lower bound of the need
+        self._peaks.observe(at, least)
+
+    # -- believing ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _humility(self) -> float:
+        """Factor that widens the intervals after recent predictions missed by more than their intervals."""
+        recent = self._surprises[-8:]
+        return max(1.0, math.sqrt(sum(z * z for z in recent) / len(recent))) if len(recent) > 1 else 1.0
+
+    def forecast(self, rival: bool = False) -> Forecast:
+        """Return predictions for every candidate by the model with the better score.
+
+        Args:
+            rival: take speed from the surrogate even if the predictor is ahead.
+        """
+        if rival not in self._forecasts:
+            self._forecasts[rival] = self._forecast(rival)
+        return self._forecasts[rival]
+
+    def _forecast(self, rival: bool) -> Forecast:
+        table = self.table()
+        logs, sigma, step = np.log(table.samples), self._humility * table.step_sigma, table.step
+        if (rival or self.speed.refuted) and len(self._speeds):
+            logs, sigma = self._speeds.predict()
+            step = table.samples * table.step / np.exp(logs)
+        capacity = float(self.hardware.capacity_bytes)
+        held = self._held(table.host * self.job.ranks / self.hardware.nodes)
+        host, in_host = held > MOST_OF_HOST, np.ones(self._count)
+        if self._host_ran_out:  # before the first host OOM the memory bill is used without an interval
+            in_host = normal_cdf(-np.log(np.maximum(held, 1e-9)) / self.predictor.host_sigma)
+        if self.memory.refuted and len(self._peaks):
+            peak, spread = self._peaks.predict()
+            fits = in_host * normal_cdf((np.log(self._measured_room) - peak) / spread)
+            hopeless = np.zeros(len(peak), dtype=bool)
+            return Forecast(logs, sigma, step, fits, np.exp(peak) / capacity, held, hopeless, host)
+        fits = in_host * normal_cdf((self._room - table.needed) / table.peak_sigma)
+        hopeless = table.needed - HOPELESS_SIGMAS * table.peak_sigma > capacity
+        return Forecast(logs, sigma, step, fits, table.needed / capacity, held, hopeless, host)
+
+    def _held(self, kept: Floats) -> Floats:
+        """Return the predicted host memory of each candidate, as a share of what a node has, (n,).
+
+        Two limits apply, and the larger share counts:
+
+        - The memory that ranks keep is compared with the host's memory minus a reserve for their processes.
+        - While the first rank saves the weights in verification, kept and saved bytes are compared with all of the
+          host's memory. The reserve is an estimate (2 GiB per rank) and must not exclude a save.
+
+        Args:
+            kept: (n,) bytes that a node's ranks keep in host memory.
+        """
+        if self.hardware.device != "cuda":
+            return np.zeros(self._count)
+        saving = (kept + self._saved_bytes) / max(1, self.hardware.host_memory_bytes)
+        return np.asarray(np.maximum(kept / max(1.0, host_limit_bytes(self.hardware)), saving))
+
+
+def _one(surrogate: Surrogate, at: int) -> tuple[float, float]:
+    expected, spread = surrogate.predict(np.array([at]))
+    return float(expected[0]), float(spread[0])
+
+
+def _density(value: float, expected: float, sigma: float, repeat: float) -> float:
+    """Return the log density of a normal distribution, up to a constant."""
+    width = math.hypot(sigma, repeat)
+    return -0.5 * ((value - expected) / width) ** 2 - math.log(width)
+
+
+def _log_share(z: float) -> float:
+    """Return the log probability of a value below z, at least log(1e-3) to limit the effect of one surprise."""
+    return math.log(max(float(normal_cdf(z)), 1e-3))
+
+
+def expected_gain(ahead: Floats, sigma: Floats) -> Floats:
+    """Return the expected improvement E[max(0, X)] of X ~ N(ahead, sigma)."""
+    z = ahead / sigma
+    return np.asarray(sigma * (z * normal_cdf(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)))
+
+
+def normal_cdf(z: Floats | float) -> Floats:
+    """Return the standard normal distribution function, interpolated with an error of at most 1e-5."""
+    return np.asarray(np.interp(z, _GRID, _CDF))
+
+
+_GRID = np.linspace(-8, 8, 2001)
+_CDF = np.array([0.5 * (1 + math.erf(x / math.sqrt(2))) for x in _GRID])
+
+
+# -- Gaussian process --------------------------------------------------------------------------------------------------
+#
+# Predict unmeasured candidates from measurements alone, with a Gaussian process that has no knowledge of training.
+#
+# The search uses this model if measurements refute the predictor. The weight of second-order knobs is fitted with the
+# other scales, by maximum posterior probability.
 
 UNKNOWN = 3.0  # prior standard deviation of the mean, large because the mean is unknown
 DOUBLING = 0.4  # feature distance between two sizes of a first-order knob that differ by a factor of two
@@ -140,3 +422,110 @@ def _choices(values: Sequence[Value | None]) -> list[Floats]:
 
 def _beside(columns: list[Floats], rows: int) -> Floats:
     return np.array(columns, dtype=np.float64).T if columns else np.zeros((rows, 0))
+
+
+# -- level coverage ----------------------------------------------------------------------------------------------------
+#
+# Track first-order knobs: which of their levels and combinations a study has measured.
+
+SECOND_ORDER_GAIN = 0.1  # logarithm; prior gain of second-order knobs, until the study has measured it twice
+LEAST_REACH = 0.01
+SPREAD = 3  # levels of a size: small, middle and large
+
+
+def is_first_order(name: str) -> bool:
+    """Return True if the knob determines much of memory or time at any setting of the others.
+
+    Buckets, overlap and similar knobs do not.
+    """
+    return name in FIRST_ORDER
+
+
+def kind_of(candidate: Candidate) -> tuple[object, ...]:
+    """Return the first-order settings of a candidate."""
+    return tuple(candidate.get(name) for name in FIRST_ORDER)
+
+
+class Kinds:
+    """Measured combinations of first-order settings ("kinds"), and the gain from second-order knobs in each."""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        kinds: dict[tuple[object, ...], int] = {}
+        # (n,) the kind of each candidate
+        self.of = np.array([kinds.setdefault(kind_of(candidate), len(kinds)) for candidate in candidates])
+        self._first = np.full(len(kinds), np.nan)  # log of samples per second, by kind
+        self._best = np.full(len(kinds), -np.inf)
+        self._again = np.zeros(len(kinds), dtype=bool)  # measured with several second-order settings
+        self._tight = np.zeros(len(kinds), dtype=bool)  # a measured candidate failed in verification
+
+    def note(self, at: int, speed: float) -> None:
+        """Record a measurement of the candidate at this place; `speed` is the log of samples per second."""
+        kind = self.of[at]
+        if math.isnan(self._first[kind]):
+            self._first[kind] = speed
+        else:
+            self._again[kind] = True
+        self._best[kind] = max(self._best[kind], speed)
+
+    def note_tight(self, at: int) -> None:
+        """Record that the candidate at this place fitted in a search but not in verification."""
+        self._tight[self.of[at]] = True
+
+    @property
+    def fitted(self) -> Flags:
+        """Return whether each candidate's kind has fitted, and none of it failed in verification, (n,)."""
+        return np.asarray(self.measured & ~self._tight[self.of])
+
+    @property
+    def measured(self) -> Flags:
+        """Return whether each candidate's kind was measured, (n,)."""
+        return np.asarray(np.isfinite(self._first[self.of]))
+
+    @property
+    def reach(self) -> float:
+        """Largest expected gain from second-order knobs, as a logarithm.
+
+        The value is twice the mean of the measured gains and the prior gain, which counts twice.
+        """
+        gained = float((self._best[self._again] - self._first[self._again]).sum())
+        return max(LEAST_REACH, 2 * (2 * SECOND_ORDER_GAIN + gained) / (2 + int(self._again.sum())))
+
+    @property
+    def ceiling(self) -> Floats:
+        """Return the upper bound of each candidate's log speed with other second-order knobs, (n,).
+
+        The bound of an unmeasured kind is -inf.
+        """
+        return np.asarray(self._best[self.of] + self.reach)
+
+
+class Screen:
+    """Coverage of the levels of first-order knobs, each of which is tried before second-order knobs are varied."""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        levels: dict[tuple[str, object], int] = {}
+        sizes = sorted({candidate.micro_batch for candidate in candidates})
+        columns = []
+        for name in FIRST_ORDER:
+            if name == ACCUMULATION:
+                continue  # follows from the micro-batch, or has a small effect next to it
+            values = [candidate.get(name) for candidate in candidates]
+            if name == MICRO_BATCH:
+                values = [_third(sizes, candidate.micro_batch) for candidate in candidates]
+            columns.append([levels.setdefault((name, value), len(levels)) for value in values])
+        self._levels = np.array(columns).T  # (n, factors): the level of each
+        self._seen = np.zeros(len(levels), dtype=bool)
+
+    def see(self, at: int) -> None:
+        """Mark the levels of the candidate at this place as tried."""
+        self._seen[self._levels[at]] = True
+
+    def unseen(self) -> Flags:
+        """Return whether each candidate has an untried level, (n,)."""
+        return np.asarray((~self._seen[self._levels]).any(axis=1))
+
+
+def _third(sizes: list[int], size: int) -> int:
+    """Return 0, 1 or 2 for a small, middle or large size, on a log scale."""
+    low, high = math.log(sizes[0]), math.log(sizes[-1])
+    return round((SPREAD - 1) * (math.log(size) - low) / (high - low)) if high > low else 0

@@ -1,25 +1,39 @@
-"""Stored trials: begin, end, and close after their tuner died."""
+"""Conversion between Optuna trials and Records."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Container, Sequence
-from contextlib import suppress
-from typing import Any
+import fcntl
+import gc
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
 
 import optuna
-from optuna.distributions import BaseDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
-from autotune.problem.candidate import Candidate
+from autotune.masking import masked_data
+from autotune.problem.candidate import Candidate, Value
 from autotune.problem.hardware import Hardware
-from autotune.problem.outcome import Outcome
+from autotune.problem.knobs import KNOBS
+from autotune.problem.outcome import Kind, Outcome, Source
 from autotune.problem.space import SearchSpace
-from autotune.search.dashboard import flat, tell
-from autotune.search.distributions import told
-from autotune.search.records import CANDIDATE, CLAIM, LEFT, OUTCOME, ROLE, TUNER
-from autotune.search.tuners import Tuners
+from autotune.search.heartbeat import Tuners
+from autotune.search.storage import open_storage
+from autotune.util.files import write_atomically
+from autotune.util.units import GIB, format_bytes
+
+# -- trials ------------------------------------------------------------------------------------------------------------
+#
+# Stored trials: begin, end, and close after their tuner died.
 
 _BEGINNERS = 8  # tuners with different spaces that may begin a study's first trials at once
 
@@ -152,3 +166,479 @@ def close(study: optuna.Study, left: FrozenTrial, hardware: Hardware, outcome: O
 
 def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+#
+# Records of a study's trials: candidate, reason and outcome.
+
+AS_IS = "the script as it is"  # note of the trial of the script's own config
+SEARCH, VERIFY, RESUME = "search", "verify", "resume"  # roles of trials; RESUME continues from a checkpoint
+TRAINING = "training"  # recorded by `autotune.recovery.trainer_callback`
+
+# Names of trial attributes.
+CANDIDATE, ROLE, OUTCOME, TUNER = "candidate", "role", "outcome", "tuner"
+CLAIM = "claim"  # candidate of a tuner's unconfirmed claim
+LEFT = "left"  # outcome of a trial that another tuner closed
+
+
+@dataclass(frozen=True)
+class Record:
+    """A trial of the study as stored."""
+
+    number: int
+    candidate: Candidate
+    outcome: Outcome | None  # None while the trial runs
+    role: str  # SEARCH, VERIFY, RESUME or TRAINING
+    note: str = ""  # reason for the trial
+    tuner: str | None = None  # tuner's name; None in studies of version 0.1
+
+
+def resumed_peak_bytes(records: list[Record], candidate: Candidate) -> int | None:
+    """Return the peak of a rank in the candidate's latest resume trial, in bytes; None unless that trial succeeded."""
+    found = [r.outcome for r in records if r.role == RESUME and r.candidate == candidate and r.outcome]
+    return found[-1].peak_bytes if found and found[-1].ok else None
+
+
+def found_running(records: list[Record]) -> set[tuple[Candidate, str]]:
+    """Return (candidate, role) of trials during which a tuner died and that have not ended since."""
+    found: set[tuple[Candidate, str]] = set()
+    for record in records:
+        if record.outcome is None:
+            continue
+        if record.outcome.source is Source.DEATH:
+            found.add((record.candidate, record.role))
+        elif record.outcome.kind is not Kind.INTERRUPTED:
+            found -= {(record.candidate, role) for role in (SEARCH, VERIFY, RESUME)}
+    return found
+
+
+def left_outcome(deadly: bool) -> Outcome:
+    """Return the outcome of a trial whose tuner died.
+
+    The trial may have killed its tuner: a container or a Slurm step is killed as a whole when its memory is full. After
+    a second death the trial is taken for the cause, so that the study can continue.
+
+    Args:
+        deadly: True after the second death.
+    """
+    why = "the tuner's process ended twice while it ran: it may have taken all of main memory"
+    return Outcome(
+        Kind.OOM_HOST if deadly else Kind.INTERRUPTED,
+        reason=why if deadly else "the tuner's process ended meanwhile",
+        evidence="found running",
+        source=Source.DEATH,
+    )
+
+
+# Outcome of a trial whose tuner lost its lease or ended normally. The candidate is not at fault.
+LET_GO = Outcome(
+    Kind.INTERRUPTED, reason="its tuner was not heard of any more", evidence="left behind", source=Source.STOP
+)
+
+
+def record_of(trial: optuna.trial.FrozenTrial, *, claims: bool = False) -> Record | None:
+    """Return a trial's Record; None for a trial of another program or an unconfirmed claim.
+
+    Args:
+        trial: the trial.
+        claims: include unconfirmed claims of running trials.
+    """
+    knobs = trial.user_attrs.get(CANDIDATE)
+    if knobs is None and claims and not trial.state.is_finished():
+        knobs = trial.user_attrs.get(CLAIM)
+    if knobs is None:
+        return None
+    stored = trial.user_attrs.get(OUTCOME)
+    if stored is None and trial.state.is_finished():
+        stored = trial.user_attrs.get(LEFT)
+    return Record(
+        trial.number,
+        Candidate(tuple(sorted(knobs.items()))),
+        Outcome.from_json(stored) if stored else None,
+        str(trial.user_attrs.get(ROLE, SEARCH)),
+        str(trial.user_attrs.get("note", "")),
+        trial.user_attrs.get(TUNER),
+    )
+
+
+class Records:
+    """Cache of the records of a study's trials. Finished trials are parsed once, because they never change."""
+
+    def __init__(self) -> None:
+        self._finished: dict[int, Record | None] = {}  # by trial number
+
+    def of(self, trials: Iterable[optuna.trial.FrozenTrial]) -> list[Record]:
+        """Return the records of these trials in order, without trials of other programs."""
+        return [record for trial in trials if (record := self._record(trial)) is not None]
+
+    def _record(self, trial: optuna.trial.FrozenTrial) -> Record | None:
+        if trial.number in self._finished:
+            return self._finished[trial.number]
+        record = record_of(trial)
+        if trial.state.is_finished():
+            self._finished[trial.number] = record
+        return record
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Disable garbage collection while thousands of trials are read.
+
+    Reading creates about a million objects that are all kept. Repeated scans by the collector double the time.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+# -- distributions -----------------------------------------------------------------------------------------------------
+#
+# Convert candidates and outcomes to Optuna's terms: parameters, distributions and constraints.
+
+
+def constraints(outcome: Outcome, hardware: Hardware) -> dict[str, float]:
+    """Return Optuna's constraints, feasible at 0 or less: GiB over the ceiling, and 1 for any other failure."""
+    if outcome.measurement is not None:
+        over = (outcome.measurement.peak_bytes - hardware.ceiling_bytes) / GIB
+        return {"memory_gib_over": over, "failed": 0.0}
+    if outcome.kind.is_oom:
+        over = max((outcome.missing_bytes or 0) / GIB, 0.01) + hardware.capacity_bytes * hardware.headroom / GIB
+        return {"memory_gib_over": over, "failed": 0.0}
+    return {"memory_gib_over": 0.0, "failed": 1.0}
+
+
+def told(
+    candidate: Candidate, space: SearchSpace | None, stored: Mapping[str, BaseDistribution]
+) -> tuple[dict[str, Value], dict[str, BaseDistribution]]:
+    """Return the candidate's parameters and their distributions: ordered numbers as ranges, the rest as choices.
+
+    A database accepts only one type of distribution, and one set of choices, per name. The stored distributions
+    therefore decide, because a study may be searched in several spaces. A value that the stored distribution cannot
+    hold is stored under a numbered name: `NAME (2)`.
+
+    Args:
+        candidate: the candidate.
+        space: a distribution covers this space's values; None covers the candidate's values only.
+        stored: distributions of the study's earlier trials, by name.
+    """
+    parameters: dict[str, Value] = {}
+    found: dict[str, BaseDistribution] = {}
+    for name, value in candidate.knobs:
+        values = space.knobs[name].values if space is not None and name in space.knobs else ()
+        for key in itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2))):
+            holds = holding(stored[key], value) if key in stored else distribution(name, (*values, value))
+            if holds is not None:
+                parameters[key], found[key] = value, holds
+                break
+    return parameters, found
+
+
+def holding(stored: BaseDistribution, value: Value) -> BaseDistribution | None:
+    """Return a distribution that holds the value and is compatible with the stored one; None if there is none."""
+    if isinstance(stored, CategoricalDistribution):
+        return stored if any(type(one) is type(value) and one == value for one in stored.choices) else None
+    assert isinstance(stored, IntDistribution | FloatDistribution)
+    if isinstance(value, bool | str) or (stored.log and value <= 0):
+        return None
+    if isinstance(stored, FloatDistribution):
+        return FloatDistribution(min(stored.low, float(value)), max(stored.high, float(value)), log=stored.log)
+    if isinstance(value, int):
+        return IntDistribution(min(stored.low, value), max(stored.high, value), log=stored.log)
+    return None
+
+
+def distribution(name: str, values: tuple[Value, ...]) -> BaseDistribution:
+    """Return a range or a choice that holds all values of a knob.
+
+    A choice contains all possible values of the knob if these are few, including values that the space lacks.
+    """
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) == len(values) and name != "zero_stage":
+        low, high = min(numbers), max(numbers)
+        if all(isinstance(v, int) for v in numbers):
+            return IntDistribution(int(low), int(high), log=low >= 1)
+        return FloatDistribution(float(low), float(high), log=low > 0)
+    return CategoricalDistribution(tuple(dict.fromkeys((*_all_of(name), *values))))
+
+
+def _all_of(name: str) -> tuple[Value, ...]:
+    kind = KNOBS[name].kind if name in KNOBS else None
+    if name == "zero_stage":
+        return (0, 1, 2, 3)
+    return (False, True) if kind is bool else kind if isinstance(kind, tuple) else ()
+
+
+# -- dashboard ---------------------------------------------------------------------------------------------------------
+#
+# Adapt a study to optuna-dashboard. Based on the source of version 0.21.0.
+#
+# The dashboard does not know the constraints of Optuna 5: `_serializer.py` reads the attribute `constraints`, while
+# Optuna writes `constraints:NAME`. Its best trial is the storage's best, the COMPLETE trial with the highest value.
+# autotune therefore writes a study as follows:
+#
+# * A candidate that does not fit is PRUNED, with its speed as the value. Optuna's TPE checks feasibility before the state
+#   (`samplers/_tpe/sampler.py`, `_split_trials`), so the sampler is unaffected, and the dashboard's best trial fits.
+# * A candidate that does not fit gets the attribute that the dashboard reads, so that its plots show the trial as
+#   infeasible.
+# * A note names autotune's winner and how the dashboard's best trial differs from it. Verification chooses the winner,
+#   and a finished trial cannot be changed.
+# * Each trial has flat attributes, which become columns of the dashboard's table.
+
+# names from `_note.py`; a body under 2045 characters is one piece
+_VERSION, _BODY = "dashboard:note_ver", "dashboard:note_str:0"
+MOST_CHARACTERS = 2000
+_CONSTRAINTS = "constraints"  # read by the dashboard and by Optuna before version 5: a list, feasible at 0 or less
+# Optuna adds the list to the named constraints. Samplers sort by the order of sums, which this value does not change.
+_MARK = 1e-9
+
+
+def flat(outcome: Outcome, hardware: Hardware) -> dict[str, Any]:
+    """Return a trial's flat attributes for the dashboard's table.
+
+    Returns:
+        `kind`, and if known `peak_gib`, `tokens_per_s` and `over_gib`: GiB above the ceiling, negative below it.
+    """
+    found: dict[str, Any] = {"kind": outcome.kind.value}
+    if outcome.peak_bytes or outcome.measurement:
+        peak = outcome.measurement.peak_bytes if outcome.measurement else outcome.peak_bytes or 0
+        found["peak_gib"] = round(peak / GIB, 3)
+    if outcome.measurement or outcome.kind.is_oom:
+        found["over_gib"] = round(constraints(outcome, hardware)["memory_gib_over"], 3)
+    if outcome.measurement:
+        found["tokens_per_s"] = round(outcome.measurement.tokens_per_second, 2)
+    return found
+
+
+def tell(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: Hardware) -> None:
+    """End a trial with an attributable outcome. The call can be repeated if a process was killed during it."""
+    known = trial.constraints
+    values = constraints(outcome, hardware)
+    fits, measured = all(value <= 0 for value in values.values()), outcome.measurement
+    if not fits and measured is not None and not known:
+        # Optuna takes the last report as the value of a pruned trial
+        trial.report(measured.samples_per_second, measured.steps)
+    for name, value in values.items():
+        if name not in known:
+            trial.set_constraint(name, value)
+    study._storage.set_trial_system_attr(trial._trial_id, _CONSTRAINTS, [0.0 if fits else _MARK])
+    if fits and measured is not None:
+        study.tell(trial, measured.samples_per_second)
+    else:
+        study.tell(trial, state=TrialState.PRUNED)
+
+
+def best_shown(study: optuna.Study) -> int | None:
+    """Return the number of the dashboard's best trial; None if it has none."""
+    try:
+        return study._storage.get_best_trial(study._study_id).number
+    except ValueError:
+        return None
+
+
+def save_note(study: optuna.Study, text: str) -> None:
+    """Save the study's note as `optuna_dashboard.save_note` does, without a dependency on the dashboard."""
+    storage, which = study._storage, study._study_id
+    version = int(storage.get_study_system_attrs(which).get(_VERSION, 0))
+    storage.set_study_system_attr(which, _VERSION, version + 1)
+    storage.set_study_system_attr(which, _BODY, text[:MOST_CHARACTERS])
+
+
+def winners_note(number: int, why: str, records: Sequence[Record], shown: int | None, hardware: Hardware) -> str:
+    """Return a Markdown note that names the winner and explains why the dashboard may show another best trial.
+
+    Args:
+        number: the winner's trial number.
+        why: how the winner was chosen.
+        records: all trials.
+        shown: the dashboard's best trial.
+        hardware: the study's machine.
+    """
+    lines = [f"**autotune's winner is trial {number}** ({why})."]
+    if shown is not None and shown != number:
+        lines.append(_why_another(number, shown, {record.number: record for record in records}, hardware))
+    lines.append(
+        "Trials that did not fit are shown as pruned; `kind` says how each ended, and `over_gib` by how much it was above the "
+        "memory ceiling. `autotune report` has the whole study on one page."
+    )
+    return "\n\n".join(line for line in lines if line)
+
+
+def _why_another(number: int, shown: int, records: Mapping[int, Record], hardware: Hardware) -> str:
+    winner, other = records.get(number), records.get(shown)
+    if winner is None or other is None:
+        return ""
+    head = f"The best trial as this dashboard shows it, {shown}, "
+    if other.outcome and any(value > 0 for value in constraints(other.outcome, hardware).values()):
+        return f"{head}does not fit: it was recorded by an earlier version, or under another ceiling."
+    if winner.candidate == other.candidate:
+        return f"{head}is the same config, as the search measured it."
+    later = [r for r in records.values() if r.candidate == other.candidate and r.number > shown and r.outcome]
+    told = [_in_words(r.outcome, hardware) for r in later if r.outcome and r.role in (VERIFY, RESUME)]
+    if told:
+        return (
+            f"{head}is another config, which was faster in the search; tried again in a fresh process, it {told[-1]}."
+        )
+    return f"{head}is another config, which looked faster when it was measured; it is not the winner."
+
+
+def _in_words(outcome: Outcome, hardware: Hardware) -> str:
+    """Describe how a trial ended, as a phrase after `it`, without text from a rank."""
+    if outcome.measurement is None:
+        return "ran out of memory" if outcome.kind.is_oom else f"ended in {outcome.kind.value}"
+    over = outcome.measurement.peak_bytes - hardware.ceiling_bytes
+    if over > 0:
+        return f"took {format_bytes(over)} more than the ceiling"
+    return f"gave {outcome.measurement.samples_per_second:.4g} samples a second"
+
+
+# -- trials not saved --------------------------------------------------------------------------------------------------
+#
+# Keep outcomes that could not be stored because the database was unavailable.
+#
+# The study's folder holds them for the next call.
+
+_NAME = "unsaved-*.json"
+
+
+class MeasuredHere:
+    """Numbers of the trials that this process measured, and of those that are only in the study's folder."""
+
+    def __init__(self) -> None:
+        self.ended, self.in_folder = set[int](), set[int]()
+
+    def what_is_left(self, study: str, storage: str) -> str:
+        """Return which of these trials a later call will find, after reading the storage.
+
+        Args:
+            study: the study's name.
+            storage: the URL of the study's database.
+        """
+        if not self.ended:
+            return "nothing was measured in this call"
+        try:
+            opened = optuna.load_study(study_name=study, storage=open_storage(storage, reading=True))
+            stored = {one.number for one in opened.get_trials(deepcopy=False) if OUTCOME in one.user_attrs}
+        except Exception:  # any error of a failing storage
+            if self.ended == self.in_folder:
+                return "what was measured is kept"
+            return "what was measured cannot be read back now"
+        if lost := len(self.ended - stored - self.in_folder):
+            return f"{lost} of {len(self.ended)} measured trials could not be stored and will be measured again"
+        return "what was measured is kept"
+
+
+@contextmanager
+def kept_if_it_fails(folder: Path | None, trial: optuna.Trial, outcome: Outcome, here: MeasuredHere) -> Iterator[None]:
+    """Keep a trial's outcome in the folder, if writable, when the block that stores it fails.
+
+    Args:
+        folder: the study's folder; None keeps nothing.
+        trial: the trial.
+        outcome: its outcome.
+        here: receives the trial's number.
+    """
+    number, tuner = trial.number, trial.user_attrs.get(TUNER)
+    if outcome.ok:
+        here.ended.add(number)
+    try:
+        yield
+    except BaseException as error:  # also a second Ctrl-C during the wait for the database
+        if folder is not None and tuner and outcome.kind.says_something_of_the_candidate:
+            kept = {"number": number, "tuner": tuner, "outcome": outcome.to_json()}
+            try:
+                name = _NAME.replace("*", f"{tuner.rpartition('/')[2]}-{number}")  # the random word of the tuner's name
+                write_atomically(folder / name, json.dumps(kept) + "\n")
+            except OSError:
+                raise error from None
+            here.in_folder.add(number)
+        raise
+
+
+def what_was_kept(folder: Path | None, study: optuna.Study) -> Iterator[tuple[optuna.Trial, Outcome]]:
+    """Yield trials with outcomes that earlier calls left in the folder.
+
+    Each is passed to one call, once. Files of another study with the same name are deleted.
+    """
+    for path in sorted(folder.glob(_NAME)) if folder is not None else []:
+        try:
+            file = path.open("r+", encoding="utf-8")  # NFS grants an exclusive lock only on a writable file
+        except OSError:  # another call was faster, or another user owns the file
+            continue
+        with file:
+            if not _taken(file, path):
+                continue
+            try:
+                kept = json.load(file)
+                number, tuner, outcome = int(kept["number"]), kept["tuner"], Outcome.from_json(kept["outcome"])
+            except (OSError, ValueError, KeyError, TypeError):  # not a file of autotune
+                continue
+            trial = next((trial for trial in study.get_trials(deepcopy=False) if trial.number == number), None)
+            if trial is not None and trial.user_attrs.get(TUNER) == tuner and OUTCOME not in trial.user_attrs:
+                yield optuna.Trial(study, trial._trial_id), outcome
+            with suppress(OSError):
+                # deleted only after the outcome is stored, so that a killed call leaves it to the next one
+                path.unlink()
+
+
+def _taken(file: TextIO, path: Path) -> bool:
+    """Return True if this call has locked the file and no other call has processed it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    # Without locks, the call that deletes the file owns it. The outcome is lost if that call is killed now.
+    except OSError:
+        with suppress(OSError):
+            path.unlink()
+            return True
+        return False
+    with suppress(OSError):
+        return path.stat().st_ino == os.fstat(file.fileno()).st_ino
+    return False
+
+
+# -- attributes --------------------------------------------------------------------------------------------------------
+#
+# Study attributes of any length. A database may limit an attribute to 64 KiB, as MySQL's TEXT does.
+#
+# The JSON text of a longer value is split into pieces, each stored as an attribute that is named by a digest of the
+# value. A concurrent reader therefore gets the complete old value or the complete new one.
+
+MOST_BYTES = 60_000  # bytes in one attribute; MySQL's TEXT holds 65,535 (Optuna's tables have no larger type)
+# characters; a piece is encoded as JSON again, and a backslash before each quote doubles it at worst
+_PIECE_CHARACTERS = MOST_BYTES // 2 - 1
+_AS_THEY_ARE = ("fingerprint", "space")  # stored without masking: a resumed study runs its command with these values
+_PIECES = "autotune pieces"  # the only key of a value that refers to pieces
+
+
+def set_attribute(study: optuna.Study, key: str, value: Any) -> None:
+    """Store an attribute. Secrets are masked unless the study needs them to resume."""
+    if key not in _AS_THEY_ARE:
+        value = masked_data(value)
+    text = json.dumps(value)
+    if len(text) <= MOST_BYTES:
+        study.set_user_attr(key, value)
+        return
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    starts = range(0, len(text), _PIECE_CHARACTERS)
+    names = [f"{key} {digest} {number}" for number in range(len(starts))]
+    for name, start in zip(names, starts, strict=True):
+        study.set_user_attr(name, text[start : start + _PIECE_CHARACTERS])
+    study.set_user_attr(key, {_PIECES: names})
+
+
+def attributes(study: optuna.Study) -> dict[str, Any]:
+    """Return all attributes, with split values joined."""
+    stored = study.user_attrs
+    return {key: _whole(stored, value) for key, value in stored.items()}
+
+
+def _whole(stored: dict[str, Any], value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {_PIECES}:
+        return json.loads("".join(stored[name] for name in value[_PIECES]))
+    return value

@@ -1,38 +1,37 @@
-"""Search loop (propose, measure, record), verification of the winner, and budget."""
+"""Search loop, verification, and retry and failure-attribution policy."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress
+from typing import Protocol
 
 from autotune.errors import MachineTrouble, Stopped, Unusable, UserError
 from autotune.executors.base import RESUME as RESUME_EFFORT
 from autotune.executors.base import SEARCH as SEARCH_EFFORT
 from autotune.executors.base import VERIFY as VERIFY_EFFORT
 from autotune.executors.base import Effort, Executor, Session
-from autotune.problem.candidate import Candidate
+from autotune.problem.candidate import MODEL_KNOBS, Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome, Source
 from autotune.problem.space import SearchSpace
-from autotune.search.blame import Blame
-from autotune.search.clock import Clock
-from autotune.search.company import Company
-from autotune.search.crew import Crew
-from autotune.search.forgiven import forgiven
-from autotune.search.lessons import teach
-from autotune.search.observer import NullObserver, Observer
-from autotune.search.proposer import Proposer
-from autotune.search.records import RESUME, SEARCH, VERIFY, Record
-from autotune.search.rivals import set_aside
-from autotune.search.second_tries import excused
-from autotune.search.standings import NOT_VERIFIED, Standings
-from autotune.search.start import Proposal
+from autotune.search.budget import Clock
+from autotune.search.concurrency import Company, Crew
+from autotune.search.leaderboard import NOT_VERIFIED, Measured, Standings, held_bytes
+from autotune.search.proposer import Proposal, Proposer
 from autotune.search.study import StudyStore
+from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, set_attribute
+from autotune.util.units import format_duration
+
+# -- tuner -------------------------------------------------------------------------------------------------------------
+#
+# Search loop (propose, measure, record), verification of the winner, and budget.
 
 BUDGET_USED = "budget used"
 MAX_VERIFIED = 4
@@ -414,3 +413,216 @@ class Tuner:
     def _as_record(self, candidate: Candidate, measured: tuple[int, Measurement], role: str) -> Record:
         made = Record(measured[0], candidate, Outcome(Kind.OK, measurement=measured[1]), role)
         return next((record for record in self.store.records() if record.number == made.number), made)
+
+
+# -- retries -----------------------------------------------------------------------------------------------------------
+#
+# Retry failures once before they count against a candidate: time limits, and host OOM in parallel trials.
+
+
+def excused(candidate: Candidate, outcome: Outcome, limit: float | None, proposer: Proposer, crew: Crew) -> Outcome:
+    """Return the outcome, marked as interrupted if the trial is retried.
+
+    A time limit may have been too short, and host OOM may come from trials that ran in parallel. The retry has twice
+    the time, or runs alone, and its outcome counts.
+
+    Args:
+        candidate: the candidate.
+        outcome: the trial's outcome.
+        limit: the trial's limit in seconds; None if the budget or the user ended it.
+        proposer: knows the candidate's earlier timeouts.
+        crew: knows the parallel trials.
+    """
+    if outcome.kind is Kind.INTERRUPTED and outcome.source is Source.BUDGET and limit:
+        why = f"took over {format_duration(limit)}, far more than what similar trials took"
+        outcome = dataclasses.replace(
+            outcome, kind=Kind.TIMEOUT, reason=why, evidence="deadline of the trial", source=Source.LIMIT
+        )
+    if outcome.kind is Kind.OOM_HOST and crew.set_apart(candidate):
+        again = f"{outcome.reason}, while others ran beside it; it is tried again alone"
+        outcome = dataclasses.replace(outcome, kind=Kind.INTERRUPTED, reason=again, capacity_bytes=None)
+    ours = outcome.source in (Source.LIMIT, Source.SILENCE)  # more time does not help against other causes
+    if outcome.kind is Kind.TIMEOUT and ours and proposer.patience(candidate) == 1.0:
+        again = f"{outcome.reason}; it is tried again with twice the time"
+        outcome = dataclasses.replace(outcome, kind=Kind.INTERRUPTED, reason=again)
+    return outcome
+
+
+# -- lessons of verification -------------------------------------------------------------------------------------------
+#
+# Apply verification results to the search. Evaluation, save and resume use memory that no search trial uses.
+
+
+def teach(
+    candidate: Candidate, outcome: Outcome, searched: Measured | None, standings: Standings, proposer: Proposer
+) -> None:
+    """Update proposer and standings after a verification or resume trial. The standings already contain the outcome.
+
+    Args:
+        candidate: the verified candidate.
+        outcome: outcome of the verification.
+        searched: the candidate's earlier measurement; None if there is none.
+        standings: the measured candidates.
+        proposer: the proposer.
+    """
+    why = standings.why_not(candidate)
+    if not why:
+        proposer.settle(candidate, standings.verified[candidate][1].samples_per_second)
+    if why in ("", NOT_VERIFIED):
+        return
+    standings.reject(candidate, why)
+    proposer.drop(candidate)
+    verified = outcome.measurement
+    if verified is None and not outcome.kind.is_oom:  # a hang or a crash says nothing about other candidates
+        return
+    over = verified is not None and verified.peak_bytes > proposer.hardware.ceiling_bytes
+    # an OOM and allocator retries show only that the peak was too high
+    share = proposer.hardware.ceiling_bytes / verified.peak_bytes if verified is not None and over else 1.0
+    proposer.tighten(candidate, outcome, searched[1] if searched else None, share)
+    if verified is None:
+        standings.doubt(proposer.needing_no_less(candidate, outcome.kind))
+    if searched is not None and outcome.kind is not Kind.OOM_HOST:
+        standings.doubt_stage(candidate.stage, share * held_bytes(searched[1]))
+    for other in filter(standings.is_doubted, list(proposer.speed)):
+        proposer.drop(other)
+
+
+# -- failure attribution -----------------------------------------------------------------------------------------------
+#
+# Attribute repeated failures to the machine or to the job, which a single trial cannot show.
+
+MACHINE_FAILURES = 3  # consecutive failures of any candidates that are attributed to the machine
+
+
+class Blame:
+    """Failures of one call."""
+
+    def __init__(self, proposer: Proposer, standings: Standings, space: SearchSpace) -> None:
+        self._proposer, self._standings, self._space = proposer, standings, space
+        self.machine_failures = 0  # in a row
+        self._retried: set[Candidate] = set()
+        self._crashes: dict[str, set[Candidate]] = {}
+
+    @property
+    def machine_fails(self) -> bool:
+        return self.machine_failures >= MACHINE_FAILURES
+
+    def take(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Count a trial of this call.
+
+        Raises:
+            MachineTrouble: the machine failed repeatedly before the first measurement.
+            UserError: the model or the script fails with any candidate.
+        """
+        if outcome.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN):
+            if candidate in self._retried:
+                self._proposer.give_up(candidate)
+            self._retried.add(candidate)
+        self.machine_failures = self.machine_failures + 1 if outcome.kind is Kind.INFRASTRUCTURE else 0
+        if self.machine_fails and not self._standings.measured:
+            raise MachineTrouble(
+                f"the machine failed {self.machine_failures} times in a row, before anything was measured: "
+                f"{outcome.reason} (logs: {outcome.log}); `autotune doctor` looks at the machine"
+            )
+        if outcome.kind is Kind.CRASH and outcome.source is Source.EXCEPTION:
+            crashed = self._crashes.setdefault(outcome.reason, set())
+            crashed.add(candidate)
+            if (
+                len({one.family for one in crashed}) >= 2
+                and not self._standings.measured
+                and not self._blames_the_model(crashed)
+            ):
+                where = f"{outcome.log}/rank{outcome.rank or 0}.log"
+                raise UserError(
+                    f"the job fails by itself, whatever the config: {outcome.reason} (phase {outcome.phase.value}; "
+                    f"traceback in {where})"
+                )
+
+    def _blames_the_model(self, crashed: set[Candidate]) -> bool:
+        """Return True if all crashed candidates share the model settings and the space has other ones."""
+        ways = {tuple(one.get(knob) for knob in MODEL_KNOBS) for one in crashed}
+        return len(ways) == 1 and any(
+            len(self._space.knobs[knob].values) > 1 for knob in MODEL_KNOBS if knob in self._space.knobs
+        )
+
+
+# -- comparable trials -------------------------------------------------------------------------------------------------
+#
+# Select the trials that a winner is compared with: those of the space of the latest call.
+
+_ASIDE = "set aside"  # trial numbers
+
+
+def set_aside(store: StudyStore, candidates: Collection[Candidate]) -> str:
+    """Store the trials of measured candidates outside this call's space.
+
+    Returns:
+        A line for the user; empty if there are none.
+    """
+    numbers = [record.number for record in store.records() if record.candidate in candidates]
+    if numbers != store.attributes.get(_ASIDE, []):
+        set_attribute(store.study, _ASIDE, numbers)
+    if not candidates:
+        return ""
+    they = "1 measured candidate is" if len(candidates) == 1 else f"{len(candidates)} measured candidates are"
+    return f"{they} not in this call's space: what they taught counts, and they cannot win"
+
+
+def rivals(store: StudyStore) -> list[Record]:
+    """Return the study's trials without those outside the latest call's space."""
+    aside = set(store.attributes.get(_ASIDE, ()))
+    return [record for record in store.records() if record.number not in aside]
+
+
+# -- retryable trials --------------------------------------------------------------------------------------------------
+#
+# Retry failures from before a study's first success, because the user may have fixed the machine or the job since.
+
+_FORGIVEN = "forgiven"  # trial numbers
+
+
+def forgiven(store: StudyStore, known: Collection[tuple[Record, Outcome]]) -> set[int]:
+    """Return the numbers of retryable trials, whose hangs and crashes no longer exclude candidates.
+
+    A call adds all retryable failures so far if no trial has succeeded and no peer tuner is active. Later calls keep
+    the list.
+
+    Args:
+        store: the study.
+        known: the study's ended trials.
+    """
+    numbers: set[int] = set(store.attributes.get(_FORGIVEN, ()))
+    if any(outcome.ok for _, outcome in known) or store.tuners.others():
+        return numbers
+    found = numbers | {record.number for record, outcome in known if outcome.kind.may_be_mended}
+    if found != numbers:
+        set_attribute(store.study, _FORGIVEN, sorted(found))
+    return found
+
+
+# -- observer ----------------------------------------------------------------------------------------------------------
+#
+# Observer of a search's progress.
+
+
+class Observer(Protocol):
+    """Receives events of a search. NullObserver ignores them."""
+
+    def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None: ...
+    def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None: ...
+    def say(self, text: str) -> None: ...
+    def clock(self, used_seconds: float, budget_seconds: float) -> None: ...
+
+
+class NullObserver:
+    def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
+        pass
+
+    def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def clock(self, used_seconds: float, budget_seconds: float) -> None:
+        pass

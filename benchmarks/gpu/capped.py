@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autotune.units import GIB
+from autotune.util.units import GIB
 from gpu.ground import Ground, Row
 from gpu.predictions import CHECKPOINTED, OFFLOADED, Tried, predicted
 from gpu.rows import DEADLINE_SECONDS, effort

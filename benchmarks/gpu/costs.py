@@ -15,9 +15,9 @@ from typing import Any
 
 from ranks import opened
 
-from autotune.group.gauge import Meter, Peaks
-from autotune.predict.traced import traced_predictor
+from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
+from autotune.workers.memory_monitor import Meter, Peaks
 from gpu.ground import EXPECTED, Ground, Row
 from gpu.rows import DEADLINE_SECONDS, as_row, beside, candidate, effort, trial
 

@@ -11,7 +11,7 @@ from gpu.ground import EXPECTED, Ground, Row
 
 
 def run(ground: Ground) -> Iterator[Row]:
-    done = subprocess.run([sys.executable, "-m", "autotune.cli", "doctor", "--json"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "autotune", "doctor", "--json"], capture_output=True, text=True)
     if not done.stdout.startswith("["):
         raise RuntimeError(f"doctor gave no JSON, exit {done.returncode}: {done.stderr[-2000:]}")
     for finding in json.loads(done.stdout):

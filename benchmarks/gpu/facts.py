@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 
-from autotune.linux import main_memory
+from autotune.util.linux import main_memory
 from gpu.ground import EXPECTED, Ground, Row, run_child
 
 _TEXT = 6000  # characters of a command's output

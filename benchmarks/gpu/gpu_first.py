@@ -20,7 +20,7 @@ if __name__ == "__main__":
     sys.path[:1] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 from autotune.errors import UserError
-from autotune.group.environment import trial_environment
+from autotune.workers.launchers import trial_environment
 from gpu.ground import Row
 from gpu.runner import EXIT_REFUSED, Call, run_steps, show, summary
 from gpu.steps import FIRST, Step, chosen
@@ -29,7 +29,7 @@ _LARGEST_BYTES = 4 * 2**20  # of a file that is packed
 _BUILD = """
 import time
 began = time.time()
-from autotune.group.ops import load_ops
+from autotune.workers.jit_ops import load_ops
 for name in ("CPUAdamBuilder", "FusedAdamBuilder"):
     print(name, load_ops([name]), round(time.time() - began, 1), flush=True)
 """

@@ -21,7 +21,7 @@ from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
 from autotune.recovery.ladder import Rung
-from autotune.units import GIB
+from autotune.util.units import GIB
 from gpu.ground import EXPECTED, Ground, Row
 
 CAP_BYTES = 2 * GIB

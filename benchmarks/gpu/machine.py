@@ -8,7 +8,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distributions, version
 from typing import Any
 
-from autotune.problem.gpus import GpuError, compute_capabilities, open_nvml, visible_gpus
+from autotune.problem.nvml import GpuError, compute_capabilities, open_nvml, visible_gpus
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "triton", "flash_attn", "nvidia-ml-py")
 _OF_CUDA = ("nvidia-nccl", "nvidia-cudnn")  # and a suffix for the version of CUDA

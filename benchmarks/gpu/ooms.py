@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from autotune.group.gauge import Peaks
-from autotune.group.verdict import Evidence, judge
-from autotune.problem.host import host_available_bytes
-from autotune.units import GIB
+from autotune.problem.host_memory import host_available_bytes
+from autotune.util.units import GIB
+from autotune.workers.failure_classifier import Evidence, judge
+from autotune.workers.memory_monitor import Peaks
 from gpu.ground import EXPECTED, Child, Ground, Row, run_child
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 
-from autotune.units import GIB, MIB
+from autotune.util.units import GIB, MIB
 from gpu.ground import EXPECTED, Ground, Row, end_child, start_child
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from autotune.problem.gpus import bytes_of, free_by_uuid, open_nvml
+from autotune.problem.nvml import bytes_of, free_by_uuid, open_nvml
 
 Moment = dict[str, Any]  # bytes by who says so
 

@@ -12,7 +12,7 @@ from typing import Any
 from ranks import opened
 
 from autotune.executors.base import Effort
-from autotune.predict.traced import traced_predictor
+from autotune.predict.trace import traced_predictor
 from autotune.problem.job import Lora
 from autotune.problem.outcome import Kind
 from gpu.ground import EXPECTED, Ground, Row

@@ -13,7 +13,7 @@ import psutil
 
 from autotune.rank.base import BaseRank
 from autotune.rank.devices import data_bytes
-from autotune.units import GIB, MIB
+from autotune.util.units import GIB, MIB
 
 LEFT_BYTES = 20 * MIB  # of the device, where something small is to fail
 # Each is tried until it fails. torch's allocator asks CUDA for 10 MiB and more exactly, for 1 MiB in pieces of 2 MiB, and for

@@ -9,10 +9,10 @@ from typing import Any
 from ranks import LocalExecutor
 
 from autotune.executors.base import Effort
-from autotune.predict.prediction import Prediction
+from autotune.predict.predictor import Prediction
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.outcome import Outcome
-from autotune.units import GIB
+from autotune.util.units import GIB
 from gpu.ground import Ground, Row
 
 DEADLINE_SECONDS = 150.0

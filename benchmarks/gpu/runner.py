@@ -24,8 +24,8 @@ from common import HERE, print_table
 from ranks import end_tree
 
 from autotune.errors import UserError
-from autotune.files import write_atomically
-from autotune.linux import die_with_parent
+from autotune.util.files import write_atomically
+from autotune.util.linux import die_with_parent
 from gpu.ground import EXPECTED, Ground, Row
 from gpu.machine import describe
 from gpu.steps import BY_NAME, Step

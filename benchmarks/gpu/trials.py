@@ -15,11 +15,11 @@ from ranks import LocalExecutor, opened
 
 from autotune.executors.base import Effort
 from autotune.predict.predictor import Predictor
-from autotune.predict.traced import traced_predictor
+from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.outcome import Kind, Outcome
-from autotune.units import GIB
+from autotune.util.units import GIB
 from gpu.ground import EXPECTED, Ground, Row
 from gpu.rows import as_row, beside, candidate
 

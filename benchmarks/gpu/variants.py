@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ranks import opened
 
-from autotune.predict.traced import traced_predictor
+from autotune.predict.trace import traced_predictor
 from gpu.ground import EXPECTED, Ground, Row
 from gpu.rows import as_row, beside, candidate, effort, trial
 

@@ -26,7 +26,7 @@ from common import command_line, kept_rows, parse, print_table, write_json  # no
 from planting import SPACE  # noqa: E402
 from study_calls import COMMAND, RUN  # noqa: E402
 
-from autotune.units import KIB, MIB  # noqa: E402
+from autotune.util.units import KIB, MIB  # noqa: E402
 from reliability.large_study import NAME, write_table  # noqa: E402
 
 REPLAYED, LIVE = "replayed", "live, two CPU ranks"

@@ -45,7 +45,9 @@ def found_of(folder: Path) -> dict[int, Outcome]:
 def processes_of(ground: Ground, call: subprocess.Popen[bytes]) -> dict[str, list[psutil.Process]]:
     """The call's processes by what they are."""
     servers = [
-        one for one in ground.processes(set()) if "autotune.group.fork_server" in one.cmdline() and one.pid != call.pid
+        one
+        for one in ground.processes(set())
+        if "autotune.workers.fork_server" in one.cmdline() and one.pid != call.pid
     ]
     ranks = [rank for server in servers for rank in server.children()]
     return {TUNER: [psutil.Process(call.pid)], SERVER: servers, RANK: ranks}

@@ -15,17 +15,17 @@ from pathlib import Path
 from autotune.executors.base import SEARCH as SEARCH_EFFORT
 from autotune.executors.base import VERIFY as VERIFY_EFFORT
 from autotune.executors.replay import Landscape, ReplayExecutor, Row, load_landscape, write_landscape
-from autotune.predict.traced import traced_predictor
+from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Kind
-from autotune.problem.space_file import load_space
-from autotune.search.records import SEARCH, VERIFY
+from autotune.problem.space import load_space
 from autotune.search.storage import default_storage
 from autotune.search.study import StudyStore
-from autotune.units import GIB
+from autotune.search.trials import SEARCH, VERIFY
+from autotune.util.units import GIB
 
 NAME = "large"
 NOISE = 0.03  # standard deviation of a logarithm

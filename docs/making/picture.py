@@ -67,7 +67,7 @@ def drawn(text: str) -> str:
 def record() -> None:
     """Runs the study in an empty folder and keeps what it printed."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "autotune.cli", *shlex.split(COMMAND)[1:]]
+        command = [sys.executable, "-m", "autotune", *shlex.split(COMMAND)[1:]]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise SystemExit(f"the run failed with exit code {done.returncode}:\n{done.stderr}")

@@ -1,11 +1,12 @@
 """Pages that are made from the code when the site is built, so that they cannot lag behind it.
 
-`python docs/making/reference.py options|knobs|spaces` prints one as Markdown. Where `<!-- made: NAME -->` stands in a document,
-`hooks.py` puts it.
+`python docs/making/reference.py options|knobs|spaces|modules` prints one as Markdown. Where `<!-- made: NAME -->`
+stands in a document, `hooks.py` puts it.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 import types
 import typing
@@ -15,11 +16,10 @@ from typing import Any
 
 import typer
 
-from autotune.cli import app
+from autotune.cli.app import app
 from autotune.problem.candidate import Candidate, describe, short_name
 from autotune.problem.knobs import KNOBS, facts
-from autotune.problem.space import Domain, SearchSpace
-from autotune.problem.space_file import DS_TOP_LEVEL, DS_ZERO_KEYS, load_space, shipped_spaces
+from autotune.problem.space import DS_TOP_LEVEL, DS_ZERO_KEYS, Domain, SearchSpace, load_space, shipped_spaces
 
 KINDS = {int: "number", float: "number", Path: "file", str: "text"}
 
@@ -168,6 +168,17 @@ def examples_page() -> str:
     return "\n".join(lines)
 
 
+def modules_page() -> str:
+    """Table of the modules of each package, by the first paragraph of their docstrings."""
+    folders: dict[str, list[list[str]]] = {}
+    for path in sorted((ROOT / "autotune").rglob("*.py")):
+        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+        if path.name != "__init__.py" or len(ast.parse(path.read_text()).body) > bool(doc):
+            folder = path.parent.relative_to(ROOT).as_posix()
+            folders.setdefault(folder, []).append([f"`{path.name}`", " ".join(doc.partition("\n\n")[0].split())])
+    return "\n".join(f"### `{folder}/`\n\n{table(['module', ''], rows)}" for folder, rows in folders.items())
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "options": options_page,
     "knobs": knobs_page,
@@ -175,6 +186,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "short-forms": short_forms_page,
     "changes": changes_page,
     "examples": examples_page,
+    "modules": modules_page,
 }
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from autotune.problem.outcome import Phase
 from autotune.rank.base import BaseRank
-from autotune.rank.measuring import measure_as
+from autotune.rank.measure import measure_as
 
 
 def none_left(size: int) -> None:

@@ -1,5 +1,5 @@
 """A rank that trains nothing, twelve steps of it: it notes samples as tests/scripts/long_batches.py does, saves what Trainer
-leaves of a checkpoint every five steps, and goes on from it as `autotune.rank.train` would."""
+leaves of a checkpoint every five steps, and goes on from it as `autotune.rank.train_rank` would."""
 
 import json
 import os
@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from autotune.group.protocol import Channel, Message
 from autotune.rank.base import greet
-from autotune.rank.shards import Part
-from autotune.rank.trainer_checkpoints import Ledger, chosen
+from autotune.rank.checkpoints import Ledger, Part, chosen
+from autotune.workers.protocol import Channel, Message
 
 STEPS, BATCH, SAVE_STEPS = 12, 8, 5
 

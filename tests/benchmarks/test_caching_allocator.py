@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.units import MIB
+from autotune.util.units import MIB
 from benchmarks.caching_allocator import LARGE_SEGMENT, SMALL_SEGMENT, CachingAllocator, waste
 
 

@@ -17,7 +17,7 @@ from published_rows import read_table
 from autotune.executors.replay import load_landscape
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
-from autotune.search.dominance import Dominance, Rules
+from autotune.search.pruning import Dominance, Rules
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 TABLES = sorted(DATA.glob("landscapes*/*.csv.gz"))

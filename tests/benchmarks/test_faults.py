@@ -24,8 +24,8 @@ from autotune.executors.local import LocalExecutor
 from autotune.problem.outcome import Kind
 from autotune.recovery import supervisor
 from autotune.search import storage
-from autotune.search.records import RESUME, SEARCH, VERIFY
 from autotune.search.study import StudyStore
+from autotune.search.trials import RESUME, SEARCH, VERIFY
 from tests.studies import study_of_every_kind
 
 

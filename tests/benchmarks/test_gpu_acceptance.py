@@ -25,17 +25,17 @@ from gpu.costs import Switched
 from gpu.steps import BY_NAME, FIRST, STEPS, Step, chosen
 
 from autotune.errors import UserError
-from autotune.group.gauge import Meter, Peaks
-from autotune.predict.traced import traced_predictor
+from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
-from autotune.units import GIB, MIB
+from autotune.util.units import GIB, MIB
+from autotune.workers.memory_monitor import Meter, Peaks
 from tests.conftest import has_cuda
 from tests.fake_driver import CUDA_LOG, Card, Driver, build, cuda_calls
-from tests.group import failures
+from tests.workers import failures
 
 Results = dict[str, Any]
 # steps that take seconds; the others are whole calls of `autotune run`, groups of ranks, or build ops

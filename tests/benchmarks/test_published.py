@@ -15,10 +15,10 @@ from published_sources import lognormal, read, source_of
 from published_words import DATA, LeftOut, Unreadable
 
 from autotune.errors import UserError
-from autotune.predict.closed_form import closed_form_trace
-from autotune.predict.optimizers import stepper
+from autotune.predict.trace_cache import closed_form_trace
+from autotune.predict.zero_memory import stepper
 from autotune.problem.models import ModelSpec
-from autotune.units import GIB
+from autotune.util.units import GIB
 
 PLAIN = {
     "id": "1",

@@ -8,7 +8,7 @@ from published_error import errors
 from published_rows import Row
 from published_scores import Scored
 
-from autotune.predict.known_error import JobKind
+from autotune.predict.what_if import JobKind
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import parse_lora

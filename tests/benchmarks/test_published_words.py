@@ -16,7 +16,7 @@ from published_scores import Scored, spearman
 from published_sources import read, source_of
 from published_words import LeftOut, Unreadable, cell_of, states, vocabulary
 
-from autotune.predict.closed_form import closed_form_trace
+from autotune.predict.trace_cache import closed_form_trace
 from autotune.problem.hardware import gpu_table
 from tests.benchmarks.test_published import PLAIN, only, row, run, table
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ranks
 
-from autotune.linux import runs
+from autotune.util.linux import runs
 from tests.conftest import wait_until
 
 _HANGS = """

@@ -6,8 +6,8 @@ from search import DATA, one, times_fewer
 from search_parts import ABLATIONS, MISLED, WRONG, Biased
 
 from autotune.executors.replay import load_landscape
-from autotune.predict.closed_form import closed_form_trace
 from autotune.predict.predictor import Predictor
+from autotune.predict.trace_cache import closed_form_trace
 from autotune.search.proposer import Proposer
 
 LANDSCAPE = load_landscape(DATA / "landscapes" / "gemma-2-2b_4xrtx3090.csv.gz")

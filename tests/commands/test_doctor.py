@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from autotune.commands import doctor
-from autotune.group.locks import held_gpus
-from autotune.interpreter import interpreter_at, running_in
-from autotune.linux import MainMemory
-from autotune.problem import host
+from autotune.problem import host_memory
 from autotune.problem.hardware import detect
-from autotune.units import GIB, MIB
+from autotune.util.interpreter import interpreter_at, running_in
+from autotune.util.linux import MainMemory
+from autotune.util.units import GIB, MIB
+from autotune.workers.gpu_locks import held_gpus
 from tests.cli_call import call
 from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, LIB_RM_VERSION_MISMATCH, Card, Driver, Slice
 from tests.network import mount
-from tests.test_interpreter import stand_in
+from tests.util.test_interpreter import stand_in
 
 RTX_3090 = "NVIDIA GeForce RTX 3090"
 FACTS = {
@@ -226,7 +226,7 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_little_memory_and_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host, "main_memory", lambda: MainMemory(available=GIB, total=64 * GIB))
+    monkeypatch.setattr(host_memory, "main_memory", lambda: MainMemory(available=GIB, total=64 * GIB))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=8 * MIB))
     found = by_name(doctor._memory())
     assert found["main memory"].level == "warn"

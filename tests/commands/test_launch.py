@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from autotune.commands import launch, run
-from autotune.commands.launched_command import about_variables
-from autotune.predict.traced import traced_predictor
+from autotune.commands.launch import about_variables
+from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import ALLOCATOR_VARIABLES
 from autotune.problem.hardware import detect
-from autotune.problem.space_file import load_space
+from autotune.problem.space import load_space
 from autotune.recovery.supervisor import Attempt, LaunchSummary
 from autotune.search.fingerprint import fingerprint
 from autotune.search.tuner import SearchSummary

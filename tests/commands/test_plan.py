@@ -4,15 +4,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autotune.cli import app
+from autotune.cli.app import app
 from autotune.commands.plan import make_plan, plans
 from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup
 from autotune.errors import UserError
-from autotune.predict.traced import traced_predictor
+from autotune.predict.trace import traced_predictor
+from autotune.problem.gpu_specs import price_table
 from autotune.problem.hardware import gpu_table, named_hardware
-from autotune.problem.prices import price_table
-from autotune.problem.space_file import parse_space
+from autotune.problem.space import parse_space
 from autotune.results.plan import Plan
 from tests.conftest import make_job
 

@@ -9,19 +9,15 @@ import pytest
 from rich.console import Console
 
 from autotune.commands import launch
-from autotune.commands.plan import make_plan
-from autotune.commands.plan_machines import Machines
+from autotune.commands.plan import Machines, make_plan
 from autotune.commands.setup import PlanSetup
-from autotune.predict.closed_form import closed_form_trace
-from autotune.predict.elsewhere import Elsewhere
-from autotune.predict.passes import Trace
-from autotune.predict.prediction import SURE
-from autotune.predict.predictor import Predictor
+from autotune.predict.predictor import SURE, Predictor
+from autotune.predict.trace_cache import closed_form_trace
+from autotune.predict.trace_data import Trace
+from autotune.predict.what_if import Elsewhere
 from autotune.problem.hardware import Hardware, named_hardware
-from autotune.problem.space import SearchSpace
-from autotune.problem.space_file import parse_space
-from autotune.results.plan import Plan
-from autotune.results.plan_view import show_plan
+from autotune.problem.space import SearchSpace, parse_space
+from autotune.results.plan import Plan, show_plan
 from tests.conftest import make_job
 
 JOB = make_job(ranks=4, precision="bf16", model="llama-3.2-1b", seq_len=2048)

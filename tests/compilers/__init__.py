@@ -80,7 +80,7 @@ def _runs(pid: int, program: str) -> bool:
 
 LOAD = """
 import json, sys
-from autotune.group.ops import load_ops
+from autotune.workers.jit_ops import load_ops
 def tell(**said): print(json.dumps(said), flush=True)
 tell(state="over", failed=load_ops(sys.argv[1:], tell))
 """

@@ -13,18 +13,15 @@ import pytest
 
 from autotune.errors import MachineTrouble
 from autotune.executors.base import RESUME, VERIFY, Effort
-from autotune.executors.deadlines import Deadlines
-from autotune.executors.local import WOKEN, LocalExecutor
-from autotune.group import fork_server
-from autotune.group.group import Group
-from autotune.group.launchers import ForkLauncher, SpawnLauncher
-from autotune.group.policy import Stop
-from autotune.predict.startup import size_seconds
+from autotune.executors.local import WOKEN, Deadlines, LocalExecutor
+from autotune.predict.step_time import size_seconds
 from autotune.problem.candidate import ALLOCATOR_VARIABLES
-from autotune.problem.cpus import threads_per_rank
-from autotune.problem.hardware import detect
+from autotune.problem.hardware import detect, threads_per_rank
 from autotune.problem.outcome import Kind, Phase
-from autotune.units import MIB
+from autotune.util.units import MIB
+from autotune.workers import fork_server
+from autotune.workers.group import Group, Stop
+from autotune.workers.launchers import ForkLauncher, SpawnLauncher
 from tests.conftest import Bench, make_candidate, make_job, pid_lives, wait_until
 
 

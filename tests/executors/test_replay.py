@@ -8,7 +8,7 @@ from autotune.errors import UserError
 from autotune.executors.base import SEARCH, VERIFY
 from autotune.executors.replay import OOM_SECONDS, ReplayExecutor, load_landscape, read_value
 from autotune.problem.outcome import Kind
-from autotune.units import GIB
+from autotune.util.units import GIB
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 

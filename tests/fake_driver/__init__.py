@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.problem import gpus
+from autotune.problem import nvml
 
 SOURCES = {"libnvidia-ml.so.1": "nvml.c", "libcuda.so.1": "cuda.c"}
 CUDA_LOG = "FAKE_CUDA_LOG"
@@ -162,7 +162,7 @@ def install(driver: Driver, patch: pytest.MonkeyPatch) -> None:
     """The bindings of this process call the fake driver until `patch` is undone."""
     import pynvml
 
-    patch.setattr(gpus, "_opened_by", None)  # NVML was opened of another library, or of none
+    patch.setattr(nvml, "_opened_by", None)  # NVML was opened of another library, or of none
     patch.setenv("FAKE_NVML", str(driver.path))
     patch.setattr(pynvml, "nvmlLib", ctypes.CDLL(str(driver.library)))
     patch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})

@@ -31,7 +31,7 @@ def python(name: str) -> Path:
 
 def autotune(name: str, folder: Path, *words: str) -> str:
     done = subprocess.run(
-        [str(python(name)), "-m", "autotune.cli", *words],
+        [str(python(name)), "-m", "autotune", *words],
         cwd=folder,
         env=environment(python(name)),
         capture_output=True,

@@ -9,18 +9,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from autotune.gallery.entry import Entry
-from autotune.gallery.sharing import entry_of
+from autotune.gallery.schema import Entry, entry_of
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
-from autotune.problem.space_file import load_space
-from autotune.search.records import SEARCH, VERIFY
+from autotune.problem.space import load_space
 from autotune.search.storage import default_storage
 from autotune.search.study import StudyStore
-from autotune.units import GIB
+from autotune.search.trials import SEARCH, VERIFY
+from autotune.util.units import GIB
 from tests.conftest import make_candidate
 
 SPACE = load_space("default")

@@ -29,7 +29,7 @@ from typing import Any
 from unittest import mock
 
 import autotune
-from autotune import entry_points
+from autotune.util import entry_points
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

@@ -1,6 +1,6 @@
 """A pass of a model whose figures are round, for arithmetic that is done by hand."""
 
-from autotune.predict.passes import BACKWARD, FORWARD, Pass
+from autotune.predict.trace_data import BACKWARD, FORWARD, Pass
 
 PASS = Pass(
     [FORWARD, BACKWARD],

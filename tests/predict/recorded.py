@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from autotune.predict.passes import Trace
 from autotune.predict.trace import trace_job
+from autotune.predict.trace_data import Trace
 from autotune.problem.job import Job
 from tests.conftest import make_job
 

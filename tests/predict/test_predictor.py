@@ -7,21 +7,19 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.executors.replay import Landscape, load_landscape
-from autotune.predict import traced as traced_module
-from autotune.predict.closed_form import closed_form_trace, untraced_note
-from autotune.predict.constants import MEMORY, overhead_prior
-from autotune.predict.fit import Neighbours, Prior, fit
-from autotune.predict.knobs import padded_tokens
-from autotune.predict.passes import Trace
+from autotune.predict import trace as traced_module
+from autotune.predict.calibration import MEMORY, Neighbours, Prior, fit, overhead_prior
+from autotune.predict.features import padded_tokens
 from autotune.predict.predictor import Predictor
-from autotune.predict.trace import trace_job
-from autotune.predict.traced import traced_predictor
+from autotune.predict.trace import trace_job, traced_predictor
+from autotune.predict.trace_cache import closed_form_trace, untraced_note
+from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate, under
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Kind, Measurement, Outcome
-from autotune.search.beliefs import HOPELESS_SIGMAS
-from autotune.units import GIB
+from autotune.search.surrogate import HOPELESS_SIGMAS
+from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"

@@ -10,13 +10,13 @@ import pytest
 from autotune.errors import UserError
 from autotune.predict import trace as tracing
 from autotune.predict import trace_cache, tracer
-from autotune.predict.closed_form import untraced_note
-from autotune.predict.passes import BACKWARD, FORWARD, IMPORTED, Trace
 from autotune.predict.trace import LOSSES, trace_job, trace_jobs
+from autotune.predict.trace_cache import untraced_note
+from autotune.predict.trace_data import BACKWARD, FORWARD, IMPORTED, Trace
 from autotune.predict.tracer import Untraceable, trace_model
 from autotune.problem.job import parse_lora
 from autotune.problem.models import ModelSpec, resolve_model
-from autotune.rank.building import task_model, transformers_config
+from autotune.rank.model_builder import task_model, transformers_config
 from tests.conftest import make_job, wait_until
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 

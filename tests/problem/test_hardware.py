@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import UserError
-from autotune.group.environment import trial_environment
-from autotune.problem import cards, hardware
+from autotune.problem import gpu_specs, hardware
 from autotune.problem.hardware import Hardware, detect, facts_for, gpu_table, named_gpu, named_hardware
 from autotune.search.fingerprint import fingerprint
-from autotune.units import GIB, MIB
+from autotune.util.units import GIB, MIB
+from autotune.workers.launchers import trial_environment
 from tests.conftest import make_job
 from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, LIB_RM_VERSION_MISMATCH, Card, Driver, Slice
 
@@ -376,7 +376,7 @@ def test_nvmls_names(name: str, gib: int, row: str | None) -> None:
 def test_of_one_name_the_nearest_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     row = dataclasses.replace(gpu_table()["rtx3080"], match="RTX 3080")
     rows = {f"{gib}gb": dataclasses.replace(row, name=f"{gib}gb", memory_gib=gib) for gib in (8, 20, 12)}
-    monkeypatch.setattr(cards, "gpu_table", lambda: rows)
+    monkeypatch.setattr(gpu_specs, "gpu_table", lambda: rows)
     found = {gib: facts_for("NVIDIA GeForce RTX 3080", gib * GIB) for gib in (9, 12, 15, 17)}
     assert {gib: row.name for gib, row in found.items() if row} == {9: "8gb", 12: "12gb", 15: "12gb", 17: "20gb"}
 

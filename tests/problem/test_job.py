@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import UserError
+from autotune.problem.ds_config import load_ds_config
 from autotune.problem.job import MOST_LENGTHS, Job, Lora, Script, load_lengths, longest_sequence, parse_lora
 from autotune.problem.models import ModelSpec
-from autotune.problem.own_config import load_ds_config
 from tests.conftest import make_job
 
 SCRIPT = Script(("train.py", "--x"), "/tmp", (("zero_stage", "--z"),), True, "ds.json", {"micro_batch": 2})

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from autotune.errors import UserError
-from autotune.interpreter import Own
-from autotune.predict.versions import installed_deepspeed
+from autotune.predict.features import installed_deepspeed
 from autotune.problem.candidate import Candidate
-from autotune.problem.fitting import fitted, unmet
 from autotune.problem.hardware import Hardware, detect, named_hardware
-from autotune.problem.knobs import KNOBS, ZERO, is_read, lossy_of, refusal, short_name
-from autotune.problem.needs import Circumstances
-from autotune.problem.space_file import load_space, parse_space, shipped_spaces
+from autotune.problem.knobs import KNOBS, ZERO, Circumstances, is_read, lossy_of, refusal, short_name
+from autotune.problem.space import fitted, load_space, parse_space, shipped_spaces, unmet
+from autotune.util.interpreter import Own
 from tests.conftest import make_job
 
 ONE, TWO_NODES = named_hardware("a100-80", 8), named_hardware("a100-80", 16, nodes=2)

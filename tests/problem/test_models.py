@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import UserError
-from autotune.interpreter import module_command
 from autotune.problem import models
 from autotune.problem.models import ModelSpec, resolve_model, shipped_models, workload_spec
+from autotune.util.interpreter import module_command
 
 
 def test_the_promised_models_are_there() -> None:
@@ -104,7 +104,7 @@ def test_an_empty_folder_and_a_file_that_is_no_text(tmp_path: Path) -> None:
 
 
 class FakeHub:
-    """Answers in place of `autotune.rank.hub`; tests/rank/test_hub.py runs the real one."""
+    """Answers in place of `autotune.rank.hub_config`; tests/rank/test_hub_config.py runs the real one."""
 
     def __init__(self, stdout: str, returncode: int = 0) -> None:
         self.stdout, self.returncode = stdout, returncode
@@ -127,7 +127,7 @@ def test_a_hub_id_is_read_by_another_process(monkeypatch: pytest.MonkeyPatch, tr
     assert resolve_model("me/my-llama", trust_remote_code=trust) == ModelSpec(
         "my-llama", {"model_type": "llama"}, "me/my-llama", None, trust
     )
-    assert hub.command == module_command(sys.executable, "autotune.rank.hub", *flags, "me/my-llama")
+    assert hub.command == module_command(sys.executable, "autotune.rank.hub_config", *flags, "me/my-llama")
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from autotune.errors import UserError
 from autotune.problem import space as space_module
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate, is_read
-from autotune.problem.space import Domain, SearchSpace
-from autotune.problem.space_file import load_space, parse_space, shipped_spaces
+from autotune.problem.space import Domain, SearchSpace, load_space, parse_space, shipped_spaces
 from tests.conftest import make_job
 
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import UserError
-from autotune.problem import space_file
+from autotune.problem import space as space_file
 from autotune.problem.candidate import is_read
-from autotune.problem.space_file import load_space, parse_space, shipped_spaces
+from autotune.problem.space import load_space, parse_space, shipped_spaces
 from tests.conftest import make_job
 
 
@@ -413,7 +413,7 @@ def test_files_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_where_the_shipped_spaces_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = tmp_path / "autotune" / "problem" / "space_file.py"
+    module = tmp_path / "autotune" / "problem" / "space.py"
     monkeypatch.setattr(space_file, "__file__", str(module))
     assert space_file.spaces_folder() == tmp_path / "search_spaces"
     (tmp_path / "autotune" / "search_spaces").mkdir(parents=True)

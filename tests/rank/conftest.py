@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from autotune.group.environment import trial_environment
-from autotune.group.protocol import Channel, Message
 from autotune.problem.job import Job
-from autotune.rank.config import needed_ops
+from autotune.rank.ds_config import needed_ops
+from autotune.workers.launchers import trial_environment
+from autotune.workers.protocol import Channel, Message
 from tests.conftest import SHARED_PAGES, make_candidate, make_job, path_of_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ class Parent:
         usual = environment()
         with (folder / "server.log").open("ab") as log:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "autotune.group.fork_server", str(theirs.fileno())],
+                [sys.executable, "-m", "autotune.workers.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**usual, "PYTHONPATH": path_of_ranks(usual)},
                 stdin=subprocess.DEVNULL,

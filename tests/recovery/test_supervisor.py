@@ -13,16 +13,15 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import MachineTrouble, UserError
-from autotune.group.extensions import FOLDER
-from autotune.group.squad import LocalSquad
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind
 from autotune.recovery import supervisor
-from autotune.recovery.ends import Heard
 from autotune.recovery.ladder import Rung
-from autotune.recovery.supervisor import LaunchSummary, Supervisor
+from autotune.recovery.supervisor import Heard, LaunchSummary, Supervisor
+from autotune.workers.host_workers import LocalSquad
+from autotune.workers.jit_ops import FOLDER
 from tests.conftest import make_candidate, make_job, pid_lives, wait_until
 
 ROOT = Path(__file__).parents[2]

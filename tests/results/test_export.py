@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from autotune import __version__
-from autotune.group.environment import variables_of
 from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, Candidate
 from autotune.problem.job import ArgumentFile, Lora, Script
 from autotune.problem.outcome import Measurement
@@ -21,6 +20,7 @@ from autotune.results.export import (
     training_arguments,
     write_export,
 )
+from autotune.workers.launchers import variables_of
 from tests.conftest import make_candidate, make_job
 
 OWN = {

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from autotune.errors import UserError
-from autotune.group.extensions import FOLDER
 from autotune.problem.candidate import Value
 from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Measurement, Outcome
-from autotune.problem.space_file import load_space
+from autotune.problem.space import load_space
+from autotune.results.console import train_with
 from autotune.results.export import (
     FORMATS,
     deepspeed_config,
@@ -25,9 +25,9 @@ from autotune.results.export import (
     export_study,
     training_arguments,
 )
-from autotune.results.winner import train_with
-from autotune.search.records import RESUME, VERIFY
 from autotune.search.study import StudyStore
+from autotune.search.trials import RESUME, VERIFY
+from autotune.workers.jit_ops import FOLDER
 from tests.cli_call import call
 from tests.conftest import make_candidate, make_job
 from tests.studies import study_of_every_kind

@@ -8,13 +8,23 @@ from rich.console import Console
 from autotune.commands.plan import make_plan, plans
 from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup
-from autotune.predict.known_error import JobKind, KnownError, KnownErrors
-from autotune.predict.traced import traced_predictor
+from autotune.predict.trace import traced_predictor
+from autotune.predict.what_if import JobKind, KnownError, KnownErrors
+from autotune.problem.gpu_specs import Price
 from autotune.problem.hardware import named_hardware
-from autotune.problem.prices import Price
-from autotune.problem.space_file import load_space
-from autotune.results.plan import Outlook, Plan
-from autotune.results.plan_view import BAR, UNPRICED, WIDTH, bar, describe_errors, short, show_comparison, show_plan
+from autotune.problem.space import load_space
+from autotune.results.plan import (
+    BAR,
+    UNPRICED,
+    WIDTH,
+    Outlook,
+    Plan,
+    bar,
+    describe_errors,
+    short,
+    show_comparison,
+    show_plan,
+)
 from tests.conftest import make_candidate, make_job
 
 

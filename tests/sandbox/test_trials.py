@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.probe import probe
+from autotune.commands.script_probe import probe
 from autotune.problem.job import Script
-from autotune.problem.script_job import unknown_job
+from autotune.script.profile import unknown_job
 from tests.conftest import Scripts, make_candidate
 from tests.sandbox.runner import make_tree, tree_of
 from tests.sandbox.ways import WAYS

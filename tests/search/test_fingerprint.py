@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autotune import inquiry
-from autotune.commands.study_names import study_name
+from autotune.commands.request import study_name
 from autotune.problem.hardware import detect, named_hardware
 from autotune.problem.job import Script
 from autotune.search import fingerprint as module
@@ -22,6 +21,7 @@ from autotune.search.fingerprint import (
     other_variables,
     package_versions,
 )
+from autotune.util import inquiry
 from tests.conftest import make_job
 
 

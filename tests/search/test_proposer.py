@@ -5,16 +5,15 @@ import pytest
 
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.predict.predictor import Predictor
-from autotune.predict.trace import trace_job
-from autotune.predict.traced import traced_predictor
+from autotune.predict.trace import trace_job, traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
-from autotune.problem.space_file import parse_space
-from autotune.search.dominance import Dominance
-from autotune.search.factors import kind_of
+from autotune.problem.space import parse_space
 from autotune.search.proposer import Proposer
-from autotune.units import GIB
+from autotune.search.pruning import Dominance
+from autotune.search.surrogate import kind_of
+from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"

@@ -12,7 +12,7 @@ from sqlalchemy.exc import OperationalError
 from autotune.errors import MachineTrouble, UserError
 from autotune.masking import hide_password
 from autotune.problem.hardware import detect
-from autotune.problem.space_file import load_space
+from autotune.problem.space import load_space
 from autotune.search.storage import default_storage, failures_in_one_line, make_study_folder, open_storage
 from autotune.search.study import StudyStore
 from tests.cli_call import call

@@ -7,19 +7,18 @@ import optuna
 import pytest
 
 from autotune.errors import UserError
-from autotune.predict.traced import traced_predictor
+from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect, named_hardware
 from autotune.problem.job import Script
 from autotune.problem.outcome import Kind, Measurement, Outcome
-from autotune.problem.script_job import unknown_job
-from autotune.problem.space_file import load_space, parse_space
-from autotune.search.distributions import constraints
+from autotune.problem.space import load_space, parse_space
+from autotune.script.profile import unknown_job
 from autotune.search.proposer import Proposer
-from autotune.search.records import VERIFY
 from autotune.search.storage import default_storage, open_storage
 from autotune.search.study import StudyStore
-from autotune.units import GIB, MIB
+from autotune.search.trials import VERIFY, constraints
+from autotune.util.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
 from tests.network import mount
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from autotune.problem.outcome import Kind, Source
-from autotune.problem.space_file import parse_space
+from autotune.problem.space import parse_space
 from autotune.search import fingerprint
-from autotune.search.records import VERIFY
 from autotune.search.storage import default_storage
 from autotune.search.study import StudyStore
+from autotune.search.trials import VERIFY
 from tests.cli_call import call
 
 STORED = Path(__file__).parents[1] / "data" / "study_v0_1.db.gz"

@@ -9,13 +9,13 @@ import optuna
 import pytest
 from sqlalchemy import event
 
-from autotune.commands.report import write_study
+from autotune.commands.study_output import write_study
 from autotune.problem.outcome import Kind, Outcome
-from autotune.problem.space_file import load_space
+from autotune.problem.space import load_space
 from autotune.results import tables
-from autotune.search.records import record_of
 from autotune.search.study import StudyStore
 from autotune.search.trial_rows import RowStorage
+from autotune.search.trials import record_of
 from tests.cli_call import call
 from tests.conftest import make_candidate
 from tests.studies import study_of_every_kind

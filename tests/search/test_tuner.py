@@ -10,21 +10,18 @@ import pytest
 from autotune.errors import MachineTrouble, UserError
 from autotune.executors.base import Effort
 from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
-from autotune.predict.predictor import Predictor, Table
-from autotune.predict.prepared import Prepared
+from autotune.predict.predictor import Predictor, Prepared, Table
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
-from autotune.search.blame import MACHINE_FAILURES
-from autotune.search.clock import too_short
-from autotune.search.lessons import teach
+from autotune.search.budget import too_short
+from autotune.search.leaderboard import Standings, averaged, overlap
 from autotune.search.proposer import Proposer
-from autotune.search.records import RESUME, SEARCH, VERIFY
-from autotune.search.standings import Standings, averaged, overlap
 from autotune.search.study import StudyStore
-from autotune.search.tuner import MAX_VERIFIED, SearchSummary, Tuner
-from autotune.units import GIB, MIB
+from autotune.search.trials import RESUME, SEARCH, VERIFY
+from autotune.search.tuner import MACHINE_FAILURES, MAX_VERIFIED, SearchSummary, Tuner, teach
+from autotune.util.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
@@ -243,7 +240,7 @@ def test_a_winner_must_go_on_from_a_checkpoint(landscape: Landscape) -> None:
 
 
 def test_a_checkpoint_that_takes_the_budget_is_not_tried(landscape: Landscape, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.problem.checkpoint.BYTES_PER_SECOND", 1e7)
+    monkeypatch.setattr("autotune.problem.job.BYTES_PER_SECOND", 1e7)
     executor = Resuming(landscape, lambda candidate: None)
     result, _, _ = search(landscape, 1800, executor=executor)
     assert not executor.tried

@@ -6,55 +6,25 @@ observes the trained engine.
 
 Each module hooks one library.
 
-| module | hooked |
+| module | what is hooked |
 | --- | --- |
-| `arguments` | argparse: flags that carry knobs, and the rank |
-| `process_group` | torch.distributed: the script uses the process group of the rank |
-| `ports` | sockets: reuse of a port that the preceding trial has just closed |
-| `deepspeed` | `deepspeed.initialize`, and forward, backward and step of the engine that trains |
-| `zero_init` | `deepspeed.zero.Init`: a partitioned model, which only stage 3 trains |
-| `beside` | auxiliary engines, made after the first: their batch, and the rows of their steps |
-| `ops` | builds of DeepSpeed's ops |
-| `election` | selection of the engine that trains, if a script makes several |
-| `optimizers` | torch's optimizers: detection of a training without DeepSpeed |
-| `checkpointing` | the model's activation checkpointing, once the engine exists |
-| `accelerate` | its DeepSpeed config and plugin, and the loader passed to `prepare` |
-| `transformers` | TrainingArguments |
-| `resuming` | `load_checkpoint`, `load_state`, Trainer's `resume_from_checkpoint`: measurements start afresh |
-| `saving` | `save_state`, `save_model`, Trainer's saves and evaluations: measurements skip them |
-| `lightning` | batches per step of its Trainer, once the engine exists |
-| `spawning` | torch.multiprocessing, `notebook_launcher`: ranks started by a function |
-| `relaunch` | subprocess, `os.exec…`, torch's launcher: ranks started by a program |
-| `sources` | `open`: configs that a script reads in its probe run |
-| `tokenizers` | maximum sequence length of each tokenizer |
+| `config` | argparse: flags that carry knobs, and the rank |
+| `process_group` | torch.distributed: the script's process group is the rank's own; sockets: ports that are still in use |
+| `deepspeed` | `deepspeed.initialize`, `deepspeed.zero.Init`, ops, checkpointing, steps of every engine that trains |
+| `accelerate` | its DeepSpeed config and plugin, the loader that `prepare` is given |
+| `transformers` | TrainingArguments, tokenizers; saves, evaluations and resumes, which a measurement leaves out |
+| `launchers` | subprocess, `os.exec...`, torch's launcher, torch.multiprocessing: a script that starts its ranks itself |
+| `source_files` | `open`: the configs that a script reads in its first run |
 
-All except `beside`, `election`, `checkpointing` and `lightning` have `install(context)`. No library is imported before
-its hook is installed.
+`base` has what they share. No library is imported before its hook is installed.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from autotune.rank.hooks import (
-    accelerate,
-    arguments,
-    config,
-    deepspeed,
-    ops,
-    optimizers,
-    ports,
-    process_group,
-    relaunch,
-    resuming,
-    saving,
-    sources,
-    spawning,
-    tokenizers,
-    transformers,
-    zero_init,
-)
-from autotune.rank.hooks.context import Context
+from autotune.rank.hooks import accelerate, config, deepspeed, launchers, process_group, source_files, transformers
+from autotune.rank.hooks.base import Context
 
 
 class Hooks:
@@ -67,25 +37,25 @@ class Hooks:
         """Install all hooks. Call this once, before the script runs."""
         context = self.context
         config.announce_to_accelerate(context)
-        for library in (
-            arguments,
-            process_group,
-            ports,
-            deepspeed,
-            ops,
-            zero_init,
-            optimizers,
-            accelerate,
-            transformers,
-            resuming,
-            saving,
-            sources,
+        for install in (
+            config.install,
+            process_group.install,
+            process_group.install_ports,
+            deepspeed.install,
+            deepspeed.install_ops,
+            deepspeed.install_zero_init,
+            deepspeed.install_optimizers,
+            accelerate.install,
+            transformers.install,
+            transformers.install_resuming,
+            transformers.install_saving,
+            source_files.install,
+            launchers.install_relaunch,
+            launchers.install_spawning,
         ):
-            library.install(context)
-        for starter in (relaunch, spawning):
-            starter.install(context)
+            install(context)
         if context.script.worst_case:
-            tokenizers.install(context)
+            transformers.install_tokenizers(context)
 
     def arguments(self) -> list[str]:
         """Return the script's arguments under the candidate."""
@@ -97,7 +67,7 @@ class Hooks:
 
     def sources(self) -> list[str]:
         """Return the user's own files that the script has used so far."""
-        return sources.found(self.context)
+        return source_files.found(self.context)
 
     def save_weights(self, folder: str, name: str) -> Any:
         """Save the gathered 16-bit weights of the engine that trains, as the script would without `quiet`."""

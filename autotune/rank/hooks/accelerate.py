@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH
-from autotune.problem.script_job import KEPT
+from autotune.rank.hooks.base import Context
 from autotune.rank.hooks.config import merged, without_trackers
-from autotune.rank.hooks.context import Context
 from autotune.rank.hooks.process_group import wait_for
 from autotune.rank.versions import imported
+from autotune.script.profile import KEPT
 
 # Attributes copied to a loader of another batch size, in addition to its sampler if it has one.
 _KEPT = (

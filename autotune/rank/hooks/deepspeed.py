@@ -1,4 +1,4 @@
-"""Hook DeepSpeed: pass the candidate's config to the engine that trains, and report its steps to the watcher."""
+"""Hooks of DeepSpeed: the engine that trains, its config and its steps."""
 
 from __future__ import annotations
 
@@ -7,20 +7,29 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import Unusable
-from autotune.problem.ds_file import named_config
+from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, MICRO_BATCH
+from autotune.problem.ds_config import named_config
 from autotune.problem.outcome import Phase
-from autotune.problem.script_job import EARLIER, KEPT, TORCHS
-from autotune.rank.hooks import beside, checkpointing, election, lightning, optimizers
-from autotune.rank.hooks.batches import batch_of, padded, sizes_of
-from autotune.rank.hooks.config import kept_configs, merged, note_own
-from autotune.rank.hooks.context import Context
-from autotune.rank.hooks.saving import make_folder
+from autotune.rank.hooks.base import Context, batch_of, padded, sizes_of
+from autotune.rank.hooks.config import kept_configs, merged, note_own, with_candidate
+from autotune.rank.hooks.transformers import make_folder
 from autotune.rank.versions import backward_prologue
+from autotune.script.profile import EARLIER, KEPT, TORCHS
+from autotune.script.script import several_configs
+from autotune.workers import jit_ops
+from autotune.workers.jit_ops import LIVELY_SECONDS, held
+
+# -- deepspeed ---------------------------------------------------------------------------------------------------------
+#
+# Hook DeepSpeed: pass the candidate's config to the engine that trains, and report its steps to the watcher.
 
 _WATCHED = (("forward", Phase.FORWARD), ("backward", Phase.BACKWARD), ("step", Phase.STEP))
 
@@ -74,22 +83,17 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
     config, through_args = _config_of(given)
     if not _trains(context, given, config):
         return _build(context, original, *args, **kwargs)
-    if election.is_early(context):
+    if is_early(context):
         made = _build(context, original, *args, **kwargs)
         context.earlier.append(made[0])
         return made
     if context.engine is not None:
-        changed = beside.with_batch(context, config)
+        changed = with_batch(context, config)
         if changed is not config:
             _give_config(given, changed, through_args)
         made = _build(context, original, **given)
-        beside.watch(
-            context,
-            made[0],
-            _steps,
-            functools.partial(election.stepped, context, take=functools.partial(_take, context)),
-        )
-        election.stand(context, made[0], config, given.get("optimizer"))
+        watch(context, made[0], _steps, functools.partial(stepped, context, take=functools.partial(_take, context)))
+        stand(context, made[0], config, given.get("optimizer"))
         return made
     try:
         return _made(context, original, given, config, through_args)
@@ -126,10 +130,10 @@ def _made(
     optimizer = given.get("optimizer")
     note_own(context, config)
     _give_config(given, merged(context, config), through_args)
-    lightning.accumulate(context, given.get("model"), given["config"])
+    accumulate(context, given.get("model"), given["config"])
     if plan := batch_of(given["config"], context.job.ranks):
-        context.watcher.planned(*plan, optimizers.kind_of(context, optimizer))
-    checkpointing.apply(context, given["model"])
+        context.watcher.planned(*plan, kind_of(context, optimizer))
+    apply(context, given["model"])
     made = _build(context, original, **given)
     _check_data_parallel(context, made[0])
     context.engine = made[0]
@@ -138,7 +142,7 @@ def _made(
     return made
 
 
-def _take(context: Context, rival: election.Rival) -> None:
+def _take(context: Context, rival: Rival) -> None:
     """Make another engine the one that trains: move the hooks to it, and restart the watcher."""
     if context.module_hook is not None:
         context.module_hook.remove()
@@ -219,7 +223,7 @@ def _watched(
         else:
             _count_pending(context)
             if phase is Phase.BACKWARD:
-                election.trained(context)
+                trained(context)
             context.watcher.entered(phase)
         context.inside = phase
         result = original(engine, *args, **kwargs)
@@ -340,17 +344,17 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         "trained": [elements for elements, trained in sizes if trained],
         "frozen": sum(elements for elements, trained in sizes if not trained),
         **late_facts(context),
-        "checkpointing_call": checkpointing.call_of(plain),
+        "checkpointing_call": call_of(plain),
         "through_arguments": context.through_arguments,
-        "lightning": lightning.trainer_of(plain) is not None,
+        "lightning": trainer_of(plain) is not None,
         "zero_init": context.zero_init,
         EARLIER: len(context.earlier),
         KEPT: kept_configs(context),
         "relaunched": context.relaunched,
         "client_optimizer": optimizer is not None,
         "untested_optimizer": not _zero_supports(optimizer),
-        "optimizer": optimizers.kind_of(context, own),
-        TORCHS: optimizers.torchs_of(own),
+        "optimizer": kind_of(context, own),
+        TORCHS: torchs_of(own),
         "flags": sorted(context.flags),
         "spellings": dict(sorted(context.spellings.items())),
     }
@@ -365,8 +369,8 @@ def late_facts(context: Context) -> dict[str, bool]:
     """Return facts that may change after the engine was made: activation checkpointing, and the prepared loader."""
     module = context.engine.module
     return {
-        "checkpointing": checkpointing.can_switch(_plain(module), context.through_arguments),
-        "checkpointed": checkpointing.is_on(module),
+        "checkpointing": can_switch(_plain(module), context.through_arguments),
+        "checkpointed": is_on(module),
         "loader_prepared": context.loader_prepared,
         "loader_split": context.loader_split,
     }
@@ -379,3 +383,421 @@ def _zero_supports(optimizer: Any) -> bool:
     from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 
     return bool(is_zero_supported_optimizer(optimizer))
+
+
+# -- choice of the engine that trains ----------------------------------------------------------------------------------
+#
+# Select the engine that trains if a script makes several: the first, unless the probe run shows another.
+#
+# A reference model made first has an optimizer if its config has one. A script may also train in phases with an engine
+# for each. Only the probe run selects. Its result is part of the profile and applies to later runs.
+
+# Optimizer steps in a row of another engine during which the current choice has no backward:
+_REFERS = 3  # the current choice has never had one, and is in evaluation mode
+_ENDED = 2  # the current choice had stepped before the other was made
+_SILENT = 16  # neither applies; two engines may alternate, such as a critic's many steps with a generator's one
+
+
+@dataclass
+class Rival:
+    """Another engine that may turn out to be the one that trains."""
+
+    engine: Any
+    config: dict[str, Any]  # the script's own
+    optimizer: Any  # optimizer that the script made itself, or None
+    late: bool  # True if the current choice had stepped before this one was made
+    steps: int = 0  # in a row
+
+
+def is_early(context: Context) -> bool:
+    """Return True if the engine being made precedes the one that trains, by the probe run."""
+    return context.engine is None and len(context.earlier) < int(context.script.profile.get(EARLIER, 0))
+
+
+def stand(context: Context, engine: Any, config: dict[str, Any], optimizer: Any) -> None:
+    """Register an engine that was made after the current choice."""
+    if context.candidate is None:
+        context.rivals.append(Rival(engine, copy.deepcopy(config), optimizer, late=context.trained_steps > 0))
+
+
+def trained(context: Context) -> None:
+    """Record a backward of the engine that trains: other engines then alternate with it."""
+    context.trained = True
+    for rival in context.rivals:
+        rival.steps = 0
+
+
+def stepped(context: Context, engine: Any, take: Callable[[Rival], None]) -> None:
+    """Record an optimizer step of another engine, and select it if the current choice is idle.
+
+    Args:
+        take: moves the hooks to the selected engine.
+    """
+    rival = next((one for one in context.rivals if one.engine is engine), None)
+    if rival is None:
+        return
+    rival.steps += 1
+    if rival.steps < _needed(context, rival):
+        return
+    at = next(at for at, one in enumerate(context.beside) if one is engine)
+    context.earlier += [context.engine, *context.beside[:at]]
+    del context.beside[: at + 1]
+    gone = [id(one) for one in (*context.earlier, engine)]
+    context.rivals = [one for one in context.rivals if id(one.engine) not in gone]
+    context.trained, context.trained_steps = True, 0
+    take(rival)
+
+
+def _needed(context: Context, rival: Rival) -> int:
+    if not context.trained and not context.engine.module.training:
+        return _REFERS
+    return _ENDED if rival.late else _SILENT
+
+
+# -- auxiliary engines -------------------------------------------------------------------------------------------------
+#
+# Auxiliary engines (a critic, a discriminator): set their batch like that of the first engine, and count it.
+
+
+def with_batch(context: Context, config: dict[str, Any]) -> dict[str, Any]:
+    """Return an engine's config with the candidate's batch sizes if its own equal those of the first engine.
+
+    The config is returned unchanged if the command names several config files, because the printed command would not
+    change the engine's own file.
+    """
+    ranks = int(os.environ["WORLD_SIZE"])
+    own = batch_of(context.own_config or {}, ranks)
+    if context.batch is None or own is None or batch_of(config, ranks) != own or several_configs(context.script):
+        return config
+    found = {key: value for key, value in copy.deepcopy(config).items() if key not in BATCH_KEYS}
+    found[MICRO_BATCH], found[ACCUMULATION] = context.batch
+    return found
+
+
+def watch(context: Context, engine: Any, steps: Callable[[Any], bool], done: Callable[[Any], None]) -> None:
+    """Report every optimizer step of the engine to the watcher, with the rows since the preceding step.
+
+    Reports end if the engine turns out to be the one that trains, or to precede it.
+
+    Args:
+        steps: returns True if the engine's next `step` runs its optimizer.
+        done: called after each such step.
+    """
+    import torch
+
+    rows = 0
+    context.beside.append(engine)
+
+    def forward(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        nonlocal rows
+        if torch.is_grad_enabled():
+            rows += sizes_of(args, kwargs).rows
+        return original(*args, **kwargs)
+
+    def step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        nonlocal rows
+        boundary = steps(engine)
+        result = original(*args, **kwargs)
+        number = next((at for at, one in enumerate(context.beside) if one is engine), None)
+        if boundary and number is not None:
+            context.watcher.beside(number, rows)
+            rows = 0
+            done(engine)
+        return result
+
+    context.patches.wrap(engine, "forward", forward)
+    context.patches.wrap(engine, "step", step)
+
+
+# -- lightning ---------------------------------------------------------------------------------------------------------
+#
+# Hook Lightning, whose Trainer sets the batches per optimizer step instead of the DeepSpeed config.
+
+_PACKAGES = ("lightning", "pytorch_lightning")
+
+
+def trainer_of(model: Any) -> Any:
+    """Return the Trainer of a LightningModule, or None if another loop trains (also Fabric, whose loop is the script's)."""
+    for cls in type(model).__mro__:
+        if cls.__name__ == "LightningModule" and cls.__module__.partition(".")[0] in _PACKAGES:
+            with suppress(RuntimeError):  # raised by a module without a Trainer
+                return model.trainer if hasattr(model.trainer, "accumulate_grad_batches") else None
+    return None
+
+
+def accumulate(context: Context, model: Any, config: dict[str, Any]) -> None:
+    """Set the candidate's accumulation in the model's Trainer, whose own count would end training at another step.
+
+    Args:
+        config: config of the engine being made. `Candidate.ds_config` omits the key, because Lightning refuses it in a
+            config that it reads.
+    """
+    trainer = trainer_of(model)
+    if trainer is not None and context.batch is not None:
+        trainer.accumulate_grad_batches = config[ACCUMULATION] = context.batch[1]
+
+
+# -- zero init ---------------------------------------------------------------------------------------------------------
+#
+# Hook `deepspeed.zero.Init`: build a model whole below stage 3, because no such engine trains a partitioned one.
+#
+# transformers uses it only if its latest config has stage 3, and that config already has the candidate's keys.
+
+_CONFIGS = ("config_dict_or_path", "config")  # its current and its old name
+
+
+def install_zero_init(context: Context) -> None:
+    """Change the script's calls until the engine that trains exists; later engines keep their own stage.
+
+    If the script has turned partitioning off, it stays off, because an engine of stage 3 also takes a whole model.
+    """
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    inside = 0  # engines of stage 3 under construction, which partition whole parameters by this class
+
+    def make_engine(original: Callable[..., Any], engine: Any, /, *args: Any, **kwargs: Any) -> None:
+        nonlocal inside
+        inside += 1
+        try:
+            original(engine, *args, **kwargs)
+        finally:
+            inside -= 1
+
+    def init(original: Callable[..., Any], made: Any, /, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(made, *args, **kwargs)
+        named = given.arguments
+        if inside or context.engine is not None or not named.get("enabled", True):
+            return original(made, *args, **kwargs)
+        name = next((one for one in _CONFIGS if named.get(one) is not None), None)
+        config = named[name] if name is not None else None
+        context.zero_init |= not _transformers_own(config)
+        candidate = context.candidate
+        if candidate is None or "zero_stage" not in candidate.as_dict:
+            return original(made, *args, **kwargs)
+        if candidate.stage < 3:
+            return original(made, enabled=False)  # other arguments would be checked although they have no effect
+        if name is not None and not _transformers_own(config):
+            named[name] = _merged(context, config)
+        return original(*given.args, **given.kwargs)
+
+    context.patches.wrap(DeepSpeedZeRoOffload, "__init__", make_engine)
+    context.patches.wrap(Init, "__init__", init)
+
+
+def _transformers_own(config: Any) -> bool:
+    """Return True if transformers itself passed the config."""
+    library = sys.modules.get("transformers.integrations.deepspeed")
+    return config is not None and library is not None and config is library.deepspeed_config()
+
+
+def _merged(context: Context, config: Any) -> Any:
+    """Return the config with the candidate's keys if it belongs to the engine that trains.
+
+    The ZeRO section decides, compared with that of the probe run. A reference model's config stays unchanged.
+    """
+    read = named_config(config) if isinstance(config, str | Path) else config
+    own = context.script.profile.get("config", read)
+    section = "zero_optimization"
+    return with_candidate(context, read) if isinstance(read, dict) and read.get(section) == own.get(section) else config
+
+
+# -- ops ---------------------------------------------------------------------------------------------------------------
+#
+# Build DeepSpeed's ops for a script behind autotune's lock.
+#
+# A rank that is killed during a build would otherwise leave torch's lock, for which later processes wait for ever.
+
+_MODULES = ("deepspeed.ops.op_builder.builder", "op_builder.builder")  # the second is DeepSpeed from a checkout
+
+
+def install_ops(context: Context) -> None:
+    """Hook the builds and loads of ops at run time. Ops built at DeepSpeed's installation are left alone."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().get_op_builder("CPUAdamBuilder")  # imports the modules that define the ops
+    for module in map(sys.modules.get, _MODULES):
+        if module is not None:
+            context.patches.wrap(module.OpBuilder, "jit_load", functools.partial(_load, context))
+
+
+def _load(context: Context, original: Callable[..., Any], /, builder: Any, *args: Any, **kwargs: Any) -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    folder, name = jit_ops.use_own_folder(), type(builder).__name__
+    place = folder / builder.name
+    is_built = jit_ops.is_whole(place / f"{builder.name}.so")
+    if not is_built and get_accelerator().get_op_builder(name) is type(builder):  # excludes the script's own builder
+        context.watcher.unbuilt(name)
+    several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"  # machines may share a home, but not its locks
+    if several:
+        jit_ops.drop_torn(place, LIVELY_SECONDS)
+    if several or (is_built and not (place / "lock").exists()):  # ranks load a built op in parallel
+        return original(builder, *args, **kwargs)
+    with held(folder, builder.name):
+        return original(builder, *args, **kwargs)
+
+
+# -- checkpointing -----------------------------------------------------------------------------------------------------
+#
+# Set activation checkpointing as the candidate does, and override the script's own calls.
+
+_ATTRIBUTE = "gradient_checkpointing"  # attribute of layers by which libraries and custom models check if it is on
+
+
+@dataclass(frozen=True)
+class _Switch:
+    """Methods that switch checkpointing in a library's models."""
+
+    enable: str
+    disable: str
+    supported: str  # attribute by which a class declares that it has no support
+    how: tuple[tuple[str, Any], ...] = ()  # arguments of `enable`
+
+
+_SWITCHES = (
+    _Switch(
+        "gradient_checkpointing_enable",  # from transformers
+        "gradient_checkpointing_disable",
+        "supports_gradient_checkpointing",
+        (("gradient_checkpointing_kwargs", {"use_reentrant": False}),),
+    ),
+    _Switch("enable_gradient_checkpointing", "disable_gradient_checkpointing", "_supports_gradient_checkpointing"),
+)  # the second is from diffusers (models/modeling_utils.py)
+_ENABLE = (*(one.enable for one in _SWITCHES), "activation_checkpointing_enable")  # includes transformers' new name
+
+
+def apply(context: Context, model: Any) -> None:
+    """Switch a model's checkpointing as the candidate says.
+
+    For a candidate without it, checkpointing by the script (or peft's `prepare_model_for_kbit_training`) is turned off
+    and stays off. Checkpointing that is already on keeps the script's settings.
+    """
+    candidate = context.candidate
+    if candidate is None or CHECKPOINTING not in candidate.as_dict:
+        return
+    on = is_on(model)
+    if candidate.checkpointing:
+        if not on and not context.through_arguments:
+            for module, switch in _parts(model):
+                _turn(module, switch, True)
+        return
+    for module, switch in _parts(model) if on else ():
+        if is_on(module):
+            _turn(module, switch, False)
+    _keep_off(context, {id(module) for module in model.modules()}, {type(module) for module in model.modules()})
+
+
+def _parts(model: Any) -> Iterator[tuple[Any, _Switch | None]]:
+    """Yield the outermost switchable modules with their methods, or None if their code reads the attribute.
+
+    A custom model may wrap a library's model, whose layers inherit the attribute from their class.
+    """
+    switch = next((one for one in _SWITCHES if hasattr(model, one.enable)), None)
+    if switch is not None:
+        if getattr(model, switch.supported, True):
+            yield model, switch
+        return
+    if isinstance(vars(model).get(_ATTRIBUTE), bool):
+        yield model, None
+    for child in model.children():
+        yield from _parts(child)
+
+
+def _turn(module: Any, switch: _Switch | None, on: bool) -> None:
+    if switch is None:
+        setattr(module, _ATTRIBUTE, on)
+    elif on:
+        getattr(module, switch.enable)(**dict(switch.how))
+    else:
+        getattr(module, switch.disable)()
+
+
+def _keep_off(context: Context, modules: set[int], classes: set[type[Any]]) -> None:
+    """Prevent later calls from turning it on in these modules, given by id; reference models are not affected."""
+
+    def enable(original: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return None if id(module) in modules else original(module, *args, **kwargs)
+
+    for one in classes:
+        for name in _ENABLE:
+            if hasattr(one, name):
+                context.patches.wrap(one, name, enable)
+
+
+def is_on(model: Any) -> bool:
+    """Return True if any part of a model is checkpointed, by the attribute of its layers."""
+    return any(getattr(module, _ATTRIBUTE, False) is True for module in model.modules())
+
+
+def can_switch(model: Any, through_arguments: bool = False) -> bool:
+    """Return True if checkpointing can be switched from its current state.
+
+    Args:
+        through_arguments: True if transformers' Trainer switches it, which knows only the method of the whole model.
+    """
+    parts = list(_parts(model))
+    if through_arguments and not hasattr(model, _SWITCHES[0].enable):
+        return False
+    on = [(module, switch) for module, switch in parts if is_on(module)]
+    return bool(parts) and all(switch is None or hasattr(module, switch.disable) for module, switch in on)
+
+
+def call_of(model: Any) -> str:
+    """Return the code that turns it on for the first switchable part, as an expression on the model.
+
+    Returns:
+        An empty string if it cannot be turned on, or works as in transformers' models.
+    """
+    part, switch = next(_parts(model), (None, None))
+    if part is None or (part is model and switch is _SWITCHES[0]):
+        return ""
+    path = next(name for name, module in model.named_modules() if module is part)
+    called = f"{_ATTRIBUTE} = True" if switch is None else f"{switch.enable}()"
+    return f"{path}.{called}" if path else called
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+#
+# Detect a training without DeepSpeed, and classify the optimizer that a script makes.
+
+_STEPS_WITHOUT_DEEPSPEED = 2  # one step may be part of a script's preparation
+_OF_ONE_PLACE = ("deepspeed", "apex")  # their kernels need all tensors on one device
+
+
+def install_optimizers(context: Context) -> None:
+    """Report optimizer steps without an engine to the watcher, from the second on."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    steps = 0
+
+    def stepped(*_: Any) -> None:
+        nonlocal steps
+        if context.engine is None and not context.earlier:
+            steps += 1
+            if steps >= _STEPS_WITHOUT_DEEPSPEED:
+                context.watcher.strayed()
+
+    context.patches.on_undo(register_optimizer_step_post_hook(stepped).remove)
+
+
+def kind_of(context: Context, optimizer: Any) -> str:
+    """Return the class name of a script's optimizer if it comes from DeepSpeed or apex, or an empty string.
+
+    Other optimizers step on any device. The result is also empty if accelerate made the CPU variant that the script's
+    config needs.
+    """
+    ancestors = type(optimizer).__mro__ if optimizer is not None else ()
+    found = next((one.__name__ for one in ancestors if one.__module__.partition(".")[0] in _OF_ONE_PLACE), "")
+    return "" if context.accelerated and "CPU" in found else found
+
+
+def torchs_of(optimizer: Any) -> dict[str, Any]:
+    """Return class and implementation of a script's optimizer if it is torch's own, or an empty dict.
+
+    An implementation of None leaves the choice to torch. Subclasses are excluded, because their step may differ.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return {}
+    asked = {name: optimizer.defaults.get(name) for name in ("fused", "foreach")}
+    return {"class": type(optimizer).__name__, **asked}

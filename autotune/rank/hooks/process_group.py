@@ -1,15 +1,19 @@
-"""Hook torch.distributed: the script uses the process group that its rank has joined and will leave.
-
-Two trials on one machine could meet at a port that a script chooses. The ranks of a trial use a file instead.
-"""
+"""The rank's own process group and its ports."""
 
 from __future__ import annotations
 
 import datetime
+import socket
 from collections.abc import Callable
 from typing import Any
 
-from autotune.rank.hooks.context import Context
+from autotune.rank.hooks.base import Context
+
+# -- process group -----------------------------------------------------------------------------------------------------
+#
+# Hook torch.distributed: the script uses the process group that its rank has joined and will leave.
+#
+# Two trials on one machine could meet at a port that a script chooses. The ranks of a trial use a file instead.
 
 
 def install(context: Context) -> None:
@@ -58,3 +62,24 @@ def wait_for(context: Context, timeout: datetime.timedelta | None) -> None:
     if timeout is not None and not context.quiet and timeout > context.collective_timeout:
         context.collective_timeout = timeout
         torch.distributed.distributed_c10d._set_pg_timeout(timeout)
+
+
+# -- ports -------------------------------------------------------------------------------------------------------------
+#
+# Hook sockets, so that a script can bind its own port at every start.
+#
+# The kernel reserves a port for a minute after its last connection unless it is opened with SO_REUSEADDR. A training
+# starts once, but trials follow each other.
+
+
+def install_ports(context: Context) -> None:
+    """Open TCP ports with SO_REUSEADDR in a measurement, as most servers do."""
+    if not context.quiet:
+        return
+
+    def bind(original: Callable[..., Any], /, self: socket.socket, address: Any) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and self.type == socket.SOCK_STREAM:
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        original(self, address)
+
+    context.patches.wrap(socket.socket, "bind", bind)

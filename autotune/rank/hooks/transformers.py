@@ -1,4 +1,4 @@
-"""Hook transformers: set the candidate's batch in TrainingArguments and in subclasses of other libraries (TRL)."""
+"""Hooks of transformers: TrainingArguments, tokenizers, and no saves, evaluations or resumes in a measurement."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from autotune.problem.argument_files import output_folder
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH
-from autotune.rank.hooks import resuming, saving
-from autotune.rank.hooks.context import Context
+from autotune.rank.checkpoints import model_states
+from autotune.rank.hooks.base import Context
 from autotune.rank.versions import imported
+from autotune.script.argument_files import output_folder
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+#
+# Hook transformers: set the candidate's batch in TrainingArguments and in subclasses of other libraries (TRL).
 
 _DEFAULT_OUTPUT = "trainer_output"  # since transformers 5
 
@@ -69,8 +73,8 @@ def _silence(context: Context, arguments: Any) -> None:
 
     The schedule of evaluations and saves stays in the arguments, because callbacks and schedulers check it.
     """
-    resuming.keep_trainer_from_it(context, arguments)
-    saving.keep_trainer_from_it(context)
+    keep_trainer_from_resuming(context, arguments)
+    keep_trainer_from_saving(context)
     arguments.output_dir = _output(context, arguments.output_dir or _DEFAULT_OUTPUT)
     arguments.report_to = "none"
     arguments.push_to_hub = False
@@ -86,3 +90,161 @@ def _output(context: Context, given: Any) -> str:
         return os.fsdecode(given)
     theirs = Path(context.script.cwd, path)  # `../out` keeps its meaning relative to the user's folder
     return str(output_folder(context.folder, theirs))
+
+
+# -- tokenizers --------------------------------------------------------------------------------------------------------
+#
+# Hook transformers' tokenizers: record the maximum sequence length of each.
+
+_UNLIMITED_TOKENS = 10**6  # a tokenizer without a limit names a far larger number
+
+
+def install_tokenizers(context: Context) -> None:
+    """Add the limit of every new tokenizer to `context.allowed_tokens`. Do nothing without transformers."""
+    base = imported("transformers", "PreTrainedTokenizerBase")
+    if base is None:
+        return
+
+    def init(original: Callable[..., Any], tokenizer: Any, /, *args: Any, **kwargs: Any) -> None:
+        original(tokenizer, *args, **kwargs)
+        if (longest := getattr(tokenizer, "model_max_length", None) or 0) < _UNLIMITED_TOKENS:
+            context.allowed_tokens.append(int(longest))
+
+    context.patches.wrap(base, "__init__", init)
+
+
+# -- saves -------------------------------------------------------------------------------------------------------------
+#
+# Skip all saves and evaluations of a measurement: no checkpoint is written, and none removed to free space.
+#
+# `deepspeed.py` silences DeepSpeed's own saves, because verification needs them. The arguments stay unchanged:
+# callbacks and schedulers read them, and refuse a training that never evaluates or saves.
+
+
+def install_saving(context: Context) -> None:
+    """Hook accelerate if the context is quiet; see `keep_trainer_from_it` for Trainer."""
+    if not context.quiet or (accelerator_class := imported("accelerate", "Accelerator")) is None:
+        return
+
+    def save_state(original: Callable[..., Any], accelerator: Any, output_dir: Any = None, *_: Any, **__: Any) -> Any:
+        project = accelerator.project_configuration
+        if project.automatic_checkpoint_naming:
+            output_dir = os.path.join(
+                accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}"
+            )
+        project.iteration += 1
+        make_folder(context, output_dir)
+        return output_dir
+
+    def save_model(
+        original: Callable[..., Any], accelerator: Any, model: Any, save_directory: Any = None, *_: Any, **__: Any
+    ) -> None:
+        make_folder(context, save_directory)
+
+    context.patches.wrap(accelerator_class, "save_state", save_state)
+    context.patches.wrap(accelerator_class, "save_model", save_model)
+
+
+def keep_trainer_from_saving(context: Context) -> None:
+    """Keep Trainer from evaluating and saving by ignoring callbacks; the script's own evaluations run."""
+    if context.trainer_silent:
+        return
+    context.trainer_silent = True
+
+    def call_event(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        control = original(*args, **kwargs)
+        control.should_evaluate = control.should_save = False
+        return control
+
+    def save_model(original: Callable[..., Any], trainer: Any, output_dir: Any = None, *_: Any, **__: Any) -> None:
+        make_folder(context, trainer.args.output_dir if output_dir is None else output_dir)
+
+    def nothing(original: Callable[..., Any], /, *_: Any, **__: Any) -> None:
+        """Replace methods that write or upload a checkpoint."""
+
+    context.patches.wrap(imported("transformers.trainer_callback", "CallbackHandler"), "call_event", call_event)
+    trainer_class = imported("transformers", "Trainer")
+    for name, silent in (("save_model", save_model), ("_save_checkpoint", nothing), ("push_to_hub", nothing)):
+        if hasattr(trainer_class, name):
+            context.patches.wrap(trainer_class, name, silent)
+
+
+def make_folder(context: Context, folder: Any, *, anywhere: bool = False) -> None:
+    """Create the folder that a script expects after a save, if it belongs to the trial.
+
+    Among the user's files an empty checkpoint could be mistaken for a real one. With `anywhere` the folder is created
+    there too, because it cannot be mistaken.
+    """
+    kept = bool(folder) and context.sandbox is not None and context.sandbox.keeps(os.path.abspath(os.fsdecode(folder)))
+    if folder and (anywhere or kept):
+        os.makedirs(folder, exist_ok=True)
+
+
+# -- resumes -----------------------------------------------------------------------------------------------------------
+#
+# Start every measurement from the beginning, even if the script resumes.
+#
+# A checkpoint has the layout of one ZeRO stage, so candidates of other stages would fail. A finished training would
+# make no step. Speed and memory do not depend on the values of weights.
+
+# Keys of a checkpoint that `DeepSpeedEngine.load_checkpoint` uses itself (deepspeed 0.19.8). The rest is the script's.
+_DEEPSPEEDS = (
+    "module",
+    "optimizer",
+    "lr_scheduler",
+    "skipped_steps",
+    "global_steps",
+    "dp_world_size",
+    "mp_world_size",
+    "data_sampler",
+    "random_ltd",
+)
+
+
+def install_resuming(context: Context) -> None:
+    """Hook DeepSpeed's engines and accelerate if the context is quiet; see `keep_trainer_from_it` for Trainer."""
+    if not context.quiet:
+        return
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    def load_checkpoint(
+        original: Callable[..., Any], engine: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if engine is context.engine or any(engine is one for one in (*context.beside, *context.earlier)):
+            found = _found(engine, Path(load_dir), tag)
+            if found is not None:
+                return found
+        return original(engine, load_dir, tag, *args, **kwargs)
+
+    context.patches.wrap(DeepSpeedEngine, "load_checkpoint", load_checkpoint)
+    if (accelerator := imported("accelerate", "Accelerator")) is not None:
+        context.patches.wrap(accelerator, "load_state", lambda original, *args, **kwargs: None)
+
+
+def keep_trainer_from_resuming(context: Context, arguments: Any) -> None:
+    """Make Trainer start afresh, even if TrainingArguments or the script's call of `train` resume."""
+    arguments.resume_from_checkpoint = None
+    if context.trains_anew:
+        return
+    context.trains_anew = True
+
+    def train(
+        original: Callable[..., Any], trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        return original(trainer, None, *args, **kwargs)
+
+    context.patches.wrap(imported("transformers", "Trainer"), "train", train)
+
+
+def _found(engine: Any, folder: Path, tag: Any) -> tuple[str, dict[str, Any]] | None:
+    """Return DeepSpeed's answer for a checkpoint: its path, and the script's own states in it.
+
+    Returns:
+        None without a checkpoint, so that DeepSpeed reports it itself.
+    """
+    if tag is None:
+        latest = folder / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
+        tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+    states = model_states(folder / str(tag)) if tag is not None else {}
+    own = {key: value for key, value in states.items() if key not in _DEEPSPEEDS}
+    return (str(folder / str(tag)), own) if states else None

@@ -19,8 +19,8 @@ from autotune import masking
 from autotune.masking import masked_data
 from autotune.problem.candidate import KNOBS, Candidate
 from autotune.problem.job import Job
-from autotune.problem.sources import SOURCES
-from autotune.results.report.data import Code, StudyReport, Trial
+from autotune.results.report.model import Code, StudyReport, Trial
+from autotune.script.source_digests import SOURCES
 
 MODEL, STUDY, PATH, HOST, SCRIPT = "[model]", "[study]", "[path]", "[host]", "[script]"
 LEFT_OUT = "left out (--confidential)"

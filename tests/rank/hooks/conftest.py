@@ -12,8 +12,7 @@ import pytest
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Script
 from autotune.problem.outcome import Phase
-from autotune.rank.hooks.batches import Sizes
-from autotune.rank.hooks.context import Context
+from autotune.rank.hooks.base import Context, Sizes
 from autotune.rank.sandbox import Protection, Sandbox
 from tests.conftest import make_job
 

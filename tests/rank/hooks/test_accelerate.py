@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from autotune.problem.candidate import MICRO_BATCH, Candidate
-from autotune.problem.script_job import KEPT
 from autotune.rank.hooks import accelerate, config, deepspeed
+from autotune.script.profile import KEPT
 from tests.conftest import make_candidate
 from tests.rank.hooks.conftest import make_context
 

@@ -6,16 +6,14 @@ import gzip
 from collections.abc import Callable
 from pathlib import Path
 
-from autotune.predict.closed_form import closed_form_trace
 from autotune.predict.predictor import Predictor
+from autotune.predict.trace_cache import closed_form_trace
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.job import Job
 from autotune.results.plan import Plan, StagePlan
-from autotune.results.report.page import plan_page, training_page, write_page
-from autotune.results.report.planned import plan_report
-from autotune.results.report.training import AttemptShown, TrainingReport
+from autotune.results.report.html import AttemptShown, TrainingReport, plan_page, plan_report, training_page, write_page
 from autotune.search.study import StudyStore
-from autotune.units import GIB
+from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
 from tests.results.report.studies import EVIL, everything, in_memory, large, machine, measured, page, tell
 

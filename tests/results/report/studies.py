@@ -6,18 +6,17 @@ import dataclasses
 import functools
 from pathlib import Path
 
-from autotune.commands.report import write_study
-from autotune.predict.closed_form import closed_form_trace
+from autotune.commands.study_output import write_study
 from autotune.predict.predictor import Predictor
+from autotune.predict.trace_cache import closed_form_trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
-from autotune.problem.space import SearchSpace
-from autotune.problem.space_file import load_space
-from autotune.search.records import AS_IS, RESUME, SEARCH, VERIFY
+from autotune.problem.space import SearchSpace, load_space
 from autotune.search.storage import default_storage
 from autotune.search.study import StudyStore
-from autotune.units import GIB
+from autotune.search.trials import AS_IS, RESUME, SEARCH, VERIFY
+from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
 
 EVIL = "<script>document.title='owned'</script><img src=x onerror=alert(1)>&\"'"

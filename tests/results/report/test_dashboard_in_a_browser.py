@@ -11,8 +11,8 @@ import optuna
 import pytest
 
 from autotune.problem.outcome import Phase
-from autotune.search.records import SEARCH, VERIFY
 from autotune.search.study import StudyStore
+from autotune.search.trials import SEARCH, VERIFY
 from tests.conftest import make_candidate
 from tests.results.report.conftest import Browser
 from tests.results.report.studies import measured, open_study, ran_out, tell

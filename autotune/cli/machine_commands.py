@@ -1,0 +1,52 @@
+"""`autotune models`, `autotune doctor` and `autotune agent`: commands that need no study."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autotune.cli.options import Json, Python, emit, option, say
+
+
+def models(as_json: Json = False) -> None:
+    """The models that resolve offline by name."""
+    from autotune.problem.models import shipped_models
+    from autotune.util.units import format_count
+
+    found = shipped_models()
+    if as_json:
+        emit({name: {"parameters": spec.parameters, "source": spec.source} for name, spec in found.items()})
+        return
+    for name, spec in found.items():
+        print(f"{name:20} {format_count(spec.parameters) if spec.parameters else 'tiny':>8}  {spec.source}")
+
+
+def doctor(
+    nvme_path: Annotated[Path | None, option("A folder that nvme offload would use.")] = None,
+    python: Python = None,
+    as_json: Json = False,
+) -> None:
+    """Check driver, torch, NCCL, DeepSpeed's ops, memory and disk; builds CPU Adam ahead of time."""
+    from autotune.commands.doctor import examine
+    from autotune.commands.environment import ranks_python
+
+    with ranks_python(python, say, judge=False):
+        findings = examine(nvme_path)
+    if as_json:
+        emit([vars(finding) for finding in findings])
+    else:
+        for finding in findings:
+            print(f"{finding.level:5} {finding.what}: {finding.found}")
+            if finding.cost:
+                print(f"      costs: {finding.cost}\n      fix:   {finding.fix}")
+    if any(finding.level == "bad" for finding in findings):
+        raise typer.Exit(1)
+
+
+def agent() -> None:
+    """What a node of several runs for a tuner elsewhere, which starts it: it speaks JSON lines on standard input and output."""
+    from autotune.executors.cluster.agent import main
+
+    main()

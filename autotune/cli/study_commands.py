@@ -1,0 +1,208 @@
+"""The commands show, report, export, record, share, gallery and spaces."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autotune.cli.options import Json, Storage, StudyArgument, console, emit, load_numpy, option
+from autotune.errors import readable
+
+# -- commands for a study ----------------------------------------------------------------------------------------------
+#
+# `autotune show`, `report`, `export` and `record`: commands that read a study.
+
+
+@readable("the study")
+def show(study: StudyArgument, storage: Storage = None, as_json: Json = False) -> None:
+    """A study's trials with their reasons, and its winner."""
+    load_numpy()
+    from autotune.results.console import show_study, study_json
+    from autotune.search.study import StudyStore
+
+    store = StudyStore.load(study, storage)
+    if as_json:
+        emit(study_json(store))
+    else:
+        show_study(store, console())
+
+
+@readable("the study")
+def report(
+    study: StudyArgument,
+    out: Annotated[Path | None, option("File to write; default: NAME.html in the study's folder.")] = None,
+    show_it: Annotated[bool, option("Open it in the browser.", "--open")] = False,
+    hide: Annotated[bool, option("Without paths, host names and the model's name.", "--confidential")] = False,
+    storage: Storage = None,
+    as_json: Json = False,
+) -> None:
+    """Write a study as one HTML page that works offline: verdict, memory, every trial, how to reproduce it."""
+    load_numpy()
+    from autotune.commands.study_output import open_in_browser, report_study
+
+    written = report_study(study, storage, out, hide=hide)
+    if as_json:
+        emit({"files": [str(written)]})
+    else:
+        print(f"wrote {written}")
+    if show_it and not open_in_browser(written):
+        print(f"autotune: no browser was found: open {written.resolve()} in one", file=sys.stderr)
+
+
+@readable("the study")
+def export(
+    study: StudyArgument,
+    style: Annotated[str, option("deepspeed, accelerate, hf or sbatch.", "--format")] = "deepspeed",
+    out: Annotated[Path | None, option("File to write; default: in the study's folder.")] = None,
+    trial: Annotated[int | None, option("A trial's number instead of the winner.")] = None,
+    storage: Storage = None,
+    as_json: Json = False,
+) -> None:
+    """Write the winner as a DeepSpeed config, an accelerate config, TrainingArguments or a batch script for Slurm."""
+    from autotune.results.export import export_study
+    from autotune.results.output_files import secrets_note
+
+    files = export_study(study, storage, style, out, trial)
+    if as_json:
+        emit({"files": [str(path) for path in files]})
+    else:
+        print(*(f"wrote {path}" for path in files), *secrets_note(files), sep="\n")
+
+
+@readable("the study")
+def record(
+    study: StudyArgument,
+    out: Annotated[Path | None, option("Table to write; default: NAME.table.csv.gz in the study's folder.")] = None,
+    storage: Storage = None,
+    as_json: Json = False,
+) -> None:
+    """Write a study as a table that `run --executor replay:TABLE` and the search benchmark replay."""
+    from autotune.commands.study_output import record_study
+
+    table, about, count = record_study(study, storage, out)
+    if as_json:
+        emit({"table": str(table), "facts": str(about), "rows": count})
+    else:
+        print(f"wrote {table} ({count} candidates) and {about}")
+
+
+# -- commands for the gallery ------------------------------------------------------------------------------------------
+#
+# `autotune share` and `autotune gallery`: writing a study as a public entry, and reading entries of other users.
+
+gallery_app = typer.Typer(no_args_is_help=True, help="What others have measured: listed and checked.")
+
+
+@readable("the study")
+def share(
+    study: StudyArgument,
+    out: Annotated[Path | None, option("File to write; default: share.json in the study's folder.")] = None,
+    storage: Storage = None,
+    as_json: Json = False,
+) -> None:
+    """Write a study as a small anonymous file for the gallery: machine, sizes of the model, candidates and how each ended."""
+    from autotune.commands.study_output import share_study
+
+    shared = share_study(study, storage, out)
+    if as_json:
+        emit(shared.to_json())
+    else:
+        for line in shared.lines():
+            print(line)
+
+
+@gallery_app.command("list")
+def gallery_list(as_json: Json = False) -> None:
+    """The best of each entry that came with this version."""
+    from autotune.gallery.page import rows
+
+    found = rows()
+    if as_json:
+        emit(found)
+        return
+    from autotune.results.tables import DataTable
+
+    table = DataTable("model", "on", "tokens", "trains", "fastest config", box=None)
+    table.add_column("tokens/s", justify="right")
+    for row in found:
+        table.add_row(
+            *(str(row[key]) for key in ("model", "machine", "seq_len", "trained", "config", "tokens_per_second"))
+        )
+    console().print(table)
+
+
+@gallery_app.command("check")
+def gallery_check(
+    files: Annotated[list[Path], typer.Argument(help="Entries, as `autotune share` writes them.")],
+    as_json: Json = False,
+) -> None:
+    """Check entries as the gallery's tests do: their form, and whether their figures can be."""
+    from autotune.commands.study_output import check_entries
+
+    found = check_entries(files)
+    if as_json:
+        emit({str(path): count for path, count in found.items()})
+        return
+    for path, count in found.items():
+        print(f"{path}: a valid entry with {count} candidates")
+
+
+# -- commands for search spaces ----------------------------------------------------------------------------------------
+#
+# `autotune spaces`: listing, showing and validating search spaces.
+
+spaces_app = typer.Typer(no_args_is_help=True, help="List, show and validate search spaces.")
+SpaceArgument = Annotated[str, typer.Argument(help="Name or file.")]
+
+
+@spaces_app.command("list")
+def spaces_list(as_json: Json = False) -> None:
+    """The shipped search spaces."""
+    from autotune.problem.space import load_space, shipped_spaces
+
+    found = {name: load_space(name).about for name in shipped_spaces()}
+    if as_json:
+        emit(found)
+        return
+    for name, about in found.items():
+        print(f"{name:12} {about}")
+
+
+@spaces_app.command("show")
+def spaces_show(space: SpaceArgument) -> None:
+    """A search space's file, comments included."""
+    from autotune.problem.space import load_space
+
+    print(load_space(space).text, end="")
+
+
+@spaces_app.command("knobs")
+def spaces_knobs(as_json: Json = False) -> None:
+    """Every knob that a space may have: where it is read, what it needs, whether it changes what is computed."""
+    from autotune.problem.knobs import KNOBS, facts
+
+    found = {name: facts(knob) for name, knob in KNOBS.items()}
+    if as_json:
+        emit(found)
+        return
+    for name, told in found.items():
+        print(f"{name}\n    {'; '.join(f'{what}: {said}' for what, said in told.items())}")
+
+
+@spaces_app.command("validate")
+def spaces_validate(space: SpaceArgument, as_json: Json = False) -> None:
+    """Check a search space, and count what it holds."""
+    from autotune.problem.space import load_space
+
+    found = load_space(space)
+    families = sum(1 for _ in found.families())
+    if as_json:
+        emit({"name": found.name, "families": families, "knobs": {n: list(d.values) for n, d in found.knobs.items()}})
+        return
+    for name, domain in found.knobs.items():
+        when = "; ".join(f"{knob} in {list(values)}" for knob, values in domain.when)
+        print(f"{name:32} {', '.join(map(str, domain.values))}{f'  (when {when})' if when else ''}")
+    print(f"{found.name}: valid, {families} engines before batch shapes")

@@ -1,0 +1,332 @@
+"""Where ranks run: Python, hostfile, Slurm or Ray, up to the connected Cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from autotune.errors import UserError
+from autotune.executors.cluster.cluster import Cluster, Wishes
+from autotune.executors.cluster.parcel import Parcel, parcel_of
+from autotune.executors.cluster.ray_transport import RayNodes, ray_address
+from autotune.executors.cluster.transports import (
+    JOB,
+    PACKAGE,
+    Host,
+    Srun,
+    Ssh,
+    Transport,
+    allocated_hosts,
+    check_time_left,
+    evenly,
+    in_allocation,
+    preamble,
+    read_hostfile,
+)
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Script
+from autotune.util import inquiry
+from autotune.util.interpreter import Interpreter, Own, interpreter_at, running_in
+from autotune.util.units import parse_duration
+from autotune.versions import complaint
+
+# -- Python of the ranks -----------------------------------------------------------------------------------------------
+#
+# Python in which ranks run: the typed one, the one of a study's measurements, or the active environment's.
+
+OPTION, VARIABLE = "--python", "AUTOTUNE_PYTHON"
+ACTIVE = ("VIRTUAL_ENV", "CONDA_PREFIX")  # set on activation of an environment
+TRAINING = ("torch", "deepspeed")  # required by every rank
+NAMED_MODEL = (*TRAINING, "transformers")
+
+
+@contextmanager
+def ranks_python(
+    typed: str | None,
+    say: Callable[[str], None],
+    *,
+    needed: Sequence[str] = (),
+    named: Sequence[str] | None = None,
+    remembered: str | None = None,
+    judge: bool = True,
+) -> Iterator[Interpreter]:
+    """Select the ranks' Python for the body of the `with`.
+
+    Args:
+        typed: `--python`; without it AUTOTUNE_PYTHON counts, then `remembered`, then the tuner's own, then an active one.
+        say: receives a line about the chosen Python if the user has not named it.
+        needed: packages that are required.
+        named: packages that are required if the user has named a Python; None: `needed`.
+        remembered: the Python of a study's measurements, if that was not the tuner's own.
+        judge: False leaves the checks of packages and versions to the caller, as `autotune doctor` does.
+
+    Raises:
+        UserError: it is no Python, does not answer, lacks a package, or has an unsupported version.
+    """
+    found, said = _found(typed, say, remembered)
+    if said and named is not None and not needed and not _was_named(typed):
+        try:  # an unnamed active environment is optional: it is skipped if it does not suffice
+            _check_packages(found, named, said)
+            check_versions(versions_of(found))
+        except UserError as error:
+            say(f"{error}: it is not used")
+            found, said = Own(), ""
+    elif said and named is not None:
+        needed = named
+    if judge and needed:
+        _check_packages(found, needed, said)
+        try:
+            check_versions(versions_of(found))
+        except UserError as error:
+            raise UserError(f"{said or found.path}: {error}") from None
+    with running_in(found):
+        yield found
+
+
+def _was_named(typed: str | None) -> bool:
+    return typed is not None or bool(os.environ.get(VARIABLE, "").strip())
+
+
+def versions_of(interpreter: Interpreter) -> dict[str, str]:
+    """Return the version of each relevant package that is installed."""
+    return {package: version for package in inquiry.PACKAGES if (version := interpreter.version(package))}
+
+
+def check_versions(found: Mapping[str, str]) -> None:
+    """Check that versions are supported.
+
+    Args:
+        found: version by package, without missing packages.
+
+    Raises:
+        UserError: a version is not supported; the message names all such versions, and the expected ones.
+    """
+    if why := complaint(found):
+        raise UserError(f"{why}: use another version there, or another environment")
+
+
+def _found(typed: str | None, say: Callable[[str], None], remembered: str | None) -> tuple[Interpreter, str]:
+    """Return the interpreter and the option or variable that named it, empty if none did."""
+    for given, name in ((typed, OPTION), (os.environ.get(VARIABLE), VARIABLE)):
+        if given is not None and (given.strip() or given is typed):
+            if not given.strip():
+                raise UserError(f"{name} is empty: expected the Python of the environment that you train in")
+            return interpreter_at(given, name), f"{name} {given}"
+    if remembered is not None:
+        name = "the study's Python"
+        try:
+            return interpreter_at(remembered, name), f"{name} {remembered}"
+        except UserError as error:
+            raise UserError(f"{error}; {OPTION} names another") from None
+    own = Own()
+    if own.version("torch") is None and (active := _active()) is not None:
+        say(f"ranks run in {active.path}, of the active environment; {OPTION} names another")
+        return active, f"the active environment's {active.path}"
+    return own, ""
+
+
+def _active() -> Interpreter | None:
+    """Return the Python of an activated environment that has torch and is not the tuner's, or None."""
+    for variable in ACTIVE:
+        folder = os.environ.get(variable)
+        if not folder or Path(folder).resolve() == Path(sys.prefix).resolve():
+            continue
+        with suppress(UserError):
+            found = interpreter_at(folder, variable)
+            if found.version("torch") is not None:
+                return found
+    return None
+
+
+def _check_packages(found: Interpreter, needed: Sequence[str], said: str) -> None:
+    missing = [package for package in needed if found.version(package) is None and not found.has(package)]
+    if not missing:
+        return
+    lacking = " and no ".join(missing)
+    if said:
+        raise UserError(
+            f"{said}: no {lacking} there; expected the Python of the environment that you train in "
+            f"(`{shlex.join([str(found.path), '-m', 'pip', 'install', *missing])}` adds to it)"
+        )
+    raise UserError(
+        f"no {lacking} in autotune's own environment ({sys.prefix}): give {OPTION} PATH of the environment that you train "
+        f"in (or set {VARIABLE}), or install it here: pip install 'deepspeed-autotune[train]'"
+    )
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------------
+#
+# Nodes that the user has named, in a hostfile or by a scheduler: reached, and checked to be alike.
+
+# arguments: number of nodes, devices on each, and kind of device
+Placing = Callable[[int | None, int | None, str], Sequence[Host]]
+SCHEDULERS = ("slurm", "ray")  # executors that bring their own nodes
+
+
+@dataclasses.dataclass
+class Nodes:
+    """The requested nodes, and after `reach` the cluster of them.
+
+    Args:
+        place: returns the hosts to use, given a number of nodes, of devices on each (None: all), and a device.
+        count: number of nodes to use; None: `place` decides.
+    """
+
+    place: Placing
+    transport: Transport
+    folder: Path
+    say: Callable[[str], None]
+    count: int | None = None
+    interface: str | None = None
+    variables: tuple[str, ...] = ()
+    sync: bool = False
+    lasting: bool = False  # see `Wishes`
+    folders: tuple[Path, ...] = ()  # folders of scripts that are outside of the folder of the call
+    cluster: Cluster | None = None
+
+    def also_send(self, variables: Iterable[str]) -> None:
+        """Send the nodes these variables of this process, too, since a typed command sets them."""
+        self.variables = tuple(dict.fromkeys([*self.variables, *variables]))
+
+    def also_sync(self, script: Script) -> None:
+        """Send the folder of a script's file, too, if it is outside of the folder of the call.
+
+        Raises:
+            UserError: its name is a path that only works from this folder.
+        """
+        file = Path(os.path.normpath(Path(script.cwd) / script.target))
+        if not self.sync or script.is_module or script.program is not None or file.is_relative_to(script.cwd):
+            return
+        if not Path(script.target).is_absolute():
+            raise UserError(
+                f"--sync: {script.target} lies outside of {script.cwd}, which is sent: call autotune from a folder that has it "
+                "below, or name it by its full path"
+            )
+        self.folders = (file.parent,)
+
+    def _parcels(self, path: str) -> tuple[Parcel, ...]:
+        if not (self.sync and path):
+            return ()
+        here = Path(path)
+        return tuple(parcel_of(one) for one in (here, *(two for two in self.folders if not two.is_relative_to(here))))
+
+    def reach(
+        self, device: str, per_node: int | None, memory_cap_bytes: int | None, headroom: float, path: str
+    ) -> Hardware:
+        """Reach and compare all nodes, and return their joint hardware.
+
+        Args:
+            per_node: devices of each; None: all.
+            path: folder that each must have; empty: none.
+
+        Raises:
+            UserError: a node cannot be reached, lacks something, or differs from the others.
+        """
+        sent = (self._parcels(path), preamble(PACKAGE) if self.sync else b"", self.lasting)
+        hosts = self.place(self.count, per_node, device)
+        about = (device, headroom, memory_cap_bytes, path, self.interface, self.variables)
+        wishes = Wishes(*about, *sent)
+        self.cluster = Cluster(hosts, self.transport, wishes, self.folder, say=self.say)
+        return self.cluster.reach()
+
+
+class Named(Protocol):
+    """Options about nodes: fields of Request."""
+
+    executor: str
+    ray_address: str | None
+    gpus: int | None
+    hostfile: Path | None
+    include: str | None
+    exclude: str | None
+    nodes: int | None
+    interface: str | None
+    exports: list[str]
+    sync: bool
+
+
+@contextmanager
+def named_nodes(named: Named, say: Callable[[str], None], budget: str | None = None) -> Iterator[Nodes | None]:
+    """Yield the named nodes before any is reached, and end each agent at the end. None: this machine is used.
+
+    Args:
+        budget: as typed; an allocation must last as long. None: nothing is measured, so that this machine cannot stand for
+            several.
+
+    Raises:
+        UserError: the hostfile or a filter is wrong, or an option needs a hostfile.
+    """
+    scheduled = named.executor in SCHEDULERS
+    _refuse_strays(named, scheduled, budget is not None)
+    if named.hostfile is None and not scheduled:
+        yield None
+        return
+    folder = Path(tempfile.mkdtemp(prefix="autotune-nodes-"))
+    with ExitStack() as kept:
+        kept.callback(shutil.rmtree, folder, ignore_errors=True)
+        transport: Transport
+        place: Placing
+        if named.executor == "ray":
+            transport = kept.enter_context(
+                closing(RayNodes(ray_address(named.ray_address), folder, say, sync=named.sync))
+            )
+            place = transport.place
+        elif named.executor == "slurm":
+            place, transport = _evenly(*_allocated(named.gpus)), Srun(os.environ[JOB], sync=named.sync)
+            if budget is not None:
+                check_time_left(parse_duration(budget))
+        else:
+            assert named.hostfile is not None
+            hosts = read_hostfile(named.hostfile, named.include, named.exclude)
+            place, transport = _evenly(hosts, str(named.hostfile)), Ssh(sync=named.sync)
+        asked = (named.nodes, named.interface, tuple(named.exports), named.sync)
+        made = Nodes(place, transport, folder, say, *asked)
+        try:
+            yield made
+        finally:
+            if made.cluster is not None:
+                made.cluster.close()
+
+
+def _refuse_strays(named: Named, scheduled: bool, slices: bool) -> None:
+    """Raise UserError for options without meaning in this combination.
+
+    Args:
+        slices: `--nodes` without a hostfile means a node slice.
+    """
+    if named.ray_address is not None and named.executor != "ray":
+        raise UserError("--ray-address is of --executor ray: give that too, or leave --ray-address out")
+    if scheduled and named.hostfile is not None:
+        raise UserError(f"--executor {named.executor} brings its own nodes: leave --hostfile out")
+    filters = {"--include": named.include, "--exclude": named.exclude}
+    for option, filtered in filters.items() if scheduled else ():
+        if filtered:
+            raise UserError(f"{option} filters a hostfile: leave it out with --executor {named.executor}")
+    if named.hostfile is None and not scheduled:
+        others: dict[str, object] = {"--nodes": None if slices else named.nodes, "--interface": named.interface}
+        others |= {"--export": named.exports or None, "--sync": named.sync or None}
+        for option, given in {**filters, **others}.items():
+            if given is not None:
+                raise UserError(
+                    f"{option} is about several machines: give --hostfile FILE too (or --executor slurm or ray), or leave "
+                    f"{option} out"
+                )
+
+
+def _allocated(gpus: int | None) -> tuple[list[Host], str]:
+    """Return the hosts of Slurm's allocation, and a name for them."""
+    if not in_allocation():
+        raise UserError("--executor slurm: this process is in no allocation; the command `autotune run` asks for one")
+    return allocated_hosts(gpus), f"allocation {os.environ[JOB]}"
+
+
+def _evenly(hosts: list[Host], said: str) -> Placing:
+    return lambda nodes, per_node, device: evenly(hosts, nodes, per_node, said)

@@ -1,0 +1,418 @@
+"""First, unmodified run of a user's script, and the check that it honours a batch size."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from autotune.commands.setup import Setup
+from autotune.commands.trust import grant, is_granted
+from autotune.errors import Stopped, UserError
+from autotune.executors.base import Effort
+from autotune.executors.local import LocalExecutor
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
+from autotune.problem.job import Script
+from autotune.problem.knobs import steps_on_gpu
+from autotune.problem.outcome import Kind, Outcome, Source
+from autotune.problem.space import SearchSpace, fitted
+from autotune.script.argument_files import said
+from autotune.script.profile import (
+    CALL,
+    EARLIER,
+    KEPT,
+    OPS,
+    SPLIT,
+    TOKENS,
+    TORCHS,
+    UNCOUNTED,
+    UNCOUNTED_BESIDE,
+    ZERO_INIT,
+    Counted,
+    batch_held,
+    batch_seen,
+    job_of,
+    own_candidate,
+)
+from autotune.script.recorded import Named, profile_names
+from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
+from autotune.util.files import write_atomically
+from autotune.util.units import format_duration
+from autotune.workers.failure_classifier import log_tail
+
+# -- probe run ---------------------------------------------------------------------------------------------------------
+#
+# Probe run: the first, unmodified run of a user's script, which shows what it trains and how fast.
+
+EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
+# Settings for a script that runs out of memory unmodified, so that some of its facts can still be learnt.
+_THRIFTY: dict[str, Value] = {
+    "zero_stage": 3,
+    MICRO_BATCH: 1,
+    ACCUMULATION: 1,
+    "offload_optimizer": "cpu",
+    "offload_param": "cpu",
+    CHECKPOINTING: True,
+    "reduce_bucket_size": 1_000_000,
+    "sub_group_size": 10_000_000,
+}
+# accept the script's own optimizer
+_ANY_OPTIMIZER = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+
+_UNREACHED = re.compile(  # types of exceptions
+    r"urllib\.error\.URLError|socket\.gaierror|builtins\.Connection\w+|(requests|httpx|httpcore)\.\S*Connect\w+"
+)
+
+
+_FIRST_RUN = "first run"  # kind of a grant: this user wrote the stored findings of a probe run
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """Findings of a probe run."""
+
+    script: Script  # includes its profile
+    baseline: Outcome | None  # measurement of its own config; None if that ran out of memory
+    kept: str = ""  # text to store in the study's folder; empty if it was loaded from there
+
+
+def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float, say: Callable[[str], None]) -> Probe:
+    """Run the script unchanged for a few steps, or load the findings of an earlier call on the same files (`remember`).
+
+    Raises:
+        UserError: it never calls DeepSpeed, ends too early, or fails by itself; the message ends with its own traceback.
+        Stopped: the user stopped the tuner.
+    """
+    memory = folder / MEMORY
+    key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.memory_cap_bytes}"
+    if memory.exists():
+        text = memory.read_text(encoding="utf-8")
+        known = json.loads(text)
+        profile = known["profile"]
+        believed = not profile_names(profile) or is_granted(Named(_FIRST_RUN, text))
+        changed = edited_since(profile.get(SOURCES, {}), script.cwd)
+        if known["key"] == key and believed and not changed and not _counted_otherwise(profile):
+            baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
+            return Probe(dataclasses.replace(script, profile=profile), baseline)
+    say(f"running {script.name} as it is, to learn what it trains")
+    baseline, facts = _try(executor, Candidate(()), "probe", seconds)
+    measured = None if baseline.kind.is_oom else baseline
+    if measured is None:
+        say(f"as it is it does not fit ({baseline.reason}); trying what takes least memory")
+        found = _at_its_thriftiest(executor, script, facts.get("optimizer", ""), seconds)
+        if "micro_batch" not in facts:
+            say("it ran out before its own batch was known: --global-batch-size says what it is")
+        facts = {**found, **facts}
+    if late := facts.get("late"):
+        say(late)
+    if named := ", ".join(sorted(facts.get("variables", {}))):
+        say(f"{script.name} sets {named} in its code: ranks have that from their start now")
+    facts = {**facts, "said": _all_said(script, facts)}
+    own = measured is not None
+    profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own)
+    if profile.get("evaluating"):
+        say(
+            f"{script.name} trains its model in evaluation mode (no model.train()): dropout and checkpointing do nothing"
+        )
+    elif profile["checkpointed"] and not profile["checkpointing"]:
+        say("its activation checkpointing cannot be switched off: it stays on")
+    note = batch_note(executor, dataclasses.replace(script, profile=profile), seconds)
+    if note and facts.get("counted_by") and not facts["fed"]:
+        raise UserError(note)  # The number of rows changes between steps, and no evidence shows that this is intended.
+    if note:
+        say(f"{note}; its batch is left as it is, and all else is tuned")
+        profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)
+        if not own:  # the counts of its own steps were not observed
+            profile |= {"held": {}, "beside": dict.fromkeys(profile.get("beside", {}), 0)}
+    profile["batch_note"] = note
+    used = facts.get(SOURCES, ())
+    profile[SOURCES] = digests([*([script.path] if script.path else []), *used], script.cwd)
+    if measured is not None:
+        measured = _counted_as(measured, facts, profile)
+    kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
+    return Probe(dataclasses.replace(script, profile=profile), measured, json.dumps(kept, indent=1))
+
+
+def remember(probed: Probe, folder: Path) -> None:
+    """Store a script's findings in a study's folder. This happens after the study accepted them, so that a refusal changes
+    nothing.
+    """
+    if probed.kept:
+        write_atomically(folder / MEMORY, probed.kept, private=True)
+        grant([Named(_FIRST_RUN, probed.kept)])
+
+
+def _at_its_thriftiest(executor: LocalExecutor, script: Script, optimizer: str, seconds: float) -> dict[str, Any]:
+    """Return the facts of a script that runs out of memory unmodified, from a run with minimal memory.
+
+    Raises:
+        UserError: it runs out of memory there too.
+    """
+    before, executor.job = executor.job, dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
+    candidate = thrifty(optimizer, executor.hardware.device)
+    executor.load_ops([candidate])
+    outcome, found = _try(executor, candidate, "probe-thrifty", seconds)
+    executor.job = before
+    if not outcome.ok:
+        raise UserError(f"{script.name} fits neither as it is nor at its thriftiest: {outcome.reason}")
+    return found
+
+
+def thrifty(optimizer: str, device: str) -> Candidate:
+    """Return the candidate with the least memory under which a script with this optimizer can run."""
+    stays = {"offload_optimizer"} if device == "cuda" and steps_on_gpu(optimizer) else set()
+    return Candidate.of({name: value for name, value in _THRIFTY.items() if name not in stays})
+
+
+def _counted_otherwise(profile: dict[str, Any]) -> bool:
+    """Check that an earlier version stored a profile that must be measured again.
+
+    Either it also counted forwards without gradients, so that every trial would fail the batch check. Or it did not keep the step
+    counts of a script that holds its batch.
+    """
+    older = "counted" not in profile and profile.get("rows_per_sample", 1) != 1
+    return older or bool(profile.get("batch_note") and "held" not in profile)
+
+
+def _all_said(script: Script, facts: dict[str, Any]) -> dict[str, list[int]]:
+    """Return by knob the script's own batch sizes outside its config: from words, files, arguments and loaders."""
+    found = {}
+    for knob in (MICRO_BATCH, ACCUMULATION):
+        words = [int(word) for one in said(script, knob) if (word := str(one)).isdigit() and int(word) > 0]
+        found[knob] = [*words, *facts.get("said", {}).get(knob, ())]
+    return found
+
+
+def _batch(facts: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]], *, own: bool) -> dict[str, Any]:
+    """Return the batch that `read` finds in the facts.
+
+    Args:
+        own: the facts are from the unmodified script. Otherwise its steps had one sample, and its own are unknown.
+    """
+    if own:
+        return read(facts)
+    return read({**facts, "micro_batch": 1, "accumulation": 1, "said": {}})
+
+
+def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any]) -> Outcome:
+    """Return the script's own speed in samples as trials count them; it was measured in the config's samples."""
+    if baseline.measurement is None:
+        return baseline
+    times = profile["micro_batch"] * profile["accumulation"] / (facts["micro_batch"] * facts["accumulation"])
+    speed = baseline.measurement.samples_per_second * times
+    return dataclasses.replace(
+        baseline, measurement=dataclasses.replace(baseline.measurement, samples_per_second=speed)
+    )
+
+
+def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: float) -> tuple[Outcome, dict[str, Any]]:
+    until, ops = executor.now() + seconds, list[str]()
+    while True:
+        began = executor.now()
+        with closing(executor.session(candidate, name)) as session:
+            outcome = session.measure(candidate, EFFORT, until - began)
+        if not session.unbuilt or session.unbuilt in executor.tried_ops:
+            break
+        building = executor.now()
+        executor.load_ops([], session.unbuilt)
+        # Builds do not use up the time of the starts, and neither does the first failed start.
+        until += executor.now() - (building if ops else began)
+        ops.append(session.unbuilt)
+    if outcome.ok or outcome.kind.is_oom:
+        return outcome, {**session.facts, OPS: [op for op in ops if op not in executor.ops.failed]}
+    assert executor.job.script is not None
+    if outcome.kind is Kind.INTERRUPTED and outcome.source is Source.STOP:
+        raise Stopped("stopped before anything of the script was measured")
+    if why := _in_one_line(outcome, executor.job.script.target, reached=bool(session.facts)):
+        raise UserError(why)
+    if outcome.kind is Kind.INTERRUPTED:
+        more = ": give a larger --budget" if outcome.source is Source.BUDGET else ""
+        raise UserError(f"{outcome.reason}, before anything of the script was measured{more}")
+    log = f"{outcome.log}/rank{outcome.rank or 0}.log"
+    tail = "\n".join(f"  {line}" for line in log_tail(Path(log)).strip().splitlines()[-12:])
+    raise UserError(f"the script fails by itself, before anything is tuned ({outcome.reason}):\n{tail}\n  log: {log}")
+
+
+def _in_one_line(outcome: Outcome, target: str, reached: bool) -> str:
+    """Return the error and its fix in one line if the cause is known, so that the script's traceback is not needed; else
+    empty.
+
+    Args:
+        reached: it has called `deepspeed.initialize`.
+    """
+    raised = set(outcome.exceptions)
+    log = f"log: {outcome.log}/rank{outcome.rank or 0}.log"
+    if "builtins.EOFError" in raised and "reading a line" in outcome.reason:  # the message of `input`
+        return f"{target} asks for input, and ranks have nobody to ask: give the answer as an argument ({log})"
+    if "bdb.BdbQuit" in raised:
+        return f"{target} stops at a breakpoint, and ranks have nobody to ask: take it out ({log})"
+    if re.search("Address already in use|EADDRINUSE", f"{outcome.reason}\n{outcome.evidence}"):
+        return (
+            f"{target} opens a port that is taken, by itself, another of its ranks or another process: open it once, on one "
+            f"rank alone, or a free one (port 0) on each ({outcome.reason}; {log})"
+        )
+    if "builtins.FileNotFoundError" in raised:
+        return f"{target} reads what is not there, as seen from the folder in which you call autotune ({outcome.reason}; {log})"
+    if any(map(_UNREACHED.match, raised)):
+        return (
+            f"{target} cannot reach what it reads over the network ({outcome.reason}): put it on this machine ({log})"
+        )
+    late = outcome.kind is Kind.TIMEOUT or (outcome.kind is Kind.INTERRUPTED and outcome.source is Source.BUDGET)
+    if late and not reached:
+        return (
+            f"{target} had not called deepspeed.initialize after {format_duration(outcome.seconds)}: autotune tunes scripts "
+            "that train with DeepSpeed, Trainer or accelerate included; give a larger --budget where it only prepares its "
+            f"data for so long ({log})"
+        )
+    return ""
+
+
+def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict[str, Any]:
+    """Return the facts to store, per sample of the micro-batch instead of per batch.
+
+    Args:
+        batch: of the observed steps.
+        own: these are the script's own steps.
+    """
+    kept = {
+        key: facts[key]
+        for key in (
+            "config",
+            "precision",
+            "model_config",
+            "causal",
+            "model",
+            "trained",
+            "frozen",
+            "checkpointing",
+            "checkpointed",
+            "through_arguments",
+            "loader_prepared",
+            "relaunched",
+            "client_optimizer",
+            "untested_optimizer",
+            "flags",
+        )
+    }
+    # These are stored only if present, so that studies of earlier versions keep the same job.
+    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS)
+    named = ("lightning", "optimizer", "spellings", "variables", "beside", *own_names)
+    kept |= {key: facts[key] for key in named if facts.get(key)}
+    if facts.get("evaluating"):  # transformers' layers do not checkpoint in evaluation mode
+        kept |= {"checkpointing": False, "checkpointed": False, "evaluating": True}
+    samples = batch["micro_batch"] * batch["accumulation"]
+    saved = facts.get("saved_bytes") if batch["counted"] else None
+    kept |= batch
+    if not own:
+        micro_batch, accumulation = facts["micro_batch"], facts["accumulation"]
+        rows = {number: one * micro_batch * accumulation for number, one in facts.get("beside", {}).items()}
+        kept |= {"micro_batch": micro_batch, "accumulation": accumulation, **({"beside": rows} if rows else {})}
+    return {
+        **kept,
+        "seq_len": max(1, int(facts.get("widest", 1)) // (batch["micro_batch"] if batch["counted"] == TOKENS else 1)),
+        "tokens_per_sample": facts.get("tokens", 1.0) / samples,
+        "saved_bytes_per_sample": saved and saved / batch["micro_batch"],
+    }
+
+
+def after_probe(setup: Setup, probed: Probe) -> Setup:
+    """Return the setup of a script after its probe run: its real job, and the remaining space and candidates."""
+    job = job_of(probed.script, setup.hardware, setup.global_batch_size, free=setup.free_batch)
+    space, notes = fitted(setup.space, job, setup.hardware)
+    own, candidates = own_candidate(probed.script), tuple(space.candidates(job))
+    if own not in candidates:
+        candidates = (*candidates, own)
+    return dataclasses.replace(
+        setup, job=job, space=_with_values(space, own), candidates=candidates, notes=(*setup.notes, *notes)
+    )
+
+
+def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:
+    """Return the space with the script's own values added to its knobs.
+
+    Optuna rejects a choice that a study did not have from its first trial on.
+    """
+    knobs = dict(space.knobs)
+    for name, value in own.knobs:
+        if name in knobs and value not in knobs[name].values:
+            knobs[name] = dataclasses.replace(knobs[name], values=(*knobs[name].values, value))
+    return dataclasses.replace(space, knobs=knobs)
+
+
+# -- batch check -------------------------------------------------------------------------------------------------------
+#
+# Batch check: run a user's script with another batch before the search, to see that it honours a batch size.
+
+_TWO_STEPS = Effort(min_steps=2, max_steps=2, min_seconds=0.0)
+_MOST_TRIES = 2  # batches that the script may refuse before its own is kept
+_MOST_TIMES = 4  # multiple of its own micro-batch that is assumed to fit in memory
+
+
+def batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
+    """Return why the script's batch cannot be changed; empty if it honoured another batch.
+
+    Raises:
+        UserError: it does not take its own global batch from its known flag.
+        Stopped: the user stopped the tuner.
+    """
+    if not Counted.of(script.profile).unit:
+        return str(script.profile.get("uncounted", UNCOUNTED))
+    if not all(script.profile.get("beside", {}).values()):
+        return UNCOUNTED_BESIDE
+    own = own_candidate(script)
+    refused: list[tuple[Candidate, Outcome]] = []
+    for number, other in enumerate(others(own)[:_MOST_TRIES], 1):
+        outcome = _told(executor, script, other, f"probe-batch-{number}", seconds)
+        unknown = outcome.kind.is_oom or not outcome.kind.says_something_of_the_candidate
+        if outcome.ok or (unknown and not refused):
+            return ""
+        if not unknown:
+            refused.append((other, outcome))
+    other, first = refused[0]
+    if first.source is not Source.BATCH:
+        return f"told another batch ({other}), {script.target} fails: {first.reason}"
+    disobeys = all(one.source is Source.BATCH and _samples(told) == _samples(own) for told, one in refused)
+    if disobeys and {MICRO_BATCH, ACCUMULATION} & dict(script.flags).keys():
+        raise UserError(first.reason)
+    return first.reason
+
+
+def others(own: Candidate) -> list[Candidate]:
+    """Return other batches to pass to a script, those nearest to half or twice its micro-batch first.
+
+    They keep the script's global batch, which a script may enforce by a check or its own accumulation. If no other split exists,
+    the global batch is changed.
+    """
+    total = _samples(own)
+    most = min(total, _MOST_TIMES * own.micro_batch)
+    micros = [size for size in range(1, most + 1) if total % size == 0 and size != own.micro_batch]
+    if not micros:
+        return [own.but(**{MICRO_BATCH: 2 * own.micro_batch, ACCUMULATION: own.accumulation + 1})]
+
+    def distance(size: int) -> tuple[float, int]:
+        times = max(size, own.micro_batch) / min(size, own.micro_batch)
+        return abs(times - 2), size
+
+    return [own.but(**{MICRO_BATCH: size, ACCUMULATION: total // size}) for size in sorted(micros, key=distance)]
+
+
+def _samples(candidate: Candidate) -> int:
+    """Return the samples of one rank's step."""
+    return candidate.micro_batch * candidate.accumulation
+
+
+def _told(executor: LocalExecutor, script: Script, other: Candidate, name: str, seconds: float) -> Outcome:
+    """Return the outcome of two steps of the script with this batch."""
+    before, executor.job = executor.job, job_of(script, executor.hardware, None)
+    try:
+        with closing(executor.session(other, name)) as session:
+            outcome = session.measure(other, _TWO_STEPS, seconds)
+    finally:
+        executor.job = before
+    if outcome.kind is Kind.INTERRUPTED and outcome.source is Source.STOP:
+        raise Stopped("stopped before it was known whether the script takes another batch")
+    return outcome

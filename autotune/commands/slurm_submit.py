@@ -1,0 +1,263 @@
+"""`--executor slurm` outside an allocation: one job for the whole call, in which the same command runs again.
+
+The call waits in the queue only once. The job's time limit and a preemption reach it as SIGTERM, on which it ends as on Ctrl-C:
+measurements are kept, and the same command resumes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from autotune.errors import UserError
+from autotune.executors.cluster.transports import PACKAGE, asked, in_allocation
+from autotune.masking import hide_password, shell_text
+from autotune.util.files import write_atomically
+
+_LEAST_SECONDS = 180  # s; shortest time limit: the warning may come a minute early (sbatch(1), --signal)
+_ENDED = 128 + signal.SIGTERM  # a shell's status of a command that SIGTERM killed before it had set a handler
+GRACE_SECONDS = 90  # between Slurm's warning and the end; ending and recording a trial takes a few
+_LOOK_SECONDS = 1.0
+_PREFIX = "AUTOTUNE_"  # prefix of variables that carry a command's secrets
+_ASK_SECONDS = 5.0  # between queries to the controller
+# Reasons for waiting that never end: squeue(1), job reason codes.
+_NEVER = re.compile(
+    r"Partition(Config|NodeLimit|TimeLimit)|BadConstraints|Invalid(Account|QOS)|.*PerJobLimit|.*WallDuration.*"
+)
+_OWN = re.compile(r"--(nodes|ntasks|ntasks-per-node|output|error|signal|requeue|parsable|wrap|export)")
+
+
+def options_of(
+    *,
+    nodes: int | None,
+    gpus: int | None,
+    device: str,
+    partition: str | None,
+    account: str | None,
+    time: str | None,
+    more: Sequence[str],
+) -> list[str]:
+    """Return the options of sbatch, one word each.
+
+    Args:
+        more: `KEY=VALUE` or `KEY`, further options of sbatch.
+
+    Raises:
+        UserError: an option does not parse, or is set by autotune.
+    """
+    if time and (limit := limit_seconds(time)) is not None and 0 < limit < _LEAST_SECONDS:
+        raise UserError(
+            f"--time {time}: Slurm warns {GRACE_SECONDS} s before the end, and up to a minute earlier: give at least "
+            f"{_LEAST_SECONDS // 60} minutes"
+        )
+    found = [
+        f"--nodes={nodes or 1}",
+        "--ntasks-per-node=1",
+        "--open-mode=append",
+        f"--signal=B:TERM@{GRACE_SECONDS}",
+        "--requeue",
+        "--export=ALL",  # overrides SBATCH_EXPORT: the job needs the environment of this call
+    ]
+    if device != "cpu" and gpus is not None:
+        found.append(f"--gpus-per-node={gpus}")
+    named = {"partition": partition, "account": account, "time": time}
+    found += [f"--{name}={value}" for name, value in named.items() if value]
+    for text in more:
+        word = f"--{text.lstrip('-')}"
+        if not re.fullmatch(r"--[a-z][a-z-]*(=\S.*)?", word):
+            raise UserError(f"--slurm {text}: expected KEY=VALUE, an option of sbatch's like gres=gpu:8")
+        if _OWN.fullmatch(word.partition("=")[0]):
+            raise UserError(f"--slurm {text}: autotune sets it; leave it out")
+        found.append(word)
+    return found
+
+
+def words_without_password(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return the typed words without a `--storage` that has a password, and that storage or None."""
+    kept, storage, ours = list[str](), None, True
+    following = iter(words)
+    for word in following:
+        ours = ours and word != "--"  # the script follows
+        name, is_one, value = word.partition("=")
+        if not ours or name != "--storage":
+            kept.append(word)
+            continue
+        value = value if is_one else next(following, "")
+        if hide_password(value) == value:
+            kept += ["--storage", value]
+        else:
+            storage = value
+    return kept, storage
+
+
+def limit_seconds(text: str) -> float | None:
+    """Return a time limit in seconds, or None if the text is none; Slurm reports such errors itself.
+
+    Formats of sbatch: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
+    """
+    days, dash, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+        return None
+    numbers = [int(part) for part in parts]
+    if dash:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    return float(86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds)
+
+
+def submit(
+    words: Sequence[str], options: Sequence[str], folder: Path, say: Callable[[str], None], *, needs: Sequence[str] = ()
+) -> int:
+    """Run `autotune WORDS` in a Slurm allocation, show its output, and return its exit code.
+
+    Args:
+        options: see `options_of`.
+        folder: for the job's files.
+        say: receives lines for display.
+        needs: variables of this environment that the command needs there.
+
+    Raises:
+        UserError: Slurm refuses the job, or loses it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    script, output, code = (stem.with_suffix(end) for end in (".sbatch", ".log", ".code"))
+    secrets: dict[str, tuple[str, str]] = {}
+    shell_text(words, secrets, _PREFIX)
+    os.environ.update(
+        {name: value for name, (_, value) in secrets.items()}
+    )  # sbatch passes them on; the script is stored in a file
+    write_atomically(script, batch_script(words, code, needs))
+    job = asked("sbatch", "--parsable", f"--output={output}", "--job-name=autotune", *options, str(script)).strip()
+    job = job.partition(";")[0]
+    say(f"job {job} is submitted (log: {output}); Ctrl-C ends it")
+    with _cancelled_by_signals(job):
+        return _follow(job, output, code, say)
+
+
+def batch_script(words: Sequence[str], code: Path, needs: Sequence[str] = ()) -> str:
+    """Return the script that Slurm runs on the first node, see `submit`.
+
+    The script is stored in a file, so that it refers to secrets by variables.
+    """
+    secrets: dict[str, tuple[str, str]] = {}
+    command = f"{shlex.join([sys.executable, str(PACKAGE)])} {shell_text(words, secrets, _PREFIX)}"
+    needs = [*needs, *secrets]
+    keep = f"echo $code > {shlex.quote(f'{code}.new')} && mv {shlex.quote(f'{code}.new')} {shlex.quote(str(code))}"
+    checks = "".join(
+        f"""if [ -z "${{{name}:-}}" ]; then
+  echo "autotune: Slurm has not handed {name} on to its job: set it where jobs find it, or ask what clears it" >&2
+  code=2
+  {keep}
+  exit $code
+fi
+"""
+        for name in needs
+    )
+    return f"""#!/bin/bash
+cd {shlex.quote(os.getcwd())}
+rm -f {shlex.quote(str(code))}
+{checks}{command} &
+tuner=$!
+trap 'kill -TERM $tuner' TERM
+wait $tuner
+code=$?
+while kill -0 $tuner 2>/dev/null; do  # a signal has ended the waiting, not the tuner
+  wait $tuner
+  code=$?
+done
+{keep}
+exit $code
+"""
+
+
+@contextmanager
+def _cancelled_by_signals(job: str) -> Iterator[None]:
+    """End the job on Ctrl-C and SIGTERM, as Slurm's own warning does; its last output is still shown."""
+
+    def cancel(number: int, frame: object) -> None:
+        waits = _state(job)[0] == "PENDING"  # a pending job receives no signals (scancel(1))
+        gently = ("--batch", "--signal=TERM") if number == signal.SIGINT and not waits else ()
+        with suppress(UserError):
+            asked("scancel", *gently, job)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    held = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's stays ignored
+    before = {number: signal.signal(number, cancel) for number in held}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _follow(job: str, output: Path, code: Path, say: Callable[[str], None]) -> int:
+    shown, state, next_question = 0, "", 0.0
+    while True:
+        shown = _show(output, shown, sys.stdout)
+        if code.exists():
+            _show(output, shown, sys.stdout)
+            status = int(code.read_text(encoding="utf-8").strip() or 1)
+            if status == _ENDED:
+                raise UserError(f"job {job} was told to end before it had begun: give it a longer --time, or try again")
+            return status
+        if time.monotonic() > next_question:
+            next_question = time.monotonic() + _ASK_SECONDS
+            now, why = _state(job)
+            if now == "PENDING" and _NEVER.fullmatch(why):
+                with suppress(UserError):
+                    asked("scancel", job)
+                raise UserError(
+                    f"--executor slurm: the job can never start ({why}): ask for fewer nodes or less time; `sinfo` says what "
+                    "there is"
+                )
+            if now != state and now:
+                say(f"job {job} is {now.lower()}{f' ({why})' if now == 'PENDING' else ''}")
+            state = now
+            if not state:
+                time.sleep(_LOOK_SECONDS)  # its last file may arrive late over a network
+                if code.exists():
+                    continue
+                raise UserError(
+                    f"job {job} is gone without an end of its own: `sacct -j {job}` may say why; log: {output}"
+                )
+        time.sleep(_LOOK_SECONDS)
+
+
+def _state(job: str) -> tuple[str, str]:
+    """Return the job's state and its reason from squeue; the state is empty once the job is over."""
+    try:
+        state, _, why = asked("squeue", "-h", "-j", job, "-o", "%T %r").strip().partition(" ")
+    except UserError as error:
+        return ("" if "Invalid job id" in str(error) else "UNKNOWN"), ""
+    return (
+        "" if state in ("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY") else state
+    ), why
+
+
+def _show(path: Path, shown: int, out: TextIO) -> int:
+    """Write the new part of a file, and return how much of it has been shown."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(shown)
+        data = file.read()
+        out.write(data.decode(errors="replace"))
+        out.flush()
+        return shown + len(data)
+    return shown
+
+
+def outside() -> bool:
+    """Check that this process is outside of an allocation, which must then be requested."""
+    return not in_allocation()

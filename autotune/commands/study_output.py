@@ -1,0 +1,295 @@
+"""Report, record and gallery entry of a study, and settings that a study remembers."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import webbrowser
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from autotune.commands.setup import Setup
+from autotune.errors import UserError
+from autotune.executors.replay import Row, write_landscape
+from autotune.gallery.schema import Entry, check, entry_of
+from autotune.gallery.warm_start import checked, rates_for, shipped_entries, start_from
+from autotune.predict.predictor import Predictor
+from autotune.predict.trace_cache import stored_trace
+from autotune.problem.candidate import Candidate
+from autotune.problem.models import CAUSAL
+from autotune.problem.outcome import Kind
+from autotune.results.output_files import check_out
+from autotune.results.plan import Plan
+from autotune.results.report.build import Searched, study_report
+from autotune.results.report.confidential import confidential, without_secrets
+from autotune.results.report.html import plan_page, plan_report, study_page, write_page
+from autotune.search.proposer import Proposer, Start
+from autotune.search.storage import failures_in_one_line, output_file
+from autotune.search.study import StudyStore
+from autotune.search.trials import AS_IS, RESUME, SEARCH, uncollected
+from autotune.util.files import cannot_write, write_atomically
+from autotune.util.units import GIB
+
+# -- report ------------------------------------------------------------------------------------------------------------
+#
+# `autotune report`: a study as one HTML file.
+
+
+@uncollected()
+def report_study(study: str, storage: str | None, out: Path | None, *, hide: bool = False) -> Path:
+    """Write the page of a study to `out`, or as `NAME.html` into the study's folder, and return its path.
+
+    Args:
+        hide: leave out paths, host names and the model's name; the file is then `confidential.html`.
+
+    Raises:
+        UserError: there is no such study, or the file cannot be written.
+    """
+    store = StudyStore.load(study, storage)
+    name = "confidential" if hide else store.name
+    out = out or output_file(store.folder, f"{name}.html")
+    check_out(out)
+    with failures_in_one_line():
+        write_study(store, out, hide=hide)
+    return out
+
+
+def write_study(
+    store: StudyStore,
+    out: Path,
+    *,
+    trace_of: Predictor | None = None,
+    searched: Searched | None = None,
+    hide: bool = False,
+) -> None:
+    """Write the page of an open study.
+
+    Args:
+        trace_of: a predictor of the same job and hardware, whose trace is used.
+        searched: the space of the present call; None: the study's.
+        hide: leave out paths, host names and the model's name.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    predictor, why_none = _predictor(store, trace_of)
+    report = without_secrets(study_report(store, searched or _searched(store), predictor, why_none))
+    if hide:
+        report = confidential(report, store.job, store.folder)
+    write_page(study_page(report), out)
+
+
+def _predictor(store: StudyStore, trace_of: Predictor | None) -> tuple[Predictor | None, str]:
+    """Return a predictor without observations, or None and the reason.
+
+    No code of the study runs, so that a prediction needs a stored trace.
+    """
+    if not any(record.outcome for record in store.records()):
+        return None, ""
+    job, hardware = store.job, store.hardware
+    tracer = trace_of.tracer if trace_of else partial(stored_trace, versions=store.versions)
+    try:
+        return Predictor(job, hardware, trace_of.trace if trace_of else tracer(job, device=hardware.device), tracer), ""
+    except UserError as error:
+        return None, f"There is no prediction: {error}"
+
+
+def _searched(store: StudyStore) -> Searched | None:
+    """Return the study's space as searched; None if this version cannot read it."""
+    with suppress(UserError):
+        space = store.searched_space()
+        return Searched(space, tuple(space.candidates(store.job)))
+    return None
+
+
+def write_plan(plans: list[Plan], out: Path) -> None:
+    """Write the page of a plan, or a comparison of several.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    write_page(plan_page(plan_report(plans)), out)
+
+
+def open_in_browser(path: Path) -> bool:
+    """Open the file in a browser; return whether one was found."""
+    return webbrowser.open(path.resolve().as_uri())
+
+
+# -- record ------------------------------------------------------------------------------------------------------------
+#
+# `autotune record`: export of a study as a table that can be searched again without the machine.
+
+
+def record_study(study: str, storage: str | None, out: Path | None) -> tuple[Path, Path, int]:
+    """Write a study's measured candidates as a table that `--executor replay:TABLE` searches: to `out`, or into the study's
+    folder.
+
+    The peak of a candidate with an OOM is unknown. The table has its lower bound: the capacity plus the missing bytes.
+
+    Returns:
+        The table, its file of facts, and the number of its rows.
+
+    Raises:
+        UserError: there is no such study, it has measured nothing, or part of its figures is predicted.
+    """
+    store = StudyStore.load(study, storage)
+    if store.hardware.sliced:
+        raise UserError(
+            f"study {store.name} is of a slice: a table holds what was measured, and the other nodes' communication is "
+            "predicted; record a study of all nodes, or of one alone"
+        )
+    out = out or output_file(store.folder, f"{store.name}.table.csv.gz")  # NAME.json is the winner's
+    rows = _rows(store)
+    if not any(row.kind is Kind.OK for row in rows.values()):
+        raise UserError(f"study {store.name} has measured nothing that could be replayed: run it first")
+    return (*write_landscape(out, _facts(store), rows), len(rows))
+
+
+def _rows(store: StudyStore) -> dict[Candidate, Row]:
+    records, hardware = store.records(), store.hardware
+    rows: dict[Candidate, Row] = {}
+    started = [r.outcome.outside_seconds for r in records if r.outcome and r.outcome.outside_seconds > 1.0]
+    startup = statistics.median(started) if started else 1.0
+    for record in records:
+        outcome = record.outcome
+        if outcome is None or record.role == RESUME or (record.role != SEARCH and record.candidate in rows):
+            continue
+        if outcome.measurement is not None:
+            measured = outcome.measurement
+            rows[record.candidate] = Row(measured.peak_bytes / GIB, measured.step_seconds, startup, Kind.OK)
+        elif outcome.kind.is_oom and not hardware.outgrew(outcome.kind, outcome.capacity_bytes):
+            peak_gib = (hardware.capacity_bytes + (outcome.missing_bytes or 0)) / GIB
+            rows[record.candidate] = Row(peak_gib, None, startup, outcome.kind)
+    return rows
+
+
+def _facts(store: StudyStore) -> dict[str, Any]:
+    job, hardware = store.job, store.hardware
+    return {
+        "model": job.model.name,
+        "model_config": job.model.config,
+        "seq_len": job.seq_len,
+        "precision": job.precision,
+        "optimizer": job.optimizer,
+        **({"task": job.task, "image_size": job.image_size} if job.task != CAUSAL else {}),
+        "global_batch_size": job.global_batch_size,
+        "job": job.to_json(),  # complete; the fields above are for readers without autotune
+        "device": hardware.device,
+        "gpu": hardware.name,
+        "gpu_memory_gib": hardware.capacity_bytes / GIB,
+        "n_gpus": job.ranks,
+        "host_memory_gib": hardware.host_memory_bytes / GIB,
+        "recorded_from": store.name,
+        "versions": store.versions,
+    }
+
+
+# -- gallery -----------------------------------------------------------------------------------------------------------
+#
+# Commands `autotune share` and `autotune gallery check`, and the start of a run from the gallery.
+
+NOTE = "the gallery's nearest"  # reason of such a trial
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A study as written for the gallery."""
+
+    path: Path
+    entry: Entry
+    left_out: int  # candidates that an entry cannot hold
+
+    @property
+    def suggested(self) -> str:
+        """Suggested name for its file in the gallery: model and machine, and a few characters of a hash that makes it unique."""
+        job, machine = self.entry.job, self.entry.machine
+        model = job.model or job.architecture or "model"
+        key = hashlib.sha256(self.entry.text().encode()).hexdigest()[:6]
+        return f"{model}_{machine.count}x{machine.gpu or machine.device}_{key}.json"
+
+    def lines(self) -> list[str]:
+        model = (
+            self.entry.job.model or f"a model of {(self.entry.job.parameters or 0) / 1e6:.4g}M parameters, not named"
+        )
+        left = f"; {self.left_out} candidates were left out, their settings are texts" if self.left_out else ""
+        return [
+            f"wrote {self.path}: {model}, {self.entry.machine.count} x {self.entry.machine.gpu or self.entry.machine.name}, "
+            f"{len(self.entry.candidates)} candidates with how each ended{left}",
+            "no path, host name, script or argument is in it; look at it, and if you like, send it: a pull request that adds it "
+            f"as gallery/entries/{self.suggested}",
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"files": [str(self.path)], "suggested": self.suggested, "candidates": len(self.entry.candidates)}
+
+
+def share_study(study: str, storage: str | None, out: Path | None) -> Shared:
+    """Write a study as an entry to `out`, or as `share.json` into the study's folder.
+
+    Raises:
+        UserError: there is no such study, it has measured nothing, or the file cannot be written.
+    """
+    store = StudyStore.load(study, storage)
+    out = out or output_file(store.folder, "share.json")
+    if out.is_dir():
+        raise UserError(f"--out {out} is a folder; expected a file")
+    check_out(out, makes_folders=True)
+    with failures_in_one_line():
+        entry = entry_of(store)
+        tried = {r.candidate for r in store.records() if r.outcome and r.outcome.kind.says_something_of_the_candidate}
+    try:
+        check(entry)
+    except UserError as error:
+        raise UserError(f"study {store.name} is not for the gallery: {error}") from None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, entry.text())
+    except OSError as error:
+        raise cannot_write(out, error, "choose another --out") from None
+    return Shared(out, entry, len({one for one in tried if one.knobs}) - len(entry.candidates))
+
+
+def check_entries(files: Sequence[Path]) -> dict[Path, int]:
+    """Return the number of candidates of each entry.
+
+    Raises:
+        UserError: an entry breaks the schema, or has an impossible figure.
+    """
+    return {path: len(checked(path).candidates) for path in files}
+
+
+def begin_with_rates(setup: Setup, store: StudyStore, predictor: Predictor, say: Callable[[str], None]) -> None:
+    """Start predictions from the rates of the nearest entry on the same card. For a new study, log one line about it."""
+    rates = rates_for(shipped_entries(), setup.job, setup.hardware) if setup.gallery else None
+    if rates is None:
+        return
+    try:
+        predictor.begin_with(rates.learnt)
+    except (ValueError, ArithmeticError):  # rates for another version's constants are ignored
+        return
+    if all(record.note == AS_IS for record in store.records()):
+        say(f"gallery: steps are predicted with what is known of {rates.why}, until yours are measured")
+
+
+def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, say: Callable[[str], None]) -> None:
+    """Start a new study from the nearest entry's winner, and log one line about it."""
+    records = store.records()
+    if not setup.gallery or any(record.note != AS_IS for record in records):
+        return
+    start = start_from(shipped_entries(), setup.job, setup.hardware, setup.candidates)
+    if start is None:
+        return
+    whose = f"{start.candidate}, {start.why}"
+    if not proposer.begin_with(Start(start.candidate, NOTE)):
+        say(f"gallery: knows {whose}; it is not predicted to be among the best here, and waits its turn")
+    elif records:  # only the probe run: its outcome informs the search's start
+        say(
+            f"gallery: proposes {whose}; it is tried if it promises more than the script as it is (--no-gallery: without)"
+        )
+    else:
+        say(f"gallery: begins with {whose}; it is measured as all are (--no-gallery begins without)")

@@ -1,0 +1,467 @@
+"""node-side process."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import hashlib
+import ipaddress
+import os
+import queue
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from filelock import FileLock, Timeout
+
+from autotune._version import __version__
+from autotune.errors import Stopped, UserError
+from autotune.executors.cluster.deposit import Deposit
+from autotune.executors.cluster.moved import Moved
+from autotune.executors.cluster.parcel import is_there
+from autotune.executors.cluster.rpc import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS, own_stream
+from autotune.executors.cluster.transports import SENT_FOLDER
+from autotune.executors.machine import Needs, Ops, Station, clear, trial_sandbox
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware, detect, threads_per_rank
+from autotune.problem.job import Job
+from autotune.problem.nvml import open_nvml
+from autotune.script.argument_writer import write_trial_files
+from autotune.util.files import SocketFolder, cache_root
+from autotune.util.inquiry import PACKAGES
+from autotune.util.interpreter import current, interpreter_at, running_in
+from autotune.util.linux import NOTICES, adopt_orphans
+from autotune.workers.failure_classifier import log_tail
+from autotune.workers.gpu_locks import held_gpus, holder_of
+from autotune.workers.gpu_memory import make_meter
+from autotune.workers.host_workers import LocalSquad
+from autotune.workers.protocol import Message, Stream
+
+# -- agent -------------------------------------------------------------------------------------------------------------
+#
+# `autotune agent`: a node's side of a study, at the end of a stream.
+#
+# The agent reads requests from standard input, answers on standard output (`rpc.py`) and listens on no port. When its
+# input ends, its tuner is silent or a signal arrives, the agent ends with all that it has started.
+
+_LOOK_SECONDS = 0.1
+_MOST_LOG_BYTES = 256 * 1024  # bytes of a rank's log that are sent to the tuner
+
+
+class Agent:
+    """Agent of one node for one tuner."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._heard_at = time.monotonic()
+        self._requests: queue.Queue[Message] = queue.Queue()
+        self._over = threading.Event()
+        self._wake, self._woken = os.pipe()
+        for descriptor in (self._wake, self._woken):
+            os.set_blocking(descriptor, False)
+        self._home = SocketFolder("autotune-agent-")  # the next agent deletes the folder of a killed one
+        self.folder = self._home.path
+        self._kept = ExitStack()  # locks, and the ranks' Python
+        ops = Ops(lambda text: self._tell("say", text=text), lambda text: self._tell("show", text=text))
+        self.station = Station(self.folder, ops, lambda: self._over.is_set())
+        self.needs: Needs | None = None
+        self.hardware: Hardware | None = None
+        self.meter: Any = None
+        self.squad: LocalSquad | None = None
+        self._parts: list[bytes] = []  # received pieces of a folder
+        self._moved = Moved()
+        self._lasting: list[Deposit] = []  # sent folders that may contain a training's files
+        self._told: dict[int, int] = {}  # exit codes that were sent to the tuner
+        self._hung_up = False
+
+    def serve(self) -> None:
+        """Handle requests until the tuner is gone."""
+        for what in (self._read, self._beat):
+            threading.Thread(target=what, daemon=True).start()
+        self._tell(GREETING, protocol=PROTOCOL, version=__version__, pid=os.getpid(), python=sys.executable)
+        try:
+            while not self._over.is_set():
+                sources = self.squad.sources() if self.squad is not None else []
+                with suppress(OSError, ValueError):
+                    select.select([self._wake, *sources], [], [], _LOOK_SECONDS)
+                with suppress(BlockingIOError):
+                    os.read(self._wake, 4096)
+                self._pass_on()
+                while not self._over.is_set() and not self._requests.empty():
+                    self._do(self._requests.get())
+        finally:
+            self.close()
+
+    def end(self) -> None:
+        """Make `serve` return; may be called from any thread or signal handler."""
+        self._over.set()
+
+    # -- threads -----------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        while not self._stream.closed and time.monotonic() - self._heard_at < SILENT_SECONDS:
+            message = self._stream.receive(_LOOK_SECONDS)
+            if message is None:
+                continue
+            self._heard_at = time.monotonic()
+            if message["type"] != "beat":
+                self._requests.put(message)
+                with suppress(BlockingIOError):
+                    os.write(self._woken, b"!")
+        self.end()
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_SECONDS):
+            self._tell("beat")
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self._stream.send(kind, **fields)
+
+    # -- what the ranks do -------------------------------------------------------------------------------------------
+
+    def _pass_on(self) -> None:
+        """Send new messages and exit codes of the ranks to the tuner."""
+        squad = self.squad
+        if squad is None:
+            return
+        self._pass_on_heard(squad)
+        for rank, status in squad.statuses().items():
+            if rank not in self._told:
+                self._pass_on_heard(squad)  # the rank's last messages
+                self._told[rank] = status
+                self._tell("exited", rank=rank, status=status)
+        if squad.hung_up and not self._hung_up:
+            self._hung_up = True
+            self._tell("hung_up")
+        if squad.lost:
+            self._tell("lost", text=squad.lost)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _do(self, request: Message) -> None:
+        kind, number = request.pop("type"), request.pop("ask", None)
+        answer: dict[str, Any]
+        try:
+            answer = getattr(self, f"on_{kind}")(**request) or {}
+        except UserError as error:
+            answer = {"failure": "user", "text": str(error)}
+        except Stopped as error:
+            answer = {"failure": "stopped", "text": str(error)}
+        except OSError as error:
+            answer = {"failure": "os", "text": str(error), "errno": error.errno}
+        except Exception as error:  # the tuner knows the node's name and decides
+            answer = {"failure": "agent", "text": f"{type(error).__name__}: {error}"}
+        if number is not None:
+            self._tell("answer", to=number, **answer)
+        elif kind == "brief" and "failure" in answer:  # the ranks would wait forever
+            self._tell("failed", text=answer["text"])
+
+    def on_compare(self, *, manifest: dict[str, Any], lasting: bool) -> dict[str, Any]:
+        """Return whether this node has an identical copy of a folder at the same path."""
+        return {"there": is_there(manifest)}
+
+    def on_part(self, *, data: str) -> None:
+        self._parts.append(base64.b64decode(data))
+
+    def on_unpack(self, *, manifest: dict[str, Any], lasting: bool) -> dict[str, Any]:
+        """Unpack the received pieces into a folder."""
+        data, self._parts = b"".join(self._parts), []
+        old = manifest["folder"]
+        name = f"{Path(old).name}-{hashlib.sha256(old.encode()).hexdigest()[:8]}"
+        place = self.folder / "sent" / name
+        if lasting:  # a stable path for the training's next call; the host name separates nodes that share a home
+            place = cache_root() / "sent" / socket.gethostname() / name
+            self._hold(place)
+        deposit = Deposit(place)
+        if lasting:
+            self._lasting.append(deposit)
+        kept = deposit.unpack(data, manifest)
+        self._moved.places[old] = str(place)
+        return {"folder": str(place), "kept": kept}
+
+    def _hold(self, place: Path) -> None:
+        """Lock a folder, after waiting for an earlier agent without a tuner to end."""
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self._kept.enter_context(FileLock(f"{place}.lock", timeout=2 * SILENT_SECONDS))
+        except Timeout:
+            raise UserError(f"{place} is held by another launch of this folder: end that, or copy the folder") from None
+
+    def on_survey(
+        self, *, env: dict[str, str], python: str | None, cwd: str, path: str, **asked: Any
+    ) -> dict[str, Any]:
+        """Run `agent.survey` with the ranks' environment, Python and working directory, if they exist here."""
+        os.environ.update(self._moved.all_of(env))
+        with suppress(OSError):
+            os.chdir(self._moved.path(cwd))
+        if python is not None:
+            self._kept.enter_context(running_in(interpreter_at(python, "--python")))
+        return survey(path=self._moved.path(path), **asked)
+
+    def on_open(self, *, needs: dict[str, Any], hardware: dict[str, Any], env: dict[str, str], who: str) -> None:
+        """Hold the node's devices and prepare for starting ranks."""
+        os.environ.update(env)
+        self.station.close()
+        if self.hardware is None:
+            self.hardware = Hardware.from_json(hardware)
+            self._kept.enter_context(held_gpus(self.hardware, who, lambda text: self._tell("say", text=text)))
+            self.meter = make_meter(self.hardware)
+        self.needs = Needs(**self._moved.all_of(needs))
+        self.station.open(self.needs)
+
+    def on_ops(self, *, names: list[str]) -> dict[str, Any]:
+        assert self.needs is not None
+        fork_safe = self.station.load_ops(names, self.needs)
+        ops = self.station.ops
+        return {"fork_safe": fork_safe, "failed": ops.failed, "folder": ops.folder, "seconds": ops.build_seconds}
+
+    def on_launch(
+        self, *, entry: str, numbers: list[int], gauged: bool, node: list[int], left_seconds: float | None
+    ) -> dict[str, Any]:
+        assert self.hardware is not None
+        self._end_squad(done=False)
+        meter = self.meter if gauged else None
+        say = lambda text: self._tell("say", text=text)  # noqa: E731
+        squad = LocalSquad(self.station.launcher, self.hardware, meter, say, (node[0], node[1]))
+        self.squad, self._told, self._hung_up = squad, {}, False
+        deadline = float("inf") if left_seconds is None else time.monotonic() + left_seconds
+        squad.launch(entry, numbers, deadline=deadline, cancelled=lambda: self._over.is_set() or self._wanted())
+        return {"pids": squad.pids, "waited_seconds": squad.waited_seconds}
+
+    def _wanted(self) -> bool:
+        """Return True if a pending request ends the launch: `end`, or a signal other than a notice."""
+        return any(
+            request["type"] == "end" or (request["type"] == "signal" and request["number"] not in NOTICES)
+            for request in list(self._requests.queue)
+        )
+
+    def on_brief(self, *, spec: Message, workers: list[int], logs: bool) -> None:
+        """Create the ranks' files on this machine's disk, then send the ranks their spec."""
+        squad, spec = self._running(), self._moved.all_of(spec)
+        folder = self.folder / "logs"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        if "sandbox" in spec or "candidate" in spec:
+            self._make_files(spec, squad.home)
+        squad.brief(spec, folder if logs else None)
+        squad.begin(workers)
+
+    def _make_files(self, spec: Message, home: Path) -> None:
+        """Create the ranks' files on this machine's disk, and add their location to the spec."""
+        job, candidate = Job.from_json(spec["job"]), Candidate.of(spec.get("candidate") or {})
+        if "sandbox" in spec:
+            how = {"unprotected": spec["unprotected"], "kept": spec["kept"]}
+            sandbox = trial_sandbox(self.folder, job, candidate, self.folder, **how)
+            spec["sandbox"] = sandbox.to_json()
+        else:
+            write_trial_files(job, candidate, home, quiet=False)
+            spec["folder"] = str(home)
+
+    def _running(self) -> LocalSquad:
+        if self.squad is None:
+            raise OSError(0, "no ranks were launched")
+        return self.squad
+
+    def on_pass_on(self, *, what: str, fields: dict[str, Any]) -> None:
+        if self.squad is not None:
+            self.squad.tell(what, **self._moved.all_of(fields))
+
+    def on_look_anew(self) -> None:
+        if self.squad is not None:
+            self.squad.look_anew()
+
+    def on_get_on(self, *, waiting: list[int]) -> dict[str, Any]:
+        return {"alive": self._running().get_on(set(waiting))}
+
+    def on_place(self, *, rank: int, device: str) -> None:
+        self._running().place(rank, device)
+
+    def on_peaks(self) -> dict[str, Any]:
+        return {"peaks": dataclasses.asdict(self._running().peaks())}
+
+    def on_reset_peaks(self) -> None:
+        self._running().reset_peaks()
+
+    def on_last_words(self, *, greeted: bool) -> dict[str, Any]:
+        squad = self._running()
+        self._pass_on()
+        return {"logs": squad.last_words(greeted)}
+
+    def on_signal(self, *, number: int, pids: list[int]) -> None:
+        if self.squad is not None:
+            self.squad.signal(signal.Signals(number), pids)
+
+    def notify(self, number: signal.Signals) -> None:
+        """Forward a signal of this process to the ranks, without ending them."""
+        if (squad := self.squad) is not None:
+            squad.signal(number, squad.pids)
+
+    def on_end(self, *, done: bool) -> dict[str, Any]:
+        """End the ranks, and return their logs."""
+        numbers = self.squad.numbers if self.squad is not None else ()
+        self._end_squad(done=done)
+        logs = {rank: log_tail(self.folder / "logs" / f"rank{rank}.log", _MOST_LOG_BYTES) for rank in numbers}
+        shutil.rmtree(self.folder / "logs", ignore_errors=True)
+        return {"logs": {rank: text for rank, text in logs.items() if text}}
+
+    def on_exists(self, *, path: str) -> dict[str, Any]:
+        return {"there": Path(path).exists()}
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _end_squad(self, *, done: bool) -> None:
+        squad, self.squad = self.squad, None
+        if squad is not None:
+            self._pass_on_heard(squad)
+            squad.tell("stop")
+            squad.end(done=done)
+            clear(self.folder)
+
+    def _pass_on_heard(self, squad: LocalSquad) -> None:
+        back = self._moved.back
+        for rank, message in squad.hear():
+            self._tell("said", rank=rank, message=back.all_of(message))
+
+    def close(self) -> None:
+        """End everything that this agent started."""
+        with suppress(Exception):
+            self._end_squad(done=False)
+        self.station.close()
+        self._clear_sent()
+        self._kept.close()
+        self._home.close()
+
+    def _clear_sent(self) -> None:
+        for deposit in self._lasting:
+            with suppress(OSError):
+                os.chdir("/")
+                if left := deposit.clear():
+                    where = f"{deposit.place} on {socket.gethostname()}"
+                    print(f"autotune: {left} files that the training wrote are left in {where}", file=sys.stderr)
+        if sent := os.environ.get(SENT_FOLDER):
+            shutil.rmtree(sent, ignore_errors=True)
+
+
+@contextmanager
+def _ended_by_signals(agent: Agent) -> Iterator[None]:
+    """End the agent on SIGTERM, SIGHUP and SIGINT, and forward SIGUSR1 and SIGUSR2.
+
+    Slurm may send the latter to all processes of a job.
+    """
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = {number: signal.signal(number, lambda *_: agent.end()) for number in numbers}
+    before |= {number: signal.signal(number, lambda got, _: agent.notify(signal.Signals(got))) for number in NOTICES}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def main() -> None:
+    """Run the command `autotune agent`."""
+    stream = own_stream(SILENT_SECONDS)
+    adopt_orphans()
+    agent = Agent(stream)
+    with _ended_by_signals(agent), contextlib.closing(stream):
+        agent.serve()
+
+
+# -- node survey -------------------------------------------------------------------------------------------------------
+#
+# Survey of a node, for the comparison of all nodes before anything starts.
+
+LEAST_FREE_BYTES = 64 * 2**20  # bytes free on a disk for logs
+_ADDRESS_OF_SSH = "SSH_CONNECTION"  # client's address and port, then the server's: ssh(1)
+_ADDRESS_OF_RAY = "AUTOTUNE_REACHED_AT"  # see ray_driver.Carrier
+
+
+def survey(*, device: str, count: int, headroom: float, memory_cap_bytes: int | None, path: str) -> dict[str, Any]:
+    """Return all values that the tuner compares, as JSON.
+
+    Args:
+        device: `auto`, `cuda` or `cpu`.
+        count: number of devices that the job uses on this node.
+        headroom: share of capacity left free.
+        memory_cap_bytes: limit per rank.
+        path: the script's folder, which must exist; empty without a script.
+
+    Raises:
+        UserError: the node has too few devices, the path is missing, or a required folder cannot be written.
+    """
+    hardware = detect(device, count, memory_cap_bytes=memory_cap_bytes, headroom=headroom)
+    if path and not Path(path).exists():
+        raise UserError(f"no {path} there; expected what is trained in the same place on every node, or --sync")
+    for folder in (Path(tempfile.gettempdir()), cache_root()):
+        _check_writable(folder)
+    held = [f"{gpu} is in use by autotune ({who})" for gpu in hardware.gpus if (who := holder_of(gpu))]
+    if held:
+        raise UserError(f"{held[0]}: wait for it, or leave the node out")
+    versions = {package: found for package in PACKAGES if (found := current().version(package))}
+    return {
+        "hardware": hardware.to_json(),
+        "versions": {**versions, "cuda": current().cuda, "nccl": current().nccl, "driver": _driver()},
+        "threads": threads_per_rank(count),
+        "clock": time.time(),
+        "addresses": addresses(),
+        "reached_at": _reached_at(),
+        "hostname": socket.gethostname(),
+    }
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"autotune")
+            file.flush()
+        free = os.statvfs(folder)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror})") from None
+    if free.f_bavail * free.f_frsize < LEAST_FREE_BYTES:
+        raise UserError(f"{folder} is full: its disk has less than {LEAST_FREE_BYTES >> 20} MiB left")
+
+
+def addresses() -> list[tuple[str, str, int]]:
+    """Return (interface, address, prefix length) of every active address of this machine, IPv4 first.
+
+    Link-local IPv6 addresses (fe80::) are left out, because each use would need the interface name.
+    """
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found = [(name, one) for name, known in psutil.net_if_addrs().items() if name in up for one in known]
+    return [
+        (name, one.address, _prefix(one.netmask, most))
+        for family, most in ((socket.AF_INET, 32), (socket.AF_INET6, 128))
+        for name, one in found
+        if one.family == family and not (most == 128 and ipaddress.ip_address(one.address).is_link_local)
+    ]
+
+
+def _prefix(mask: str | None, most: int) -> int:
+    """Return the number of bits that a netmask sets; all bits without a netmask."""
+    return int(ipaddress.ip_address(mask)).bit_count() if mask else most
+
+
+def _reached_at() -> list[str]:
+    """Return the address by which the transport reached this node; empty if unknown."""
+    by_ray = os.environ.get(_ADDRESS_OF_RAY)
+    return [by_ray] if by_ray else os.environ.get(_ADDRESS_OF_SSH, "").split()[2:3]
+
+
+def _driver() -> str | None:
+    with suppress(Exception):  # the detection of GPUs reports a driver that does not answer
+        if (lib := open_nvml()) is not None:
+            found = lib.nvmlSystemGetDriverVersion()
+            return found.decode() if isinstance(found, bytes) else str(found)
+    return None

@@ -1,0 +1,516 @@
+"""Nodes of a cluster: connect, compare and reconnect."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import ipaddress
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune._version import __version__
+from autotune.errors import MachineTrouble, Stopped, UserError
+from autotune.executors.cluster.parcel import CHUNK_BYTES, Parcel
+from autotune.executors.cluster.rpc import GREETING_SECONDS, PROTOCOL, NodeDown, NotGreeted, RemoteSquad, Wire
+from autotune.executors.cluster.transports import Host, Transport
+from autotune.executors.machine import Needs, Ops
+from autotune.problem.hardware import Hardware
+from autotune.util.interpreter import current, other_python
+from autotune.workers.host_workers import Spread, Squad
+from autotune.workers.protocol import Message
+
+# -- cluster -----------------------------------------------------------------------------------------------------------
+#
+# Nodes of a job: connect, compare, prepare, and reconnect after a loss.
+
+_SURVEY_SECONDS = 120.0  # seconds; without persistence mode each of eight GPUs takes seconds to wake
+_OPEN_SECONDS = 1900.0  # seconds; imports from a slow disk, ended earlier by the agent's own limit
+_OPS_SECONDS = 3600.0
+_BACK_SECONDS = 120.0  # seconds to reconnect to a lost node
+_RETRY_SECONDS = 2.0
+_MOST_NAMED = 5  # files named in a line
+COMPARED = ("torch", "deepspeed", "transformers")  # packages whose versions must match this machine's
+
+# Environment variables that are sent to the nodes: settings of libraries that compute, communicate, allocate, load
+# models and build ops. A node knows its devices itself.
+SENT = (
+    *("OMP_NUM_THREADS", "LD_LIBRARY_PATH", "LD_PRELOAD", "GLIBC_TUNABLES", "CUDA_HOME", "CUDA_DEVICE_ORDER"),
+    *("NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
+)
+SENT_PREFIXES = (
+    *("NCCL_", "TORCH_", "PYTORCH_", "GLOO_", "UCX_", "FI_", "DS_", "DEEPSPEED_", "TRITON_", "HF_", "TRANSFORMERS_"),
+    *("TOKENIZERS_", "CUDA_DEVICE_MAX_", "CUDA_LAUNCH_", "CUDA_MODULE_", "OMP_", "GOMP_", "KMP_", "MKL_"),
+    *("ONEDNN_", "MALLOC_"),
+)
+
+
+def sent_variables(environment: Mapping[str, str], also: Sequence[str] = ()) -> dict[str, str]:
+    """Return the variables that are sent to the nodes.
+
+    Args:
+        environment: this process's environment.
+        also: further names, from the user.
+
+    Raises:
+        UserError: one of these is not set.
+    """
+    for name in also:
+        if name not in environment:
+            raise UserError(f"--export {name}: no such variable is set here")
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in SENT or name.startswith(SENT_PREFIXES) or name in also
+    }
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Requirements of a job for its nodes.
+
+    Args:
+        device: `auto`, `cuda` or `cpu`.
+        headroom: share of capacity left free.
+        memory_cap_bytes: limit per rank.
+        path: the script's folder, which must exist on each node; empty without a script.
+        interface: network interface between the nodes; None: detected.
+        variables: the user's variables that are sent in addition to `SENT`.
+        parcels: folders to send to nodes that lack them.
+        preamble: first bytes of the stream for a transport that syncs, see `transports.py`.
+        lasting: files that ranks write into sent folders are kept, as for a training.
+    """
+
+    device: str = "auto"
+    headroom: float = 0.05
+    memory_cap_bytes: int | None = None
+    path: str = ""
+    interface: str | None = None
+    variables: tuple[str, ...] = ()
+    parcels: tuple[Parcel, ...] = ()
+    preamble: bytes = b""
+    lasting: bool = False
+
+
+def _instead(answer: Message) -> str:
+    """Return a note about files that the node kept instead of the sent ones."""
+    kept = answer["kept"]
+    more = f" and {len(kept) - _MOST_NAMED} more" if len(kept) > _MOST_NAMED else ""
+    return f"; kept there as a training wrote them: {', '.join(kept[:_MOST_NAMED])}{more}" if kept else ""
+
+
+@dataclass
+class Node:
+    """Node and its wire."""
+
+    host: Host
+    wire: Wire
+    hardware: Hardware | None = None
+    survey: Message = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.host.name
+
+
+@dataclass
+class Cluster:
+    """Nodes that start groups of ranks, like `Station` on this machine.
+
+    Args:
+        hosts: the nodes.
+        transport: starts the agents.
+        wishes: requirements for the nodes.
+        folder: for the standard error of transports and agents.
+        who: holder of the nodes' devices in messages to other users, such as `study NAME`.
+        say: receives lines for the user.
+        cancelled: True if the user cancelled.
+    """
+
+    hosts: Sequence[Host]
+    transport: Transport
+    wishes: Wishes
+    folder: Path
+    who: str = "a study"
+    say: Callable[[str], None] = lambda text: None
+    cancelled: Callable[[], bool] = lambda: False
+    echo: bool = False  # copy the ranks' output to this process's standard error, for a training
+    ops: Ops = field(default_factory=lambda: Ops(lambda text: None))
+    nodes: list[Node] = field(default_factory=list)
+    _needs: Needs | None = None
+    _names: list[str] = field(default_factory=list)  # builders of the ops that the nodes have loaded
+    _meeting: Meeting | None = None
+
+    # -- reaching them -----------------------------------------------------------------------------------------------
+
+    def reach(self) -> Hardware:
+        """Start an agent on every node, compare the nodes, and return their combined hardware.
+
+        Raises:
+            UserError: a node cannot be reached, or the nodes differ.
+            Stopped: the user cancelled.
+        """
+        try:
+            self.nodes = [Node(host, self._start(host)) for host in self.hosts]
+            self._greet(self.nodes)
+            self._survey(self.nodes)
+            return self._compare()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, host: Host) -> Wire:
+        log = self.folder / f"{host.name.replace('/', '_')}.log"
+        log.unlink(missing_ok=True)
+        try:
+            return Wire(host.name, self.transport.command(host.name), log, self.wishes.preamble)
+        except OSError as error:
+            raise UserError(
+                f"node {host.name}: {self.transport.command(host.name)[0]} cannot be run ({error.strerror})"
+            ) from None
+
+    def _greet(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            try:
+                node.wire.greet(GREETING_SECONDS, self.cancelled)
+            except NotGreeted as failure:
+                raise UserError(self.transport.complaint(node.name, failure)) from None
+        check_alike([node.name for node in nodes], [node.wire.greeting for node in nodes], __version__, PROTOCOL)
+
+    def _survey(self, nodes: list[Node]) -> None:
+        wishes, asked = self.wishes, []
+        for node in nodes:
+            for parcel in wishes.parcels:
+                self._send(node, parcel)
+        for node in nodes:
+            env = sent_variables(os.environ, wishes.variables) | self._devices(node.host)
+            count = len(node.host.slots)
+            what = {"device": wishes.device, "count": count, "headroom": wishes.headroom, "path": wishes.path}
+            cap = wishes.memory_cap_bytes
+            ranks = {"python": other_python(), "cwd": str(Path.cwd())}
+            number = node.wire.begin("survey", env=env, memory_cap_bytes=cap, **ranks, **what)
+            asked.append((node, number))
+        for node, number in asked:
+            node.survey = self._finish(node, number, _SURVEY_SECONDS)
+            node.hardware = Hardware.from_json(node.survey["hardware"])
+
+    def _send(self, node: Node, parcel: Parcel) -> None:
+        """Send a folder to the node unless an identical copy is there."""
+        about = {"manifest": parcel.manifest, "lasting": self.wishes.lasting}
+        if self._finish(node, node.wire.begin("compare", **about), _SURVEY_SECONDS)["there"]:
+            return
+        data = parcel.archive
+        for at in range(0, len(data), CHUNK_BYTES):
+            node.wire.tell("part", data=base64.b64encode(data[at : at + CHUNK_BYTES]).decode())
+        answer = self._finish(node, node.wire.begin("unpack", **about), _SURVEY_SECONDS)
+        self.say(f"sent to {node.name}, into {answer['folder']}: {parcel}{_instead(answer)}")
+
+    @staticmethod
+    def _devices(host: Host) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))} if host.chosen else {}
+
+    def _compare(self) -> Hardware:
+        names, surveys = [node.name for node in self.nodes], [node.survey for node in self.nodes]
+        ours = {package: current().version(package) for package in COMPARED}
+        check_versions_and_clocks(names, surveys, ours, [survey["came"] for survey in surveys])
+        self._meeting = meeting(names, surveys, self.wishes.interface)
+        threads = min(int(survey["threads"]) for survey in surveys)
+        return combined([node.hardware for node in self.nodes if node.hardware is not None], threads)
+
+    def _finish(
+        self, node: Node, number: int, seconds: float, take: Callable[[Message], None] | None = None
+    ) -> Message:
+        """Wait for an answer during setup; a failure is raised as UserError, because the user has to fix it."""
+        try:
+            return node.wire.finish(number, seconds, self.cancelled, take)
+        except (NodeDown, OSError) as error:
+            raise UserError(f"node {error}") from None
+
+    # -- a ground for groups -----------------------------------------------------------------------------------------
+
+    @property
+    def launcher(self) -> Spread:
+        assert self._meeting is not None
+        return Spread(self._squads, self._meeting.host)
+
+    def _squads(self, gauged: bool, say: Callable[[str], None]) -> list[Squad]:
+        count = len(self.nodes)
+        return [RemoteSquad(node.wire, gauged, say, (at, count)) for at, node in enumerate(self.nodes)]
+
+    def begin(self, needs: Needs) -> None:
+        """Do nothing, because a ready agent already holds the node's devices."""
+
+    def open(self, needs: Needs) -> None:
+        """Prepare every agent for starting ranks.
+
+        Raises:
+            UserError: an agent cannot.
+            Stopped: the user cancelled.
+        """
+        self._needs = needs
+        self._open(self.nodes)
+
+    def _open(self, nodes: list[Node]) -> None:
+        assert self._needs is not None
+        asked = []
+        for node in nodes:
+            assert node.hardware is not None
+            env = self._interface_variables(self.nodes.index(node))
+            node.wire.echo = self.echo
+            what = {"needs": dataclasses.asdict(self._needs), "hardware": node.hardware.to_json()}
+            asked.append((node, node.wire.begin("open", **what, env=env, who=self.who)))
+        for node, number in asked:
+            self._finish(node, number, _OPEN_SECONDS, self._hearer(node))
+
+    def _hearer(self, node: Node) -> Callable[[Message], None]:
+        def take(event: Message) -> None:
+            if event["type"] == "say":
+                self.say(f"{node.name}: {event['text']}")
+
+        return take
+
+    def _interface_variables(self, at: int) -> dict[str, str]:
+        assert self._meeting is not None
+        interface = self._meeting.interfaces[at]
+        if not interface or len(self.nodes) == 1:
+            return {}
+        return {name: interface for name in INTERFACE_VARIABLES if name not in os.environ}
+
+    def load_ops(self, names: Sequence[str], needs: Needs) -> bool:
+        """Build and load ops on every node, see `Station.load_ops`."""
+        self._needs = needs
+        self._names = list(dict.fromkeys([*self._names, *names]))
+        return self._load(self.nodes, list(names))
+
+    def _load(self, nodes: list[Node], names: list[str]) -> bool:
+        answers = []
+        # The first node builds alone. The other nodes find its result in a shared home, where locks may not work across
+        # machines.
+        for some in (nodes[:1], nodes[1:]) if names else ():
+            asked = [(node, node.wire.begin("ops", names=names)) for node in some]
+            answers += [self._finish(node, number, _OPS_SECONDS, self._hearer(node)) for node, number in asked]
+        for answer in answers:
+            self.ops.failed.update(answer["failed"])
+            self.ops.folder = answer["folder"]
+            self.ops.build_seconds = max(self.ops.build_seconds, answer["seconds"])
+        return all(answer["fork_safe"] for answer in answers)
+
+    @property
+    def broken(self) -> bool:
+        """True if a node is disconnected."""
+        return any(node.wire.down for node in self.nodes)
+
+    def mend(self) -> None:
+        """Reconnect to disconnected nodes and prepare them.
+
+        Raises:
+            MachineTrouble: a node cannot be reached within minutes.
+            Stopped: the user cancelled.
+        """
+        until = time.monotonic() + _BACK_SECONDS
+        for node in self.nodes:
+            if not node.wire.down:
+                continue
+            self.say(f"node {node.wire.down}: reaching it again")
+            while True:
+                try:
+                    self._again(node)
+                    break
+                except UserError as error:
+                    node.wire.close()
+                    if self.cancelled():
+                        raise Stopped("stopped while a node was reached again") from None
+                    if time.monotonic() > until:
+                        raise MachineTrouble(f"{error}; the study goes on with the same command") from None
+                    time.sleep(_RETRY_SECONDS)
+            self.say(f"node {node.name} is back")
+
+    def _again(self, node: Node) -> None:
+        before, met = node.survey["hostname"], self._meeting
+        node.wire.close()
+        node.wire = self._start(node.host)
+        self._greet([node])
+        self._survey([node])
+        if all(one.wire is node.wire or not one.wire.down for one in self.nodes):
+            self._compare()  # a scheduler may have replaced the machine
+        if node.survey["hostname"] != before:
+            self.say(f"in place of node {node.name} ({before}) there is {node.survey['hostname']} now")
+        if self._meeting == met:
+            self._open([node])
+            self._load([node], self._names)
+        else:  # the other nodes need the new rendezvous too
+            up = [one for one in self.nodes if not one.wire.down]
+            self._open(up)
+            self._load(up, self._names)
+
+    def all_see(self, path: Path) -> bool:
+        """Return True if every node has this path, as on a shared file system."""
+        if self.broken:
+            return False
+        asked = [(node, node.wire.begin("exists", path=str(path))) for node in self.nodes]
+        try:
+            return all(node.wire.finish(number, _SURVEY_SECONDS)["there"] for node, number in asked)
+        except NodeDown:
+            return False
+
+    def close(self) -> None:
+        """End every agent and all that it has started."""
+        for node in self.nodes:
+            node.wire.hang_up()
+        for node in self.nodes:
+            node.wire.close()
+
+
+# -- comparison of nodes -----------------------------------------------------------------------------------------------
+#
+# Check that the nodes of a job are alike. All differences are reported in one line before anything starts.
+
+MOST_CLOCK_SECONDS = 30.0  # seconds of clock difference; caches, leases and checkpoints depend on times
+
+
+def check_alike(names: Sequence[str], greetings: Sequence[Mapping[str, Any]], version: str, protocol: int) -> None:
+    """Check that every node has the tuner's version of this package.
+
+    Raises:
+        UserError: a node has another version.
+    """
+    for name, said in zip(names, greetings, strict=True):
+        if (said["version"], said["protocol"]) != (version, protocol):
+            raise UserError(
+                f"node {name} has autotune {said['version']}, and this machine {version}: install the same on every node"
+            )
+
+
+def check_versions_and_clocks(
+    names: Sequence[str], surveys: Sequence[Mapping[str, Any]], ours: Mapping[str, str | None], now: Sequence[float]
+) -> None:
+    """Check that all nodes have the same driver and devices, this machine's packages, and a matching clock.
+
+    Args:
+        names: the nodes' names.
+        surveys: the nodes' surveys.
+        ours: versions on this machine, which predicts and writes configs.
+        now: this machine's clock at the arrival of each survey, in seconds since the epoch.
+
+    Raises:
+        UserError: nodes differ; one line with all differences.
+    """
+    differing = []
+    devices = [{**one["versions"], "device": one["hardware"]["name"]} for one in surveys]
+    for what in sorted({key for one in devices for key in one}):
+        found = [one.get(what) for one in devices]
+        usual = ours[what] if what in ours else Counter(found).most_common(1)[0][0]
+        whose = "this machine has" if what in ours else "the others have"
+        others = [f"{name} has {value or 'none'}" for name, value in zip(names, found, strict=True) if value != usual]
+        if others:
+            differing.append(f"{what}: {', '.join(others)} where {whose} {usual or 'none'}")
+    for name, one, here in zip(names, surveys, now, strict=True):
+        apart = float(one["clock"]) - here
+        if abs(apart) > MOST_CLOCK_SECONDS:
+            differing.append(f"clock: {name}'s is {abs(apart):.0f} s {'ahead' if apart > 0 else 'behind'}")
+    if differing:
+        raise UserError(f"the nodes differ: {'; '.join(differing)}; make them alike, or --exclude those that are not")
+
+
+def combined(parts: Sequence[Hardware], threads: int) -> Hardware:
+    """Return the hardware of all nodes together. The node with the least memory determines the capacity.
+
+    Args:
+        parts: the hardware of each node.
+        threads: CPU threads per rank.
+    """
+    first = parts[0]
+    free = min(part.memory_bytes - part.taken_bytes for part in parts)
+    memory = min(part.memory_bytes for part in parts)
+    return dataclasses.replace(
+        first,
+        count=sum(part.count for part in parts),
+        nodes=len(parts),
+        memory_bytes=memory,
+        taken_bytes=max(0, memory - free),
+        host_memory_bytes=min(part.host_memory_bytes for part in parts),
+        gpus=tuple(gpu for part in parts for gpu in part.gpus),
+        threads=threads,
+    )
+
+
+# -- network -----------------------------------------------------------------------------------------------------------
+#
+# Choose the addresses by which the nodes of a job reach each other.
+
+_Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
+# Interface variables of the libraries. Variables that the user has set are kept.
+INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Rendezvous of the ranks: the first node's address, and each node's interface to that network."""
+
+    host: str
+    interfaces: tuple[str, ...]
+
+
+def meeting(names: Sequence[str], surveys: Sequence[Mapping[str, Any]], interface: str | None = None) -> Meeting:
+    """Choose a network that contains all nodes.
+
+    The network by which ssh reached the first node is preferred, then the first node's first one. IPv6 is used only
+    without a common IPv4 network, because some libraries and scripts cannot read IPv6 addresses.
+
+    Args:
+        names: the nodes' names.
+        surveys: the nodes' surveys, see `agent.survey`.
+        interface: required interface, with the same name on every node.
+
+    Raises:
+        UserError: a node lacks that interface, or no network contains all nodes.
+    """
+    found = [_addresses(one) for one in surveys]
+    if interface is not None:
+        for name, addresses in zip(names, found, strict=True):
+            if all(interface != device for device, _ in addresses):
+                known = ", ".join(sorted({device for device, _ in addresses})) or "none"
+                raise UserError(
+                    f"--interface {interface}: node {name} has no such interface that is up; it has {known}"
+                )
+        versions = [{address.version for device, address in addresses if device == interface} for addresses in found]
+        alike = set.intersection(*versions)
+        if not alike:
+            raise UserError(f"--interface {interface}: some nodes have only IPv4 there and others only IPv6")
+        host = next(one for device, one in found[0] if device == interface and one.version == min(alike))
+        return Meeting(str(host.ip), (interface,) * len(names))
+    reached = surveys[0].get("reached_at") or [""]
+    one_machine = len({str(one.get("hostname")) for one in surveys}) == 1
+    first = sorted(found[0], key=lambda known: (known[1].version, str(known[1].ip) != reached[0]))
+    for device, address in first:
+        if address.ip.is_loopback and not one_machine:
+            continue
+        others = [_in_network(addresses, address) for addresses in found[1:]]
+        if all(others):
+            return Meeting(str(address.ip), (device, *(other or "" for other in others)))
+    everywhere = {address.ip for addresses in found[1:] for _, address in addresses}
+    routed = next((known for known in first if not known[1].ip.is_loopback and known[1].ip not in everywhere), None)
+    if routed is None:
+        raise UserError(
+            f"node {names[0]} has no address at which the other nodes could reach it: give --interface NAME"
+        )
+    # the nodes are in different networks with a router between them, so each library chooses its interface
+    return Meeting(str(routed[1].ip), ("",) * len(names))
+
+
+def _addresses(survey: Mapping[str, Any]) -> list[tuple[str, _Address]]:
+    return [(name, ipaddress.ip_interface(f"{address}/{bits}")) for name, address, bits in survey["addresses"]]
+
+
+def _in_network(known: list[tuple[str, _Address]], other: _Address) -> str | None:
+    """Return the interface in the network of an address.
+
+    An interface with the identical address is skipped: bridges of containers (docker0, cni0) and of virtual machines
+    (virbr0) have the same address on all machines.
+    """
+    alike = ((device, address) for device, address in known if address.network == other.network)
+    return next((device for device, address in alike if address.ip != other.ip or address.ip.is_loopback), None)

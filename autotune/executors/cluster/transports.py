@@ -1,0 +1,512 @@
+"""Hostfile, and the start of an agent by ssh or srun."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from autotune.errors import UserError, near
+from autotune.executors.cluster.rpc import NotGreeted
+from autotune.util.bounds import read_text, shown, whole_number
+from autotune.util.interpreter import APART
+from autotune.util.units import format_duration
+
+# -- transports --------------------------------------------------------------------------------------------------------
+#
+# Transports: a command that starts an agent on a node and connects its standard input and output.
+#
+# All further data goes over the stream, so host names, folders and variables never become shell text. ssh passes to a
+# login shell only the words that start an agent, each quoted. With `--sync` it passes one constant line of Python
+# instead (`transports.py`).
+
+PACKAGE = Path(__file__).parents[2]
+CONNECT_SECONDS = 10
+_SSH_FAILED = 255  # ssh's own exit status: ssh(1)
+
+
+class Transport(Protocol):
+    """Way to reach nodes."""
+
+    def command(self, node: str) -> list[str]:
+        """Return the command that starts a node's agent."""
+
+    def complaint(self, node: str, failure: NotGreeted) -> str:
+        """Return why an agent did not start and what to do, in one line."""
+
+
+def agent_words(python: str = sys.executable, package: Path = PACKAGE, *, sync: bool = False) -> list[str]:
+    """Return the command that starts an agent on its machine.
+
+    With `sync`, the package first arrives over the stream.
+    """
+    return [python, "-c", BOOT] if sync else [python, str(package), "agent"]
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """OpenSSH with the user's configuration: keys, agents, jump hosts and names from ~/.ssh/config."""
+
+    python: str = sys.executable
+    package: Path = PACKAGE
+    sync: bool = False
+
+    def command(self, node: str) -> list[str]:
+        options = {
+            "BatchMode": "yes",  # no prompts
+            "ConnectTimeout": str(CONNECT_SECONDS),
+            "ServerAliveInterval": "5",
+            "ServerAliveCountMax": "3",
+            "LogLevel": "ERROR",  # keep server banners out of the log
+            "ForwardX11": "no",
+            "ControlMaster": "no",  # use the user's master connection, but do not create one
+            "ClearAllForwardings": "yes",
+            "EscapeChar": "none",
+            "RequestTTY": "no",
+        }
+        given = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        return [
+            "ssh",
+            "-T",
+            *given,
+            "--",
+            node,
+            f"exec {shlex.join(agent_words(self.python, self.package, sync=self.sync))}",
+        ]
+
+    def complaint(self, node: str, failure: NotGreeted) -> str:
+        log = failure.log.splitlines()
+        last = log[-1].strip() if log else ""
+        for pattern, what in _SSH_SAYS:
+            if failure.code == _SSH_FAILED and re.search(pattern, failure.log):
+                return f"node {node}: {what.format(node=node)} ({last})"
+        return agents_complaint(node, failure, self.python, self.package)
+
+
+# OpenSSH's messages (sshconnect.c, sshconnect2.c, ssh.c); the first match is used.
+_SSH_SAYS = (
+    (
+        r"[Hh]ost key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED|No \S+ host key is known",
+        "its host key is not known, or has changed: `ssh {node}` once by hand shows it",
+    ),
+    (
+        r"Permission denied",
+        "it asks for a password or a key that ssh has not: give it your key (`ssh-copy-id {node}`), or load it into ssh-agent",
+    ),
+    (r"Could not resolve hostname", "no such host: correct the hostfile, or name it in ~/.ssh/config"),
+    (
+        r"Connection refused|timed out|No route to host|Network is unreachable|Connection (closed|reset)",
+        "ssh cannot reach it: is it up, and does sshd run there? `ssh {node}` tells",
+    ),
+    (r"", "ssh cannot reach it; `ssh {node}` tells"),
+)
+
+
+def agents_complaint(node: str, failure: NotGreeted, python: str, package: Path) -> str:
+    """Return why an agent did not start on a node that was reached, in one line."""
+    log = failure.log.splitlines()
+    if failure.said:
+        words = " ".join(failure.said.split())[:80]
+        return (
+            f"node {node} prints {words!r} into the stream, before its agent begins: keep shells that are not interactive "
+            "silent there (~/.bashrc), and /etc/profile.d"
+        )
+    if f"can't open file '{package}" in failure.log or f"can't find '__main__' module in '{package}" in failure.log:
+        return (
+            f"node {node}: autotune is not at {package} there; install it at the same place on every node, or "
+            "give --sync, which sends it"
+        )
+    if re.search(rf"{re.escape(python)}.*(No such file|not found|cannot execute)", failure.log):
+        return (
+            f"node {node}: no {python} there; install the environment that you train in at the same place on every node"
+        )
+    if missing := re.search(r"No module named '?([\w.]+)", failure.log):
+        return (
+            f"node {node}: {python} has no package {missing[1]} there: install the environment that you train in, with what "
+            "autotune needs, at the same place on every node"
+        )
+    last = f" ({log[-1].strip()[:200]})" if log else ""
+    return f"node {node}: no agent was heard: {failure.why}{last}"
+
+
+# -- Slurm -------------------------------------------------------------------------------------------------------------
+#
+# Slurm transport: the nodes of this process's allocation, and one agent on each, started by `srun`.
+
+_ANSWER_SECONDS = 60.0  # seconds; a controller under load answers slowly
+# Variables that an agent inherits before it receives more. A Python from `module load` may need the library path.
+_KEPT = "PATH,HOME,USER,LANG,LC_ALL,TMPDIR,LD_LIBRARY_PATH"
+JOB, NODES, GPUS = "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_GPUS_ON_NODE"  # set for a job's processes: sbatch(1)
+
+
+@dataclass(frozen=True)
+class Srun:
+    """Job step on one node of the allocation, parallel to other steps."""
+
+    job: str
+    python: str = sys.executable
+    package: Path = PACKAGE
+    sync: bool = False
+
+    def command(self, node: str) -> list[str]:
+        where = ["--jobid", self.job, "--nodelist", node, "--nodes=1", "--ntasks=1"]
+        how = ["--overlap", "--mem=0", "--mpi=none", "--cpu-bind=none", "--unbuffered", f"--export={_KEPT}"]
+        return ["srun", *where, *how, "--", *agent_words(self.python, self.package, sync=self.sync)]
+
+    def complaint(self, node: str, failure: NotGreeted) -> str:
+        said = [line for line in failure.log.splitlines() if line.startswith("srun: ")]
+        if said and not failure.said and "exited" not in said[-1].lower() and "task" not in said[-1]:
+            return f"node {node}: Slurm starts no agent there ({said[-1].removeprefix('srun: ')[:200]})"
+        return agents_complaint(node, failure, self.python, self.package)
+
+
+def in_allocation(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return True if this process belongs to a Slurm job."""
+    return bool(environment.get(JOB) and environment.get(NODES))
+
+
+def allocated_hosts(gpus: int | None, environment: Mapping[str, str] = os.environ) -> list[Host]:
+    """Return the nodes of the allocation, with `gpus` slots each, or with the number of allocated GPUs.
+
+    Raises:
+        UserError: Slurm does not list the nodes, or the number of devices is unknown.
+    """
+    names = asked("scontrol", "show", "hostnames", environment[NODES]).split()
+    each = environment.get(GPUS, "")
+    count = gpus if gpus is not None else int(each) if each.isdigit() and int(each) else None
+    if count is None:
+        raise UserError("this allocation has no GPUs: --device cpu --gpus N says how many CPU ranks each node has")
+    if count < 1:
+        raise UserError(f"--gpus {count}: expected at least 1")
+    return [Host(name, tuple(range(count))) for name in names]
+
+
+def check_time_left(budget_seconds: float, environment: Mapping[str, str] = os.environ) -> None:
+    """Check that the allocation lasts as long as the budget.
+
+    Raises:
+        UserError: the allocation ends earlier.
+    """
+    end = environment.get("SLURM_JOB_END_TIME", "")
+    left = float(end) - time.time() if end.isdigit() else _left_seconds(environment[JOB])
+    if left is not None and left < budget_seconds:
+        raise UserError(
+            f"the allocation ends in {format_duration(max(0.0, left))}, before a budget of {format_duration(budget_seconds)}: "
+            "give a smaller --budget, or a longer --time"
+        )
+
+
+def _left_seconds(job: str) -> float | None:
+    """Return the time left from squeue's `days-hours:minutes:seconds`; None if unlimited or unknown."""
+    with suppress(UserError, ValueError):
+        days, _, clock = asked("squeue", "-h", "-j", job, "-o", "%L").strip().rpartition("-")
+        parts = [int(part) for part in clock.split(":")]
+        seconds = sum(part * 60**at for at, part in enumerate(reversed(parts)))
+        return float(seconds + 86400 * int(days or 0))
+    return None
+
+
+def asked(*words: str) -> str:
+    """Return the output of a Slurm command.
+
+    Raises:
+        UserError: Slurm is missing, or the command fails; with its error message.
+    """
+    if shutil.which(words[0]) is None:
+        raise UserError(f"--executor slurm: no {words[0]} on this machine; call autotune where Slurm's commands are")
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=_ANSWER_SECONDS, stdin=subprocess.DEVNULL, encoding="utf-8"
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(f"--executor slurm: {words[0]} does not answer within {_ANSWER_SECONDS:.0f} s") from None
+    if done.returncode:
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        first = next((line for line in said if "error" in line), said[0] if said else f"exit status {done.returncode}")
+        raise UserError(f"--executor slurm: {first.removeprefix(words[0] + ': ')}")
+    return done.stdout
+
+
+# -- sending the package to a node -------------------------------------------------------------------------------------
+#
+# `--sync`: start an agent on a node that may lack this package, by sending the package first.
+#
+# The transport passes only one constant line of Python (`BOOT`), which executes the first data of the stream: the code
+# of `_on_the_node`, then the package. A node that has an identical package at the same path runs that one. Otherwise it
+# unpacks the sent package into a temporary folder of the agent, which is deleted with it.
+
+SENT_FOLDER = "AUTOTUNE_SENT_FOLDER"  # environment variable with the folder that the agent deletes at its end
+# Isolated from the login folder, which may contain a random.py. The line is hexadecimal, without characters that a
+# shell treats specially. Reading it byte by byte consumes nothing after it.
+BOOT = APART + "import os;exec(bytes.fromhex(b''.join(iter(lambda:os.read(0,1),b'\\n')).decode()))"
+
+
+def _on_the_node() -> None:
+    """Read a header and an archive on the node with the standard library only, then become the agent."""
+    import fcntl
+    import hashlib
+    import io
+    import json
+    import os
+    import sys
+    import tarfile
+    import tempfile
+
+    def take(count: int) -> bytes:
+        found = b""
+        while len(found) < count:
+            data = os.read(0, min(count - len(found), 1 << 16))
+            if not data:
+                os._exit(1)
+            found += data
+        return found
+
+    line = b""
+    while not line.endswith(b"\n"):
+        line += take(1)
+    header = json.loads(line)
+    sent, place = take(header["bytes"]), header["place"]
+
+    def there() -> bool:
+        try:
+            for name, known in header["files"].items():
+                with open(os.path.join(place, name), "rb") as file:
+                    if hashlib.sha256(file.read()).hexdigest() != known:
+                        return False
+            return True
+        except OSError:
+            return False
+
+    if not there():
+        # Compatible with `files.SocketFolder`: the next agent deletes the folder of a killed one.
+        folder = tempfile.mkdtemp(prefix="autotune-agent-")
+        held = os.open(os.path.join(folder, "new"), os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            os.rename(os.path.join(folder, "new"), os.path.join(folder, "held"))
+        except OSError:
+            pass
+        os.set_inheritable(held, True)
+        place = os.path.join(folder, "autotune")
+        with tarfile.open(fileobj=io.BytesIO(sent), mode="r:gz") as archive:
+            for member in archive:
+                source = archive.extractfile(member)
+                if source is None or member.name.startswith("/") or ".." in member.name.split("/"):
+                    continue
+                target = os.path.join(place, *member.name.split("/"))
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                with open(target, "wb") as file:
+                    file.write(source.read())
+        os.environ["AUTOTUNE_SENT_FOLDER"] = folder
+    os.execv(sys.executable, [sys.executable, place, "agent"])
+
+
+@cache
+def preamble(package: Path, place: Path | None = None) -> bytes:
+    """Return the bytes that are sent first.
+
+    Args:
+        package: this package's folder.
+        place: its path on the node; None: the same path.
+    """
+    files, buffer = {}, io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for path in sorted(package.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                name, data = path.relative_to(package).as_posix(), path.read_bytes()
+                files[name] = hashlib.sha256(data).hexdigest()
+                about = tarfile.TarInfo(name)
+                about.size = len(data)
+                archive.addfile(about, io.BytesIO(data))
+    archived = buffer.getvalue()
+    header: dict[str, Any] = {"bytes": len(archived), "place": str(place or package), "files": files}
+    code = f"{inspect.getsource(_on_the_node)}\n_on_the_node()\n"
+    return code.encode().hex().encode() + b"\n" + json.dumps(header).encode() + b"\n" + archived
+
+
+# -- hostfile ----------------------------------------------------------------------------------------------------------
+#
+# DeepSpeed's hostfile, with lines such as `worker-1 slots=8`, and its launcher's `--include` and `--exclude`.
+
+_LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
+_NAME = re.compile(r"[\w.\[:][\w.:@%\[\]+-]{0,255}")  # may contain ssh's user name, and an IPv6 address in brackets
+MOST_SLOTS = 4096
+_FILTER = "expected HOST@HOST, or HOST:SLOT,SLOT@HOST as DeepSpeed's launcher takes it"
+
+
+@dataclass(frozen=True)
+class Host:
+    """Line of a hostfile.
+
+    Args:
+        name: the host's name.
+        slots: its devices, by number.
+        chosen: a filter has named the slots, so that other devices must be hidden from ranks.
+    """
+
+    name: str
+    slots: tuple[int, ...]
+    chosen: bool = False
+
+
+def read_hostfile(path: Path, include: str | None = None, exclude: str | None = None) -> list[Host]:
+    """Return the hosts of a hostfile in order, after the filters.
+
+    Args:
+        path: the hostfile.
+        include: filter of hosts and slots to use.
+        exclude: filter of hosts and slots to leave out.
+
+    Raises:
+        UserError: the file cannot be read or parsed, or names a host twice. A filter names an unknown host or slot, or
+            leaves no host.
+    """
+    if include and exclude:
+        raise UserError("--include and --exclude together: give one of them")
+    hosts = _hosts(path)
+    for option, text in (("--include", include), ("--exclude", exclude)):
+        if text:
+            named = _filter(option, text, hosts, path)
+            hosts = _kept(hosts, named) if option == "--include" else _without(hosts, named)
+            if not hosts:
+                raise UserError(f"{option} {text}: no host of {path} is left")
+    return hosts
+
+
+def _hosts(path: Path) -> list[Host]:
+    lines = read_text(path, f"--hostfile {path}", "expected lines like `worker-1 slots=8`").splitlines()
+    found: dict[str, Host] = {}
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = _LINE.fullmatch(text)
+        if match is None:
+            raise UserError(f"{path}:{number}: {shown(text)!r} does not parse: expected a line like `worker-1 slots=8`")
+        name = match["host"]
+        slots = whole_number(match["slots"], f"{path}:{number}: slots", 0, MOST_SLOTS)
+        if not _NAME.fullmatch(name):  # ssh would treat a name that begins with `-` as an option
+            raise UserError(
+                f"{path}:{number}: {shown(name)!r} is no host's name: expected a line like `worker-1 slots=8`"
+            )
+        if _bare(name) in map(_bare, found):
+            raise UserError(f"{path}:{number}: {name} a second time: give each host one line, with all its slots")
+        if not slots:
+            raise UserError(f"{path}:{number}: {name} has no slots: expected at least 1, or leave the line out")
+        found[name] = Host(name, tuple(range(slots)))
+    if not found:
+        raise UserError(f"{path} names no host: expected lines like `worker-1 slots=8`")
+    return list(found.values())
+
+
+def _filter(option: str, text: str, hosts: list[Host], path: Path) -> dict[str, tuple[int, ...] | None]:
+    """Return the slots that a filter names, by host; None stands for all slots."""
+    known = {host.name: host for host in hosts}
+    full = {called: host.name for host in hosts for called in (host.name, _bare(host.name))}
+    named: dict[str, tuple[int, ...] | None] = {}
+    for part in _parts(text, known):
+        called, colon, numbers = part.partition(":")
+        if called not in full:
+            raise UserError(f"{option} {text}: {path} has no host {called!r}{near(called, full)}; {_FILTER}")
+        name = full[called]
+        slots = None
+        if colon:
+            if not re.fullmatch(r"\d+(,\d+)*", numbers):
+                raise UserError(f"{option} {text}: {part!r} does not parse: {_FILTER}")
+            slots = tuple(sorted({whole_number(one, option, 0, MOST_SLOTS) for one in numbers.split(",")}))
+            if missing := set(slots) - set(known[name].slots):
+                raise UserError(
+                    f"{option} {text}: {name} has no slot {min(missing)}, its {len(known[name].slots)} count from 0"
+                )
+        named[name] = slots
+    return named
+
+
+def _parts(text: str, known: Container[str]) -> list[str]:
+    """Split a filter into hosts with slots. `@` separates hosts and also follows a user name."""
+    parts: list[str] = []
+    for word in (one.strip() for one in text.split("@")):
+        joined = f"{parts[-1]}@{word}" if parts and ":" not in parts[-1] else ""
+        if joined.partition(":")[0] in known:
+            parts[-1] = joined
+        else:
+            parts.append(word)
+    return parts
+
+
+def _bare(name: str) -> str:
+    """Return a host's name without ssh's user name."""
+    return name.rpartition("@")[2]
+
+
+def _kept(hosts: list[Host], named: dict[str, tuple[int, ...] | None]) -> list[Host]:
+    kept = [host for host in hosts if host.name in named]
+    return [host if (slots := named[host.name]) is None else Host(host.name, slots, True) for host in kept]
+
+
+def _without(hosts: list[Host], named: dict[str, tuple[int, ...] | None]) -> list[Host]:
+    left = []
+    for host in hosts:
+        gone = named.get(host.name, ())
+        slots = () if gone is None else tuple(slot for slot in host.slots if slot not in gone)
+        if slots:
+            left.append(host if slots == host.slots else Host(host.name, slots, True))
+    return left
+
+
+def evenly(hosts: list[Host], nodes: int | None, per_node: int | None, said: str) -> list[Host]:
+    """Return the first `nodes` hosts with `per_node` slots each.
+
+    Args:
+        hosts: the hosts.
+        nodes: number of hosts; None: all.
+        per_node: slots per host; None: all, which must be the same number on each.
+        said: source of the hosts, for error messages.
+
+    Raises:
+        UserError: there are too few hosts or slots, or the numbers of slots differ.
+    """
+    if nodes is not None and not 1 <= nodes <= len(hosts):
+        raise UserError(f"--nodes {nodes}: {said} has {len(hosts)} hosts; give 1 to {len(hosts)}")
+    used = hosts[:nodes] if nodes else hosts
+    fewest = min(used, key=lambda host: len(host.slots))
+    if per_node is None:
+        most = max(used, key=lambda host: len(host.slots))
+        if len(most.slots) != len(fewest.slots):
+            raise UserError(
+                f"{said}: {fewest.name} has {len(fewest.slots)} slots and {most.name} {len(most.slots)}; autotune takes as "
+                f"many of each: --gpus {len(fewest.slots)} takes so many, --exclude leaves a host out"
+            )
+        return used
+    if not 1 <= per_node <= len(fewest.slots):
+        raise UserError(
+            f"--gpus {per_node}: {fewest.name} has {len(fewest.slots)} slots; give 1 to {len(fewest.slots)}"
+        )
+    return [
+        host if len(host.slots) == per_node else Host(host.name, host.slots[:per_node], host.chosen) for host in used
+    ]
+
+
+def hostfile_of(folder: Path) -> Path:
+    """Return the path of the hostfile in a study's folder."""
+    return folder / "hostfile"
+
+
+def hostfile_text(hosts: Sequence[Host]) -> str:
+    """Return a hostfile of these hosts. Slot numbers are lost, because only filters can express them."""
+    return "".join(f"{host.name} slots={len(host.slots)}\n" for host in hosts)

@@ -1,0 +1,445 @@
+"""One machine: launcher, DeepSpeed ops, device slots and scratch folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from autotune.errors import UserError
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware, detect, threads_per_rank, usable_cpus
+from autotune.problem.job import Job
+from autotune.problem.nvml import visible_gpus
+from autotune.rank.ds_config import DISPENSABLE, needed_ops
+from autotune.rank.sandbox import Protection, Sandbox, available_protection, remove
+from autotune.script.argument_files import output_folder
+from autotune.script.argument_writer import output_folders, write_trial_files
+from autotune.util.interpreter import bound_command, current
+from autotune.util.units import format_duration
+from autotune.workers.jit_ops import FOLDER
+from autotune.workers.launchers import ForkLauncher, Launcher, SpawnLauncher, training_environment, trial_environment
+from autotune.workers.protocol import Message
+
+# -- local machine -----------------------------------------------------------------------------------------------------
+#
+# One machine's resources for a study or a training: a launcher of ranks and DeepSpeed's ops.
+#
+# The local executor has one, and so has the agent of every node (`cluster/agent.py`).
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Requirements of a job's ranks on their machine.
+
+    Args:
+        device: `cuda` or `cpu`.
+        threads: CPU threads per rank.
+        isolation: `fork` (from a server that has imported everything) or `spawn` (cold starts).
+        modules: additional imports of the fork server.
+        model_type: transformers model type, which the server also imports.
+        training: ranks train to the end in the user's own environment, instead of being measured.
+        cwd: working directory of the ranks; None: this process's.
+        variables: additional environment variables of the ranks.
+    """
+
+    device: str
+    threads: int
+    isolation: str = "spawn"
+    modules: Sequence[str] = ()
+    model_type: str | None = None
+    training: bool = False
+    cwd: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def environment(self) -> dict[str, str]:
+        """Return a rank's initial environment."""
+        make = training_environment if self.training else trial_environment
+        return {**make(self.device, self.threads), **self.variables}
+
+
+class Station:
+    """Starts ranks on this machine.
+
+    Args:
+        folder: for the logs of the fork server or of cold starts.
+        ops: DeepSpeed's ops.
+        cancelled: polled several times a second while a server imports and builds.
+    """
+
+    def __init__(self, folder: Path, ops: Ops, cancelled: Callable[[], bool]) -> None:
+        self.folder, self.ops, self.cancelled = folder, ops, cancelled
+        self.found: Launcher | None = None
+        self._begun: tuple[Needs, ForkLauncher] | None = None
+
+    @property
+    def launcher(self) -> Launcher:
+        if self.found is None:
+            raise RuntimeError("open() comes first")
+        return self.found
+
+    def begin(self, needs: Needs) -> None:
+        """Start the fork server that `open` waits for, so that its imports run in the background."""
+        self.close()
+        if needs.isolation == "fork":
+            self.folder.mkdir(parents=True, exist_ok=True)
+            server = ForkLauncher(
+                needs.environment(),
+                self.folder / "server.log",
+                cancelled=self.cancelled,
+                model_type=needs.model_type,
+                modules=list(needs.modules),
+            )
+            server.begin()
+            self._begun = needs, server
+
+    def open(self, needs: Needs) -> None:
+        """Create the launcher.
+
+        Raises:
+            UserError: the fork server died, or hangs.
+            Stopped: the user cancelled.
+        """
+        if self._begun is None or self._begun[0] != needs:
+            self.begin(needs)
+        if self._begun is not None:
+            server, self._begun = self._begun[1], None
+            server.open()
+            self.found = server
+        else:
+            log = None if needs.training else self.folder / "spawn.log"
+            self.found = SpawnLauncher(needs.environment(), log, needs.cwd)
+
+    def load_ops(self, names: Sequence[str], needs: Needs) -> bool:
+        """Build and load DeepSpeed's ops; return whether ranks may still be forked. See `Ops.load`."""
+        return self.ops.load(self.launcher, names, needs.environment(), self.folder / "server.log", self.cancelled)
+
+    @property
+    def broken(self) -> bool:
+        """True if the fork server was killed or could not be restarted."""
+        return self.found is None or (isinstance(self.found, ForkLauncher) and not self.found.alive)
+
+    def mend(self) -> None:
+        """Close the launcher; `open` creates another."""
+        self.close()
+
+    def all_see(self, path: Path) -> bool:
+        """Return True, because all ranks are on this machine."""
+        return True
+
+    def close(self) -> None:
+        begun, found = self._begun, self.found
+        self._begun = self.found = None
+        if begun is not None:
+            begun[1].close()
+        if found is not None:
+            found.close()
+
+
+# -- ops ---------------------------------------------------------------------------------------------------------------
+#
+# Build DeepSpeed's ops before a trial or a training needs them, and report it.
+
+_LOADING_SECONDS = 5.0  # seconds; slower loading means that DeepSpeed rebuilds a changed op
+
+
+class Ops:
+    """The ops of one study or training.
+
+    Args:
+        say: receives lines for the user.
+        show: receives the current operation for a live view; empty when it is done.
+    """
+
+    def __init__(self, say: Callable[[str], None], show: Callable[[str], None] = lambda text: None) -> None:
+        self._say, self._show = say, show
+        self._names: list[str] = []  # builders requested so far
+        self._server: ForkLauncher | None = None  # the server that has loaded them
+        self.failed: dict[str, str] = {}  # reason by builder
+        self.folder = ""  # this environment's own folder of ops; empty if TORCH_EXTENSIONS_DIR is set
+        self.build_seconds = 0.0
+        self._loading: tuple[float, Message] | None = None  # start time, and the message about it
+
+    def load(
+        self,
+        launcher: Launcher,
+        names: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Make these ops and the earlier ones available to the launcher's ranks.
+
+        For cold ranks a separate process builds the ops first. Otherwise each rank would build without a message, and
+        all in one folder.
+
+        Args:
+            launcher: starts the ranks.
+            names: builders of the ops.
+            env: environment of the separate process, as for ranks.
+            log: log file of that process.
+            cancelled: True if the user cancelled.
+
+        Returns:
+            True if a fork server may still be forked.
+
+        Raises:
+            UserError: that process or the server died, or a build hangs.
+            Stopped: the user cancelled.
+        """
+        new = [name for name in dict.fromkeys(names) if name not in self._names]
+        self._names += new
+        if isinstance(launcher, ForkLauncher):
+            if launcher is not self._server:  # another server loaded the earlier ops
+                self._server, new = launcher, self._names
+                return self._ask(launcher, new)
+            return self._ask(launcher, new) if new else True
+        if new:
+            try:
+                with closing(ForkLauncher(env, log, cancelled=cancelled, model_type=None, modules=[])) as server:
+                    server.open()
+                    self._ask(server, new)
+            except BaseException:
+                self._names = self._names[: -len(new)]  # the next attempt requests them again
+                raise
+        return True
+
+    def _ask(self, server: ForkLauncher, names: list[str]) -> bool:
+        try:
+            answer = server.load_ops(names, self._take)
+        finally:
+            self._show("")
+        self.folder = "" if FOLDER in os.environ else answer["folder"]
+        for builder, why in answer["failed"].items():
+            if builder not in self.failed:
+                self._say(f"DeepSpeed's {op_name(builder)} cannot be built ({why})")
+            self.failed[builder] = why
+        return bool(answer["fork_safe"])
+
+    def _take(self, message: Message | None) -> None:
+        if message is None:
+            if self._loading and time.monotonic() - self._loading[0] > _LOADING_SECONDS:
+                said, self._loading = self._loading[1], None
+                self._begin({**said, "state": "building"})
+        elif message["state"] in ("waiting", "building", "loading"):
+            self._begin(message)
+        else:
+            self._loading = None
+            if message.get("built") or message["state"] == "failed":
+                self.build_seconds += message["seconds"]
+            if message.get("built"):
+                self._say(f"built DeepSpeed's {op_name(message['op'])} in {format_duration(message['seconds'])}")
+
+    def _begin(self, message: Message) -> None:
+        op, last = op_name(message["op"]), message["last_seconds"]
+        took = f"it took {format_duration(last)} the last time" if last else "once for this environment, maybe minutes"
+        if message["state"] == "loading":
+            self._loading = time.monotonic(), message
+            self._show(f"loading DeepSpeed's {op}")
+            return
+        if message["state"] == "waiting":
+            text = f"waiting for DeepSpeed's {op}, which another process is building ({took})"
+        elif message.get("going_on"):
+            text = f"going on with DeepSpeed's {op}, whose build was stopped ({took})"
+        else:
+            text = f"building DeepSpeed's {op} ({took})"
+        self._say(text)
+        self._show(text)
+
+    def left(self, candidates: Sequence[Candidate], job: Job, device: str) -> tuple[list[Candidate], list[str]]:
+        """Return the candidates that need no failed op, and one line per failed op that excludes some.
+
+        Raises:
+            UserError: no candidate is left.
+        """
+        failed = self.failed.keys() - DISPENSABLE
+        if not failed or not candidates:
+            return list(candidates), []
+        missing = {one: failed & set(needed_ops([one], job, device)) for one in candidates}
+        left = [one for one in candidates if not missing[one]]
+        lines = []
+        for builder in sorted(set().union(*missing.values())):
+            count = sum(builder in needed for needed in missing.values())
+            of = f"{count} of {len(candidates)} candidates need it"
+            lines.append(f"DeepSpeed's {op_name(builder)} cannot be built ({self.failed[builder]}): {of}")
+        if not left:
+            raise UserError(f"{'; '.join(lines)}; `autotune doctor` says what is missing")
+        return left, [f"{line}: left out" for line in lines]
+
+
+def op_name(builder: str) -> str:
+    """Return `CPUAdam` for `CPUAdamBuilder`."""
+    return builder.removesuffix("Builder")
+
+
+# -- device slots ------------------------------------------------------------------------------------------------------
+#
+# Divide one machine between parallel jobs, by GPUs or CPUs.
+
+CPUS = "AUTOTUNE_CPUS"  # environment variable with the CPUs of a rank's job
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Devices of one job."""
+
+    hardware: Hardware
+    variables: Mapping[str, str]  # environment of its ranks
+
+
+def slots(
+    parallel: int,
+    device: str,
+    ranks: int | None,
+    *,
+    memory_cap_bytes: int | None = None,
+    headroom: float = 0.05,
+    offload_beside: bool = False,
+) -> tuple[Slot, ...]:
+    """Return equal slots for `parallel` jobs.
+
+    Args:
+        parallel: number of jobs.
+        device: `auto`, `cuda` or `cpu`.
+        ranks: ranks per job.
+        memory_cap_bytes: limit per rank.
+        headroom: share of capacity left free.
+        offload_beside: offloading candidates run in parallel and get a share of main memory; otherwise they run alone
+            with all of it.
+
+    Raises:
+        UserError: there are too few devices, or they differ.
+    """
+    if parallel < 1:
+        raise UserError(f"--parallel {parallel}: expected at least 1")
+    if ranks is None:
+        raise UserError(f"--parallel {parallel}: say with --gpus how many devices each of the {parallel} jobs has")
+    gpus = visible_gpus() if device != "cpu" else []
+    if not gpus:
+        return _on_cpus(parallel, detect(device, ranks, headroom=headroom), memory_cap_bytes)
+    if len(gpus) < parallel * ranks:
+        raise _too_many(parallel, f"{len(gpus)} GPUs", ranks, len(gpus) // ranks)
+    whole = detect(device, parallel * ranks, memory_cap_bytes=memory_cap_bytes, headroom=headroom)
+    if " + " in whole.name:
+        raise UserError(
+            f"--parallel {parallel}: these GPUs are unlike ({whole.name}), and so would be what they measure; choose alike ones "
+            "with CUDA_VISIBLE_DEVICES"
+        )
+    if offload_beside:
+        whole = dataclasses.replace(whole, host_memory_bytes=whole.host_memory_bytes // parallel)
+    places = [whole.gpus[at : at + ranks] for at in range(0, parallel * ranks, ranks)]
+    return tuple(
+        Slot(dataclasses.replace(whole, count=ranks, gpus=place), {"CUDA_VISIBLE_DEVICES": ",".join(place)})
+        for place in places
+    )
+
+
+def _on_cpus(parallel: int, machine: Hardware, memory_cap_bytes: int | None) -> tuple[Slot, ...]:
+    """Divide CPUs and main memory equally. Ranks keep the smaller number of threads also in verification."""
+    ranks, cpus = machine.count, usable_cpus()
+    threads = threads_per_rank(ranks * parallel)
+    if cpus < parallel * ranks * threads:
+        raise _too_many(parallel, f"{cpus} CPUs", ranks, cpus // (ranks * threads), threads)
+    share = dataclasses.replace(machine, memory_bytes=machine.memory_bytes // parallel, threads=threads)
+    share, ours, each = share.capped(memory_cap_bytes), sorted(os.sched_getaffinity(0)), ranks * threads
+    places = [ours[at : at + each] for at in range(0, parallel * each, each)]
+    return tuple(Slot(share, {CPUS: ",".join(map(str, place))}) for place in places)
+
+
+def _too_many(parallel: int, there: str, ranks: int, most: int, threads: int = 1) -> UserError:
+    what = f"{ranks} rank{'s' * (ranks > 1)}" + (f" with {threads} threads each" if threads > 1 else "")
+    hold = f"hold {most} job{'s' * (most > 1)} of {what}; try --parallel {most}" if most else f"hold no job of {what}"
+    return UserError(f"--parallel {parallel}: {there} {hold}")
+
+
+# -- scratch folder ----------------------------------------------------------------------------------------------------
+#
+# Sandboxes of trials: the machine's protection, and the files that a script finds in its sandbox.
+
+_SCRATCH = "scratch"
+UNPROTECTED = (
+    "this machine cannot keep a script's writes from your files (neither overlayfs nor Landlock): a trial may overwrite or "
+    "delete what your script overwrites or deletes"
+)
+
+
+def protection_of(cwd: Path, folder: Path, *, unprotected: bool) -> Protection:
+    """Return the protection of trials whose script runs in `cwd` and whose folders are in `folder`.
+
+    Args:
+        cwd: the script's working directory.
+        folder: the folder of the trials.
+        unprotected: run without protection if this machine has none.
+
+    Raises:
+        UserError: the machine has none, and `unprotected` is false.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    found = _available(cwd, folder.resolve(), current().path)
+    if found is Protection.NONE and not unprotected:
+        raise UserError(
+            f"{UNPROTECTED}. Copy the folder and pass --unprotected, or use a machine whose kernel has one of them"
+        )
+    return found
+
+
+@cache
+def _available(cwd: Path, folder: Path, python: str) -> Protection:
+    return available_protection(cwd, folder, lambda module, *words: bound_command(python, module, *words))
+
+
+def trial_sandbox(
+    folder: Path, job: Job, candidate: Candidate, study: Path, *, unprotected: bool, kept: Sequence[str] = ()
+) -> Sandbox:
+    """Create a trial's sandbox, with copies of argument files that carry the candidate.
+
+    All trials of an executor use one folder, one after the other. Libraries that cache by file path, such as
+    `datasets`, therefore find their caches in the next trial.
+
+    Args:
+        folder: the executor's folder.
+        job: the job.
+        candidate: the candidate.
+        study: the study's folder, which a view of the user's folder leaves out.
+        unprotected: run without protection if this machine has none.
+        kept: folders whose content outlives the trial; created if missing.
+
+    Raises:
+        UserError: this machine offers no protection, and `unprotected` is false.
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    cwd = Path(job.script.cwd if job.script else os.getcwd())
+    protection = protection_of(cwd, folder, unprotected=unprotected)
+    kept = [*kept, *_swap_folders(job, candidate)]
+    for one in kept:
+        os.makedirs(one, exist_ok=True)
+    sandbox = Sandbox(folder.resolve() / _SCRATCH, cwd, protection, tuple(kept))
+    sandbox.create(study)
+    if job.script is not None:
+        overlaid = protection is Protection.OVERLAY  # with an overlay the script uses its own output folders
+        write_trial_files(job, candidate, sandbox.files, quiet=not overlaid)
+        for theirs in () if overlaid else output_folders(job.script):
+            if theirs.is_dir():
+                output_folder(sandbox.files, theirs)
+    return sandbox
+
+
+def _swap_folders(job: Job, candidate: Candidate) -> Iterator[str]:
+    """Yield DeepSpeed's NVMe swap folders, which a sandbox layer would move to another drive."""
+    own = job.script.profile.get("config", {}) if job.script else {}
+    for config in (own, candidate.ds_config(job)):
+        zero = config.get("zero_optimization")
+        for name in ("offload_optimizer", "offload_param"):
+            part = zero.get(name) if isinstance(zero, dict) else None
+            if isinstance(part, dict) and os.path.isdir(path := str(part.get("nvme_path", ""))):
+                yield os.path.join(os.path.abspath(path), "zero_stage_3")
+
+
+def clear(folder: Path) -> None:
+    """Remove the files of an executor's last trial."""
+    remove(folder.resolve() / _SCRATCH)

@@ -1,4 +1,0 @@
-"""Several machines: an agent on each (`agent.py`), its stream (`wire.py`), and its ranks in a group (`remote.py`).
-
-Any program that carries a process's standard input and output can be a transport; `transports.py` has ssh.
-"""

@@ -1,0 +1,44 @@
+"""Writes `data/gallery_rates.json`: a predictor observes the steps of each shipped entry (see `gallery.rates`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from autotune.errors import UserError
+from autotune.gallery.schema import Entry
+from autotune.gallery.warm_start import FILE, constants, shipped_entries
+from autotune.predict.calibration import Evidence
+from autotune.predict.trace import traced_predictor
+from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.util.files import write_atomically
+
+
+def taught(entry: Entry) -> Evidence | None:
+    """What a predictor learns of the entry's steps; None of one that is not of a GPU, or whose model its sizes do not make."""
+    tried = [one for one in entry.candidates if one.step_seconds is not None]
+    if entry.machine.gpu is None or not tried:
+        return None
+    try:
+        predictor = traced_predictor(entry.job.job(entry.machine.count), entry.machine.hardware())
+    except UserError:
+        return None
+    before = predictor.table([one.candidate for one in tried])
+    for one, peak in zip(tried, before.peak, strict=True):  # the peak as predicted: it teaches nothing
+        assert one.step_seconds is not None
+        measured = Measurement(one.step_seconds, one.spread or 0.0, 4, 1.0, 1.0, int(peak))
+        predictor.observe(one.candidate, Outcome(Kind.OK, measurement=measured))
+    return predictor.rates()
+
+
+def main() -> None:
+    learnt = {name: taught(entry) for name, entry in shipped_entries().items()}
+    entries = {name: dataclasses.asdict(one) for name, one in sorted(learnt.items()) if one is not None}
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in entries.items())
+    text = f'{{\n "constants": {json.dumps(constants())},\n "entries": {{\n{lines}\n }}\n}}\n'
+    write_atomically(Path(__file__).parents[1] / "data" / FILE, text)
+
+
+if __name__ == "__main__":
+    main()

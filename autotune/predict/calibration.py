@@ -1,0 +1,384 @@
+"""Constants of the predictor: priors and their Bayesian fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autotune.predict.features import Floats
+from autotune.predict.step_time import host_limit_bytes
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
+from autotune.problem.outcome import Outcome
+
+# -- Bayesian fit ------------------------------------------------------------------------------------------------------
+#
+# A robust fit of a few constants with priors. One observation already helps, and a wrong one cannot dominate.
+
+DEGREES = 4.0  # degrees of freedom of Student's t: a far outlier counts little
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Normal prior of one constant."""
+
+    mean: float
+    sigma: float
+
+
+@dataclass
+class Posterior:
+    """Constants after a fit, with their uncertainty."""
+
+    mean: Floats  # (constants,)
+    covariance: Floats  # (constants, constants)
+    noise: float  # standard deviation of one observation, in the residual's unit
+
+    def spread(self, jacobian: Floats) -> Floats:
+        """Return (n,) standard deviations that the constants leave to predictions with the derivatives `jacobian` (n,
+        constants)."""
+        square = np.einsum("ij,ij->i", jacobian @ self.covariance, jacobian)
+        return np.asarray(np.sqrt(np.maximum(square, 0.0)))
+
+
+_BLOCK = 1024  # points per block, so that its arrays stay in a processor's cache
+SETTLED = 1e-4  # largest step at convergence; constants are logarithms or shares, so smaller changes decide nothing
+
+
+def jacobian_of(model: Callable[[Floats], Floats], at: Floats) -> Floats:
+    """Return (n, constants) derivatives by central differences. The model is called once, with (2 constants, constants)."""
+    h = 1e-4 * np.maximum(1.0, abs(at))
+    up, down = np.split(model(np.vstack([at + np.diag(h), at - np.diag(h)])), 2)
+    return np.asarray((up - down).T / (2 * h))
+
+
+def fit(
+    priors: Sequence[Prior] | Posterior,
+    residuals: Callable[[Floats], Floats] | None,
+    *,
+    noise: float,
+    noise_weight: float = 4.0,
+    rounds: int = 8,
+) -> Posterior:
+    """Find the most probable constants by Gauss-Newton, with Student's t weights for the observations.
+
+    Args:
+        priors: prior of each constant, or the posterior of an earlier fit.
+        residuals: (..., observations) at constants (..., constants); a censored residual is zero if it agrees.
+        noise: expected standard deviation of one residual before any observation.
+        noise_weight: number of observations that this expectation counts for.
+    """
+    if isinstance(priors, Posterior):
+        mean, precision = priors.mean, np.linalg.inv(priors.covariance)
+    else:
+        mean, precision = np.array([prior.mean for prior in priors]), _precision(priors)
+    prior_mean = mean.copy()
+    if residuals is None:
+        return Posterior(mean, np.linalg.inv(precision), noise)
+    scale = noise
+    hessian = precision
+    for _ in range(rounds):
+        r = residuals(mean)
+        jacobian = jacobian_of(residuals, mean)
+        typical = float(np.sum(np.minimum(r**2, (6 * noise) ** 2)))
+        scale = np.sqrt((noise_weight * noise**2 + typical) / (noise_weight + len(r)))
+        weight = (DEGREES + 1) / (DEGREES + (r / scale) ** 2) / scale**2
+        hessian = precision + jacobian.T @ (weight[:, None] * jacobian)
+        gradient = jacobian.T @ (weight * r) + precision @ (mean - prior_mean)
+        step = np.linalg.solve(hessian, gradient)
+        mean = mean - np.clip(step, -1.0, 1.0)
+        if np.abs(step).max() < SETTLED:
+            break
+    r = residuals(mean)
+    # Residuals that the fit could not explain widen every interval, outliers included.
+    wide = np.sqrt((noise_weight * noise**2 + float(np.sum(r**2))) / (noise_weight + len(r)))
+    return Posterior(mean, np.linalg.inv(hessian), float(max(wide, 0.5 * noise)))
+
+
+@dataclass
+class Neighbours:
+    """Kriging of the fit's residuals: similar points share what the fit leaves unexplained.
+
+    A point close to measured ones takes over their residual and their certainty. A point far from all keeps the fit's value
+    and its noise.
+    """
+
+    at: Floats  # (seen, features)
+    weights: Floats  # (seen,)
+    inverse: Floats  # (seen, seen)
+    amplitude: float
+
+    @classmethod
+    def of(cls, at: Floats, residuals: Floats, amplitude: float, repeat: float) -> Neighbours:
+        """Build from residuals.
+
+        Args:
+            at: (seen, features) points that were measured.
+            residuals: (seen,).
+            amplitude: standard deviation of the unexplained part.
+            repeat: standard deviation of the same point measured twice.
+        """
+        kernel = amplitude**2 * _closeness(at, at) + np.diag(np.full(len(at), repeat**2))
+        inverse: Floats = np.asarray(np.linalg.inv(kernel), dtype=np.float64)
+        return cls(at, inverse @ residuals, inverse, amplitude)
+
+    def shift(self, points: Floats) -> tuple[Floats, Floats]:
+        """Return (expected residual, its standard deviation) at every point (n, features)."""
+        shift, spread = np.empty(len(points)), np.empty(len(points))
+        for block in range(0, len(points), _BLOCK):
+            rows = slice(block, block + _BLOCK)
+            near = _closeness(points[rows], self.at)
+            near *= self.amplitude**2
+            shift[rows] = near @ self.weights
+            spread[rows] = self.amplitude**2 - np.einsum("ij,ij->i", near @ self.inverse, near)
+        return shift, np.sqrt(np.maximum(spread, 0.0))
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Information that observations gave about constants, without any priors. Small enough for a file."""
+
+    mean: list[float]  # (constants,) after the fit
+    information: list[
+        list[float]
+    ]  # (rows, constants); their squares are what observations added to the priors' precision
+
+    @classmethod
+    def of(cls, priors: Sequence[Prior], posterior: Posterior) -> Evidence:
+        values, vectors = np.linalg.eigh(np.linalg.inv(posterior.covariance) - _precision(priors))
+        told = values > _NOTHING * values.max()
+        return cls(_short(posterior.mean), _short((vectors[:, told] * np.sqrt(values[told])).T))
+
+    def posterior(self, priors: Sequence[Prior], noise: float) -> Posterior:
+        """Return the posterior of these priors with this evidence.
+
+        Raises:
+            ValueError: the number of constants differs.
+        """
+        mean, rows = np.array(self.mean), np.array(self.information).reshape(-1, len(priors))
+        if len(mean) != len(priors):
+            raise ValueError(f"evidence of {len(mean)} constants, not of {len(priors)}")
+        return Posterior(mean, np.linalg.inv(_precision(priors) + rows.T @ rows), noise)
+
+
+_NOTHING = 1e-6  # share of the largest eigenvalue; smaller ones are rounding
+
+
+def _precision(priors: Sequence[Prior]) -> Floats:
+    return np.diag([1 / prior.sigma**2 for prior in priors])
+
+
+def _short(numbers: Floats) -> list[Any]:
+    """Round to five digits."""
+    text = np.array([f"{one:.5g}" for one in numbers.ravel()], dtype=float)
+    return list(text.reshape(numbers.shape).tolist())
+
+
+def _closeness(a: Floats, b: Floats) -> Floats:
+    """Return (len(a), len(b)) similarities: 1 for equal points, falling with the square of their distance."""
+    square = a @ b.T
+    square -= 0.5 * (a**2).sum(1)[:, None]
+    square -= 0.5 * (b**2).sum(1)[None, :]
+    np.minimum(square, 0.0, out=square)
+    return np.asarray(np.exp(square, out=square))
+
+
+# -- constants ---------------------------------------------------------------------------------------------------------
+#
+# Constants that the predictor's formulas leave open, with their priors. A study's measurements fit them.
+
+# Share of a peak before calibration; if ranks share states, `SHARDED` is added. Residuals of the fitted sources on
+# one GPU, for rows of the stated length: half are within 3 to 4 %.
+MEMORY_NOISE = 0.05
+TIME_NOISE = 0.08  # in the logarithm of a step's seconds
+REPEAT_MEMORY, REPEAT_TIME = 0.004, 0.02  # in logarithms; the same candidate measured twice
+# In the same logarithm, for a like job measured by another user on the same card with other software. Half of the
+# gallery's entries differ that much from a prediction made without them. With TIME_NOISE instead, such entries
+# mislead.
+ELSEWHERE = 0.18
+UNTRACED = 3.0  # factor on the intervals of a model that could not be traced
+# Share of gradients, states, buffers and gathered parameters, if ZeRO or FSDP shards them. Versions and frameworks
+# differ in how often they copy these, and in when they free the copies. Frozen weights and activations are as certain
+# as on one GPU. Source: residuals of the fitted sources.
+SHARDED = 0.17
+UNREAD_STATES = 0.2  # share of parameters, gradients and states, if a key is set that no formula reads
+
+# Factors on the lines of ZeRO's bill. `cached` is a share of all bytes that come and go within a step: blocks that
+# the caching allocator keeps in addition to those in use.
+MEMORY = {
+    # factor on all that torch allocates, for settings and versions of a training that are not recorded
+    "scale": Prior(1.0, 0.02),
+    "states": Prior(1.0, 0.02),
+    "buckets": Prior(1.0, 0.2),
+    "gathered": Prior(1.0, 0.3),
+    "temporaries": Prior(1.0, 0.25),
+    "activations": Prior(1.0, 0.05),
+    "recomputed": Prior(1.0, 0.15),
+    "cached": Prior(0.15, 0.08),
+    # Factor on the estimate of `predictor.py` for batches of many lengths. A loop that sorts its rows or empties the
+    # cache keeps less.
+    "uneven": Prior(1.0, 0.35),
+}
+STUCK = 0.3  # share of the cached blocks that cannot be given back, as they share a segment with used blocks
+STUCK_UNEVEN = (
+    0.1  # share of the blocks of shorter batches; each has its own segment, which a shorter batch may be using
+)
+MEMORY_CONSTANTS = ("overhead", *MEMORY)  # in the order of a fit
+# GiB of one process's context: 0.4 to 0.6 with CUDA's lazy loading (torch 2 on CUDA 11.7 and later), 1.3 with all
+# kernels loaded (transformers' guide to training on one GPU, on a V100 in 2022 and 2023: rows of
+# huggingface/transformers).
+_CONTEXT_GIB = {"cuda": Prior(0.75, 0.4), "cpu": Prior(0.40, 0.1)}
+_HOPPER_ON, _HOPPER_GIB = ("h100", "h200", "b200"), 0.1
+# NCCL's buffers grow with its channels, and channels depend on the link. The number of ranks in a node hardly matters
+# beyond two (its maintainer in NVIDIA/nccl issue 986). Measured: 0.53 GiB between two and 0.67 among four A100 on
+# NVLink (issue 964); 0.99 with the context on 8 H100 before an all-to-all, which ZeRO does not use (issue 1685). Few
+# channels are enough over PCIe.
+_NCCL_GIB = {"nvlink": (Prior(0.45, 0.15), Prior(0.55, 0.2)), "pcie": (Prior(0.25, 0.15), Prior(0.25, 0.15))}
+MEASURED_OVERHEAD_GIB = 0.03  # standard deviation of an overhead that ranks have measured from inside
+
+# Logarithms of factors on full rates. A matrix product reaches 60 to 70 % of a GPU's peak; streaming from memory or
+# over a link reaches 75 to 85 %. The hidden share is a logit.
+TIME = {
+    "products": Prior(np.log(1 / 0.86), 0.07),
+    "tail": Prior(np.log(1.4), 0.5),
+    "moved": Prior(np.log(1 / 0.8), 0.12),
+    "starts": Prior(0.0, 0.2),
+    "comm": Prior(np.log(1 / 0.7), 0.4),
+    "reduce": Prior(np.log(0.8), 0.4),
+    "hidden": Prior(0.4, 0.8),
+    "pcie": Prior(np.log(1 / 0.7), 0.4),
+    "cpu_adam": Prior(1.5, 0.9),
+    "optimizer": Prior(np.log(1 / 0.7), 0.3),
+    "collectives": Prior(0.0, 0.8),
+    "loop": Prior(0.0, 0.7),
+}
+# Constants that depend on the parameters alone. Their sizes may be known without a trace.
+_OF_PARAMETERS = ("comm", "reduce", "pcie", "cpu_adam", "optimizer", "collectives")
+_OF_THE_CARD = ("products", "tail", "moved", "comm", "pcie", "optimizer")  # constants that depend on the card's rates
+_CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
+# CPU ranks, in logarithms. `machine`: its rates together may be several times the assumed ones. `stageN`: how much
+# longer a step takes than predicted once stage 0 is measured, as ZeRO's hooks and copies into buckets cost a larger
+# share. Seven tables of real DeepSpeed set stages 1 and 2, and seven other tables confirm them; stage 3 has two
+# (benchmarks/cpu_ranks.py).
+_CPU_QUIRKS = {
+    "machine": Prior(0.0, _CPU_SIGMA),
+    "stage1": Prior(0.09, 0.08),
+    "stage2": Prior(0.23, 0.15),
+    "stage3": Prior(0.65, 0.3),
+}
+# Standard deviations of effects that no formula covers: the logarithm of a small factor for each kind of config, and
+# slopes. They follow TIME in a fit.
+QUIRKS = {
+    "machine": 0.07,
+    "stage1": 0.06,
+    "stage2": 0.06,
+    "stage3": 0.08,
+    "checkpointed": 0.05,
+    "offloaded": 0.1,
+    "parameters out": 0.1,
+    "overlapped": 0.05,
+    "micro-batch": 0.05,
+    "bucket": 0.03,
+    "sub-group": 0.02,
+    "contiguous": 0.03,
+    "compiled": 0.15,
+    "adapted": 0.05,
+    "packed": 0.1,
+    "nodes": 0.03,
+}
+
+
+def overhead_prior(hardware: Hardware, ranks: int) -> Prior:
+    """Return the GiB that a rank holds on its device outside torch's tensors: its context and NCCL's buffers."""
+    context = _CONTEXT_GIB[hardware.device]
+    if hardware.device != "cuda":
+        return context
+    facts = hardware.gpu_facts
+    assert facts is not None, "of any GPU"
+    newer = _HOPPER_GIB if facts.name.startswith(_HOPPER_ON) else 0.0
+    if ranks == 1:
+        return Prior(context.mean + newer, context.sigma)
+    link = _NCCL_GIB.get(facts.link, _NCCL_GIB["pcie"])
+    nccl = link[0 if ranks == 2 else 1]
+    return Prior(context.mean + newer + nccl.mean, float(np.hypot(context.sigma, nccl.sigma)))
+
+
+def memory_priors(job: Job, hardware: Hardware, widen: float, unread: bool = False) -> list[Prior]:
+    """Return the priors in the order of MEMORY_CONSTANTS; the overhead is in GiB.
+
+    Args:
+        widen: factor on the activations' sigma.
+        unread: the user's own config sets keys that no formula reads, so the states are uncertain, too.
+    """
+    wider = UNTRACED if unread else 1.0
+    factors = {
+        **MEMORY,
+        "activations": Prior(MEMORY["activations"].mean, MEMORY["activations"].sigma * max(widen, wider)),
+        "states": Prior(MEMORY["states"].mean, UNREAD_STATES if unread else MEMORY["states"].sigma),
+    }
+    return [overhead_prior(hardware, job.ranks), *factors.values()]
+
+
+def time_priors(hardware: Hardware, widen: float, untraced: bool = False, counted: bool = True) -> list[Prior]:
+    """Return the priors of TIME, then those of QUIRKS. If the table has no row for the card, its doubt is added.
+
+    Args:
+        widen: factor on the sigmas of the rates.
+        untraced: the model could not be traced, so sigmas are wider.
+        counted: the parameters' sizes are known, so sigmas that depend on them alone stay.
+    """
+    facts = hardware.gpu_facts
+    least = {name: _CPU_SIGMA if facts is None and name != "hidden" else 0.0 for name in TIME}
+    doubt = dict.fromkeys(_OF_THE_CARD, facts.doubt if facts is not None else 0.0)
+
+    def sigma(name: str) -> float:
+        wider = UNTRACED if untraced and not (counted and name in _OF_PARAMETERS) else widen
+        return float(np.hypot(max(TIME[name].sigma, least[name]) * wider, doubt.get(name, 0.0)))
+
+    rates = [Prior(prior.mean, sigma(name)) for name, prior in TIME.items()]
+    quirks = {name: Prior(0.0, sigma) for name, sigma in QUIRKS.items()} | (_CPU_QUIRKS if facts is None else {})
+    return [*rates, *quirks.values()]
+
+
+# -- host memory constants ---------------------------------------------------------------------------------------------
+#
+# Calibration of the predicted host memory: one factor, fitted to host OOMs, to runs that fitted and to the peaks of
+# ranks.
+
+PRIOR = Prior(0.0, 0.3)  # prior of the factor's logarithm: fragments, copies and caches that no formula covers
+NOISE = 0.1
+
+
+def fit_host(bill: Floats, outcomes: Sequence[Outcome], hardware: Hardware) -> Posterior:
+    """Fit the logarithm of measured over predicted host memory.
+
+    Args:
+        bill: (n,) predicted bytes of one rank, for candidates that offload.
+        outcomes: their outcomes, each a measurement or an OOM_HOST.
+    """
+    total = float(hardware.host_memory_bytes)
+    own = total - host_limit_bytes(hardware)  # bytes of processes and libraries, without offload
+    ranks = hardware.per_node
+    ran_out = np.array([o.measurement is None for o in outcomes])
+    held = np.array([_held(o) for o in outcomes])
+    seen = (held > 0) & (bill > own / ranks)  # a smaller bill gives no information
+
+    def residuals(constants: Floats) -> Floats:
+        each = own / ranks + np.exp(constants[..., 0, None]) * bill
+        over = np.log(ranks * each / total)
+        off = np.where(ran_out, np.minimum(over, 0.0), np.maximum(over, 0.0))
+        return np.asarray(np.where(seen, np.log(each / np.where(seen, held, 1.0)), off))
+
+    return fit([PRIOR], residuals, noise=NOISE)
+
+
+def _held(outcome: Outcome) -> float:
+    """Return the bytes of one rank. Pinned memory is added: it is the driver's, and the kernel does not count it for a
+    process."""
+    measured = outcome.measurement
+    return (
+        float(measured.host_peak_bytes + (measured.pinned_bytes or 0)) if measured and measured.host_peak_bytes else 0.0
+    )

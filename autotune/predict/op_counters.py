@@ -1,0 +1,293 @@
+"""Counters of allocations and FLOPs in a traced run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from autotune.predict.trace_data import BACKWARD, FORWARD, Pass
+from autotune.rank.devices import LiveTensors
+
+# -- counters ----------------------------------------------------------------------------------------------------------
+#
+# Counters of one forward and backward, and the Pass that two such runs make.
+#
+# Models, modules and parameters are torch's, but nothing here imports torch.
+
+
+class Counters:
+    """Counters of one forward and backward; pairs hold one entry per phase."""
+
+    def __init__(self) -> None:
+        self.phase = FORWARD
+        self.gradients = 0.0  # bytes of gradients that parameters hold now
+        self.in_use = 0.0  # bytes of parameters that running modules use
+        self.base = 0.0  # bytes alive before the run: parameters and buffers
+        self.section = 0  # index of the section: before an encoder's end, after it, and its own backward
+        # phase, bytes besides gradients, gradients, in use, section
+        self.events: list[tuple[int, float, float, float, int]] = []
+        self.flops = [0.0, 0.0]
+        self.attention = [0.0, 0.0]
+        self.moved = [0.0, 0.0]
+        self.operators = [0, 0]
+        self.after_forward = 0.0
+        self.frozen_inputs: dict[int, tuple[Any, float]] = {}  # (weak reference to the storage, bytes) by storage
+        self.frozen_only = 0.0  # bytes that only frozen linear layers have read, from `dropped_inputs`
+        self.last = 0
+        self.allocations: list[tuple[int, int]] = []
+        # returns the tensor and calls the function once its gradient exists; set by the tracer, as it needs torch
+        self.passed: Callable[[Any, Callable[..., None]], Any] = lambda tensor, made: tensor
+
+    def forget_operators(self) -> None:
+        """Reset the operators, bytes moved and FLOPs after the model is built, as building is no part of a step."""
+        self.operators, self.moved, self.flops = [0, 0], [0.0, 0.0], [0.0, 0.0]
+
+    def add(self, more: Any) -> None:
+        """Add the work counted by a `tracer.Uncounted`."""
+        self.flops[self.phase] += more.flops
+        self.moved[self.phase] += more.moved
+        self.operators[self.phase] += more.operators
+
+    def read(self, tensor: Any) -> None:
+        """Record the input of a frozen linear layer in forward."""
+        storage = tensor.untyped_storage()
+        self.frozen_inputs[storage._cdata] = (weakref.ref(storage), float(storage.nbytes()))
+
+    def dropped_inputs(self) -> float:
+        """Return the bytes that frozen linear layers have read and that are freed by now. Call it when forward ends."""
+        return sum(size for reference, size in self.frozen_inputs.values() if reference() is None)
+
+    def saw(self, alive: int) -> None:
+        """Record the bytes alive after a change. Only growth can be a peak."""
+        grew, self.last = alive > self.last, alive
+        if not grew:
+            return
+        self.events.append((self.phase, alive - self.base - self.gradients, self.gradients, self.in_use, self.section))
+
+
+def joined(two: Counters, three: Counters) -> Pass:
+    """Join runs with micro-batches of two and three sequences into a Pass, allocation by allocation."""
+    events = [np.array(run.events, dtype=float) for run in (two, three)]
+    if events[0].shape != events[1].shape or (events[0][:, [0, 4]] != events[1][:, [0, 4]]).any():
+        events = [_phase_peaks(table) for table in events]
+    first, second = events
+    slope = second[:, 1] - first[:, 1]
+    after = three.after_forward - two.after_forward
+    dropped = three.frozen_only - two.frozen_only
+    moved: Any = tuple((3 * a - 2 * b, b - a) for a, b in zip(two.moved, three.moved, strict=True))
+    flops: Any = tuple(b - a for a, b in zip(two.flops, three.flops, strict=True))
+    attention: Any = tuple(b - a for a, b in zip(two.attention, three.attention, strict=True))
+    return Pass(
+        phase=[int(p) for p in first[:, 0]],
+        fixed=list(first[:, 1] - 2 * slope),
+        per_sequence=list(slope),
+        gradients=list(first[:, 2]),
+        in_use=list(first[:, 3]),
+        section=[int(s) for s in first[:, 4]],
+        after_forward=(two.after_forward - 2 * after, after),
+        flops=flops,
+        attention=attention,
+        moved=moved,
+        operators=(float(two.operators[0]), float(two.operators[1])),
+        frozen_only=(two.frozen_only - 2 * dropped, dropped),
+    )
+
+
+def _phase_peaks(table: Any) -> Any:
+    """Return the highest entry of each phase, for two runs whose allocations do not match one to one."""
+    rows = [table[table[:, 0] == phase] for phase in (FORWARD, BACKWARD)]
+    highest = np.array([row[(row[:, 1] + row[:, 2]).argmax()] for row in rows])
+    highest[:, 4] = 0.0
+    return highest
+
+
+def follow(model: Any, counters: Counters) -> None:
+    """Hook the model so that the counters track parameters in use, accumulated gradients and the end of an encoder."""
+
+    def accumulated(parameter: Any) -> None:
+        counters.gradients += _bytes(parameter)
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(accumulated)
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if own:
+            _ModuleUse(module, own, counters)
+
+
+def follow_encoder(encoder: Any, counters: Counters) -> None:
+    """Begin a section after the encoder's forward, and another when the gradient of an output exists."""
+
+    awaited = False
+
+    def backward_begins(*_: Any) -> None:
+        nonlocal awaited
+        counters.section += awaited
+        awaited = False
+
+    def forward_ends(module: Any, args: Any, output: Any) -> None:
+        nonlocal awaited
+        counters.section += 1
+        awaited = True
+        found = output.values() if isinstance(output, dict) else output
+        for one in [one for many in found for one in (many if isinstance(many, tuple) else (many,))]:
+            if getattr(one, "requires_grad", False):
+                one.register_hook(backward_begins)
+
+    encoder.register_forward_hook(forward_ends)
+
+
+class _ModuleUse:
+    """Count a module's own parameters as in use while stage 3 keeps them gathered.
+
+    Stage 3 gathers them for the module's forward, and again in backward at the gradient of the output. It releases them when
+    the gradients of the parameters are made, or of the inputs if the parameters are frozen. Source: deepspeed 0.19.8,
+    parameter_offload.py: PreBackwardFunctionForModule and PostBackwardFunctionModule. Parameters that a checkpoint gathers
+    again in backward stay until the module's own backward: `max_reuse_distance` keeps them, and so do the tensors that
+    autograd saved.
+    """
+
+    def __init__(self, module: Any, own: list[Any], counters: Counters) -> None:
+        self._counters = counters
+        self._bytes = sum(_bytes(parameter) for parameter in own)
+        trained = [parameter for parameter in own if parameter.requires_grad]
+        self._trained = len(trained)
+        self._awaited = 0  # gradients that backward has yet to make
+        self._inputs = 0  # tensors whose gradients the backward of a frozen module makes
+        self._expected = False  # backward will run, and will release
+        self._gathered = False
+        if not trained:
+            module.register_forward_pre_hook(self._watch_inputs)
+        module.register_forward_pre_hook(self._begin_forward)
+        module.register_forward_hook(self._end_forward)
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._made_gradient)
+
+    def _gather(self) -> None:
+        if not self._gathered:
+            self._gathered = True
+            self._counters.in_use += self._bytes
+
+    def _release(self) -> None:
+        if self._gathered:
+            self._gathered = False
+            self._counters.in_use -= self._bytes
+
+    def _watch_inputs(self, module: Any, args: Any) -> Any:
+        if self._counters.phase != FORWARD:
+            return None
+        wanted = [getattr(one, "requires_grad", False) for one in args]
+        self._inputs = sum(wanted)
+        if type(module).__name__ == "Linear":  # torch's own class, which calls torch.nn.functional.linear
+            self._counters.read(args[0])
+        return tuple(
+            self._counters.passed(one, self._made_gradient) if yes else one
+            for one, yes in zip(args, wanted, strict=True)
+        )
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._gather()
+
+    def _end_forward(self, module: Any, args: Any, output: Any) -> None:
+        if self._counters.phase != FORWARD:
+            if not self._expected:
+                self._release()
+            return
+        self._release()
+        if hasattr(output, "register_hook") and output.requires_grad:
+            output.register_hook(self._begin_backward)
+            self._expected = bool(self._trained or self._inputs)
+
+    def _begin_backward(self, gradient: Any) -> None:
+        self._gather()
+        self._awaited = self._trained or self._inputs
+
+    def _made_gradient(self, *_: Any) -> None:
+        if self._awaited:
+            self._awaited -= 1
+            if not self._awaited:
+                self._expected = False
+                self._release()
+
+
+def _bytes(parameter: Any) -> float:
+    return float(parameter.numel() * parameter.element_size())
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+#
+# FLOPs and bytes moved by the operators of a traced run. Only the tracer imports this module.
+
+
+class CountedTensors(LiveTensors):
+    """Count every operator's FLOPs and bytes moved while active, in addition to the bytes alive."""
+
+    def __init__(self, run: Counters) -> None:
+        super().__init__()
+        self._run = run
+        self._kinds: dict[Any, tuple[bool, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        run = self._run
+        view, flop_formula = self._kind_of(func)
+        if view:
+            return out
+        run.operators[run.phase] += 1
+        if "flash_attention_for_cpu" in func.name():  # represents every fused kernel; torch has no formula for it
+            run.attention[run.phase] += _attention_flops(func, args, kwargs or {})
+            return out
+        if flop_formula is not None:
+            run.flops[run.phase] += flop_formula(*args, **(kwargs or {}), out_val=out)
+            return out
+        tensors = [out, *args] if "embedding" not in func.name() else [out, out]
+        run.moved[run.phase] += sum(
+            leaf.numel() * leaf.element_size() for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)
+        )
+        return out
+
+    def _kind_of(self, func: Any) -> tuple[bool, Any]:
+        """Return (the operator starts no kernel, its FLOP formula or None)."""
+        if func not in self._kinds:
+            returns = func._schema.returns
+            view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+            view = view or func.namespace == "prim" or func.overloadpacket.__name__ == "_unsafe_view"
+            self._kinds[func] = (view, _MORE_FLOPS.get(func.name()) or flop_registry.get(func.overloadpacket))
+        return self._kinds[func]
+
+
+def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
+    """Return the FLOPs of attention: 2 products in forward, and 5 in backward, which computes the scores again (Dao 2023,
+    FlashAttention-2). Attention without a causal mask counts twice: see `Pass.attention`."""
+    backward = "backward" in func.name()
+    query, key = (args[1], args[2]) if backward else (args[0], args[1])
+    batch, heads, length, width = query.shape
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    whole = 1.0 if given.get("is_causal") else 2.0
+    return float(whole * (10.0 if backward else 4.0) * batch * heads * length * key.shape[2] * width)
+
+
+def _routed_flops(rows: Any, other: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """Return the FLOPs of `grouped_mm`: every row is multiplied with the weights of its expert. With two matrices of rows, as
+    for the weights' gradient, the sum runs over each expert's rows."""
+    return int(2 * rows.shape[-2] * rows.shape[-1] * other.shape[-1])
+
+
+def _routed_backward_flops(rows: Any, weights: Any, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of both gradients."""
+    return 2 * _routed_flops(rows, weights)
+
+
+_MORE_FLOPS = {  # formulas that torch lacks
+    "aten::_grouped_mm": _routed_flops,
+    "transformers::grouped_mm_fallback": _routed_flops,
+    "transformers::grouped_mm_fallback_backward": _routed_backward_flops,
+}

@@ -1,0 +1,526 @@
+"""Roofline step time, FLOPs, and start-up time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autotune.predict.features import Columns, Floats
+from autotune.predict.trace_data import Trace
+from autotune.predict.zero_memory import kept_at_turn, persistent, staying, stepper
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import GpuFacts, Hardware
+from autotune.problem.job import Job
+from autotune.problem.models import CAUSAL, DECODED, IMAGE_TEXT, MASKED, SEQ2SEQ, told_image_size
+from autotune.util.units import GIB
+
+# -- roofline ----------------------------------------------------------------------------------------------------------
+#
+# Seconds of an optimizer step: every operator against the device's peak and bandwidth, every byte against its link.
+
+# Rates of a CPU rank before the first trial: FLOPs, bytes and link bytes per second of one rank on one core. Measured
+# on the machine of benchmarks/data/landscapes_real (an AMD EPYC), where 16 bits were as fast as 32. Cores without
+# 16-bit instructions are several times slower in them, and the priors of CPU ranks allow for that.
+CPU_TFLOPS, CPU_MEMORY_GB_PER_S, CPU_LINK_GB_PER_S = 0.2, 12.0, 1.0
+# The host's memory limits DeepSpeed's CPU Adam: it reads and writes masters and states, reads a gradient and writes a
+# weight (30 bytes per element in 16 bits). 1e9 parameters took 0.23 s on the two sockets of a DGX-2 (Ren et al. 2021,
+# ZeRO-Offload, table 4). With few cores per rank, as with OMP_NUM_THREADS=1, it takes many times as long, so the
+# prior is wide.
+HOST_MEMORY_GB_PER_S = 120.0
+# A causal mask lets fused attention skip half of its work, at about 0.7 of a plain product's efficiency (Dao 2023,
+# FlashAttention-2, figures 4 and 6).
+ATTENTION_SHARE = 0.5 / 0.7
+NVME_GB_PER_S = 2.0
+BUCKET_SECONDS = 3e-5  # to start one collective within a node
+# Seconds per hop of a ring through all ranks, within a node and between nodes (NCCL's own table of latencies,
+# tuning.cc, protocol LL128: 1.9 us over NVLink and 4.0 us over the network, plus 14 us to start).
+HOP_SECONDS, NODE_HOP_SECONDS = 1.9e-6, 4.0e-6
+# Two V100 or A100 share a PCIe switch with one path to the host (DGX-1 and DGX A100 topologies). From Hopper on, each
+# GPU has its own path.
+_SHARED_UPLINK = ("v100", "a100", "a800")
+# Share of the listed peak that the best matrix products reach (maximum achievable matmul FLOPS:
+# stas00/ml-engineering, compute/accelerator; B200 there 1745 of 2250 TFLOP/s). GeForce and RTX cards run above the
+# rated boost clock for which they are listed.
+_ACHIEVABLE = {"a100": 0.86, "a800": 0.86, "h100": 0.80, "h800": 0.80, "h200": 0.80, "b200": 0.78, "rtx": 1.0}
+_ACHIEVABLE_ELSEWHERE = 0.85
+# Seconds of the processor per operator of an eager model, before the GPU starts: 10 us in forward and 8 in backward
+# of a Llama of 64 channels (torch 2.13, an EPYC core at 1 thread, no kernel to launch; with checkpointing 14 on
+# average), and 5 more to launch a CUDA kernel. A published lower bound agrees: Qwen 1.8B at 256 to 1024 tokens
+# (QwenLM/Qwen).
+OPERATOR_SECONDS = 1.8e-5
+# Seconds of ZeRO-3's hooks around a module's forward, recomputation or backward (fetch_sub_module, release_sub_module
+# and their callees: partitioned_param_coordinator.py and parameter_offload.py of deepspeed 0.19.8). Measured: 110 to
+# 150 us on that core over 4 ranks whose collectives do nothing, for Llama and for its adapters alike; about 250 in
+# QwenLM/Qwen's rows of 2023.
+MODULE_SECONDS = 2e-4
+# Modules called per kernel of forward: 162 for 483 in 12 layers of Llama. An adapter of peft adds four modules
+# (dropout, A, B and itself) and four kernels.
+MODULES_AN_OPERATOR = 0.335
+REDUCED_SECONDS = 2.5e-5  # per gradient at ZeRO-1 and 2: the hook that puts it into its bucket (same measurement)
+# Share of an eager model's kernels, and of the bytes they move, that remains when compiled: each chain of pointwise
+# operators (norms, rotation, activation and gate) becomes one kernel.
+COMPILED_STARTS, COMPILED_MOVED = 0.3, 0.45
+# Seconds of data and loop per micro-batch (collating, copying, reading the loss, as transformers' Trainer checks that
+# it is finite every time) and per step (clipping, the schedule, zero_grad). The last two are the optimizer's Python
+# per tensor (same measurement: plain data parallel 60 us, ZeRO's flat parts 20).
+MICRO_SECONDS, STEP_SECONDS, TENSOR_SECONDS, PART_SECONDS = 4e-3, 1e-2, 6e-5, 2e-5
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Peaks of one device; bytes per second in one direction."""
+
+    flops: float
+    memory: float
+    link: float
+    pcie: float
+    operator_seconds: float  # to start one kernel
+    node_link: float  # bytes per second within a node
+
+    @classmethod
+    def of(cls, hardware: Hardware, precision: str) -> Rates:
+        facts: GpuFacts | None = hardware.gpu_facts
+        if facts is None:  # CPU ranks
+            cpu = CPU_TFLOPS * 1e12
+            return cls(
+                cpu,
+                CPU_MEMORY_GB_PER_S * 1e9,
+                CPU_LINK_GB_PER_S * 1e9,
+                CPU_MEMORY_GB_PER_S * 1e9,
+                2e-5,
+                CPU_LINK_GB_PER_S * 1e9,
+            )
+        flops = facts.fp32_tflops if precision == "fp32" else facts.tflops
+        if precision == "bf16" and not facts.bf16:
+            flops = facts.fp32_tflops
+        # A ring enters every node once, over all its adapters together, and passes every GPU's own link once.
+        link = min(facts.link_gb_per_s, hardware.network_gb_per_s) if hardware.nodes > 1 else facts.link_gb_per_s
+        shared = hardware.rates is None and facts.name.startswith(_SHARED_UPLINK) and hardware.per_node > 1
+        pcie = facts.pcie_gb_per_s / (2 if shared else 1)
+        reached = next(
+            (share for name, share in _ACHIEVABLE.items() if facts.name.startswith(name)), _ACHIEVABLE_ELSEWHERE
+        )
+        memory, within = facts.memory_gb_per_s * 1e9, facts.link_gb_per_s * 1e9
+        return cls(flops * reached * 1e12, memory, link * 1e9, pcie * 1e9, OPERATOR_SECONDS, within)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of a candidate's step, in seconds at full rates; one entry per candidate.
+
+    Per micro-batch: products, their tail (products per token: the waste of small batches), moved (other operators), starts
+    (the processor's work to start kernels), gather_micro and reduce_micro (communication), pcie_micro. Per step: gather_step,
+    reduce_step, optimizer, cpu_adam, pcie_step, nvme, collectives, loop (the training loop's own work).
+    """
+
+    forward_share: Floats  # share of products, without recomputation
+    recompute_share: Floats
+    products: Floats
+    tail: Floats
+    moved: Floats
+    starts: Floats
+    gather_micro: Floats
+    gather_step: Floats
+    reduce_micro: Floats
+    reduce_step: Floats
+    pcie_micro: Floats
+    pcie_step: Floats
+    optimizer: Floats
+    cpu_adam: Floats
+    nvme: Floats
+    collectives: Floats
+    loop: Floats
+    hides: Floats  # 1 if communication overlaps computation
+    adam_beside: Floats  # 1 if the host's Adam overlaps computation
+    queued: Floats  # 1 if kernels start while earlier ones run; a CPU rank does both itself
+
+
+def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
+    """Return the work of every candidate."""
+    rates = Rates.of(hardware, {"float16": "fp16", "bfloat16": "bf16"}.get(job.autocast or "", job.precision))
+    plain, again = trace.plain, trace.of(True)
+
+    def either(of_plain: float, of_again: float) -> Floats:
+        return np.where(c.checkpointing > 0, of_again, of_plain)
+
+    whole_pass = [sum(run.flops) + ATTENTION_SHARE * sum(run.attention) for run in (plain, again)]
+    forward = plain.flops[0] + ATTENTION_SHARE * plain.attention[0]
+    rows = c.micro_batch * c.tokens / job.seq_len  # traced rows are as long as the longest; most are shorter
+    moved = (
+        either(plain.moved[0][0] + plain.moved[1][0], again.moved[0][0] + again.moved[1][0])
+        + either(plain.moved[0][1] + plain.moved[1][1], again.moved[0][1] + again.moved[1][1]) * rows
+    ) / rates.memory
+    return Work(
+        forward_share=either(forward / whole_pass[0], forward / whole_pass[1]),
+        recompute_share=either(0.0, 1 - whole_pass[0] / whole_pass[1]),
+        products=either(*whole_pass) * rows / rates.flops,
+        tail=either(*whole_pass) / job.seq_len * job.element_bytes / 2 / rates.memory,
+        moved=moved * np.where(c.fused_by_compiling, COMPILED_MOVED, 1.0),
+        starts=_starts(trace, c, rates),
+        loop=c.accumulation * MICRO_SECONDS
+        + STEP_SECONDS
+        + len(trace.parameters) * np.where(c.stage == 0, TENSOR_SECONDS, PART_SECONDS),
+        hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage; otherwise both use one stream
+        queued=np.full(len(c), float(hardware.device == "cuda")),
+        **_sent(job, hardware, trace, c, rates),
+        **_stepped(job, hardware, trace, c, rates),
+    )
+
+
+def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Rates) -> dict[str, Floats]:
+    """Return the communication between ranks, as fields of Work.
+
+    Stages 0 to 2 all-reduce buckets (use_multi_rank_bucket_allreduce), and stages 1 and 2 gather the updated weights. In
+    every micro-batch, stage 3 gathers parameters for forward, frozen ones too. It gathers those that it has not kept again
+    for backward, and scatters the gradients.
+    """
+    ranks, width, total = float(job.ranks), job.element_bytes, float(sum(trace.parameters))
+    held = total + trace.frozen
+    one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
+    others = (ranks - 1) / ranks / rates.link
+    once = others * width * total
+    # Gradients use the dtype in which they are sent. ZeRO++ sends 4 bits (coalesced_collectives.py,
+    # all_to_all_quant_reduce).
+    reduced = others * total * np.where(three & (c.narrow_gradients > 0), 0.5, c.communicated)
+    # Buckets are all-reduced; with that turned off, each part is reduced to its rank.
+    to_its_rank = np.where((one | two) & (c.multi_rank == 0), 1.0, 2.0)
+    carried = np.where(c.narrow_weights > 0, 1.0, width)  # 8 bits (partition_parameters.py, CUDAQuantizer)
+    whole = persistent(trace, c)  # gathered after a step, and kept
+    again = np.maximum(0.0, held - np.maximum(whole, kept_at_turn(trace, c)))
+    # hpZ keeps a second set of parameters in each node, and backward gathers from it.
+    size = c.secondary
+    nearer = np.where(size > 1, (size - 1) / np.maximum(size, 1.0) / rates.node_link, others)
+    fetched = carried * (others * (held - whole) + nearer * again)
+    zero = np.zeros(len(c))
+    buckets = np.maximum(1.0, total / c.reduce_bucket) * np.where(two | three, c.accumulation, 1.0)
+    buckets = buckets + np.where((one | two) & (c.multi_rank == 0), ranks, 0.0)
+    gathers = np.where(three, c.accumulation * (held - whole + again) / np.maximum(c.prefetch, 1.0), 0.0)
+    gathers = gathers + np.where(one | two, total / ranks / np.maximum(1.0, c.allgather_bucket), 0.0)
+    groups = np.where(three, total / ranks / np.minimum(c.sub_group, total / ranks), 1.0)
+    return {
+        "gather_micro": np.where(three, fetched, zero),
+        "gather_step": np.select([one | two, three], [once + zero, others * width * whole], 0.0),
+        "reduce_micro": np.select([two, three], [to_its_rank * reduced, reduced], 0.0),
+        "reduce_step": np.where((c.stage == 0) | one, to_its_rank * reduced, zero),
+        "collectives": ((buckets + gathers) * (ranks > 1) + groups) * (BUCKET_SECONDS + _hops_seconds(hardware)),
+    }
+
+
+def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Rates) -> dict[str, Floats]:
+    """Return the optimizer's step and the traffic of offloading, as fields of Work."""
+    width, states, total = job.element_bytes, stepper(job).state_bytes, float(sum(trace.parameters))
+    part, held = total / job.ranks, (total + trace.frozen) / job.ranks
+    one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
+    out, parameters_out = c.offload_optimizer > 0, three & (c.offload_param > 0)
+    leaves = np.where(out, 1 - staying(c, part, float(trace.largest), float(job.ranks)), 0.0)  # share that is offloaded
+    elements = np.where(c.stage == 0, total, part)
+    low = c.master == 2
+    step_bytes = (
+        2 * np.where(low, 2 + states * c.state_share, 4 + states) + 4 + 2 * width
+    )  # bytes per element: master and states read and written, gradient read, weight written
+    host_bytes = 2 * (c.master + states * c.state_share) + 4 + width
+    back = np.where(two | three, width * part, 0.0)  # gradients leave the device every micro-batch
+    accumulating = np.where(two & (c.accumulation > 1), 2.0, 1.0)  # stage 2 fetches the sum back to add to it
+    return {
+        "pcie_micro": (leaves * back * accumulating + np.where(parameters_out, 2 * width * held, 0.0)) / rates.pcie,
+        "pcie_step": leaves * (width * part + np.where(one, width * part, 0.0)) / rates.pcie,
+        "optimizer": (1 - leaves) * elements * step_bytes / rates.memory,
+        "cpu_adam": leaves * total / hardware.nodes * host_bytes / (HOST_MEMORY_GB_PER_S * 1e9),
+        "adam_beside": c.adam_beside,
+        "nvme": ((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * held)
+        / (NVME_GB_PER_S * 1e9),
+    }
+
+
+def _hops_seconds(hardware: Hardware) -> float:
+    """Return the seconds that passing every rank adds to a collective beyond one node. Within a node, BUCKET_SECONDS includes
+    them."""
+    extra = hardware.nodes - 1
+    return extra * (NODE_HOP_SECONDS + (hardware.per_node - 1) * HOP_SECONDS)
+
+
+def _starts(trace: Trace, c: Columns, rates: Rates) -> Floats:
+    """Return the processor's seconds to start a micro-batch's kernels, ZeRO's hooks included."""
+    plain, again = trace.plain.operators, trace.of(True).operators
+    checkpointing = c.checkpointing > 0
+    fused = np.where(c.fused_by_compiling, COMPILED_STARTS, 1.0)
+    operators = np.where(checkpointing, sum(again), sum(plain)) * fused
+    tensors = float(len(trace.parameters))
+    adapters = np.where(c.lora > 0, 2 * tensors, 0.0)  # two trained tensors and four modules per adapter
+    modules = MODULES_AN_OPERATOR * np.maximum(plain[0] - adapters, 0.0) + adapters
+    passes = np.where(checkpointing, 3.0, 2.0)
+    hooks = np.select([c.stage == 3, c.stage > 0], [modules * passes * MODULE_SECONDS, tensors * REDUCED_SECONDS], 0.0)
+    return np.asarray(operators * rates.operator_seconds + hooks)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of one optimizer step by cause; one entry per candidate."""
+
+    forward: Floats
+    backward: Floats
+    recompute: Floats
+    communication: Floats  # the part that computation does not hide
+    optimizer: Floats
+    offload: Floats
+    loop: Floats  # data and the training loop itself
+    launch_bound: Floats  # 1 if starting kernels takes longer than running them
+    moved_share: Floats  # share of computation: operators bound by memory bandwidth
+
+    @property
+    def step(self) -> Floats:
+        computation = self.forward + self.backward + self.recompute
+        return computation + self.communication + self.optimizer + self.offload + self.loop
+
+
+def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
+    """Return the seconds of a step from its work and the constants `k`.
+
+    All constants are factors on the work at full rates, except `hidden`: the share of communication that can overlap
+    computation. Constants of shape (..., 1) give (..., n) seconds.
+    """
+    products = k["products"] * w.products + k["tail"] * w.tail
+    moved = k["moved"] * w.moved
+    starts = k["starts"] * w.starts
+    gpu = products + moved
+    micro = k["comm"] * (w.gather_micro + k["reduce"] * w.reduce_micro)
+    step = k["comm"] * (w.gather_step + k["reduce"] * w.reduce_step)
+    hidden = k["hidden"] * w.hides
+
+    def started(running: Floats) -> Floats:
+        return np.where(w.queued > 0, _larger(running, starts), running + starts)
+
+    compute = started(gpu)
+    # The GPU waits for this communication instead of computing. A processor slower than both hides it.
+    waits = np.maximum(micro - hidden * gpu, (1 - hidden) * micro)
+    exposed = (started(gpu + waits) - compute) * c.accumulation
+    # Communication that happens once a step overlaps the last backward. Gathering the updated weights does not.
+    exposed = exposed + np.maximum(step - hidden * compute * 0.66, (1 - hidden * 0.66) * step)
+    total = compute * c.accumulation
+    # ZeRO-3 prefetches and sends gradients on its own stream. ZeRO-2 waits for each gradient to add to it.
+    lies_beside = hidden * (c.stage == 3)
+    pcie = k["pcie"] * w.pcie_micro
+    pcie = np.maximum(pcie - lies_beside * compute, (1 - lies_beside) * pcie)
+    # SuperOffload steps a sub-group as soon as the last backward has made its gradients (superoffload_stage3.py).
+    cpu_adam = k["cpu_adam"] * w.cpu_adam
+    cpu_adam = np.maximum(cpu_adam - w.adam_beside * 0.66 * compute, (1 - w.adam_beside) * cpu_adam)
+    offload = pcie * c.accumulation + k["pcie"] * w.pcie_step + cpu_adam + w.nvme
+    return Spent(
+        forward=total * w.forward_share,
+        recompute=total * w.recompute_share,
+        backward=total * (1 - w.forward_share - w.recompute_share),
+        communication=exposed + k["collectives"] * w.collectives,
+        optimizer=k["optimizer"] * w.optimizer,
+        offload=offload,
+        loop=k["loop"] * w.loop,
+        launch_bound=np.where(starts > products + moved, 1.0, 0.0),
+        moved_share=moved / (products + moved),
+    )
+
+
+def _larger(a: Floats, b: Floats) -> Floats:
+    """Return a smooth maximum: if the two are similar, neither hides all of the other."""
+    return np.asarray(np.sqrt(np.sqrt(np.square(a**2) + np.square(b**2))))
+
+
+def host_limit_bytes(hardware: Hardware) -> float:
+    """Return the bytes that the ranks of one node together may offload to its host. The rest is for processes and their
+    libraries: 2 GiB per rank, and at least 4 GiB."""
+    own = max(4, 2 * hardware.per_node) * GIB
+    return max(0.0, hardware.host_memory_bytes - own) if hardware.device == "cuda" else np.inf
+
+
+# -- flops -------------------------------------------------------------------------------------------------------------
+#
+# FLOPs of a training step from the configuration alone.
+
+Config = dict[str, Any]
+
+# Architectures whose MLP has two matrices. All other architectures add a third as a gate.
+_UNGATED = frozenset(
+    (
+        "gpt2",
+        "phi",
+        "gpt_neox",
+        "opt",
+        "mpt",
+        "bert",
+        "roberta",
+        "xlm-roberta",
+        "camembert",
+        "electra",
+        "deberta",
+        "deberta-v2",
+        "distilbert",
+        "albert",
+        "bart",
+        "mbart",
+        "blenderbot",
+        "pegasus",
+        "marian",
+        "m2m_100",
+        # towers
+        "clip_vision_model",
+        "siglip_vision_model",
+        "idefics3_vision",
+        "qwen2_vl",
+        "qwen3_vl",
+    )
+)
+# Names of the same size in different families.
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "depth")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
+_INNER = ("intermediate_size", "n_inner", "hidden_dim", "d_ff", "encoder_ffn_dim")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def _first(config: Config, names: tuple[str, ...]) -> int | None:
+    return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+
+
+def dense_shape(config: Config) -> tuple[int, int, int] | None:
+    """Return (layers, attention width = heads x head size, vocabulary) of a decoder or encoder; None if the keys are unknown."""
+    text: Config = config.get("text_config") or config
+    layers, hidden, heads = _first(text, _LAYERS), _first(text, _HIDDEN), _first(text, _HEADS)
+    vocabulary = text.get("vocab_size")
+    if layers is None or hidden is None or heads is None or not isinstance(vocabulary, int):
+        return None
+    head = text.get("head_dim") or text.get("d_kv") or hidden // heads
+    return layers, heads * head, vocabulary
+
+
+def matmul_parameters(config: Config, task: str = CAUSAL) -> int | None:
+    """Return the parameters in a matrix product for every token: all but the embedding look-up. Only the experts that a token
+    uses count, and the head only if it is as wide as the vocabulary."""
+    text = config.get("text_config") or config
+    shape = dense_shape(config)
+    hidden = _first(text, _HIDDEN)
+    if shape is None or hidden is None:
+        return None
+    layers, attention, vocabulary = shape
+    heads = _first(text, _HEADS) or 1
+    key_value = text.get("num_key_value_heads") or heads
+    projections = hidden * attention * 2 + hidden * (attention // heads * key_value) * 2
+    head = hidden * vocabulary if task in (*DECODED, MASKED, SEQ2SEQ) else 0
+    head += hidden * hidden if task == MASKED else 0  # layer of a masked head
+    return int(layers * projections + _mlp_parameters(text, hidden, layers) + head)
+
+
+def _mlp_parameters(text: Config, hidden: int, layers: int) -> int:
+    """Return the MLP parameters of all layers that one token uses."""
+    inner = _first(text, _INNER) or 4 * hidden
+    ungated = text.get("model_type") in _UNGATED
+    if text.get("model_type") in ("t5", "mt5", "umt5"):
+        ungated = not str(text.get("feed_forward_proj", "relu")).startswith("gated")
+    matrices = 2 if ungated else 3
+    dense = matrices * hidden * inner
+    experts = _first(text, _EXPERTS)
+    if not experts or not text.get("num_experts_per_tok"):
+        return layers * dense
+    of_expert = text.get("moe_intermediate_size") or inner
+    shared = text.get("shared_expert_intermediate_size") or (text.get("n_shared_experts") or 0) * of_expert
+    routed = matrices * hidden * (text["num_experts_per_tok"] * of_expert + shared) + hidden * experts
+    step = text.get("decoder_sparse_step") or 1
+    without = set(text.get("mlp_only_layers") or ()) | set(range(text.get("first_k_dense_replace") or 0))
+    sparse = sum(1 for layer in range(layers) if layer not in without and (layer + 1) % step == 0)
+    return int(sparse * routed + (layers - sparse) * dense)
+
+
+def model_flops_per_token(job: Job) -> float | None:
+    """Return the FLOPs of forward and backward per token: 6 x matmul parameters + 12 x layers x attention width x sequence
+    (Chowdhery et al. 2022, PaLM, appendix B).
+
+    Recomputation is not counted. Frozen weights take 4 instead of 6, as they have no gradients. An image tower's FLOPs are
+    divided among the tokens of its sequence. The two stacks of an encoder-decoder are divided among the tokens of source and
+    target. None for an unknown shape.
+    """
+    config = job.model.config
+    shape, parameters = dense_shape(config), matmul_parameters(config, job.task)
+    if shape is None or parameters is None:
+        return None
+    layers, attention, _ = shape
+    times = 4.0 if job.lora else 6.0
+    if job.task == SEQ2SEQ:
+        return _flops_of_two_stacks(job, parameters, times)
+    tower = _tower_flops(job, times) if job.task == IMAGE_TEXT else 0.0
+    if tower is None:
+        return None
+    return times * parameters + 12.0 * layers * attention * job.seq_len + tower / job.seq_len
+
+
+def _flops_of_two_stacks(job: Job, parameters: int, times: float) -> float | None:
+    """Return the mean FLOPs of a source token, which the encoder processes, and a target token."""
+    config = job.model.config
+    hidden, shape = _first(config, _HIDDEN), dense_shape(config)
+    if hidden is None or shape is None:
+        return None
+    layers, attention, vocabulary = shape
+    deep = _first(config, ("num_decoder_layers", "decoder_layers")) or layers
+    one_layer = (parameters - hidden * vocabulary) / layers
+    crossing = 4 * hidden * attention  # projections, for source and target alike
+    products = one_layer * (layers + deep) + crossing * deep + hidden * vocabulary
+    scores = 12.0 * (layers + 2 * deep) * attention * job.seq_len
+    return (times * products + scores) / 2
+
+
+def _tower_flops(job: Job, times: float) -> float | None:
+    """Return the FLOPs of one image in its tower; None if the configuration does not give its shape."""
+    vision = job.model.config.get("vision_config")
+    size = job.image_size or told_image_size(job.model.config)
+    patch = vision.get("patch_size") if isinstance(vision, dict) else None
+    if not isinstance(vision, dict) or size is None or not isinstance(patch, int):
+        return None
+    layers, hidden = _first(vision, _LAYERS), _first(vision, _HIDDEN)
+    if layers is None or hidden is None:
+        return None
+    patches = (size // patch) ** 2
+    parameters = layers * 4 * hidden * hidden + _mlp_parameters(vision, hidden, layers)
+    return float(patches * (times * parameters + 12.0 * layers * hidden * patches))
+
+
+# -- startup -----------------------------------------------------------------------------------------------------------
+#
+# Estimate an engine's start time from its size alone. Limits use it, so it errs on the generous side; candidates are
+# not ranked by it.
+
+# Slow ends of the observed rates, not typical values: one core that fills random weights, or a disk that they are
+# read from; pages that the kernel zeroes and cudaHostAlloc pins (1 to 3 GB/s per node); a swap file on a slow NVMe
+# disk; NCCL's first rendezvous.
+INITIALISED_PER_SECOND = 100e6  # parameters
+PINNED_BYTES_PER_SECOND = 1e9  # all ranks together
+SWAPPED_BYTES_PER_SECOND = 0.5e9
+SECONDS_PER_RANK = 0.5
+_OPTIMIZER_BYTES = 16  # fp32 weights, gradients and two moments of a parameter
+_WEIGHT_BYTES = 2
+
+
+def parameter_count(job: Job) -> int:
+    """Return the parameters of the job's model, frozen ones included; 0 if unknown."""
+    profile = job.script.profile if job.script else {}
+    if profile.get("trained"):
+        return int(sum(profile["trained"]) + profile["frozen"])
+    if job.model.parameters:
+        return job.model.parameters
+    shape, products = dense_shape(job.model.config), matmul_parameters(job.model.config)
+    if shape is None or products is None:
+        return 0
+    text = job.model.config.get("text_config") or job.model.config
+    return products + shape[2] * int(text.get("hidden_size", text.get("n_embd", 0)))
+
+
+def size_seconds(job: Job, candidate: Candidate) -> float:
+    """Return the seconds that the candidate's engine needs to start because of its size. Importing and connecting are not
+    included."""
+    parameters = parameter_count(job)
+    seconds = parameters / INITIALISED_PER_SECOND + SECONDS_PER_RANK * job.ranks
+    for place, element_bytes in (
+        (candidate.offload_optimizer, _OPTIMIZER_BYTES),
+        (candidate.offload_param, _WEIGHT_BYTES),
+    ):
+        rate = {"cpu": PINNED_BYTES_PER_SECOND, "nvme": SWAPPED_BYTES_PER_SECOND}.get(place)
+        seconds += parameters * element_bytes / rate if rate else 0.0
+    return seconds

@@ -1,0 +1,133 @@
+"""Allocations and FLOPs of a model's forward and backward: plain data, traced, extrapolated or estimated."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+FORWARD, BACKWARD = 0, 1
+IMPORTED = "autotune: imported"  # a line that the tracer writes; its time limit counts from there
+
+
+@dataclass
+class Pass:
+    """One forward and backward. Arrays hold one entry per allocation (or only the few that can be a peak).
+
+    Bytes alive at an allocation are `fixed + per_sequence x micro_batch`. These exclude parameters, and gradients that a
+    parameter already holds. The latter are `gradients`; `in_use` holds the bytes of parameters that the running module uses.
+    """
+
+    phase: list[int]
+    fixed: list[float]
+    per_sequence: list[float]
+    gradients: list[float]
+    in_use: list[float]
+    after_forward: tuple[float, float]  # bytes that forward leaves for backward: (fixed, per sequence)
+    flops: tuple[float, float]  # FLOPs of one sequence in matrix products: (forward, backward with recomputation)
+    # FLOPs of fused attention kernels; bidirectional ones count twice, as a causal mask halves the work
+    attention: tuple[float, float]
+    # bytes of other operators in each phase: (fixed, per sequence)
+    moved: tuple[tuple[float, float], tuple[float, float]]
+    operators: tuple[float, float]  # number of kernels that each phase starts
+    # bytes that only frozen linear layers read: (fixed, per sequence); torch drops them in forward, DeepSpeed's
+    # linear of stage 3 keeps them
+    frozen_only: tuple[float, float] = (0.0, 0.0)
+    # position in the model, for `tracer.extrapolate`: before an encoder's end, after it, in its own backward
+    section: list[int] = field(default_factory=list)
+
+    @property
+    def act_bytes_per_sequence(self) -> float:
+        """Return the bytes by which one more sequence raises the peak of forward."""
+        return self._forward_peak(2) - self._forward_peak(1)
+
+    def _forward_peak(self, micro_batch: int) -> float:
+        return max(
+            f + p * micro_batch
+            for f, p, at in zip(self.fixed, self.per_sequence, self.phase, strict=True)
+            if at == FORWARD
+        )
+
+    def reduced(self) -> Pass:
+        """Keep only the entries that can be the peak for some micro-batch, weight of gradients and weight of parameters in
+        use."""
+        keep: list[int] = []
+        values = np.array([self.fixed, self.per_sequence, self.gradients, self.in_use])
+        phases = np.array(self.phase)
+        # DeepSpeed makes its buckets when the first gradient exists, so moments before and after do not compete.
+        for phase, started in ((FORWARD, False), (BACKWARD, False), (BACKWARD, True)):
+            at = np.flatnonzero((phases == phase) & ((values[2] > 0) == started))
+            if not len(at):
+                continue
+            chosen: set[int] = set()
+            for batch in (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 1024):
+                for grads in (0.0, 0.25, 0.5, 1.0, 2.0):
+                    for used in (0.0, 1.0, 2.0):
+                        total = values[0, at] + batch * values[1, at] + grads * values[2, at] + used * values[3, at]
+                        chosen.add(int(at[total.argmax()]))
+            keep += sorted(chosen)
+        return Pass(
+            [self.phase[i] for i in keep],
+            [self.fixed[i] for i in keep],
+            [self.per_sequence[i] for i in keep],
+            [self.gradients[i] for i in keep],
+            [self.in_use[i] for i in keep],
+            self.after_forward,
+            self.flops,
+            self.attention,
+            self.moved,
+            self.operators,
+            self.frozen_only,
+        )
+
+
+@dataclass
+class Trace:
+    """Memory and FLOPs of a job's model, independent of DeepSpeed."""
+
+    parameters: list[int]  # elements of each trainable parameter, in the model's order
+    frozen: int  # elements of all frozen parameters
+    plain: Pass
+    checkpointed: Pass | None
+    exact: bool = True  # False: a closed-form estimate; `note` gives the reason
+    note: str = ""
+    counted: bool = True  # False: the parameters' sizes are estimated, too
+    largest: int = field(default=0)  # elements of the largest trainable parameter
+    frozen_sizes: list[int] = field(
+        default_factory=list
+    )  # elements of each frozen parameter; empty if only their sum is known
+
+    @property
+    def every_frozen_size(self) -> list[int]:
+        """Return the elements of each frozen parameter, or their sum as one entry if only that is known."""
+        return self.frozen_sizes or ([self.frozen] if self.frozen else [])
+
+    @property
+    def every_size(self) -> list[int]:
+        """Return the elements of each parameter, trainable or frozen."""
+        return [*self.parameters, *self.every_frozen_size]
+
+    def of(self, checkpointing: bool) -> Pass:
+        return self.checkpointed if checkpointing and self.checkpointed is not None else self.plain
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Trace:
+        def restore(value: dict[str, Any] | None) -> Pass | None:
+            if value is None:
+                return None
+            pairs = ("after_forward", "flops", "attention", "operators", "frozen_only")
+            return Pass(
+                **{
+                    **value,
+                    **{k: tuple(value[k]) for k in pairs if k in value},
+                    "moved": tuple(map(tuple, value["moved"])),
+                }
+            )
+
+        plain = restore(data["plain"])
+        assert plain is not None
+        return cls(**{**data, "plain": plain, "checkpointed": restore(data["checkpointed"])})

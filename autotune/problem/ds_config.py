@@ -1,0 +1,225 @@
+"""The user's DeepSpeed config."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import UserError
+from autotune.problem.knobs import ACCUMULATION, KNOBS, MICRO_BATCH, ZERO, Knob, knob_value
+from autotune.util.bounds import check_data, read_text
+
+# -- DeepSpeed config files --------------------------------------------------------------------------------------------
+#
+# Reader of DeepSpeed configs: JSON or HJSON (JSON with comments and trailing commas), and deprecated names of keys.
+
+MOST_BYTES = 1 << 20  # bytes; a larger file holds data
+
+# Deprecated keys of `zero_optimization` and their replacements (0.19.8, runtime/zero/config.py). DeepSpeed refuses a config with
+# both, so that a knob could not be set next to its old name.
+_OLD_SECTIONS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+_OLD_KEYS = {"stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}
+_UNHEEDED = "cpu_offload_use_pin_memory"  # accepted by DeepSpeed, but never read
+_YES = ("true", "1", "yes", "on", "t", "y")  # spellings of true that pydantic accepts
+
+
+def parsed_config(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
+    """Return the parsed text of a config.
+
+    Args:
+        pairs: builds an object from its keys and values.
+
+    Raises:
+        json.JSONDecodeError: the text is neither JSON nor HJSON; the error is JSON's.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=pairs)
+    except json.JSONDecodeError:
+        if len(text) > MOST_BYTES:
+            raise
+        import hjson  # imported late: few texts need it, and in a rank the package is DeepSpeed's dependency
+
+        try:
+            return hjson.loads(text, object_pairs_hook=pairs)
+        except hjson.HjsonDecodeError:
+            pass
+        raise
+
+
+def read_config(path: Path) -> Any:
+    """Return the parsed contents of a config's file.
+
+    Raises:
+        OSError, UnicodeDecodeError: it cannot be read.
+        json.JSONDecodeError: it does not parse.
+    """
+    return parsed_config(path.read_text(encoding="utf-8"))
+
+
+def in_new_names(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with DeepSpeed's deprecated names replaced by current ones; the same object if it has none."""
+    zero = config.get("zero_optimization")
+    if isinstance(zero, bool):
+        size = {"allgather_bucket_size": config["allgather_size"]} if zero and "allgather_size" in config else {}
+        return {**config, "zero_optimization": {"stage": int(zero), **size}}
+    if not isinstance(zero, dict) or not zero.keys() & {*_OLD_SECTIONS, *_OLD_KEYS, _UNHEEDED}:
+        return config
+    found = {key: value for key, value in zero.items() if key not in (*_OLD_SECTIONS, *_OLD_KEYS, _UNHEEDED)}
+    for old, new in _OLD_SECTIONS.items():
+        if str(zero.get(old)).lower() in _YES and not isinstance(found.get(new), dict):
+            found[new] = {"device": "cpu"}
+    for old, new in _OLD_KEYS.items():
+        if old in zero:
+            found.setdefault(new, zero[old])
+    return {**config, "zero_optimization": found}
+
+
+def named_config(name: str | Path) -> Any:
+    """Return a config in either form that `deepspeed.initialize` accepts: the name of its file, or its text in base64.
+
+    Source: deepspeed 0.19.8, runtime/config.py.
+
+    Raises:
+        OSError, ValueError: it is neither, or does not parse.
+    """
+    if not os.path.exists(name):
+        try:
+            data = parsed_config(base64.urlsafe_b64decode(str(name)).decode())
+        except ValueError:
+            data = None
+        if isinstance(data, dict):
+            return data
+    return read_config(Path(name))
+
+
+# -- the user's settings -----------------------------------------------------------------------------------------------
+#
+# The user's own DeepSpeed config, read and validated once, so that later code can rely on the shape of its sections.
+
+BATCH = "train_batch_size"
+# Sections that DeepSpeed reads as objects (0.19.8, runtime/config.py and its callees); these may also be null.
+_NULLABLE = (
+    *(ZERO + name for name in ("offload_optimizer", "offload_param", "zenflow")),
+    "optimizer.params",
+    "scheduler.params",
+)
+_SECTIONS = (
+    *("zero_optimization", "optimizer", "scheduler", "bf16", "bfloat16", "fp16", "amp", "torch_autocast", "data_types"),
+    *("compile", "checkpoint", "activation_checkpointing", "aio", "elasticity", "autotuning", "eigenvalue"),
+    *("tensor_parallel", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet"),
+    *_NULLABLE,
+)
+_CHECKED = {knob.path: knob for knob in KNOBS.values() if knob.path}
+_CHECKED |= {BATCH: Knob(BATCH, int, low=1), "gradient_clipping": Knob("gradient_clipping", float)}
+_CHECKED |= {f"{name}.enabled": Knob(f"{name}.enabled", bool) for name in ("bf16", "fp16", "bfloat16")}
+_MAY_BE_NULL = (ZERO + "overlap_comm", "communication_data_type", "data_types.grad_accum_dtype")
+# Keys for which `"auto"` is documented: transformers 5.23, integrations/deepspeed.py, and accelerate 1.15, utils/deepspeed.py. In
+# any other checked key the word reaches DeepSpeed, which refuses it.
+_AUTO = (
+    *(BATCH, MICRO_BATCH, ACCUMULATION, "gradient_clipping", "bf16.enabled", "fp16.enabled", "bfloat16.enabled"),
+    *(ZERO + name for name in ("stage", "offload_optimizer.device", "offload_param.device", "reduce_bucket_size")),
+    *(ZERO + name for name in ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")),
+    ZERO + "zenflow.update_interval",  # DeepSpeed defines "auto" here itself
+)
+
+
+def load_ds_config(path: Path) -> dict[str, Any]:
+    """Read and validate the user's own DeepSpeed config.
+
+    Raises:
+        UserError: the file cannot be read, is no JSON object, or has a section or a value that DeepSpeed refuses; the message
+            names file and key.
+    """
+    text = read_text(path, f"--ds-config {path}", "expected a DeepSpeed config JSON")
+    try:
+        data = parsed_config(text, _once)
+        check_data(data, str(path))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}); expected a DeepSpeed config") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({str(error)[:100]})") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: expected a JSON object with DeepSpeed's keys, found {type(data).__name__}")
+    if not data and "{" not in text:
+        raise UserError(f"{path} is empty; expected a DeepSpeed config, or {{}} for none of your own")
+    for key, trouble in _troubles(data):
+        raise UserError(f"{path}: {key}: {trouble}")
+    return in_new_names(data)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object without duplicate keys; DeepSpeed refuses duplicates (0.19.8, runtime/config_utils.py)."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for at, (key, _) in enumerate(pairs) if key in dict(pairs[:at]))
+        raise ValueError(f"{twice!r} is given twice, which DeepSpeed refuses")
+    return found
+
+
+def _troubles(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, problem) for every problem."""
+    for key in _SECTIONS:
+        there, section = _at(data, key)
+        if there and not isinstance(section, dict) and not (section is None and key in _NULLABLE):
+            yield key, f"expected an object, found {repr(section)[:60]}"
+    for key in ("optimizer.type", "scheduler.type"):
+        there, name = _at(data, key)
+        if there and not (isinstance(name, str) and name):
+            yield (
+                key,
+                f"expected a name like {'AdamW' if key[0] == 'o' else 'WarmupLR'}, found {name!r}; or leave it out",
+            )
+    for key, knob in _CHECKED.items():
+        there, value = _at(data, key)
+        if not there or (value == "auto" and key in _AUTO) or (value is None and key in _MAY_BE_NULL):
+            continue
+        if key in _MAY_BE_NULL and isinstance(knob.kind, tuple) and isinstance(value, str):
+            continue  # DeepSpeed accepts more names of a dtype
+        if isinstance(value, str) and not isinstance(knob.kind, tuple):
+            yield key, f"expected {'true or false' if knob.kind is bool else 'a number'}, found {value!r}"
+            continue
+        try:
+            knob_value(knob, value)
+        except ValueError as error:
+            yield key, str(error)
+    for key, value in _leaves(data, ()):
+        if isinstance(value, float) and not math.isfinite(value):
+            yield key, f"expected a finite number, found {value!r}"
+
+
+def _at(data: Any, key: str) -> tuple[bool, Any]:
+    """Return whether a dotted key exists, and its value."""
+    for part in key.split("."):
+        if not isinstance(data, dict) or part not in data:
+            return False, None
+        data = data[part]
+    return True, data
+
+
+def _leaves(data: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in inner:
+        yield from _leaves(value, (*path, str(key)))
+    if not isinstance(data, dict | list):
+        yield ".".join(path), data
+
+
+def global_batch_of(config: dict[str, Any], ranks: int) -> tuple[int | None, str]:
+    """Return (samples per optimizer step over all ranks, their origin in words) from a checked config.
+
+    The result is (None, "") if the config leaves the batch open, or to its caller by `"auto"`. DeepSpeed's rule (0.19.8,
+    runtime/config.py, `_set_batch_related_parameters`): `train_batch_size`, or else the product of micro-batch, accumulation
+    (default 1) and ranks.
+    """
+    total, micro, accumulation = config.get(BATCH), config.get(MICRO_BATCH), config.get(ACCUMULATION, 1)
+    if isinstance(total, int | float):
+        return int(total), f"{BATCH} {int(total)}"
+    if not isinstance(micro, int | float) or not isinstance(accumulation, int | float):
+        return None, ""
+    words = f"micro-batch {int(micro)} x accumulation {int(accumulation)} x {ranks} ranks"
+    return int(micro * accumulation) * ranks, words

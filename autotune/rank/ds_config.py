@@ -1,0 +1,119 @@
+"""Build the DeepSpeed config of a trial of a named model, and list the DeepSpeed ops that it loads. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from autotune.problem.candidate import Candidate
+from autotune.problem.job import Job
+from autotune.problem.knobs import DEEPCOMPILE, QUANTIZED
+from autotune.script.profile import OPS
+
+# The type of the optimizer determines memory and time of a step. The learning rate does not, and is never exported.
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True, "fused": True}},
+    "adam": {"type": "Adam", "params": {"lr": 1e-5, "torch_adam": True, "fused": True, "adam_w_mode": False}},
+    "fused_adam": {"type": "AdamW", "params": {"lr": 1e-5}},
+    "lion": {"type": "Lion", "params": {"lr": 1e-6}},
+    "sgd": {"type": "SGD", "params": {"lr": 1e-5, "momentum": 0.9}},
+    "adagrad": {"type": "Adagrad", "params": {"lr": 1e-5}},
+}
+MOST_SCALE_POWER = 8  # cap of a dynamic loss scale's initial power in trials; exported configs keep their own
+QUIET = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning", "dump_state")
+
+# Builders of ops that DeepSpeed can do without, or whose absence the machine check finds before any candidate runs.
+DISPENSABLE = frozenset({"ShareMemCommBuilder"})
+
+
+def trial_config(candidate: Candidate, job: Job) -> dict[str, Any]:
+    """Return the candidate's config without `"auto"` values and trackers, and with an optimizer if it names none."""
+    config: dict[str, Any] = _without_auto(candidate.ds_config(job))
+    for key in QUIET:
+        config.pop(key, None)
+    if not isinstance(config.get("optimizer"), dict) or "type" not in config["optimizer"]:
+        config["optimizer"] = optimizer_section(job, candidate)
+        config.pop("scheduler", None)
+    scheduler: Any = config.get("scheduler")
+    params = scheduler.get("params") if isinstance(scheduler, dict) else None
+    if params is not None and "total_num_steps" not in params and "Decay" in str(scheduler.get("type")):
+        del config["scheduler"]  # its length was "auto"; the learning rate changes neither time nor memory
+    if config["optimizer"]["type"].lower() not in ("adam", "adamw", "lion", "adagrad"):
+        config.setdefault("zero_allow_untested_optimizer", True)
+    config["steps_per_print"] = 10**9
+    config["wall_clock_breakdown"] = False
+    config.setdefault("zero_optimization", {})
+    fp16 = config.get("fp16")
+    if job.precision == "fp16" and isinstance(fp16, dict) and not fp16.get("loss_scale"):
+        # Random weights may overflow where trained ones do not, so the search for a loss scale starts low.
+        fp16["initial_scale_power"] = min(MOST_SCALE_POWER, fp16.get("initial_scale_power", MOST_SCALE_POWER))
+    return config
+
+
+def optimizer_section(job: Job, candidate: Candidate) -> dict[str, Any]:
+    """Return the `optimizer` section for a trial whose config has none.
+
+    An offloaded optimizer is DeepSpeed's CPU Adam, as DeepSpeed advises. torch's own is slow there, and DeepSpeed
+    refuses it unless its check is turned off.
+    """
+    section = _OPTIMIZERS[job.optimizer]
+    params = dict(section["params"])
+    if candidate.offload_optimizer != "none":
+        params.pop("torch_adam", None)
+        params.pop("fused", None)
+    return {"type": section["type"], "params": params}
+
+
+def needed_ops(candidates: Sequence[Candidate], job: Job, device: str) -> list[str]:
+    """Return the builders of the DeepSpeed JIT ops that trials of these candidates load.
+
+    The selection follows that of the optimizer in `DeepSpeedEngine`. The ops are built before the budget starts.
+    """
+    ops = ["ShareMemCommBuilder"] if device == "cpu" else []  # loaded with the process group under any config
+    offloads = {candidate.offload_optimizer for candidate in candidates}
+    cpu, fused = _optimizer_ops(job)
+    if cpu and offloads - {"none"}:
+        ops.append(cpu)
+    if fused and "none" in offloads:
+        ops.append(fused)
+    if any("nvme" in (candidate.offload_optimizer, candidate.offload_param) for candidate in candidates):
+        ops.append("AsyncIOBuilder")
+    if any(candidate.get(DEEPCOMPILE) for candidate in candidates):
+        ops.append("DeepCompileBuilder")
+    if any(candidate.get(name) for candidate in candidates for name in QUANTIZED):
+        ops.append("QuantizerBuilder")
+    pins = offloads - {"none"} or any(candidate.offload_param != "none" for candidate in candidates)
+    if pins and os.environ.get("DS_PIN_MEMORY_BACKEND") == "native":
+        ops.append("PinMemoryBuilder")
+    return ops
+
+
+def all_ops(candidates: Sequence[Candidate], job: Job, device: str) -> list[str]:
+    """Return the needed ops and the optional ones that the probe run of a script loaded."""
+    return [*needed_ops(candidates, job, device), *(job.script.profile.get(OPS, ()) if job.script is not None else ())]
+
+
+def _optimizer_ops(job: Job) -> tuple[str, str]:
+    """Return the builders of the optimizer's step with and without offloading; an empty name means torch's own."""
+    profile = job.script.profile if job.script is not None else {}
+    if profile.get("client_optimizer") and not profile.get("through_arguments"):
+        return "", ""  # the script's own optimizer is kept (`job_of`)
+    own = job.own_optimizer if "type" in job.own_optimizer else None
+    kind = str(own["type"] if own else job.optimizer).lower()
+    if kind in ("adam", "adamw", "fused_adam", "muon"):
+        if own and (own.get("params") or {}).get("torch_adam"):
+            return "", ""
+        # For a config without an optimizer, `optimizer_section` uses torch's; Trainer brings its own.
+        return "CPUAdamBuilder", "FusedAdamBuilder" if own or kind == "fused_adam" else ""
+    return {
+        "lion": ("CPULionBuilder", "FusedLionBuilder"),
+        "adagrad": ("CPUAdagradBuilder", ""),
+        "lamb": ("", "FusedLambBuilder"),
+    }.get(kind, ("", ""))
+
+
+def _without_auto(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_auto(item) for key, item in value.items() if item != "auto"}
+    return value

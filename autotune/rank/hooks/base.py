@@ -1,0 +1,402 @@
+"""Shared parts of hooks: context, training observer, patch registry, batch sizes."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from autotune.errors import Unusable
+from autotune.problem.candidate import Candidate
+from autotune.problem.job import Job, Script
+from autotune.problem.outcome import Phase
+from autotune.rank.sandbox import Sandbox
+
+# -- training observer -------------------------------------------------------------------------------------------------
+#
+# Interface by which the hooks report a script's training to its rank.
+
+
+class Watcher(Protocol):
+    """Observer of the script's training. Every method is called on every rank."""
+
+    def configured(self, config: dict[str, Any]) -> None:
+        """Receive the script's own DeepSpeed config without a candidate's keys.
+
+        Called again if the engine that trains has another config than the first one seen.
+        """
+
+    def planned(self, micro_batch: int, accumulation: int, optimizer: str = "") -> None:
+        """Receive the script's batch before memory can run out.
+
+        Args:
+            micro_batch: sequences per forward.
+            accumulation: micro-batches per optimizer step.
+            optimizer: kind of the script's own optimizer, see `deepspeed.kind_of`.
+        """
+
+    def engine_built(self) -> None:
+        """Note that an engine was built, for training or not: its memory is allocated."""
+
+    def built(self, engine: Any, facts: dict[str, Any]) -> None:
+        """Receive the engine that trains, and its facts (`deepspeed.engine_facts`).
+
+        Called again if another engine turns out to be the one that trains (`hooks.election`). All earlier observations
+        are then void.
+        """
+
+    def forward(self, sizes: Sizes) -> None:
+        """Receive the sizes of a forward with gradients when it begins.
+
+        A forward in evaluation mode is reported when its backward begins.
+        """
+
+    def entered(self, phase: Phase) -> None:
+        """Note the beginning of INIT, FORWARD, BACKWARD or STEP. A backward may be reported more than once."""
+
+    def stepped(self) -> None:
+        """Note the end of an optimizer step."""
+
+    def beside(self, number: int, rows: int) -> None:
+        """Note an optimizer step of auxiliary engine `number`, made after the one that trains, on `rows` rows."""
+
+    def failed(self, error: BaseException) -> None:
+        """Receive an exception of the engine, its construction, or an observation (`Unusable`).
+
+        The script may catch it, so failures that decide a trial are reported here.
+        """
+
+    def unbuilt(self, builder: str) -> None:
+        """Note that the script will load a DeepSpeed op that this environment has not built. Return to allow it."""
+
+    def strayed(self) -> None:
+        """Note that the script trains without any DeepSpeed engine."""
+
+
+# -- patch registry ----------------------------------------------------------------------------------------------------
+#
+# Replace attributes in modules and classes of other libraries; `undo` restores each.
+
+_MISSING = object()
+
+
+class Patches:
+    """Attributes replaced by the hooks of one rank."""
+
+    def __init__(self) -> None:
+        self._undo = ExitStack()
+        self._originals: dict[tuple[int, str], Callable[..., Any]] = {}
+
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Replace `owner.name` by a function that calls `around` with the original as its first argument.
+
+        Args:
+            owner: a module, or the class of a method (`self` is then the second argument).
+            around: takes its own arguments by position only, because keyword arguments belong to the caller.
+        """
+        original = getattr(owner, name)
+        before = vars(owner).get(name, _MISSING)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        setattr(owner, name, wrapper)
+        self._originals.setdefault((id(owner), name), original)
+
+        def restore() -> None:
+            if before is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+        self._undo.callback(restore)
+
+    def original(self, owner: Any, name: str) -> Callable[..., Any]:
+        """Return `owner.name` from before its first wrap, or its current value without a wrap."""
+        found: Callable[..., Any] = self._originals.get((id(owner), name)) or getattr(owner, name)
+        return found
+
+    def set_environment(self, name: str, value: str) -> None:
+        before = os.environ.get(name)
+        os.environ[name] = value
+        if before is None:
+            self._undo.callback(os.environ.pop, name, None)
+        else:
+            self._undo.callback(os.environ.__setitem__, name, before)
+
+    def on_undo(self, callback: Callable[[], Any]) -> None:
+        self._undo.callback(callback)
+
+    def undo(self) -> None:
+        """Restore all attributes, the last replaced first."""
+        self._undo.close()
+        self._originals.clear()
+
+
+# -- context -----------------------------------------------------------------------------------------------------------
+#
+# State shared by the hooks of one rank.
+
+
+@dataclass
+class Context:
+    """Task of one rank's hooks, and their observations so far."""
+
+    job: Job
+    candidate: Candidate | None  # None keeps the script's own settings
+    watcher: Watcher
+    device: str  # `cpu` or `cuda`
+    folder: Path  # for merged configs and copies of argument files
+    quiet: bool  # True in a measurement: no checkpoints, evaluations, trackers and uploads
+    patches: Patches = field(default_factory=Patches)
+    sandbox: Sandbox | None = None  # sandbox of a trial; None in a training
+
+    collective_timeout: datetime.timedelta = datetime.timedelta()  # timeout of the process group
+    engine: Any = None  # the DeepSpeed engine that trains, once it is built
+    inside: Phase | None = None  # method of that engine that is running
+    module_hook: Any = None  # handle of the hook on its module
+    pending: list[Sizes] = field(default_factory=list)  # forwards in evaluation mode since the last backward
+    own_config: dict[str, Any] | None = None  # the script's first config, as reported to the watcher
+    through_arguments: bool = False  # True if TrainingArguments carry the batch sizes
+    accelerated: bool = False  # True if accelerate makes the engine that trains
+    loader_prepared: bool = False  # True if accelerate has prepared the script's own loader
+    loader_split: bool = False  # True if accelerate splits that loader's batches over the ranks
+    trains_anew: bool = False  # True if transformers' Trainer is kept from resuming
+    trainer_silent: bool = False  # True if Trainer is kept from evaluating and saving
+    zero_init: bool = False  # True if the script's own code builds its model under `deepspeed.zero.Init`
+    relaunched: int = 0  # number of ranks that the script would have started; 1 if unknown
+    flags: set[str] = field(default_factory=set)  # flags of `script.script.FLAGS` that the script's parsers have
+    spellings: dict[str, list[str | None]] = field(default_factory=dict)  # flag -> [no, yes], see `hooks.arguments`
+    said: dict[str, list[int]] = field(default_factory=dict)  # values in the script's arguments and loaders, by knob
+    beside: list[Any] = field(default_factory=list)  # engines with an optimizer, made after the one that trains
+    earlier: list[Any] = field(default_factory=list)  # engines made before the one that trains, see `hooks.election`
+    rivals: list[Any] = field(default_factory=list)  # entries of `beside` that may turn out to train, in a probe run
+    trained: bool = False  # True once the engine that trains has had a backward
+    trained_steps: int = 0  # optimizer steps of the engine that trains
+    plugins: list[tuple[weakref.ref[Any], dict[str, Any]]] = field(
+        default_factory=list
+    )  # accelerate's configs, and their original contents
+    read: set[str] = field(default_factory=set)  # configs opened in a probe run, see `hooks.sources`
+    written: set[str] = field(default_factory=set)  # configs that the script wrote in a probe run
+    allowed_tokens: list[int] = field(default_factory=list)  # limits of arguments and tokenizers
+
+    @property
+    def script(self) -> Script:
+        assert self.job.script is not None
+        return self.job.script
+
+    @property
+    def batch(self) -> tuple[int, int] | None:
+        """(micro-batch, accumulation) that the script must use; None keeps its own."""
+        if self.candidate is None or self.script.holds_batch:
+            return None
+        return self.candidate.micro_batch, self.candidate.accumulation
+
+    def note_said(self, knob: str, value: Any) -> None:
+        """Record a batch size from any source in the script. Other values are ignored."""
+        number = int(value) if isinstance(value, str) and value.isdigit() else value
+        known = self.said.setdefault(knob, [])
+        if isinstance(number, int) and not isinstance(number, bool) and number > 0 and number not in known:
+            known.append(number)
+
+
+# -- batch sizes -------------------------------------------------------------------------------------------------------
+#
+# Measure a batch: its sizes from a DeepSpeed config, its sequences and tokens from tensors; pad it.
+
+_BORDERS = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens", "cu_seqlens_q")  # borders of concatenated sequences
+_FROM_ZERO = ("ptr", *_BORDERS)  # one more entry than samples; the first name is of PyTorch Geometric's graphs
+_CHANNELS = (1, 3, 4)  # channels of an image
+_VALUED = ("position_ids", *_BORDERS)  # tensors whose values matter in addition to their shapes
+_MOST_KNOWN = 1024
+_FILLERS = {"labels": -100, "attention_mask": 1}  # padding is attended to, without a loss; others take 0
+
+
+def batch_of(config: dict[str, Any], ranks: int) -> tuple[int, int] | None:
+    """Return (micro-batch, accumulation) of a DeepSpeed config, or None if it is incomplete.
+
+    Any two of the three batch sizes determine the third. Source: deepspeed 0.19.8, runtime/config.py,
+    `_set_batch_related_parameters`.
+    """
+    micro, steps, total = (
+        value if isinstance(value := config.get(key), int) and value > 0 else None
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    )
+    if micro is None and total is None:
+        return None
+    if micro is None:
+        micro = max(1, (total or 1) // (steps or 1) // ranks)
+    if steps is None:
+        steps = max(1, total // micro // ranks) if total else 1
+    return micro, steps
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of one forward's arguments: rows of tensors, sequences in them, and tokens."""
+
+    rows: int = 0
+    sequences: int = 0  # more than rows if rows are packed
+    tokens: int = 0
+    packed: bool = False  # one row of concatenated, separable sequences
+    rows_by_name: dict[str, int] = field(default_factory=dict)  # rows of each tensor
+
+
+def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str | None = None) -> Sizes:
+    """Return the sizes of a batch from a forward's arguments, or zeros if they hold no tensor.
+
+    Tensors are found in nested lists, mappings and objects. Sequences of packed rows begin at zeros of `position_ids`,
+    or at borders in the format of flash attention.
+
+    Args:
+        counted_by: name in `rows_by_name` of the tensor that counts the rows; without that tensor there are none.
+    """
+    key = None if args else _shapes(kwargs)
+    if key is None:
+        return _counted(args, kwargs, counted_by)
+    if (known := _known.get((counted_by, key))) is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        known = _known[counted_by, key] = _counted(args, kwargs, counted_by)
+    return known
+
+
+# Cache by the key of `_shapes`. Training evicts this code from the processor's caches: counting a batch of
+# `tiny-gemma-2` took 85 us in a training and 10 us in a separate loop.
+_known: dict[tuple[str | None, tuple[Any, ...]], Sizes] = {}
+
+
+def _shapes(kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Return the key of a batch with only tensors whose values do not matter, or None for any other."""
+    import torch
+
+    found = []
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and name not in _VALUED:
+            found.append((name, value.shape, value.dtype))
+        elif value is not None and not isinstance(value, bool):
+            return None
+    return tuple(found)
+
+
+def _counted(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str | None) -> Sizes:
+    """Return the sizes of a batch that is not in the cache."""
+    named: dict[str, Any] = {}
+    seen: Counter[str] = Counter()
+    for name, leaf in _leaves([*args, kwargs]):
+        seen[name] += 1
+        named[name if seen[name] == 1 else f"{name}#{seen[name]}"] = leaf
+    if not named:
+        return Sizes()
+    found = replace(_sizes(named), rows_by_name={name: _rows(name, leaf) for name, leaf in named.items()})
+    if counted_by is None:
+        return found
+    rows = found.rows_by_name.get(counted_by, 0)
+    return replace(found, rows=rows, sequences=rows)
+
+
+def _rows(name: str, leaf: Any) -> int:
+    return max(0, len(leaf) - (name in _FROM_ZERO))
+
+
+def _sizes(named: dict[str, Any]) -> Sizes:
+    """Return the sizes by `input_ids`, or by the first tensor."""
+    import torch
+
+    first = named.get("input_ids", next(iter(named.values())))
+    if isinstance(first, list):  # a list of sequences of different lengths, or of images
+        tokens = sum(int(one.numel()) if not one.is_floating_point() else 1 for one in first)
+        return Sizes(len(first), len(first), tokens)
+    positions = named.get("position_ids")
+    borders = next((named[name] for name in _BORDERS if isinstance(named.get(name), torch.Tensor)), None)
+    if borders is not None and first.dim() == 1:
+        first = first[None]
+    rows = int(first.shape[0])
+    tokens = int(first.numel()) if first.dim() == 2 and not first.is_floating_point() else rows
+    sequences, told_apart = rows, True
+    if borders is not None:
+        sequences = int((borders.diff() > 0).sum())  # some libraries pad borders with the last one
+    elif isinstance(positions, torch.Tensor) and positions.shape == first.shape:
+        sequences = int((positions == 0).sum())
+    else:
+        told_apart = False
+    return Sizes(rows, max(rows, sequences), tokens, packed=told_apart and rows == 1)
+
+
+def _leaves(value: Any, name: str = "", depth: int = 5) -> Iterator[tuple[str, Any]]:
+    """Yield (name, tensor) of all tensors with at least one dimension. A list of samples counts as one tensor."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if value.dim() > 0:
+            yield name, value
+    elif isinstance(value, torch.nn.Module | str | bytes) or not depth:
+        return
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, str(key), depth - 1)
+    elif isinstance(value, list | tuple):
+        if _are_samples(value):
+            yield name, list(value)
+            return
+        for inner in value:
+            yield from _leaves(inner, name, depth - 1)
+    elif hasattr(value, "__dict__"):  # a batch of the script's own class
+        yield from _leaves(vars(value), name, depth - 1)
+
+
+def _are_samples(values: Sequence[Any]) -> bool:
+    """Return True if a list holds samples, in contrast to parts of a batch.
+
+    Samples are vectors of different lengths, features of different lengths, or images with channels first.
+    """
+    import torch
+
+    if not values or not all(isinstance(one, torch.Tensor) for one in values):
+        return False
+    shapes = [tuple(one.shape) for one in values]
+    if {len(shape) for shape in shapes} == {1}:
+        return len(set(shapes)) > 1
+    if not all(one.is_floating_point() for one in values):
+        return False
+    if {len(shape) for shape in shapes} == {2}:
+        return len({shape[0] for shape in shapes}) > 1 and len({shape[1] for shape in shapes}) == 1
+    channels = {shape[0] for shape in shapes}
+    return {len(shape) for shape in shapes} == {3} and len(channels) == 1 and channels <= set(_CHANNELS)
+
+
+def padded(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int) -> dict[str, Any]:
+    """Return a forward's arguments with all (rows, tokens) tensors padded to `longest` tokens.
+
+    Padding is computed like all other tokens.
+
+    Raises:
+        Unusable: `longest` is 0 (the maximum length is unknown), or the batch cannot be padded.
+    """
+    import torch
+
+    ids = kwargs.get("input_ids")
+    if args or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or "position_ids" in kwargs:
+        raise Unusable(
+            "--worst-case: the script's batches cannot be padded (expected input_ids of two dimensions, "
+            "given by name, not packed): leave it out"
+        )
+    if not longest:
+        raise Unusable(
+            "--worst-case: neither max_length, a tokenizer nor the model's configuration says how long a "
+            "batch may be: leave it out"
+        )
+    found = dict(kwargs)
+    missing = longest - ids.shape[1]
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape and missing > 0:
+            found[name] = torch.nn.functional.pad(value, (0, missing), value=_FILLERS.get(name, 0))
+    return found

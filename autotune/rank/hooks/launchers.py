@@ -1,0 +1,289 @@
+"""Calls of torchrun, `spawn` and similar launchers inside a script."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autotune.errors import Unusable, UserError
+from autotune.rank.hooks import accelerate
+from autotune.rank.hooks.base import Context
+from autotune.rank.measure import ACCELERATE_MODULE, run_target
+from autotune.rank.versions import imported
+from autotune.script.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, CommandLine, take_apart
+from autotune.script.script import line_of
+
+# -- launchers as subprocesses -----------------------------------------------------------------------------------------
+#
+# Hook programs that start their ranks themselves: this rank continues as one of them.
+#
+# A framework's command (`llamafactory-cli train`, `swift sft`, `axolotl train`, `trl sft`) and `accelerate launch` run
+# here until they start processes. They start them by `subprocess`, `os.exec…` or torch's launcher. The started program
+# then runs in this process with its intended environment. The command ends with the program's exit code.
+
+_DEEPEST = 5  # nested starters
+# The rank keeps its own values of these: rendezvous, rank and compute resources.
+_OURS = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"),
+}
+_ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+
+def install_relaunch(context: Context) -> None:
+    """Install the hooks. torch's launcher is imported only for installed commands and accelerate's launcher."""
+    taken = _Takeover(context)
+
+    def popen(original: Callable[..., Any], process: Any, /, *args: Any, **kwargs: Any) -> None:
+        command = args[0] if args else kwargs.get("args")
+        taken.over(_words(command), kwargs.get("env"))
+        original(process, *args, **kwargs)
+
+    def replace(original: Callable[..., Any], file: Any, words: Any, env: Any = None, /) -> Any:
+        taken.over([os.fsdecode(file), *list(words)[1:]], env)
+        return original(file, words) if env is None else original(file, words, env)
+
+    def system(original: Callable[..., Any], command: Any, /) -> Any:
+        taken.over(_words(command), None)
+        return original(command)
+
+    context.patches.wrap(subprocess.Popen, "__init__", popen)
+    for name in ("execv", "execvp", "execve", "execvpe"):
+        context.patches.wrap(os, name, replace)
+    context.patches.wrap(os, "system", system)
+    line = line_of(context.script)
+    _announce(context, line)
+    if context.script.program is None and line.kind != ACCELERATE:
+        return
+    import torch.distributed.run
+
+    def run(original: Callable[..., Any], options: Any, /) -> Any:
+        module = ["-m"] if options.module else []
+        taken.start([*module, options.training_script, *options.training_script_args], None, options.nproc_per_node)
+
+    context.patches.wrap(torch.distributed.run, "run", run)
+
+
+class _Takeover:
+    """State of this rank in a chain of programs that start each other."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._depth = context, 0
+        self._home = sys.path[:]
+        # every Python process that the running launcher starts is a rank
+        self._launching = line_of(context.script).kind == ACCELERATE
+
+    def over(self, words: list[str], env: Mapping[str, str] | None) -> None:
+        """Continue as the started program if it would be a rank; otherwise return.
+
+        Programs that a script starts after its engine exists are never ranks.
+        """
+        if self._context.engine is not None:
+            return
+        try:
+            line = take_apart(words)
+        except UserError:
+            return  # `torchrun --help`
+        if line.kind == ACCELERATE and line.target:
+            target = ["--module", *line.target[1:]] if line.target[0] == "-m" else list(line.target)
+            self.start(["-m", ACCELERATE_MODULE, *line.launcher[line.head :], *target], env, None, launching=True)
+        elif line.kind and line.target:
+            target = [*line.target[:1], *self._local_rank(line), *line.target[1:]]
+            if line.target[0] == "-m":
+                target = [*line.target[:2], *self._local_rank(line), *line.target[2:]]
+            self.start(target, env, line.ranks)
+        elif (
+            line.python and line.target and (self._launching or (not self._depth and self._starts_itself(line.target)))
+        ):
+            self.start(list(line.target), env, None)
+
+    def start(
+        self, target: list[str], env: Mapping[str, str] | None, ranks: int | str | None, *, launching: bool = False
+    ) -> NoReturn:
+        """Run the target in place of a new process.
+
+        Args:
+            launching: True if the target is a launcher itself.
+            env: environment of the new process; None means this one's.
+            ranks: number of ranks that would have been started, if known.
+        """
+        self._depth += 1
+        self._launching = launching
+        if self._depth > _DEEPEST:
+            raise RuntimeError(f"{self._context.script.target} starts itself again and again: {shlex.join(target)}")
+        self._context.relaunched = (
+            int(ranks) if ranks is not None and str(ranks).isdigit() else self._context.relaunched or 1
+        )
+        self._context.flags.clear()  # flags of the starter's own parser
+        self._context.spellings.clear()
+        self._take(env if env is not None else os.environ)
+        accelerate.begin_anew(self._context)
+        sys.path[:] = self._home
+        run_target(target)  # its exception propagates with its context
+        raise SystemExit(0)
+
+    def _take(self, env: Mapping[str, str]) -> None:
+        patches, batch = self._context.patches, self._context.batch
+        for name, value in env.items():
+            if name not in _OURS and os.environ.get(name) != value:
+                patches.set_environment(name, value)
+        for folder in env.get("PYTHONPATH", "").split(os.pathsep):
+            if folder and folder not in self._home:
+                self._home.insert(0, folder)
+        if batch is not None and _ACCUMULATION in os.environ:
+            patches.set_environment(_ACCUMULATION, str(batch[1]))
+        patches.set_environment("TORCHELASTIC_RUN_ID", "none")
+
+    def _starts_itself(self, target: Sequence[str]) -> bool:
+        """Return True if an installed command starts a file or a module of its own package."""
+        if self._context.script.program is None:
+            return False
+        names = set(
+            re.findall(r"\w+", Path(self._context.script.program).read_text(errors="replace", encoding="utf-8"))
+        )
+        if target[0] == "-m":
+            return len(target) > 1 and target[1].partition(".")[0] in names
+        file = Path(target[0]).resolve()
+        folders = [Path(path).resolve() for name in names for path in getattr(sys.modules.get(name), "__path__", ())]
+        return any(file.is_relative_to(folder) for folder in folders)
+
+    def _local_rank(self, line: CommandLine) -> list[str]:
+        return [f"--local_rank={os.environ['LOCAL_RANK']}"] if line.gives_local_rank else []
+
+
+def _announce(context: Context, line: CommandLine) -> None:
+    """Set the variables that a typed launcher sets for its ranks; accelerate's own code sets its variables."""
+    world, local_world = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+    node, nodes = os.environ.get("GROUP_RANK", "0"), os.environ.get("GROUP_WORLD_SIZE", "1")
+    known = {
+        TORCHRUN: {
+            "GROUP_RANK": node,
+            "GROUP_WORLD_SIZE": nodes,
+            "ROLE_NAME": "default",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        | {"ROLE_RANK": os.environ.get("RANK", "0"), "ROLE_WORLD_SIZE": world}
+        | {"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "none"},
+        DEEPSPEED: {"CROSS_RANK": node, "CROSS_SIZE": nodes, "LOCAL_SIZE": local_world},
+    }
+    for name, value in known.get(line.kind, {}).items():
+        context.patches.set_environment(name, value)
+
+
+def _words(command: Any) -> list[str]:
+    if isinstance(command, str | bytes | os.PathLike):
+        text = os.fsdecode(command)
+        try:
+            return shlex.split(text)
+        except ValueError:
+            return []
+    return [os.fsdecode(word) for word in command] if isinstance(command, Sequence) else []
+
+
+# -- spawned functions -------------------------------------------------------------------------------------------------
+#
+# Hook scripts that start their ranks by a function: this rank calls the function as one of them.
+#
+# `torch.multiprocessing.spawn`, `start_processes` and accelerate's `notebook_launcher` start N processes that call one
+# function. Here the existing ranks take their place. They keep their process group, and the function's address and port
+# have no effect (`process_group.py`).
+
+
+def install_spawning(context: Context) -> None:
+    """Install the hooks unless a launcher was typed, which has already started the ranks."""
+    if line_of(context.script).kind:
+        return
+    import torch.multiprocessing
+
+    def start_processes(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(original).bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        if not given["nprocs"] or not _starts_ranks(context):
+            return original(*args, **kwargs)
+        number = _local_rank(context, given["nprocs"], "torch.multiprocessing")
+        _call(context, given["fn"], (number, *given["args"]))
+        return None if given["join"] else _Ended()
+
+    # the function `spawn` hides the module of that name
+    for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
+        context.patches.wrap(owner, "start_processes", start_processes)
+    if (launchers := imported("accelerate", "launchers")) is None:
+        return
+
+    def notebook_launcher(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Wrap accelerate's function, which sets the ranks' environment itself and calls torch's launcher."""
+        from torch.distributed.launcher.api import elastic_launch  # the import takes a tenth of a second
+
+        def launch(started: Callable[..., Any], launcher: Any, /, *args: Any) -> Any:
+            if not _starts_ranks(context):
+                return started(launcher, *args)
+            _local_rank(context, launcher._config.nproc_per_node, "accelerate's notebook_launcher")
+            return {int(os.environ["RANK"]): _call(context, launcher._entrypoint, args)}
+
+        context.patches.wrap(elastic_launch, "__call__", launch)
+        return original(*args, **kwargs)
+
+    for owner in (launchers, sys.modules["accelerate"]):
+        context.patches.wrap(owner, "notebook_launcher", notebook_launcher)
+
+
+class _Ended:
+    """Result of `start_processes(join=False)`: a context whose processes have all ended."""
+
+    processes: Sequence[Any] = ()
+
+    def pids(self) -> list[int]:
+        return []
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        return True
+
+
+def _starts_ranks(context: Context) -> bool:
+    """Return True if this process is not yet a started rank and does not train, so it can only start ranks."""
+    return context.engine is None and not context.relaunched
+
+
+def _local_rank(context: Context, started: int, by: str) -> int:
+    """Return this rank's number among those that the script starts on a machine.
+
+    Raises:
+        Unusable: the number differs from that of the ranks, and is not one per GPU.
+    """
+    from autotune.rank import devices  # imports torch
+
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if started != ranks and not (context.device == "cuda" and devices.device_count() == started > ranks):
+        raise Unusable(
+            f"{context.script.target} starts {started} processes by itself ({by}), and here are {ranks} ranks: give --gpus "
+            f"{started}, or let it start {ranks}"
+        )
+    context.relaunched = started
+    return int(os.environ["LOCAL_RANK"])
+
+
+def _call(context: Context, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call the function like a new process, and continue as the starting process on the first rank.
+
+    Raises:
+        SystemExit: the function's own, with its code, or the end of any rank except the first.
+    """
+    found = None
+    try:
+        found = function(*arguments)
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
+    if context.engine is None:
+        context.relaunched = 0  # the function only prepared something, and ranks are started elsewhere
+    elif os.environ["LOCAL_RANK"] != "0":
+        raise SystemExit(0)
+    return found

@@ -1,0 +1,208 @@
+"""Rank that trains a named model or a user's workload: build one engine, then measure on request of the tuner.
+
+Run as `python -m autotune.rank.model_rank ADDRESS NUMBER` (a cold start), or `become` in a child of the fork server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from autotune.problem.outcome import Phase
+from autotune.rank import measure
+from autotune.rank.base import BaseRank
+from autotune.rank.measure import Request, StepParts, certify_save, checkpoint, load, measure_as, run_as
+from autotune.rank.script_rank import Overflows
+from autotune.workers.protocol import Message
+
+
+class ModelRank(BaseRank):
+    """Keep one engine for the whole life of the rank. Only micro-batch and accumulation change."""
+
+    def run(self) -> None:
+        self.begin()
+        self.torch.manual_seed(self.spec["seed"])
+        self.live: Any = None  # counts the bytes of live tensors if the spec requests it
+        self.live_bytes: dict[str, int] = {}  # peak per phase of the current step, and the lowest value between phases
+        self.live_steps: list[dict[str, int]] = []  # the same values of earlier steps
+        if self.spec.get("live"):
+            from autotune.rank.devices import LiveTensors
+
+            self.live = LiveTensors()
+            self.live.__enter__()
+        self.enter(Phase.INIT)
+        self.fault(Phase.INIT)
+        self._build()
+        load(self, self.engine.load_checkpoint)
+        self.channel.send("phase", phase="ready")
+        while (message := self.channel.receive()) is not None:
+            if message["type"] == "measure":
+                self._measure(Request.of(message))
+            elif message["type"] == "certify":
+                self._certify(message)
+            elif message["type"] == "checkpoint":
+                checkpoint(self, self.engine, self.engine.save_checkpoint, message)
+            elif message["type"] == "stop":
+                return
+
+    def _build(self) -> None:
+        import deepspeed
+
+        from autotune.rank import model_builder, workload
+
+        config = self.spec["config"]
+        model, self.source = workload.build(self.job, self.own_device.torch_device(), config)
+        self.loss = workload.forward
+        if self.job.liger:
+            model_builder.use_liger(model)
+        if self.spec["checkpointing"]:
+            model_builder.enable_checkpointing(model)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+        if self.job.compiled:
+            self.engine.compile()
+        self.engine_built()
+        self.overflows = Overflows(self.engine)
+        self.own_device.note()
+
+    def _batches(self, micro_batch: int) -> Iterator[Any]:
+        return self.source(micro_batch, self.own_device.torch_device(), self.spec["seed"] + self.number)
+
+    def _measure(self, request: Request) -> None:
+        self._set_batch(request)
+        device = self.own_device
+        device.reset_peaks()
+        batches = self._batches(request.micro_batch)
+        began = time.perf_counter()
+        warm: list[float] = []  # seconds of the slowest rank
+        while not measure.warmed_up(warm, request):
+            warm.append(self.agree(sum(self._whole_step(batches, request))))
+        warmup_seconds = time.perf_counter() - began
+        self.live_steps = []
+        measuring = time.perf_counter()
+        steps = self._timed_steps(batches, request, warm[-1])
+        step_seconds = self.average([measure.extrapolate(parts, request.accumulation) for parts in steps])
+        device.synchronize()
+        self.channel.send(
+            "measured",
+            step_seconds=step_seconds,
+            warmup_steps=len(warm),
+            warmup_seconds=warmup_seconds,
+            measured_seconds=time.perf_counter() - measuring,
+            micro_seconds=measure.micro_seconds(steps) if request.extrapolated else None,
+            boundary_seconds=measure.boundary_seconds(steps) if request.extrapolated else None,
+            extrapolated=request.extrapolated,
+            live_bytes=lowest(self.live_steps),
+            **device.peaks(),
+        )
+
+    def _timed_steps(self, batches: Iterator[Any], request: Request, pace: float) -> list[StepParts]:
+        """Run steps until all ranks have enough.
+
+        Args:
+            pace: expected seconds per step.
+        """
+        steps: list[StepParts] = []
+        elapsed, began = 0.0, time.perf_counter()
+        while not measure.enough(request, elapsed, len(steps)):
+            for _ in range(measure.stretch(request, elapsed, len(steps), pace)):
+                steps.append(self._whole_step(batches, request))
+            elapsed = self.agree(time.perf_counter() - began)
+            pace = elapsed / len(steps)
+        return steps
+
+    def _set_batch(self, request: Request) -> None:
+        engine = self.engine
+        engine.set_train_micro_batch_size(request.micro_batch)
+        engine.set_train_batch_size(request.micro_batch * request.accumulation * self.world)
+        if hasattr(engine.optimizer, "gradient_accumulation_steps"):
+            engine.optimizer.gradient_accumulation_steps = request.accumulation
+        engine.micro_steps = 0
+
+    def _whole_step(self, batches: Iterator[Any], request: Request) -> StepParts:
+        """Run a step in which the optimizer runs. Steps that DeepSpeed skips are discarded."""
+        while True:
+            parts = self._step(batches, request)
+            if not self.overflows.skipped():
+                return parts
+            if self.overflows.endless:
+                raise RuntimeError(self.overflows.endless)
+            del self.live_steps[-1:]
+
+    def _step(self, batches: Iterator[Any], request: Request) -> StepParts:
+        """Run one optimizer step.
+
+        Returns:
+            Seconds of the whole step, or of each micro-batch if the rest is extrapolated.
+        """
+        parts = []
+        device = self.own_device
+        device.synchronize()
+        began = time.perf_counter()
+        last = request.micro_batches - 1
+        for at in range(request.micro_batches):
+            self.engine.set_gradient_accumulation_boundary(at == last)
+            self._micro_batch(batches)
+            if request.extrapolated or at == last:
+                device.synchronize()
+                now = time.perf_counter()
+                parts.append(now - began)
+                began = now
+        if self.live_bytes:
+            self.live_steps.append(self.live_bytes)
+            self.live_bytes = {}
+        self.steps += 1
+        self.progress()
+        return parts
+
+    def _micro_batch(self, batches: Iterator[Any]) -> None:
+        self.phase = Phase.FORWARD
+        batch = next(batches)
+        self.fault(Phase.FORWARD)
+        loss = self.loss(self.engine, batch)
+        self._note_memory()
+        self.phase = Phase.BACKWARD
+        self.fault(Phase.BACKWARD)
+        self.engine.backward(loss)
+        self._note_memory()
+        self.phase = Phase.STEP
+        self.fault(Phase.STEP)
+        self.engine.step()
+        self._note_memory()
+
+    def _note_memory(self) -> None:
+        """Record memory at the end of a phase."""
+        self.own_device.note()
+        if self.live is not None:
+            phase = str(self.phase)
+            self.live_bytes[phase] = max(self.live_bytes.get(phase, 0), self.live.peak)
+            self.live.reset_peak()
+            self.live_bytes["rest"] = min(self.live_bytes.get("rest", self.live.bytes), self.live.bytes)
+
+    def _certify(self, message: Message) -> None:
+        """Run the other parts of training: an evaluation's forward, and a save of the gathered weights."""
+        self.phase = Phase.FORWARD
+        self.engine.eval()
+        with self.torch.no_grad():
+            self.loss(self.engine, next(self._batches(message["micro_batch"])))
+        self.engine.train()
+        self.own_device.note()
+        certify_save(self, self.engine.save_16bit_model)
+
+
+def lowest(steps: list[dict[str, int]]) -> dict[str, int]:
+    """Return live bytes of each phase in the step that had the fewest.
+
+    Steps differ only in buffers that a communication thread releases late. On a busy machine, gloo's thread may keep a
+    bucket into the next phase.
+    """
+    return {phase: min(step[phase] for step in steps) for phase in steps[0]} if steps else {}
+
+
+become = partial(measure_as, ModelRank)  # arguments: address, number
+
+
+if __name__ == "__main__":
+    run_as(ModelRank)

@@ -1,0 +1,650 @@
+"""Rank that measures a user's script (`python -m autotune.rank.script_rank`) and checks its batch."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
+
+from autotune.errors import Cause, Unusable
+from autotune.problem.candidate import CHECKPOINTING, MICRO_BATCH, Candidate
+from autotune.problem.import_time_env import of_the_device, set_late, settings_in, too_late
+from autotune.problem.job import script_text
+from autotune.problem.outcome import Phase
+from autotune.rank import measure
+from autotune.rank.base import EXIT_REPORTED, BaseRank, leave
+from autotune.rank.hooks import Hooks
+from autotune.rank.hooks.base import Context, Sizes
+from autotune.rank.measure import Request, certify_save, checkpoint, load, measure_as, run_as, run_script, say_goodbye
+from autotune.rank.sandbox import Sandbox
+from autotune.script.profile import TOKENS, UNCOUNTED, Counted
+from autotune.script.source_digests import SOURCES
+from autotune.workers.protocol import Channel, Message
+
+# -- script ------------------------------------------------------------------------------------------------------------
+#
+# Rank that measures a user's script: hooks watch the running script until enough steps are timed.
+#
+# Run as `python -m autotune.rank.script_rank ADDRESS NUMBER` (a cold start), or `become` in a child of the fork server.
+
+WARMUP_STEPS = 2  # a script's batches differ in length, so its step times never settle like synthetic ones
+MOST_AT_ONCE = 4  # measured steps before the ranks first compare their clocks
+_MIN_STEPS = 2  # measured steps that a script needs before it ends
+_PROGRESS_SECONDS = 2.0  # rare, because a message wakes the tuner and takes a core from training threads
+_MOST_FAILURES = 10  # engine failures in a row that a script may catch and continue after
+
+# Disable trackers and uploads, each by its documented variable.
+_QUIET_ENVIRONMENT = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "NEPTUNE_MODE": "debug",
+    "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "disabled",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "TRACKIO_DISABLED": "1",
+    "DVCLIVE_TEST": "true",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "ACCELERATE_DISABLE_RICH": "1",
+}
+
+
+class ScriptRank(BaseRank):
+    """Run `spec["job"]["script"]` under `spec["candidate"]`, or unmodified (a probe run) if that is None.
+
+    The class is the `Watcher` of its hooks.
+    """
+
+    def __init__(self, channel: Channel, spec: Message) -> None:
+        super().__init__(channel, spec)
+        self.candidate = Candidate.of(spec["candidate"]) if spec["candidate"] else None
+        self.config: dict[str, Any] = {}  # the script's own
+        self.engine: Any = None
+        self.facts: dict[str, Any] = {}  # facts of the engine
+        self.request: Request | None = None  # measurement request, received before the first batch
+        self.batch = Batch()  # batch of the running step
+        self.overflows = Overflows(None)
+        self.warmup: list[float] = []  # seconds of warm-up steps without skipped ones
+        self.timed: list[tuple[float, Batch]] = []  # seconds and batch of every measured step
+        self.widest_tokens = self.short_steps = 0  # tokens of the longest row; number of steps that ended their data
+        self.rows_beside: dict[str, list[int]] = {}  # rows of every step, by number of the auxiliary engine
+        self.saved_tensors: SavedTensors | None = None
+        self._failure: tuple[int, Message] | None = None  # id and description of the last failure since a step
+        self._failures = 0  # since the last step
+        self._evaluating = False  # True if the model was in evaluation mode in the last step
+        self._variables: dict[str, str] | None = None  # environment before the script ran
+        self._steps_left = 0  # steps until the ranks compare their clocks
+        self._step_began = self._measuring_began = 0.0
+        self._pid = os.getpid()
+
+    def run(self) -> None:
+        os.environ.update(_QUIET_ENVIRONMENT)
+        self.begin()
+        assert self.job.script is not None
+        self.script = self.job.script
+        sandbox = Sandbox.from_json(self.spec["sandbox"])
+        context = Context(
+            self.job, self.candidate, self, self.spec["device"], sandbox.files, quiet=True, sandbox=sandbox
+        )
+        self.hooks = Hooks(context)
+        self.hooks.install()
+        self._variables = dict(os.environ)
+        try:
+            run_script(self.script, self.hooks.arguments())
+        except SystemExit as error:
+            self.leave_if_memory_ended(error)
+            self._leave_if_failed()
+            if error.code not in (None, 0):
+                raise RuntimeError(f"{self.script.name} exited with {error.code}") from None
+        except Exception as error:
+            if self._failure is not None and self._failure[0] != id(error):
+                self._leave_if_failed()  # reports the engine's error instead of its consequence
+            raise
+        self._leave_if_failed()
+        if len(self.timed) >= _MIN_STEPS:
+            self._finish()
+        raise self._why_ended()
+
+    def _leave_if_failed(self) -> None:
+        """Report the engine's last error and leave, because a script may catch it and end by itself."""
+        if self._failure is not None:
+            self.send_error(self._failure[1])
+            leave(EXIT_REPORTED)
+
+    def send_error(self, described: Message) -> None:
+        """Send an error, with a variable that was set too late as a possible cause."""
+        if why := too_late(self._late()):
+            first, newline, rest = described["text"].partition("\n")
+            described = {**described, "text": f"{first[:160]} ({why}){newline}{rest}"}
+        super().send_error(described)
+
+    def _late(self) -> list[str]:
+        """Return the variables that a probe run set too late, without those in the script's text, which were set at once."""
+        late = set_late(self._variables) if self.candidate is None and self._variables is not None else []
+        known = {one.name for one in settings_in(script_text(self.script) or "")} if late else set()
+        return [name for name in late if name not in known]
+
+    def _why_ended(self) -> Unusable:
+        if self.engine is None:
+            return Unusable(f"{self.script.target} ended without {_MISSING_DEEPSPEED}")
+        counted = len(self.warmup) + len(self.timed)
+        skipped = f", of which DeepSpeed skipped {self.steps - counted} (fp16 overflow)" if self.steps > counted else ""
+        others = max(map(len, self.rows_beside.values()), default=0)
+        of = f" of the engine that is tuned ({others} of another, which it trains beside)" if others else ""
+        return Unusable(
+            f"{self.script.target} ended after {self.steps} optimizer steps{of}{skipped}: a measurement needs at least "
+            f"{WARMUP_STEPS + 3}; give it more data or steps",
+            Cause.STEPS,
+        )
+
+    # -- callbacks of the hooks --------------------------------------------------------------------------------------
+
+    def configured(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def planned(self, micro_batch: int, accumulation: int, optimizer: str = "") -> None:
+        if self.candidate is None and self.engine is None:
+            own: dict[str, Any] = {"micro_batch": micro_batch, "accumulation": accumulation}
+            own |= {"optimizer": optimizer} if optimizer else {}
+            self.channel.send("facts", config=self.config, said=self.hooks.context.said, **own)
+
+    def built(self, engine: Any, facts: dict[str, Any]) -> None:
+        another = self.engine is not None
+        self.engine, self.facts = engine, facts
+        self.own_device.note()
+        if another:
+            self._begin_anew()
+            return
+        load(self, self.hooks.load_checkpoint)
+
+    def _begin_anew(self) -> None:
+        """Restart counting, because the watched engine was not the one that trains."""
+        self.steps = self.short_steps = self.widest_tokens = 0
+        self.batch, self.warmup, self.timed, self.rows_beside = Batch(), [], [], {}
+        self._evaluating = False
+        if self.saved_tensors is not None:
+            self.saved_tensors.close()
+        self.saved_tensors = None
+        if self.request is not None:
+            self._tell_facts()
+            self._begin_measuring()
+
+    def forward(self, sizes: Sizes) -> None:
+        self._await_request()
+        self.batch.add(sizes)
+        if sizes.rows:
+            self.widest_tokens = max(self.widest_tokens, sizes.tokens // sizes.rows)
+
+    def entered(self, phase: Phase) -> None:
+        if phase is Phase.INIT:
+            self.enter(phase)
+            self.fault(phase)
+            return
+        self._await_request()  # a loop may call the module instead of the engine
+        if phase is Phase.BACKWARD and self.phase is not Phase.BACKWARD:
+            # A micro-batch may have several forwards (TRL's KTO), several losses, and a backward without a call of the
+            # engine. accelerate calls the engine's step only at boundaries.
+            self.batch.micro_batches += 1
+            if self.saved_tensors is not None:
+                self.saved_tensors.close()
+        self.phase = phase
+        if phase is Phase.BACKWARD:  # memory peaks here; `stepped` samples too
+            self.own_device.note()
+        self.fault(phase)
+        self.progress(_PROGRESS_SECONDS)
+
+    def stepped(self) -> None:
+        assert self.request is not None
+        device = self.own_device
+        device.synchronize()
+        device.note()
+        seconds = time.perf_counter() - self._step_began
+        self.steps += 1
+        self._failure, self._failures = None, 0
+        self._evaluating = not self.engine.module.training
+        if self.candidate is not None:
+            self._check(self.candidate)
+        if not self.overflows.skipped():
+            self._count(seconds, self.request)
+        elif self.overflows.endless:
+            raise Unusable(self.overflows.endless)
+        self.batch = Batch()
+        self._step_began = time.perf_counter()
+
+    def _count(self, seconds: float, request: Request) -> None:
+        """Count a step in which the optimizer ran."""
+        if len(self.warmup) < WARMUP_STEPS:
+            self.warmup.append(seconds)
+            if len(self.warmup) == WARMUP_STEPS:
+                self.warmup = self.average(self.warmup)
+                self._go_on(measure.stretch(request, 0.0, 0, max(self.warmup)))
+                self._measuring_began = time.perf_counter()
+            return
+        self.timed.append((seconds, self.batch))
+        self._steps_left -= 1
+        if not self._steps_left:
+            self._compare_clocks(request)
+
+    def beside(self, number: int, rows: int) -> None:
+        self.rows_beside.setdefault(str(number), []).append(rows)
+
+    def _check(self, candidate: Candidate) -> None:
+        """Check that the last step trained on the candidate's batch.
+
+        Raises:
+            Unusable: the batch differs, or too many steps were smaller.
+        """
+        profile = self.script.profile
+        for number, rows in self.rows_beside.items() if profile else ():
+            check_beside(rows, number, candidate, profile)
+        short = check_batch(self.batch, candidate, profile)
+        self.short_steps += bool(short)
+        if self.short_steps > max(1, MOST_SHORT * self.steps):
+            if self.short_steps == self.steps:  # every step deviates
+                raise Unusable(short, Cause.BATCH)
+            raise Unusable(f"too many steps are the last of their data ({short})", Cause.SHORT)
+
+    def failed(self, error: BaseException) -> None:
+        described = self.leave_if_out_of_memory(error)
+        self._failure, self._failures = (id(error), described), self._failures + 1
+        if isinstance(error, Unusable) or self._failures == _MOST_FAILURES:
+            self._leave_if_failed()
+
+    def unbuilt(self, builder: str) -> None:
+        if self.candidate is None and builder not in self.spec["ops"]:
+            self.channel.send("unbuilt", op=builder)  # the parent builds it first, outside the budget
+            self.report(RuntimeError(f"DeepSpeed's {builder} is not built yet"))
+            leave(EXIT_REPORTED)
+
+    def strayed(self) -> None:
+        self.report(Unusable(f"{self.script.target} trains without {_MISSING_DEEPSPEED}"))
+        leave(EXIT_REPORTED)
+
+    # -- measurement -------------------------------------------------------------------------------------------------
+
+    def _await_request(self) -> None:
+        """Before the first batch, send the engine's facts and wait for the measurement request."""
+        if self.request is not None:
+            return
+        self._tell_facts()
+        self.channel.send("phase", phase="ready")
+        message = self.channel.receive()
+        if message is None or message["type"] != "measure":
+            say_goodbye(self)
+        self.request = Request.of(message)
+        self._begin_measuring()
+
+    def _tell_facts(self) -> None:
+        self.facts |= self.hooks.late_facts()
+        if self.candidate is not None and self.script.profile:
+            check_checkpointing(self.facts, self.candidate)
+        self.channel.send("facts", config=self.config, said=self.hooks.context.said, **self.facts)
+
+    def _begin_measuring(self) -> None:
+        self.own_device.reset_peaks()
+        self.overflows = Overflows(self.engine)
+        self._step_began = self._measuring_began = time.perf_counter()
+        if self.candidate is None:
+            self.saved_tensors = SavedTensors(self.engine)
+
+    def _compare_clocks(self, request: Request) -> None:
+        """End the measurement on all ranks at once, or schedule the next comparison."""
+        elapsed, steps = self.agree(time.perf_counter() - self._measuring_began), len(self.timed)
+        if not measure.enough(request, elapsed, steps):
+            self._go_on(measure.stretch(request, elapsed, steps, elapsed / steps))
+        elif measure.settled(request, elapsed, self.average([seconds for seconds, _ in self.timed]), self.warmup):
+            self._finish()
+        else:
+            self._go_on(1 + steps // 4)
+
+    def _go_on(self, steps: int) -> None:
+        """Run up to `steps` steps before the next comparison; the first stretch is shorter, since steps may differ."""
+        self._steps_left = min(steps, max(MOST_AT_ONCE, len(self.timed)))
+
+    def _finish(self) -> NoReturn:
+        device = self.own_device
+        device.synchronize()
+        batches = [batch for _, batch in self.timed]
+        tokens = statistics.fmean(batch.tokens for batch in batches)
+        facts = {**self._trained(batches), "tokens": tokens, "widest": self.widest_tokens}
+        if self._evaluating:
+            facts["evaluating"] = True
+        if not self.script.profile:
+            facts[SOURCES] = self.hooks.sources()
+        if self.saved_tensors is not None:
+            facts["saved_bytes"] = self.saved_tensors.bytes
+        if late := self._late():
+            facts["variables"] = {name: os.environ[name] for name in of_the_device(late) if name in os.environ}
+            facts["late"] = too_late([name for name in late if name not in facts["variables"]])
+        if self.rows_beside:
+            facts["beside"] = {number: usual(rows) for number, rows in self.rows_beside.items()}
+        self.channel.send(
+            "measured",
+            step_seconds=self.average([seconds for seconds, _ in self.timed]),
+            warmup_steps=WARMUP_STEPS,
+            measured_seconds=time.perf_counter() - self._measuring_began,
+            tokens=tokens,
+            extrapolated=False,
+            facts=facts,
+            live_bytes={},
+            **device.peaks(),
+        )
+        self._serve_certificates()
+        say_goodbye(self)
+
+    def _trained(self, batches: list[Batch]) -> dict[str, Any]:
+        """Return facts about the measured steps.
+
+        Raises:
+            Unusable: the steps do not match the candidate, or vary in a probe run.
+        """
+        if self.candidate is not None and self.script.profile:
+            check_tokens(batches, self.candidate, self.script.profile)
+            return {**usual_step(batches)}
+        loader = getattr(self.engine, "training_dataloader", None)
+        fed = any(getattr(loader, name, None) is not None for name in ("data", "data_iterator"))  # set by a read
+        return own_steps(batches, self.facts["micro_batch"], self.facts["accumulation"], fed=fed)
+
+    def _serve_certificates(self) -> None:
+        message: Message | None
+        while (message := self.channel.receive()) is not None and message["type"] != "stop":
+            if message["type"] == "certify":
+                certify_save(self, self.hooks.save_weights)
+            elif message["type"] == "checkpoint":
+                checkpoint(self, self.engine, self.hooks.save_checkpoint, message)
+
+
+_MISSING_DEEPSPEED = (
+    "calling deepspeed.initialize: give it its DeepSpeed config (for Hugging Face's Trainer: --deepspeed ds.json) or make "
+    "it use DeepSpeed"
+)
+
+
+become = partial(measure_as, ScriptRank)  # arguments: address, number
+
+
+# -- observed training -------------------------------------------------------------------------------------------------
+#
+# Record the batches that a script's steps trained on, and check them against the candidate.
+
+MOST_SHORT = 0.25  # share of steps that may have a smaller batch
+_NEAR = 0.1  # relative deviation from the tokens of full rows, because packing leaves a few percent free
+_SURE = 0.03  # largest relative standard error of the mean tokens
+_VARYING = "the rows of the script's batches change from step to step, so its micro-batch cannot be checked"
+
+
+@dataclass
+class Batch:
+    """Contents of one rank's batch in one optimizer step."""
+
+    micro_batches: int = 0  # forwards that a backward follows
+    rows: int = 0
+    sequences: int = 0  # more than rows if rows are packed
+    tokens: int = 0
+    packed: int = 0  # rows that fill a forward alone with concatenated, separable sequences
+    rows_by_name: Counter[str] = field(default_factory=Counter)  # rows of each tensor
+
+    def add(self, sizes: Sizes) -> None:
+        self.rows += sizes.rows
+        self.sequences += sizes.sequences
+        self.tokens += sizes.tokens
+        self.packed += sizes.packed
+        self.rows_by_name.update(sizes.rows_by_name)
+
+    @property
+    def flat(self) -> bool:
+        """True if every forward had one row of several sequences."""
+        return self.packed == self.rows > 0
+
+
+def usual_step(batches: Sequence[Batch]) -> dict[str, int]:
+    """Return the most frequent counts per step, since a data set's last step may be smaller."""
+    return {
+        "micros": statistics.mode(batch.micro_batches for batch in batches),
+        "rows": statistics.mode(batch.rows for batch in batches),
+        "sequences": statistics.mode(batch.sequences for batch in batches),
+    }
+
+
+def own_steps(batches: Sequence[Batch], micro_batch: int, accumulation: int, *, fed: bool) -> dict[str, Any]:
+    """Return the counts per step of a probe run, in the terms of `script.profile.batch_seen`.
+
+    Args:
+        micro_batch: micro-batch of the script's config.
+        accumulation: accumulation of the script's config.
+        fed: True if DeepSpeed's own loader makes the batches, which have equal numbers of samples.
+
+    Raises:
+        Unusable: the counts grow or vary between steps.
+    """
+    found: dict[str, Any] = usual_step(batches)
+    rows = [batch.rows for batch in batches]
+    if not any(rows) or usual(rows):
+        flat = all(batch.flat for batch in batches) and not usual([batch.sequences for batch in batches])
+        return {**found, "packed_tokens": _steady_tokens(batches, accumulation)} if flat else found
+    samples = micro_batch * (found["micros"] or accumulation)
+    each = {name: [batch.rows_by_name[name] for batch in batches] for name in batches[0].rows_by_name}
+    steady = {name: one for name, of in each.items() if all(of) and (one := usual(of)) and one % samples == 0}
+    if steady:
+        name = min(steady, key=lambda name: steady[name])
+        return {**found, "rows": steady[name], "sequences": steady[name], "counted_by": name, "fed": fed}
+    if not fed:
+        check_steady(rows)
+    return {**found, "rows": 0, "sequences": 0, "uncounted": _VARYING}
+
+
+def _steady_tokens(batches: Sequence[Batch], accumulation: int) -> float:
+    """Return the mean tokens of a micro-batch, or 0 if steps differ too much."""
+    each = [batch.tokens / (batch.micro_batches or accumulation) for batch in batches]
+    mean = statistics.fmean(each)
+    error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else mean
+    return mean if error <= _SURE * mean else 0.0
+
+
+def check_checkpointing(facts: dict[str, Any], candidate: Candidate) -> None:
+    """Check that activation checkpointing is as the candidate sets it, if the candidate sets it.
+
+    Raises:
+        Unusable: the script's code has changed it since.
+    """
+    told = candidate.get(CHECKPOINTING)
+    if told is not None and facts["checkpointing"] and facts["checkpointed"] != told:
+        on, off = ("on", "off") if told else ("off", "on")
+        raise Unusable(f"the script switches activation checkpointing {off} where it was told {on}")
+
+
+def check_batch(batch: Batch, candidate: Candidate, profile: dict[str, Any]) -> str:
+    """Check one rank's batch of one step against the candidate, whose speed must not come from another batch.
+
+    Args:
+        profile: facts of the probe run, see `script.profile.Counted`.
+
+    Returns:
+        A text about a smaller batch, if the step may be a data set's last; empty for a full batch.
+
+    Raises:
+        Unusable: the numbers of micro-batches or sequences differ.
+    """
+    counted = Counted.of(profile)
+    if profile.get("batch_note") or not counted.unit:
+        if (profile["micro_batch"], profile["accumulation"]) != (candidate.micro_batch, candidate.accumulation):
+            raise Unusable(profile.get("batch_note") or UNCOUNTED, Cause.BATCH)
+        held = profile.get("held")  # counts of the script's own steps; missing if only the thriftiest settings ran
+        return _short_of(batch, held["micros"], held["rows"], "rows", profile["accumulation"]) if held else ""
+    micros = candidate.accumulation * counted.micros_per_accumulation
+    if counted.unit == TOKENS:  # tokens are checked by their mean, see `check_tokens`
+        asked = 0 if batch.flat else candidate.micro_batch * micros
+        return _short_of(batch, micros, asked, "rows", candidate.accumulation)
+    # one row per forward with concatenated samples
+    flat = candidate.micro_batch > 1 and batch.rows == batch.micro_batches
+    asked = candidate.micro_batch * counted.per_sample * candidate.accumulation
+    return _short_of(batch, micros, asked, "sequences" if flat else counted.unit, candidate.accumulation)
+
+
+def _short_of(batch: Batch, micros: float, asked: float, unit: str, accumulation: int) -> str:
+    """Compare a step with the expected micro-batches and units, see `check_batch`.
+
+    The last step of an epoch may have fewer micro-batches, and its last micro-batch fewer sequences.
+    """
+    seen, got = batch.micro_batches or micros, getattr(batch, unit)
+    whole = asked * seen / micros
+    gave = f"the script gave {got} {unit} a step where {asked:g} were asked for"
+    if abs(seen - micros) > 0.5:
+        gave = f"the script accumulated {seen} micro-batches where {micros:g} were asked for"
+        flag = "sets it, like --map gradient_accumulation_steps=--FLAG"
+    else:
+        flag = "sets the batch, like --map train_micro_batch_size_per_gpu=--FLAG"
+    fits = not asked or whole - asked / accumulation + 0.5 <= got <= whole + 0.5
+    if seen > micros + 0.5 or not fits:
+        raise Unusable(f"{gave}: say which flag {flag}", Cause.BATCH)
+    return f"{gave}: say which flag {flag}" if seen < micros - 0.5 or got < asked - 0.5 else ""
+
+
+def check_tokens(batches: Sequence[Batch], candidate: Candidate, profile: dict[str, Any]) -> None:
+    """Check the mean tokens of packed rows, which are full except for a few percent.
+
+    The mean must be closer to that of the candidate's micro-batch than to that of any other.
+
+    Raises:
+        Unusable: the number of concatenated rows differs.
+    """
+    counted = Counted.of(profile)
+    if profile.get("batch_note") or counted.unit != TOKENS:
+        return
+    flat = [batch for batch in batches if batch.flat]  # rows of other batches are counted
+    if not flat:
+        return
+    told = candidate.accumulation * counted.micros_per_accumulation
+    got = sum(batch.tokens for batch in flat) / sum(batch.micro_batches or told for batch in flat)
+    asked = candidate.micro_batch * counted.per_sample
+    if abs(got / asked - 1) > min(_NEAR, 0.5 / candidate.micro_batch):
+        raise Unusable(
+            f"the script gave {got:.0f} tokens a micro-batch where about {asked:.0f} were asked for: say which flag sets the "
+            f"batch, like --map {MICRO_BATCH}=--FLAG",
+            Cause.BATCH,
+        )
+
+
+def usual(rows: Sequence[int]) -> int:
+    """Return the rows of most steps, or 0 if more steps differ than an occasional last batch."""
+    most = statistics.mode(rows)
+    smaller = sum(one < most for one in rows)
+    return 0 if max(rows) > most or smaller > max(1, MOST_SHORT * len(rows)) else most
+
+
+def check_steady(rows: Sequence[int]) -> None:
+    """Check that the rows of a probe run are constant, because a growing batch has no comparable speed.
+
+    Raises:
+        Unusable: more steps differ than an occasional last batch.
+    """
+    if any(rows) and not usual(rows):
+        raise Unusable(
+            f"the script's batch changes from step to step ({min(rows)} to {max(rows)} rows a rank): no step's time can be "
+            "compared with another's; give it a constant batch"
+        )
+
+
+def check_beside(rows: Sequence[int], number: str, candidate: Candidate, profile: dict[str, Any]) -> None:
+    """Check the steps of an auxiliary engine: unchanged, or scaled like those of the first engine.
+
+    Raises:
+        Unusable: they are neither, or the engine made no step in the probe run.
+    """
+    if "beside" not in profile:  # no auxiliary engine was seen, or an earlier version's probe run did not count
+        return
+    own = profile["beside"].get(number)
+    if own == 0:  # its batch does not depend on the candidate
+        return
+    known = own or 0
+    times = candidate.micro_batch * candidate.accumulation / (profile["micro_batch"] * profile["accumulation"])
+    other = [one for one in rows if abs(one - known) > 0.5 and abs(one - known * times) > 0.5]
+    if other and (max(other) > known * max(1, times) or len(other) > max(1, MOST_SHORT * len(rows))):
+        raise Unusable(
+            f"an engine beside the first trained on {other[-1]} rows a step, and in the script's own steps on {known}",
+            Cause.BATCH,
+        )
+
+
+# -- saved tensors -----------------------------------------------------------------------------------------------------
+#
+# Measure the activations that forwards save for backward in a probe run.
+
+
+class SavedTensors:
+    """Count the bytes that forwards save for backward, from construction until `close`.
+
+    Parameters of the model are not counted, and each storage is counted once.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        import torch
+
+        self.bytes = 0
+        parameters = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
+        seen: set[int] = set()
+
+        def pack(tensor: Any) -> Any:
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                where = tensor.untyped_storage().data_ptr()
+                if where not in parameters and where not in seen:
+                    seen.add(where)
+                    self.bytes += tensor.untyped_storage().nbytes()
+            return tensor
+
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+        self._open = True
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._hooks.__exit__(None, None, None)
+
+
+# -- overflow ----------------------------------------------------------------------------------------------------------
+#
+# Detect steps that DeepSpeed skips because fp16 gradients overflow. They run no optimizer and do not count.
+
+# Limit of skipped steps in a row. DeepSpeed starts at a loss scale of 2^16 (2^32 in old configs), and halves it at
+# every overflow except the first.
+MOST_SKIPPED = 40
+
+
+class Overflows:
+    """Watch an engine from construction on. All its ranks skip the same steps, because an overflow is shared."""
+
+    def __init__(self, engine: Any) -> None:
+        self.in_a_row = 0
+        self._engine, self._known = engine, _count(engine)  # a loaded checkpoint brings a count
+
+    def skipped(self) -> bool:
+        """Return True if the last step was skipped."""
+        before, self._known = self._known, _count(self._engine)
+        skipped = self._known > before
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        return skipped
+
+    @property
+    def endless(self) -> str:
+        """Reason why no step will ever count; empty while one still may."""
+        if self.in_a_row < MOST_SKIPPED:
+            return ""
+        return (
+            f"DeepSpeed skipped {self.in_a_row} steps in a row, since gradients overflow in fp16, and the optimizer has not run: "
+            "the time of such steps says nothing of a training. Train in bf16, or look at the loss and at the config's "
+            "fp16 section (a static loss_scale stays as it is; initial_scale_power may be too high)"
+        )
+
+
+def _count(engine: Any) -> int:
+    return int(getattr(engine, "skipped_steps", 0))
+
+
+if __name__ == "__main__":
+    run_as(ScriptRank)

@@ -1,0 +1,55 @@
+"""Rank that trains nothing: it takes its device, joins the process group and all-reduces 64 MiB.
+
+A failure here is attributable to the machine, because no candidate is involved.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from autotune.problem.outcome import Phase
+from autotune.rank.base import BaseRank
+from autotune.rank.measure import measure_as, run_as
+
+if TYPE_CHECKING:
+    from autotune.rank.devices import Device
+
+ELEMENTS = 16 * 2**20  # fp32 elements; above the limit of every small-message protocol
+
+
+class CheckRank(BaseRank):
+    """Send `imported` after the imports, and then the seconds of an all-reduce as one `measured` message."""
+
+    def _join_group(self, device: Device) -> None:
+        import deepspeed  # noqa: F401  # imported first: rendezvous is timed without it, and a disk may take minutes
+
+        self.channel.send("imported")
+        super()._join_group(device)
+
+    def run(self) -> None:
+        self.begin()
+        self.enter(Phase.INIT)
+        self.fault(Phase.INIT)
+        device = self.own_device
+        summed = self.torch.ones(ELEMENTS, device=device.torch_device())
+        seconds = 0.0
+        for _ in range(2):  # the first all-reduce opens the connections
+            summed.fill_(1.0)
+            began = time.perf_counter()
+            if self.world > 1:
+                self.torch.distributed.all_reduce(summed)
+            device.synchronize()
+            seconds = time.perf_counter() - began
+        if (got := float(summed.mean())) != self.world:
+            raise RuntimeError(f"an all-reduce of ones over {self.world} ranks gave {got:g}")
+        self.channel.send("measured", seconds=seconds)
+        self.channel.receive()  # wait for the order to leave: the parent counts a rank that ends earlier as failed
+
+
+become = partial(measure_as, CheckRank)  # arguments: address, number
+
+
+if __name__ == "__main__":
+    run_as(CheckRank)

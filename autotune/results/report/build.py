@@ -1,0 +1,685 @@
+"""Report data of a study."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from autotune._version import __version__
+from autotune.executors.cluster.transports import hostfile_of
+from autotune.masking import MASK, masked_data
+from autotune.predict.predictor import SIGMAS, Prediction, Predictor
+from autotune.problem.candidate import Candidate, Value
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
+from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.space import SearchSpace
+from autotune.results.console import closest_lines, measured_alike, nearest, short_of, train_with, unlike_steps
+from autotune.results.export import deepspeed_config, environment_of, lossy_settings, needs, slice_line
+from autotune.results.report.knob_effects import judged, shown, what_mattered
+from autotune.results.report.model import (
+    Accuracy,
+    Bar,
+    Bars,
+    Cell,
+    Clock,
+    Code,
+    Forecast,
+    Gain,
+    MemoryMap,
+    Square,
+    Status,
+    StudyReport,
+    Trial,
+    Verdict,
+)
+from autotune.search.leaderboard import Standings
+from autotune.search.study import StudyStore
+from autotune.search.trials import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record
+from autotune.search.tuner import rivals
+from autotune.util.units import format_bytes
+from autotune.workers.launchers import variables_of
+
+# -- report data of a study --------------------------------------------------------------------------------------------
+#
+# Build the content of a study's page.
+
+MOST_TEXT = 400  # characters of a failure's message; the log has the rest
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A study's space and its candidates. A later version may be unable to read it, and passes None instead."""
+
+    space: SearchSpace
+    candidates: tuple[Candidate, ...]
+
+
+def study_report(
+    store: StudyStore, searched: Searched | None, predictor: Predictor | None, why_none: str
+) -> StudyReport:
+    """Return the full content of a study's page.
+
+    Args:
+        predictor: a fresh one for the study's job and hardware, or None.
+        why_none: reason for a missing predictor.
+    """
+    records, hardware, job = store.records(), store.hardware, store.job
+    winner = store.winner
+    shown_memory = of_interest(records, winner, hardware)
+    expected, broken_down = (
+        forecasts(records, predictor, set(shown_memory.values())) if predictor is not None else ({}, {})
+    )
+    trials = tuple(_trial(record, hardware, expected.get(record.number)) for record in records)
+    by_candidate: dict[Candidate, list[Trial]] = {}
+    for record, trial in zip(records, trials, strict=True):
+        if record.candidate.knobs:
+            by_candidate.setdefault(record.candidate, []).append(trial)
+    candidates = searched.candidates if searched else ()
+    known = set(candidates)
+    varying, constant = _knobs([record.candidate for record in records])
+    return StudyReport(
+        study=store.name,
+        model=job.model.name,
+        job=job.summary,
+        machine=str(hardware),
+        device=hardware.device,
+        capacity_bytes=hardware.capacity_bytes,
+        ceiling_bytes=hardware.ceiling_bytes,
+        headroom=hardware.headroom,
+        objective=str(store.attributes.get("objective", "samples per second, all ranks")),
+        verdict=_verdict(store, records, trials, winner, candidates),
+        trials=trials,
+        varying=varying,
+        constant=constant,
+        memory=tuple(memory_bars(name, one, records, broken_down, hardware) for name, one in shown_memory.items()),
+        map=memory_map(by_candidate, candidates, hardware, predictor),
+        clock=_clock(store, records),
+        mattered=what_mattered(
+            winner.candidate if winner else None,
+            _searched_alike(records),
+            {candidate: _telling(found) for candidate, found in by_candidate.items()},
+            searched.space if searched else None,
+            known.__contains__,
+            predictor,
+        ),
+        accuracy=accuracy(trials),
+        no_forecast=why_none if predictor is None else "; ".join(predictor.notes()),
+        skips=_skips(store, known),
+        facts=_facts(store),
+        commands=store.commands,
+        space=store.space_text,
+        fingerprint=store.fingerprint,
+        forced=tuple(
+            f"{one.get('at', '')}: {'; '.join(one.get('differences', []))}"
+            for one in store.attributes.get("forced", [])
+        ),
+        version=__version__,
+    )
+
+
+# -- trials ----------------------------------------------------------------------------------------------------------------
+
+
+def _status(outcome: Outcome, hardware: Hardware) -> Status:
+    if outcome.measurement is not None:
+        return Status.FITS if outcome.measurement.peak_bytes <= hardware.ceiling_bytes else Status.ABOVE
+    if outcome.kind.is_oom:
+        return Status.RAN_OUT
+    if outcome.kind is Kind.OK:
+        return Status.FITS  # it resumed from a checkpoint
+    return Status.FAILED if outcome.kind.says_something_of_the_candidate else Status.UNDECIDED
+
+
+def _trial(record: Record, hardware: Hardware, expected: Forecast | None) -> Trial:
+    label = str(record.candidate) or AS_IS
+    outcome, knobs = record.outcome, record.candidate.as_dict
+    if outcome is None:
+        return Trial(record.number, label, knobs, record.role, Status.RUNNING, "running", why=record.note)
+    measured = outcome.measurement
+    what_happened = (outcome.evidence if outcome.kind.is_oom else outcome.reason) or outcome.reason
+    return Trial(
+        number=record.number,
+        label=label,
+        knobs=knobs,
+        role=record.role,
+        status=_status(outcome, hardware),
+        kind=outcome.kind.value,
+        phase="" if measured else outcome.phase.value,
+        rank=outcome.rank,
+        samples_per_second=measured.samples_per_second if measured else None,
+        tokens_per_second=measured.tokens_per_second if measured else None,
+        step_seconds=measured.step_seconds if measured else None,
+        spread=measured.step_seconds_spread / measured.step_seconds if measured else None,
+        peak_bytes=measured.peak_bytes if measured else outcome.peak_bytes,
+        missing_bytes=outcome.missing_bytes,
+        capacity_bytes=outcome.device_capacity_bytes,
+        retries=measured.alloc_retries if measured else 0,
+        seconds=outcome.seconds,
+        why=record.note[:MOST_TEXT],
+        happened="" if measured or outcome.ok else what_happened[:MOST_TEXT],
+        log="" if measured else outcome.log or "",
+        forecast=expected,
+    )
+
+
+def _telling(found: Sequence[Trial]) -> Trial:
+    """Return the most informative trial of a candidate: a measurement, else an attributable failure; the latest of equals."""
+    return max(found, key=lambda trial: (trial.measured, trial.status is not Status.UNDECIDED, trial.number))
+
+
+def _skips(store: StudyStore, known: AbstractSet[Candidate]) -> tuple[tuple[str, int], ...]:
+    """Return (reason for not trying candidates, count), the rest last. Together with the tried ones they are the whole space."""
+    told = sorted(store.skips.items(), key=lambda item: -item[1])
+    untried = len(known - {record.candidate for record in store.records()})
+    rest = untried - sum(count for _, count in told)
+    ended = store.calls()[-1].ended if store.calls() else ""
+    why = (
+        f"the search ended first ({ended}), the gain predicted was too small, or it cannot be had on this machine"
+        if ended
+        else "not had its turn yet"
+    )
+    return (*told, *([(why, rest)] if rest > 0 else []))
+
+
+def _searched_alike(records: Sequence[Record]) -> dict[Candidate, Measurement]:
+    """Return the measurements of the search. Verification runs later and more carefully, which would favour verified
+    candidates."""
+    return {
+        record.candidate: record.outcome.measurement
+        for record in records
+        if record.outcome and record.outcome.measurement and record.role == SEARCH and record.candidate.knobs
+    }
+
+
+def _knobs(candidates: Sequence[Candidate]) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """Return (varying knobs, constant knobs with their value). A knob that only some candidates have varies."""
+    values: dict[str, set[Value | None]] = {}
+    having = [candidate for candidate in candidates if candidate.knobs]
+    for name in {name for candidate in having for name in candidate.as_dict}:
+        values[name] = {candidate.get(name) for candidate in having}
+    constant = {name: next(iter(found)) for name, found in values.items() if len(found) == 1}
+    varying = tuple(name for name in sorted(values) if name not in constant)
+    return varying, tuple((name, shown(value)) for name, value in sorted(constant.items()) if value is not None)
+
+
+# -- the verdict -----------------------------------------------------------------------------------------------------------
+
+
+def _verdict(
+    store: StudyStore,
+    records: list[Record],
+    trials: Sequence[Trial],
+    winner: Record | None,
+    candidates: Sequence[Candidate],
+) -> Verdict:
+    measured = winner.outcome.measurement if winner is not None and winner.outcome is not None else None
+    # measured with another headroom
+    if winner is None or measured is None or measured.peak_bytes > store.hardware.ceiling_bytes:
+        return _no_winner(store, records, candidates)
+    job = store.job
+    trial = next(trial for trial in trials if trial.number == winner.number)
+    verified = winner.role == VERIFY
+    config = (store.folder or Path()) / f"{store.name}.json"
+    exported = Code("DeepSpeed config", json.dumps(masked_data(deepspeed_config(winner.candidate, job)), indent=2))
+    if job.script is not None:
+        given = (store.threads, environment_of(store, winner.candidate))
+        nodes = store.hardware.nodes
+        hostfile = None if store.hardware.sliced else hostfile_of(store.folder or Path())  # no nodes were named
+        python = str(store.python) if store.python else None
+        about = (winner.candidate, job, store.name, config, *given)
+        how = train_with(*about, nodes=nodes, hostfile=hostfile, python=python)
+        commands, instead, hints = how.commands, how.instead, how.hints
+    else:
+        watched = ["autotune", "launch", store.name, "--", "train.py", "--deepspeed", str(config)]
+        commands = (
+            ("your training script, watched", shlex.join(watched)),
+            (
+                "the config for Trainer (or accelerate, sbatch)",
+                f"autotune export {shlex.quote(store.name)} --format hf",
+            ),
+        )
+        instead, hints = "", ()
+    variables = variables_of(winner.candidate, store.threads, environment_of(store, winner.candidate))
+    return Verdict(
+        winner=trial,
+        head="The fastest config that fits" if verified else "The fastest config that fits so far, not verified yet",
+        verified=verified,
+        checks=_checks(winner, records, store.hardware, store.job),
+        gains=_gains(winner, rivals(store), job, store.hardware),
+        run_now=(*(Code(name, text) for name, text in commands), exported),
+        instead=instead,
+        needs=tuple(dict.fromkeys([*(hint.strip() for hint in hints), *needs(winner.candidate, job, variables)])),
+        mfu=measured.mfu,
+    )
+
+
+def _no_winner(store: StudyStore, records: list[Record], candidates: Sequence[Candidate]) -> Verdict:
+    # a masked command would not run
+    again = tuple(Code("go on", command) for command in store.commands[-1:] if MASK not in command)
+    if not any(record.outcome for record in records):
+        return Verdict(None, "Nothing was tried yet.", lines=("This study has no finished trial.",), run_now=again)
+    tried = {record.candidate for record in records}
+    untried = [candidate for candidate in candidates if candidate not in tried]
+    if of_interest(records, None, store.hardware).get("fastest so far") is not None:
+        why = store.calls()[-1].ended if store.calls() else ""
+        said = f"The search ended: {why}." if why else "The search was stopped before it ended."
+        return Verdict(None, "No winner was chosen yet.", lines=(said,), run_now=again)
+    lines = tuple(closest_lines(records, store.hardware, untried))
+    return Verdict(None, "Nothing fits yet." if untried else "Nothing fits.", lines=lines, run_now=again)
+
+
+def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: Job) -> tuple[str, ...]:
+    assert winner.outcome is not None
+    assert winner.outcome.measurement is not None
+    measured = winner.outcome.measurement
+    free = hardware.capacity_bytes - measured.peak_bytes
+    lines = [
+        f"Verified in trial {winner.number}: a fresh process, whole steps, an evaluation's forward and the gathering of a save."
+        if winner.role == VERIFY
+        else "Not verified: the budget or the call ended first. Run the same command again to verify it.",
+        f"Leaves {format_bytes(free)} of {format_bytes(hardware.capacity_bytes)} free "
+        f"({free / hardware.capacity_bytes:.0%}; asked for: {hardware.headroom:.0%}).",
+        f"{measured.alloc_retries or 'No'} allocator retries.",
+    ]
+    resumed = [r.outcome for r in records if r.role == RESUME and r.candidate == winner.candidate and r.outcome]
+    if not resumed:
+        lines.append("Whether it goes on from a checkpoint was not tried.")
+    elif resumed[-1].ok and resumed[-1].peak_bytes is not None:
+        lines.append(f"Goes on from a checkpoint, at a peak of {format_bytes(resumed[-1].peak_bytes)}.")
+    elif not resumed[-1].ok:
+        lines.append(f"Whether it goes on from a checkpoint is not known: {resumed[-1].reason[:MOST_TEXT]}")
+    if measured.predicted_seconds is not None:
+        lines.append(f"{slice_line(measured, hardware).capitalize()}.")
+    if measured.extrapolated:
+        lines.append("Its step is extrapolated from a shortened accumulation.")
+    lines += [f"It {line}." for line in lossy_settings(winner.candidate, job)]
+    lines += [f"The clock of a GPU was limited: {', '.join(measured.clock_limits)}."] if measured.clock_limits else []
+    return tuple(lines)
+
+
+def _gains(winner: Record, records: list[Record], job: Job, hardware: Hardware) -> tuple[Gain, ...]:
+    """Return the gains over the user's own config, the next best and the slowest that fits."""
+    alike = measured_alike(winner, records)
+    own = next((record.candidate for record in records if record.note == AS_IS), None)
+    found: list[Gain] = []
+    if own is not None and own in alike:
+        found.append(_gain(AS_IS, own, alike[own], unlike_steps(own, winner.candidate, job)))
+    fitting = {c: pair for c, pair in alike.items() if pair[1].peak_bytes <= hardware.ceiling_bytes}
+    # The order uses ratios within one round, verified or searched, not figures of different rounds.
+    ranked = sorted(fitting, key=lambda one: fitting[one][0].tokens_per_second / fitting[one][1].tokens_per_second)
+    if ranked:
+        found.append(_gain("the next best", ranked[0], alike[ranked[0]]))
+    if len(ranked) > 1:
+        found.append(_gain(f"the slowest of {len(ranked) + 1} that fit", ranked[-1], alike[ranked[-1]]))
+    return tuple(found)
+
+
+def _gain(over: str, other: Candidate, pair: tuple[Measurement, Measurement], detail: str = "") -> Gain:
+    """Return a gain with a 95 % interval, from those of the two medians, taken as independent."""
+    times = pair[0].tokens_per_second / pair[1].tokens_per_second
+    spread = sum((one.step_seconds_spread / one.step_seconds) ** 2 for one in pair) ** 0.5
+    low, high = times / (1 + spread), times * (1 + spread)
+    return Gain(over, str(other) or AS_IS, times, (low, high), detail.strip(" ()"))
+
+
+# -- time, facts -----------------------------------------------------------------------------------------------------------
+
+
+def _clock(store: StudyStore, records: Sequence[Record]) -> Clock:
+    spent = dict.fromkeys(
+        (
+            "measured steps of trials that ran",
+            "starting and warming up engines of trials that ran",
+            "trials that ran out of memory",
+            "trials that failed or were cut short",
+            "verifying and resuming the winner",
+        ),
+        0.0,
+    )
+    names = list(spent)
+    for record in records:
+        outcome = record.outcome
+        if outcome is None or record.role == TRAINING:
+            continue
+        if record.role in (VERIFY, RESUME):
+            spent[names[4]] += outcome.seconds
+        elif outcome.measurement is not None:
+            spent[names[0]] += outcome.seconds - outcome.outside_seconds
+            spent[names[1]] += outcome.outside_seconds
+        else:
+            spent[names[2] if outcome.kind.is_oom else names[3]] += outcome.seconds
+    calls = tuple(
+        (call.started, call.used_seconds, call.budget_seconds, call.ended or "not ended") for call in store.calls()
+    )
+    used = sum(call[1] for call in calls)
+    other = used - sum(spent.values())
+    parts = [*spent.items(), ("between trials: imports, choosing, a script's first run", max(0.0, other))]
+    return Clock(calls, used, tuple((name, seconds) for name, seconds in parts if seconds > 0))
+
+
+def _facts(store: StudyStore) -> tuple[tuple[str, str], ...]:
+    hardware, job = store.hardware, store.job
+    facts = [
+        ("devices", str(hardware)),
+        ("main memory", format_bytes(hardware.host_memory_bytes)),
+        ("a winner leaves free", f"{hardware.headroom:.0%} of {format_bytes(hardware.capacity_bytes)}"),
+        ("ranks, and CPU threads of each", f"{job.ranks}, {store.threads}"),
+        ("job", job.summary),
+        *((f"version of {name}", version) for name, version in store.versions.items()),
+        *(sorted({**store.fingerprint.get("environment", {}), **hardware.environment}.items())),
+    ]
+    if job.model.parameters:
+        facts.insert(4, ("parameters of the model", f"{job.model.parameters:,}"))
+    return tuple(facts)
+
+
+# -- forecasts ---------------------------------------------------------------------------------------------------------
+#
+# Forecast of each trial from earlier trials, and the forecasts' errors.
+#
+# Predictions are not stored. They are recomputed from the trace, with a predictor that observes the trials in order.
+# The predictor is refitted only before the trials of `_refits`, as a fit costs as much as many predictions. A trial's
+# forecast uses earlier trials only.
+
+
+def _refits(count: int) -> list[int]:
+    """Return 0, 1, 2, 3, 4, 6, 9, 13, …: each 1.5 times the one before."""
+    at, found = 0, []
+    while at < count:
+        found.append(at)
+        at = max(at + 1, at * 3 // 2)
+    return found
+
+
+def forecasts(
+    records: Sequence[Record], predictor: Predictor, explained: Collection[Candidate]
+) -> tuple[dict[int, Forecast], dict[Candidate, Prediction]]:
+    """Return (forecast by trial number, breakdown before the first trial of each candidate in `explained`).
+
+    The predictor has observed all trials afterwards.
+    """
+    told = [
+        record for record in records if record.outcome is not None and record.role != RESUME and record.candidate.knobs
+    ]
+    found: dict[int, Forecast] = {}
+    broken_down: dict[Candidate, Prediction] = {}
+    starts = _refits(len(told))
+    for start, end in pairwise([*starts, len(told)]):
+        block = told[start:end]
+        candidates = [record.candidate for record in block]
+        table = predictor.table(candidates)
+        fits = predictor.fits(table)
+        for i, record in enumerate(block):
+            spread = float(np.exp(SIGMAS * table.step_sigma[i]))
+            peak, step, sigma = float(table.peak[i]), float(table.step[i]), float(table.peak_sigma[i])
+            found[record.number] = Forecast(
+                peak,
+                (max(0.0, peak - SIGMAS * sigma), peak + SIGMAS * sigma),
+                step,
+                (step / spread, step * spread),
+                bool(fits[i]),
+            )
+        for candidate in dict.fromkeys(candidates):
+            if candidate in explained and candidate not in broken_down:
+                broken_down[candidate] = predictor.predict(candidate)
+        for record in block:
+            assert record.outcome is not None
+            predictor.observe(record.candidate, record.outcome)
+    return found, broken_down
+
+
+def accuracy(trials: Sequence[Trial]) -> Accuracy | None:
+    """Return the error over each config's first trial, as later ones are no longer unseen. None without a measurement."""
+    firsts: dict[str, Trial] = {}
+    for trial in trials:
+        if trial.forecast is not None:
+            firsts.setdefault(trial.label, trial)
+    memory, step, memory_inside, step_inside = [], [], [], []
+    for trial in firsts.values():
+        expected, peak, seconds = trial.forecast, trial.peak_bytes, trial.step_seconds
+        if expected is None or peak is None or seconds is None:
+            continue
+        memory.append(abs(expected.peak_bytes / peak - 1))
+        step.append(abs(expected.step_seconds / seconds - 1))
+        memory_inside.append(expected.peak_interval[0] <= peak <= expected.peak_interval[1])
+        step_inside.append(expected.step_interval[0] <= seconds <= expected.step_interval[1])
+    if not memory:
+        return None
+    expected_to_fit = [trial for trial in firsts.values() if trial.forecast and trial.forecast.fits]
+    return Accuracy(
+        len(memory),
+        statistics.median(memory),
+        statistics.median(step),
+        sum(memory_inside) / len(memory),
+        sum(step_inside) / len(step),
+        len(expected_to_fit),
+        sum(trial.status is Status.RAN_OUT for trial in expected_to_fit),
+    )
+
+
+# -- memory bars -------------------------------------------------------------------------------------------------------
+#
+# Memory of a page's main configs by content: as predicted, and as a trial can separate it.
+
+
+def of_interest(records: Sequence[Record], winner: Record | None, hardware: Hardware) -> dict[str, Candidate]:
+    """Return the configs whose memory is shown: the winner, the next best that fits, and the probe run's."""
+    standings = Standings(hardware)
+    for record in records:
+        if record.outcome is not None and record.role != TRAINING:
+            standings.learn(record.number, record.candidate, record.outcome, record.role)
+    found: dict[str, Candidate] = {}
+    if winner is not None:
+        found["winner"] = winner.candidate
+    rest = [candidate for candidate in standings.feasible() if winner is None or candidate != winner.candidate]
+    if rest:
+        found["runner-up" if winner else "fastest so far"] = rest[0]
+    own = next((record.candidate for record in records if record.note == AS_IS), None)
+    if own is not None and own not in found.values():
+        found[AS_IS] = own
+    if not found and (closest := nearest(records, hardware)):  # nothing fits
+        found["nearest"] = closest.candidate
+    return found
+
+
+def memory_bars(
+    name: str,
+    candidate: Candidate,
+    records: Sequence[Record],
+    broken_down: Mapping[Candidate, Prediction],
+    hardware: Hardware,
+) -> Bars:
+    bars: list[Bar] = []
+    if candidate in broken_down:
+        bars.append(predicted_bar(broken_down[candidate], hardware))
+    mine = [record.outcome for record in records if record.candidate == candidate and record.outcome]
+    measured = [(o.measurement.peak_bytes, o.measurement) for o in mine if o.measurement]
+    if measured:
+        bars.append(_measured_bar(max(measured, key=lambda pair: pair[0])[1], hardware))
+    elif out := [o for o in mine if o.kind.is_oom]:
+        needed = float(out[-1].device_capacity_bytes or hardware.capacity_bytes)
+        parts = (("all there was", needed), ("more that was asked for", float(out[-1].missing_bytes or 0)))
+        bars.append(Bar("measured", parts, short_of(out[-1], hardware)))
+    return Bars(name, str(candidate) or AS_IS, tuple(bars))
+
+
+def predicted_bar(one: Prediction, hardware: Hardware) -> Bar:
+    """Return the predicted memory at its peak by content."""
+    notes = [f"highest in {one.moment}", given_back(one.peak_bytes, one.needed_bytes, hardware.ceiling_bytes)]
+    return Bar("predicted", tuple((n, s) for n, s in one.memory.items() if s > 0), "; ".join(filter(None, notes)))
+
+
+def given_back(peak_bytes: float, needed_bytes: float, ceiling_bytes: int) -> str:
+    """Explain why a config fits although its peak is above the ceiling; empty otherwise."""
+    if not needed_bytes <= ceiling_bytes < peak_bytes:
+        return ""
+    return f"{format_bytes(needed_bytes)} are needed: cached blocks are given back before memory runs out"
+
+
+def _measured_bar(measured: Measurement, hardware: Hardware) -> Bar:
+    """Return a trial's memory by content: on GPUs from torch's allocator, on CPU ranks from counted tensors."""
+    peak = float(measured.peak_bytes)
+    if hardware.device == "cpu":
+        tensors = float(max(measured.live_tensor_bytes.values(), default=0))
+        rest = "rest of the process" if tensors else "not told apart"
+        parts = [("tensors", min(tensors, peak)), (rest, max(0.0, peak - tensors))]
+    elif not measured.torch_allocated_bytes:
+        parts = [("not told apart", peak)]
+    else:
+        allocated, reserved = float(measured.torch_allocated_bytes), float(measured.torch_reserved_bytes or 0)
+        kept = max(0.0, min(reserved, peak) - allocated)
+        parts = [("allocated by torch", min(allocated, peak)), ("kept by the allocator", kept)]
+        parts += [("context and communication", max(0.0, peak - sum(size for _, size in parts)))]
+    return Bar("measured", tuple((name, size) for name, size in parts if size > 0))
+
+
+# -- memory map --------------------------------------------------------------------------------------------------------
+#
+# The memory map: every micro-batch under every stage, checkpointing and offload, with the knowledge about it.
+
+MOST_COLUMNS = 16
+MOST_IN_A_SQUARE = 12  # candidates checked in an untried square, which may have thousands
+MOST_LOOKED_AT = 50_000  # candidates of the space; two million would take a minute
+_FROM_TRIALS = {  # most certain knowledge first
+    Status.FITS: Cell.FITS,
+    Status.ABOVE: Cell.ABOVE,
+    Status.RAN_OUT: Cell.RAN_OUT,
+    Status.FAILED: Cell.FAILED,
+}
+_Row = tuple[int, bool, str, str]
+_Place = tuple[_Row, int]
+
+
+def _row(candidate: Candidate) -> _Row:
+    return candidate.stage, candidate.checkpointing, candidate.offload_optimizer, candidate.offload_param
+
+
+def _row_name(row: _Row) -> str:
+    stage, checkpointing, optimizer, parameters = row
+    parts = [f"stage {stage}"]
+    parts += ["checkpointing"] * checkpointing
+    parts += [f"optimizer on {optimizer.upper() if optimizer == 'cpu' else 'NVMe'}"] * (optimizer != "none")
+    parts += [f"parameters on {parameters.upper() if parameters == 'cpu' else 'NVMe'}"] * (parameters != "none")
+    return ", ".join(parts)
+
+
+def memory_map(
+    trials: Mapping[Candidate, Sequence[Trial]],
+    candidates: Sequence[Candidate],
+    hardware: Hardware,
+    predictor: Predictor | None,
+) -> MemoryMap | None:
+    """Return the map of a study; None if it would be empty.
+
+    Args:
+        trials: of each candidate that was tried.
+        candidates: the whole space; empty if it can no longer be read.
+        predictor: calibrated; without one, untried squares stay unknown.
+    """
+    tried: dict[_Place, list[tuple[Candidate, Trial]]] = defaultdict(list)
+    for candidate, found in trials.items():
+        tried[_row(candidate), candidate.micro_batch] += [(candidate, trial) for trial in found]
+    untried: dict[_Place, list[Candidate]] = defaultdict(list)
+    stride = -(-len(candidates) // MOST_LOOKED_AT) or 1
+    for candidate in candidates[::stride]:
+        untried[_row(candidate), candidate.micro_batch].append(candidate)
+    places = tried.keys() | untried.keys()
+    if not places:
+        return None
+    columns = _columns({size for _, size in tried}, {size for _, size in places})
+    asked = {
+        place: _some(found)
+        for place, found in untried.items()
+        if place[1] in columns and _of_trials(tried.get(place, [])) is None
+    }
+    known = _judged(asked, trials, hardware, predictor)
+    known |= {place: square for place, found in tried.items() if (square := _of_trials(found)) is not None}
+    cut_short = Square(Cell.UNKNOWN, told="tried, but the trial was cut short or failed by no fault of the config")
+    known = {**dict.fromkeys(tried, cut_short), **known}
+    rows = sorted(
+        {row for row, _ in places}, key=lambda row: (*row[:2], row[2] != "none", row[2], row[3] != "none", row[3])
+    )
+    nothing = Square(Cell.NONE if candidates else Cell.UNKNOWN, told="not in the space" if candidates else "not tried")
+    return MemoryMap(
+        tuple(columns),
+        tuple((_row_name(row), tuple(known.get((row, size), nothing) for size in columns)) for row in rows),
+        "" if len(columns) == len({size for _, size in places}) else "Not every micro-batch of the space is shown.",
+    )
+
+
+def _columns(tried: set[int], every: set[int]) -> list[int]:
+    """Return the micro-batches to show: all, or those tried and powers of two."""
+    if len(every) <= MOST_COLUMNS:
+        return sorted(every)
+    powers = [size for size in sorted(every) if size & (size - 1) == 0 and size not in tried]
+    return sorted([*sorted(tried), *powers][:MOST_COLUMNS])
+
+
+def _some(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return a few of the candidates, evenly spaced."""
+    step = max(1, -(-len(candidates) // MOST_IN_A_SQUARE))
+    return list(candidates[::step])
+
+
+def _of_trials(found: Sequence[tuple[Candidate, Trial]]) -> Square | None:
+    """Build a square from its trials; None if they give no information."""
+    best = next((status for status in _FROM_TRIALS if any(trial.status is status for _, trial in found)), None)
+    if best is None:
+        return None
+    telling = [(candidate, trial) for candidate, trial in found if trial.status in _FROM_TRIALS]
+    counts = Counter(trial.status for _, trial in telling)
+    peaks = [trial.peak_bytes for _, trial in telling if trial.measured and trial.peak_bytes]
+    phases = tuple(sorted({trial.phase for _, trial in telling if trial.status is Status.RAN_OUT}))
+    ranks = sorted({trial.rank for _, trial in telling if trial.status is Status.RAN_OUT and trial.rank is not None})
+    parts = [f"{many} {status.value}" for status, many in counts.items()]
+    parts += [f"in {' and '.join(phases)}"] if phases else []
+    parts += [f"on rank {', '.join(str(rank) for rank in ranks)}"] if ranks else []
+    parts += [f"least peak {format_bytes(min(peaks))}"] if peaks else []
+    told = f"{'; '.join(parts)} (trials {', '.join(str(trial.number) for _, trial in telling)})"
+    numbers = tuple(trial.number for _, trial in telling)
+    return Square(_FROM_TRIALS[best], min(peaks, default=None), phases, told, numbers)
+
+
+def _judged(
+    asked: Mapping[_Place, Sequence[Candidate]],
+    trials: Mapping[Candidate, Sequence[Trial]],
+    hardware: Hardware,
+    predictor: Predictor | None,
+) -> dict[_Place, Square]:
+    """Build squares without informative trials, from those that ran out of memory and from the predictor."""
+    flat = [candidate for found in asked.values() for candidate in found]
+    if not flat:
+        return {}
+    ran_out = [c for c, found in trials.items() if any(trial.lacks_memory_on(hardware) for trial in found)]
+    known = judged(flat, ran_out, hardware, predictor)
+    squares: dict[_Place, Square] = {}
+    at = 0
+    for place, found in asked.items():
+        mine = range(at, at + len(found))
+        at += len(found)
+        free = [i for i in mine if known.cells[i] is not Cell.RULED_OUT]
+        if not free:
+            why = f"needs no less memory than {known.culprits[found[0]]}, which ran out"
+            squares[place] = Square(Cell.RULED_OUT, told=f"not tried: {why}")
+            continue
+        if known.table is None:
+            squares[place] = Square(Cell.UNKNOWN, told="not tried")
+            continue
+        fitting = [i for i in free if known.cells[i] is Cell.PREDICTED]
+        sizes = known.table.needed  # the allocator returns further cached blocks before an OOM
+        least = min(fitting or free, key=lambda i: float(sizes[i]))
+        size = float(sizes[least])
+        what = "main memory" if not fitting and known.over_host[least] else f"{format_bytes(size)} needed at least"
+        cell = Cell.PREDICTED if fitting else Cell.TOO_MUCH
+        squares[place] = Square(cell, size, told=f"{cell.value} ({what})")
+    return squares

@@ -1,0 +1,389 @@
+"""One HTML file from a study, a plan or a training."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from rich.console import Console
+
+from autotune._version import __version__
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH
+from autotune.results.output_files import check_out
+from autotune.results.plan import Plan, show_comparison, show_plan
+from autotune.results.report import figures
+from autotune.results.report.build import given_back, predicted_bar
+from autotune.results.report.figures import Axis, Plot, size_axis, unit_of
+from autotune.results.report.knob_effects import shown
+from autotune.results.report.model import Bars, Cell, Forecast, StudyReport, Trial
+from autotune.util.files import cannot_write, write_atomically
+from autotune.util.streams import printable
+from autotune.util.units import format_bytes, format_duration
+
+# -- page --------------------------------------------------------------------------------------------------------------
+#
+# Fill the templates: one HTML file with its style, script and data inside, which loads nothing from a network.
+
+_SYMBOLS = {  # marks of the memory map, readable without colour
+    Cell.FITS: "✓",
+    Cell.ABOVE: "▲",
+    Cell.RAN_OUT: "✗",
+    Cell.FAILED: "!",
+    Cell.RULED_OUT: "≥",
+    Cell.TOO_MUCH: ">",
+    Cell.PREDICTED: "~",
+    Cell.UNKNOWN: "?",
+    Cell.NONE: "",
+}
+
+
+_KNOBS = {
+    MICRO_BATCH: "micro-batch",
+    ACCUMULATION: "accumulation",
+    CHECKPOINTING: "checkpointing",
+    "zero_stage": "ZeRO stage",
+}
+
+
+def _knob(name: str) -> str:
+    """Return a knob's name for display, in words between which a narrow column may break."""
+    return _KNOBS.get(name, name.rpartition(".")[2].replace("_", " "))
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("autotune.results.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "size": format_bytes,
+        "duration": format_duration,
+        "tokens": figures.tokens,
+        "shown": shown,
+        "knob": _knob,
+        "letter": figures.letter,
+        "hold": figures.hold,
+        "signed": lambda share: f"{100 * share:+.1f} %",
+        "signed_size": lambda size: f"{'+' if size >= 0 else '−'}{format_bytes(abs(size))}",
+        "symbol": _SYMBOLS.__getitem__,
+    }
+    return made
+
+
+@cache
+def _part(name: str) -> str:
+    """Read a style or script that is inserted unchanged."""
+    return (resources.files("autotune.results.report") / "templates" / name).read_text(encoding="utf-8").strip()
+
+
+def _allowed(script: str) -> str:
+    """Return the hash by which a content security policy permits a script. The browser runs no other script."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _fill(template: str, **values: Any) -> str:
+    theme, script, style = (_part(name) for name in ("theme.js", "page.js", "page.css"))
+    policy = (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {_allowed(theme)} {_allowed(script)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    parts = {"theme": Markup(theme), "script": Markup(script), "style": Markup(style), "policy": policy}
+    return _environment().get_template(template).render(**parts, **values)
+
+
+def as_data(data: Any) -> Markup:
+    """Return JSON that is safe inside HTML: it cannot end the element or begin a tag."""
+    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), default=str)
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+def study_page(report: StudyReport) -> str:
+    """Return the HTML of a study's page."""
+    sizes = [bar.whole for bars in report.memory for bar in bars.bars]
+    scale = 1.02 * max([float(report.capacity_bytes), *sizes])
+    limits = (report.capacity_bytes, report.ceiling_bytes)
+    return _fill(
+        "study.html.j2",
+        report=report,
+        title=f"{report.study}: {report.model}",
+        speed=figures.speed_against_memory(report),
+        no_speed=figures.why_no_speed(report),
+        clock=figures.over_time(report),
+        predicted=figures.predicted_against_measured(report),
+        bars=[figures.memory_bars(bars, at, scale, *limits) for at, bars in enumerate(report.memory)],
+        holds=list(dict.fromkeys(name for bars in report.memory for bar in bars.bars for name, _ in bar.parts)),
+        cells=[cell for cell in Cell if cell is not Cell.NONE and _on_map(report, cell)],
+        data=as_data(study_data(report)),
+    )
+
+
+def training_page(report: TrainingReport) -> str:
+    """Return the HTML of a training's page."""
+    data = {"code": report.code, "attempts": [dataclasses.asdict(one) for one in report.attempts]}
+    return _fill(
+        "training.html.j2",
+        report=report,
+        title=f"{report.name}: training",
+        pictures=over_time(report),
+        data=as_data(data),
+    )
+
+
+def plan_page(report: PlanReport) -> str:
+    """Return the HTML of a plan's page."""
+    capacities = [float(card.capacity_bytes) for card in report.cards]
+    scale = 1.02 * max([*capacities, *(bar.whole for bars in report.memory for bar in bars.bars)])
+    limits = {bars.limits for bars in report.memory if bars.limits}
+    return _fill(
+        "plan.html.j2",
+        report=report,
+        title=f"plan: {report.model}",
+        bars=[
+            figures.memory_bars(bars, at, scale, *bars.limits) for at, bars in enumerate(report.memory) if bars.limits
+        ],
+        limits=limits.pop() if len(limits) == 1 else None,
+        holds=list(dict.fromkeys(name for bars in report.memory for bar in bars.bars for name, _ in bar.parts)),
+        data=as_data(report.data),
+    )
+
+
+def _on_map(report: StudyReport, cell: Cell) -> bool:
+    return report.map is not None and any(square.cell is cell for _, row in report.map.rows for square in row)
+
+
+_NUMBERS = tuple(f.name for f in dataclasses.fields(Trial) if f.name not in ("knobs", "forecast"))
+_FORECAST = tuple(f.name for f in dataclasses.fields(Forecast))
+
+
+def study_data(report: StudyReport) -> dict[str, Any]:
+    """Return the data that the page offers as JSON and CSV: the study's settings, and its trials by columns, exact. Bytes and
+    seconds."""
+    knobs = sorted({name for trial in report.trials for name in trial.knobs})
+    rows = [
+        [
+            *(_short(getattr(trial, name)) for name in _NUMBERS),
+            *(trial.knobs.get(name) for name in knobs),
+            *(_short(getattr(trial.forecast, name)) if trial.forecast else None for name in _FORECAST),
+        ]
+        for trial in report.trials
+    ]
+    columns = [*_NUMBERS, *(f"knob.{name}" for name in knobs), *(f"forecast.{name}" for name in _FORECAST)]
+    return {
+        "study": report.study,
+        "model": report.model,
+        "machine": report.machine,
+        "autotune": report.version,
+        "capacity_bytes": report.capacity_bytes,
+        "ceiling_bytes": report.ceiling_bytes,
+        "winner": report.verdict.winner.number if report.verdict.winner else None,
+        "fingerprint": report.fingerprint,
+        "columns": columns,
+        "trials": rows,
+    }
+
+
+def _short(value: Any) -> Any:
+    """Round to five digits, which exceeds the accuracy and halves the size."""
+    if isinstance(value, tuple):
+        return [_short(one) for one in value]
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        return None  # JSON has no such number
+    return round(value) if abs(value) >= 1e5 else float(f"{value:.5g}")
+
+
+# -- the file --------------------------------------------------------------------------------------------------------------
+
+
+def write_page(html: str, out: Path) -> None:
+    """Write the file completely or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    check_out(out)
+    try:
+        # a name may hold bytes that are no text, or move a terminal's cursor
+        write_atomically(out, printable(html.encode(errors="replace").decode()))
+    except OSError as error:
+        raise cannot_write(out, error, "name another file") from None
+
+
+# -- report of a plan --------------------------------------------------------------------------------------------------
+#
+# Content of the page of `autotune plan --html`: predictions only.
+
+WIDTH = 100  # columns of the plan's text
+
+
+@dataclass(frozen=True)
+class Card:
+    """Predictions for one kind of device, and its capacity."""
+
+    machine: str
+    capacity_bytes: int  # of one rank
+    head: str  # one line
+    best: tuple[dict[str, Any], ...]  # `results.plan.prediction_json` of each
+    fits_though: str  # reason why the first of them fits if its peak is above the ceiling
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """Full content of a plan's page."""
+
+    model: str
+    job: str
+    machine: str
+    cards: tuple[Card, ...]  # one, or several side by side
+    memory: tuple[Bars, ...]  # fastest configs, each with the limits of its own card
+    text: str  # the whole plan as in the terminal
+    data: Any  # the output of `--json`
+    version: str = __version__
+    confidential: bool = False
+
+
+def plan_report(plans: list[Plan]) -> PlanReport:
+    """Build the content from one plan, or from several cards side by side."""
+    first, several = plans[0], len(plans) > 1
+    out = Console(file=io.StringIO(), width=WIDTH, color_system=None, legacy_windows=False)
+    if several:
+        show_comparison(plans, out)
+    else:
+        show_plan(first, out)
+    assert isinstance(out.file, io.StringIO)
+    return PlanReport(
+        model=first.job.model.name,
+        job=first.job.summary,
+        machine=" | ".join(str(plan.hardware) for plan in plans),
+        cards=tuple(_card(plan) for plan in plans),
+        memory=tuple(bars for plan in plans for bars in _memory(plan, several)),
+        text=out.file.getvalue().rstrip(),
+        data=[plan.to_json() for plan in plans] if several else first.to_json(),
+    )
+
+
+def _card(plan: Plan) -> Card:
+    head = str(plan.best[0].candidate) if plan.best else "Nothing of the space is predicted to fit."
+    ceiling = plan.hardware.ceiling_bytes
+    though = given_back(plan.best[0].peak_bytes, plan.best[0].needed_bytes, ceiling) if plan.best else ""
+    return Card(str(plan.hardware), plan.hardware.capacity_bytes, head, tuple(plan.to_json()["best"]), though)
+
+
+def _memory(plan: Plan, several: bool) -> list[Bars]:
+    """Return the bars of the fastest configs; if several cards are compared, of the fastest alone."""
+    return [
+        Bars(
+            plan.hardware.name if several else f"{at + 1}",
+            str(one.candidate),
+            (predicted_bar(one, plan.hardware),),
+            (plan.hardware.capacity_bytes, plan.hardware.ceiling_bytes),
+        )
+        for at, one in enumerate(plan.best[: 1 if several else None])
+    ]
+
+
+# -- report of a training ----------------------------------------------------------------------------------------------
+#
+# Content of the page of a training under `autotune launch`.
+
+
+@dataclass(frozen=True)
+class AttemptShown:
+    """One start of the training, with the fields of `recovery.supervisor.Attempt`."""
+
+    rung: int
+    candidate: str
+    steps: int
+    seconds: float
+    ended: str
+    resumed_from: str
+    peak_bytes: float
+    course: Sequence[tuple[float, int, int]]  # (seconds, steps, bytes of the worst rank)
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """Full content of a training's page."""
+
+    name: str
+    job: str
+    machine: str
+    capacity_bytes: int
+    code: int  # exit code of the training
+    lines: tuple[str, ...]  # summary for the user
+    attempts: tuple[AttemptShown, ...]
+    ladder: tuple[tuple[str, bool, float], ...]  # (config, measured, bytes of a rank)
+    version: str = ""
+    confidential: bool = False
+
+    @property
+    def points(self) -> list[list[tuple[float, int, int]]]:
+        """The courses of the attempts on one time axis, with their steps added up."""
+        found, began, done = [], 0.0, 0
+        for attempt in self.attempts:
+            found.append([(began + seconds, done + steps, size) for seconds, steps, size in attempt.course])
+            began += attempt.seconds
+            done += attempt.steps
+        return found
+
+
+def _clock(report: TrainingReport) -> tuple[Axis, float]:
+    whole = max(sum(one.seconds for one in report.attempts), 1e-3)
+    unit, word = (3600.0, "hours") if whole >= 7200 else (60.0, "minutes") if whole >= 180 else (1.0, "seconds")
+    return Axis(f"time ({word})", 0.0, whole / unit, lambda v: f"{v:.4g}"), unit
+
+
+def over_time(report: TrainingReport) -> list[Markup]:
+    """Draw memory and steps over time. A vertical line marks the end of an attempt. Empty if no rank reported steps."""
+    courses = report.points
+    if not any(courses):
+        return []
+    clock, unit = _clock(report)
+    highest = max(size for course in courses for _, _, size in course)
+    bytes_axis = size_axis("memory of the worst rank", 0.0, 1.06 * max(highest, report.capacity_bytes))
+    most = max(steps for course in courses for _, steps, _ in course)
+    memory = Plot(
+        "memory-course",
+        "Memory over time",
+        f"At most {format_bytes(highest)} of {format_bytes(report.capacity_bytes)} a rank.",
+        clock,
+        bytes_axis,
+        height=200,
+    )
+    scale = unit_of(bytes_axis)
+    memory.level(report.capacity_bytes / scale, "capacity", "capacity")
+    steps = Plot(
+        "steps-course",
+        "Steps over time",
+        f"{most} steps in {len(report.attempts)} attempts, in {format_duration(sum(a.seconds for a in report.attempts))}.",
+        clock,
+        Axis("steps of all attempts", 0.0, 1.06 * max(most, 1), lambda v: f"{v:.4g}"),
+        height=200,
+    )
+    for plot, at, by in ((memory, 2, scale), (steps, 1, 1.0)):
+        ended = 0.0
+        for attempt, course in zip(report.attempts, courses, strict=True):
+            ended += attempt.seconds
+            for before, after in pairwise(course):
+                plot.line(before[0] / unit, before[at] / by, after[0] / unit, after[at] / by, "series")
+            if attempt is not report.attempts[-1]:
+                plot.upright(ended / unit, "ended", f"end of attempt {report.attempts.index(attempt) + 1}")
+    return [memory.html(), steps.html()]

@@ -1,0 +1,283 @@
+"""Files that a training command names and that hold its arguments: where each knob stands in them. No parser is needed here.
+
+`argument_writer.py` reads these files and writes their copies.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
+from autotune.problem.ds_config import MOST_BYTES, read_config
+from autotune.problem.job import ArgumentFile, Script
+from autotune.script.command_line import framework_of
+
+Place = tuple[str, ...]  # keys, from the top
+# Names of each knob in such files: transformers' names, axolotl's, DeepSpeed's.
+NAMES = {
+    MICRO_BATCH: ("per_device_train_batch_size", "micro_batch_size", MICRO_BATCH),
+    ACCUMULATION: (ACCUMULATION,),
+    CHECKPOINTING: ("gradient_checkpointing",),
+}
+CONFIG, CONFIG_FLAG = "deepspeed", "--deepspeed"  # key and flag of Hugging Face's arguments that name the config's file
+# One of these at the top makes a JSON object a DeepSpeed config.
+_DS_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
+_CONFIG_SUFFIXES = (".json", ".hjson", ".jsonc")
+OUTPUT = "output_dir"
+# A trial's folder links to all of the user's files. No file of theirs has these names.
+OUTPUT_FOLDER, COPIES_FOLDER = ".autotune-output", ".autotune-arguments"
+_MOST_LINKS = 1000  # links into one output folder
+_TELLING = (CONFIG, OUTPUT, *(name for names in NAMES.values() for name in names))
+
+
+def changes_for(script: Script, file: ArgumentFile, candidate: Candidate, config: str | None) -> dict[Place, Any]:
+    """Return the values that a candidate changes in a file, by place.
+
+    Args:
+        config: the path of the DeepSpeed config with the candidate in it; None leaves the file's own.
+    """
+    data = file.data
+    flags = given(script.argv)
+    found: dict[Place, Any] = {}
+    for knob, value in candidate.told(script):
+        place, negated = _place(script, data, knob)
+        if place is not None and f"--{place[-1]}" not in flags:
+            found[place] = not value if negated else value
+    if config is not None and (place := config_place(script, data)) is not None:
+        found[place] = config
+        framework = framework_of(script)
+        if framework is not None and framework.superseded in data:
+            found[(framework.superseded,)] = None
+    return found
+
+
+# Keys of a launcher's file that accelerate refuses together with a DeepSpeed config's file (1.15, utils/dataclasses.py,
+# `DeepSpeedPlugin.deepspeed_config_process`).
+_IN_THE_CONFIG = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "zero3_save_16bit_model",
+)
+
+
+def launcher_changes(file: ArgumentFile, candidate: Candidate, config: str) -> dict[Place, Any]:
+    """Return the changes to accelerate's own file for a candidate whose DeepSpeed config is at `config`."""
+    known = file.data.get("deepspeed_config") or {}
+    return {
+        ("distributed_type",): "DEEPSPEED",
+        **{("deepspeed_config", name): None for name in _IN_THE_CONFIG if name in known},
+        ("deepspeed_config", "deepspeed_config_file"): config,
+        ("deepspeed_config", "zero3_init_flag"): candidate.stage == 3,
+        ("mixed_precision",): None,
+    }
+
+
+def launcher_file(script: Script) -> ArgumentFile | None:
+    """Return accelerate's own file if it configures DeepSpeed, else None."""
+    files = [file for file in script.files if file.launcher]
+    return next((one for one in files if one.data.get("distributed_type") == "DEEPSPEED"), None)
+
+
+def config_place(script: Script, data: dict[str, Any]) -> Place | None:
+    """Return the place in the file that holds or names the DeepSpeed config.
+
+    If there is none, return the place to add it, provided that the file holds Trainer's arguments.
+    """
+    known = _find_config(script, data) or find(data, (CONFIG,))
+    if known is not None or not _trainers(script, data):
+        return known
+    elsewhere = CONFIG_FLAG in given(script.argv) or script.ds_config is not None or launcher_file(script) is not None
+    return None if elsewhere else (*_beside(data), CONFIG)
+
+
+def carries(script: Script, knob: str) -> bool:
+    """Check that one of the command's files sets the knob, or could."""
+    return any(_place(script, file.data, knob)[0] for file in own_files(script))
+
+
+def carries_config(script: Script) -> bool:
+    return any(config_place(script, file.data) for file in own_files(script))
+
+
+def said(script: Script, knob: str) -> list[Any]:
+    """Return the values that the command gives a knob: by a flag that the user declared, and in its files."""
+    flag, found = dict(script.flags).get(knob), []
+    for at, word in enumerate(script.argv):
+        name, equals, value = word.partition("=")
+        if flag is not None and name.lstrip("+") == flag:
+            found += [value] if equals else list(script.argv[at + 1 : at + 2])
+    for file in own_files(script):
+        place, _ = _place(script, file.data, knob)
+        found += [] if place is None else [value_at(file.data, place)]
+    return found
+
+
+def own_config(script: Script) -> dict[str, Any] | Path | None:
+    """Return the DeepSpeed config that one of the command's files holds, or the path of the config that it names."""
+    for file in own_files(script):
+        if (place := _find_config(script, file.data)) is not None:
+            value = value_at(file.data, place)
+            return value if isinstance(value, dict) else Path(script.cwd) / value
+    return None
+
+
+def copies_folder(folder: Path, file: ArgumentFile) -> Path:
+    """Return the folder of a worker group's copy of a file. The copy keeps the file's name.
+
+    Args:
+        folder: the group's.
+    """
+    return folder / COPIES_FOLDER / str(file.at)
+
+
+def output_folder(folder: Path, theirs: Path) -> Path:
+    """Return a trial's own output folder. On creation it gets links to the contents of the user's folder.
+
+    Args:
+        folder: the trial's files.
+    """
+    own = folder / OUTPUT_FOLDER
+    with suppress(FileExistsError):
+        own.mkdir()
+        with suppress(OSError):
+            for entry in islice(os.scandir(theirs), _MOST_LINKS):
+                os.symlink(entry.path, own / entry.name)
+    return own
+
+
+def with_copies(script: Script, folder: Path) -> list[str]:
+    """Return the script's words, with its files replaced by the worker group's copies."""
+    words = list(script.argv)
+    for file in own_files(script):
+        copy = copies_folder(folder, file) / Path(file.path).name
+        if copy.exists():
+            words[file.at] = renamed(words[file.at], str(copy))
+    return words
+
+
+# written next to NAME.json as NAME.…
+_WRITTEN = {"meta.json", "ladder.json", "table.json", "accelerate.yaml", "training_arguments.json"}
+_WRITTEN |= {f"{of}.{what}.json" for of in ("accelerate", "sbatch") for what in ("deepspeed", "meta")}
+_WRITTEN |= {"training_arguments.meta.json"}
+
+
+def winners_copy(config: Path, file: ArgumentFile) -> Path:
+    """Return the path of a file's copy that carries a winner whose DeepSpeed config is at `config`."""
+    # Launcher and script may name files alike, and a file's name may be one of those written next to a config.
+    name = Path(file.path).name
+    part = "launcher." if file.launcher else "argument." if name in _WRITTEN else ""
+    return config.with_name(f"{config.name.removesuffix('.json')}.{part}{name}")
+
+
+def renamed(word: str, path: str) -> str:
+    """Return `path`, or `--config=path` if the word has that form."""
+    head, equals, _ = word.partition("=")
+    return f"{head}={path}" if equals else path
+
+
+def is_ds_config(path: Path) -> bool:
+    """Check that the file is a DeepSpeed config.
+
+    A file above MOST_BYTES is not read: every rank calls this, and reading a data set would cost seconds and gigabytes.
+    """
+    if path.suffix not in _CONFIG_SUFFIXES or not os.path.isfile(path):  # `os.path.isfile` accepts a text of any length
+        return False
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            return False
+        data = read_config(path)
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and not _DS_KEYS.isdisjoint(data)
+
+
+# -- inside a file -------------------------------------------------------------------------------------------------------
+
+
+def own_files(script: Script) -> list[ArgumentFile]:
+    return [file for file in script.files if not file.launcher]
+
+
+def value_at(data: Any, place: Place) -> Any:
+    """Return the value at a place, or None if there is none."""
+    for key in place:
+        if not isinstance(data, dict) or key not in data:
+            return None
+        data = data[key]
+    return data
+
+
+def given(words: Sequence[str]) -> set[str]:
+    """Return the names of flags and arguments that a command line gives."""
+    return {word.partition("=")[0].lstrip("+") for word in words}
+
+
+def _place(script: Script, data: dict[str, Any], knob: str) -> tuple[Place | None, bool]:
+    """Return the place of a knob in a file (existing, or where it could be added), and whether its value is negated there."""
+    declared = dict(script.flags).get(knob)
+    if declared is not None:
+        place = tuple(declared.split("."))
+        return (place, False) if not declared.startswith("-") and value_at(data, place) is not None else (None, False)
+    framework = framework_of(script)
+    if framework is not None and knob in framework.negated:
+        return (find(data, (framework.negated[knob],)) or (framework.negated[knob],)), True
+    if knob not in NAMES:
+        return None, False
+    known = find(data, NAMES[knob])
+    if known is None and _trainers(script, data):
+        dialect = "micro_batch_size" if find(data, ("micro_batch_size",)) is not None else NAMES[knob][0]
+        return (*_beside(data), dialect if knob == MICRO_BATCH else NAMES[knob][0]), False
+    return known, False
+
+
+def _trainers(script: Script, data: dict[str, Any]) -> bool:
+    """Check that the file holds arguments of a Trainer, so that a missing argument may be added."""
+    through = bool(script.profile.get("through_arguments")) or framework_of(script) is not None
+    return through and telling(data)
+
+
+def telling(data: dict[str, Any]) -> bool:
+    return any(find(data, (name,)) is not None for name in _TELLING)
+
+
+def _beside(data: dict[str, Any]) -> Place:
+    """Return the place of the mapping that holds the arguments: the parent of the first known one."""
+    return next((place[:-1] for name in sorted(_TELLING) if (place := find(data, (name,))) is not None), ())
+
+
+def find(data: Any, names: Sequence[str], above: Place = ()) -> Place | None:
+    """Return the place of the first key with one of the names. A DeepSpeed config inside the file is not searched."""
+    if not isinstance(data, dict):
+        return None
+    for name in names:
+        if name in data:
+            return (*above, name)
+    for key, below in data.items():
+        inside = isinstance(key, str) and isinstance(below, dict) and _DS_KEYS.isdisjoint(below)
+        if inside and (found := find(below, names, (*above, key))) is not None:
+            return found
+    return None
+
+
+def _find_config(script: Script, data: Any, above: Place = ()) -> Place | None:
+    """Return the place of the first DeepSpeed config, or of the first name of a config file."""
+    if not isinstance(data, dict):
+        return None
+    for key, value in data.items():
+        if not isinstance(key, str):
+            continue
+        if isinstance(value, str) and is_ds_config(Path(script.cwd) / value):
+            return (*above, key)
+        if isinstance(value, dict) and not _DS_KEYS.isdisjoint(value):
+            return (*above, key)
+        if (found := _find_config(script, value, (*above, key))) is not None:
+            return found
+    return None

@@ -1,0 +1,249 @@
+"""Job of a user's script: a stand-in before the probe run, and a Job from the profile after it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, MICRO_BATCH, Candidate, Value
+from autotune.problem.ds_config import in_new_names, read_config
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job, Script, script_text
+from autotune.problem.models import ModelSpec
+from autotune.script.script import candidate_of_config, config_path
+
+SPLIT = "loader_split"  # key of a profile: accelerate splits its loader's batches over the ranks
+# key of a profile: call that switches on checkpointing in its model, unless it is transformers' call
+CALL = "checkpointing_call"
+ZERO_INIT = "zero_init"  # key of a profile: the script's own code builds its model under `deepspeed.zero.Init`
+# key of a profile: class, `fused` and `foreach` of torch's optimizer that the script has built
+TORCHS = "torch_optimizer"
+EARLIER = "earlier"  # key of a profile: engines with an optimizer, built before the one that trains
+KEPT = "kept_configs"  # key of a profile: ZeRO settings of accelerate's other plugins, which no candidate changes
+OPS = "ops"  # key of a profile: builders of DeepSpeed's ops that were first seen in the probe run
+UNCOUNTED = "the sequences of the script's batches cannot be counted: no tensor is among what its model is given"
+
+_END_TO_END = "its rows are packed end to end, so its micro-batch cannot be checked"
+UNCOUNTED_BESIDE = "a second engine trains, on rows that cannot be counted or that change from step to step"
+
+
+TOKENS = "tokens"  # rows are packed end to end: their number of sequences varies, their tokens do not
+
+
+@dataclass(frozen=True)
+class Counted:
+    """How the batch of a script's steps is counted, to compare it with the requested batch sizes."""
+
+    unit: str  # `rows` of a forward's tensors, `sequences` in them, their `tokens`, or empty if nothing can be counted
+    per_sample: float  # units per sample of the micro-batch: 2 if a loss compares pairs
+    micros_per_accumulation: float  # forwards with a backward, per accumulation step
+
+    @classmethod
+    def of(cls, profile: dict[str, Any]) -> Counted:
+        """Return the counting of a profile. A profile stored by an earlier version counts rows."""
+        per_sample = profile.get("rows_per_sample", 1.0)
+        return cls(profile.get("counted", "rows"), per_sample, profile.get("micros_per_accumulation", 1.0))
+
+
+def batch_seen(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the script's own micro-batch and accumulation, and how they are counted (the fields of `Counted`).
+
+    The config's values hold if the observed count is a multiple of them. The value of an argument or a loader holds if it is
+    nearer to the observed count: DeepSpeed never compares the two. A loop that takes its batch from elsewhere is assumed to have
+    the observed batch, until it is passed another.
+
+    Args:
+        facts: `micro_batch` and `accumulation` of the config; `micros`, `rows` and `sequences` of a rank's step; `said`: by knob,
+            the values of its arguments and loaders. If rows are packed end to end, also `packed_tokens` of a micro-batch (0 if
+            they differ). `counted_by` names the counted tensor, unless it is the first; `uncounted` gives the reason for no
+            count.
+    """
+    known = _known(facts)
+    if known is not None:
+        return known
+    accumulation, micros, rows = facts["accumulation"], _micros(facts), facts["rows"]
+    if rows % accumulation == 0:
+        return _counted(facts, rows // accumulation, accumulation, "rows", 1)
+    return _counted(facts, max(1, rows // micros), micros, "rows", 1)
+
+
+def batch_held(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the batch of a script that always trains on its own, in the form of `batch_seen`.
+
+    The config's values hold if none of the declared values was observed. `held` gives the counts of each of its steps.
+    """
+    found = _known(facts) or _counted(facts, facts["micro_batch"], facts["accumulation"], "rows", 1)
+    return {**found, "held": {"micros": _micros(facts), "rows": facts.get("rows") or 0}}
+
+
+def _known(facts: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the declared batch of which the observed count is the smallest multiple, or None if there is none."""
+    seen = {unit: facts.get(unit) or 0 for unit in ("rows", "sequences")}
+    micros, said = _micros(facts), facts.get("said", {})
+    sizes = [facts["micro_batch"], *said.get(MICRO_BATCH, ())]
+    if "packed_tokens" in facts and (packed := _packed(facts, sizes)) is not None:
+        return packed
+    if not seen["rows"]:
+        return _counted(facts, facts["micro_batch"], facts["accumulation"], "", 1)
+    steps = [facts["accumulation"], *(one for one in said.get(ACCUMULATION, ()) if micros % one == 0)]
+    pairs = [(size, times) for times in steps for size in sizes]
+    for unit, count in seen.items():
+        fits = [
+            (count // (size * times), size, times) for size, times in pairs if count and count % (size * times) == 0
+        ]
+        if fits:
+            # min() takes the first of equally near values, which is the config's
+            per_sample, size, times = min(fits, key=lambda fit: fit[0])
+            return _counted(facts, size, times, unit, per_sample)
+    # A loop that steps at every backward ignores the config's accumulation.
+    unheeded = next((size for size in sizes if seen["rows"] == size * micros), None)
+    return None if unheeded is None else _counted(facts, unheeded, micros, "rows", 1)
+
+
+def _packed(facts: dict[str, Any], sizes: list[int]) -> dict[str, Any] | None:
+    """Return the batch of rows that are packed end to end: only declared values give the number of sequences in a forward.
+
+    Return None if a declared micro-batch of 1 may hold, a single row with positions that restart in its padding.
+    """
+    tokens, micros, told = facts["packed_tokens"], _micros(facts), facts.get("said", {}).get(ACCUMULATION, ())
+    accumulation = next((one for one in (facts["accumulation"], *told) if one == micros), facts["accumulation"])
+    if tokens and len(set(sizes)) == 1:
+        return _counted(facts, sizes[0], accumulation, TOKENS, tokens / sizes[0])
+    if 1 in sizes:
+        return None
+    return _counted({**facts, "uncounted": _END_TO_END}, facts["micro_batch"], accumulation, "", 1)
+
+
+def _micros(facts: dict[str, Any]) -> int:
+    return int(facts.get("micros") or facts["accumulation"])
+
+
+def _counted(
+    facts: dict[str, Any], micro_batch: int, accumulation: int, unit: str, per_sample: float
+) -> dict[str, Any]:
+    return {
+        **{key: facts[key] for key in ("counted_by", "uncounted") if key in facts},
+        "micro_batch": micro_batch,
+        "accumulation": accumulation,
+        "counted": unit,
+        "rows_per_sample": per_sample,
+        "micros_per_accumulation": _micros(facts) / accumulation,
+    }
+
+
+def first_candidates(script: Script) -> list[Candidate]:
+    """Return the candidates that the probe run may be, as far as known before it.
+
+    They are the config's candidate if the command names a config, or else guesses from the script's text.
+    """
+    path = config_path(script)
+    if path is not None:
+        return [candidate_of_config(read_config(path))]
+    offloads = re.search("offload_optimizer|CPUAdam", script_text(script) or "")
+    return [Candidate(()), *([Candidate.of({"zero_stage": 2, "offload_optimizer": "cpu"})] if offloads else [])]
+
+
+def unknown_job(script: Script, hardware: Hardware) -> Job:
+    """Return the stand-in for a script of which only the command is known.
+
+    The optimizer is known if the command names a DeepSpeed config. Otherwise DeepSpeed's Adam is assumed if the script's text
+    contains the word `optimizer` in quotes, or cannot be read.
+    """
+    model = ModelSpec(script.name, {}, " ".join(script.argv))
+    path = config_path(script)
+    if path is not None:
+        optimizer = read_config(path).get("optimizer")
+    else:
+        text = script_text(script)
+        optimizer = {"type": "AdamW"} if text is None or re.search("[\"']optimizer[\"']", text) else None
+    base = {"optimizer": optimizer} if isinstance(optimizer, dict) else {}
+    return Job(model, hardware.count, 1, "fp32", base_config=base, script=script)
+
+
+def job_of(script: Script, hardware: Hardware, global_batch_size: int | None, free: bool = False) -> Job:
+    """Return the Job of a script with a profile.
+
+    The global batch is the script's own, unless another is requested or it is free.
+    """
+    seen = script.profile
+    config = in_new_names(seen["config"])
+    base = {key: value for key, value in config.items() if script.holds_batch or key not in BATCH_KEYS}
+    if seen["client_optimizer"] and not seen["through_arguments"]:
+        base.setdefault("zero_force_ds_cpu_optimizer", False)  # even if offloaded, the optimizer stays the script's
+    if seen["untested_optimizer"]:
+        base.setdefault("zero_allow_untested_optimizer", True)
+    own = own_samples(script, hardware.count)
+    parameters = sum(seen["trained"]) + seen["frozen"]
+    shape = {"model_type": "", **seen["model_config"]}
+    model = ModelSpec(script.name, shape, " ".join(script.argv), parameters)
+    return Job(
+        model,
+        hardware.count,
+        seen["seq_len"],
+        seen["precision"],
+        global_batch_size=None if free else global_batch_size or own,
+        base_config=base,
+        script=script,
+    )
+
+
+def over_present(job: Job, present: dict[str, Any]) -> Job:
+    """Return the job over the config that its script has now, since the user may have edited it after the probe run.
+
+    A key that was removed stays removed. Only keys that the user never set are kept from the job.
+    """
+    first = job.script.profile.get("config") if job.script is not None else None
+    mine = (*present, *BATCH_KEYS) if first is None else (*present, *BATCH_KEYS, *first)
+    ours = {key: value for key, value in job.base_config.items() if key not in mine}
+    return dataclasses.replace(job, base_config={**present, **ours}, precision=_precision(job, first, present))
+
+
+_SIXTEEN_BITS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # section of a config -> precision
+
+
+def _precision(job: Job, first: dict[str, Any] | None, present: dict[str, Any]) -> str:
+    """Return the precision of the present config.
+
+    The job's precision is kept if that config still agrees with the first one, or leaves the choice to its caller.
+    """
+    if first is None or all(first.get(name) == present.get(name) for name in _SIXTEEN_BITS):
+        return job.precision
+    then, now = ([_enabled(config, name) for name in _SIXTEEN_BITS] for config in (first, present))
+    on = [precision for precision, word in zip(_SIXTEEN_BITS.values(), now, strict=True) if word is True]
+    if on:
+        return on[0]
+    return "fp32" if True in then and "auto" not in now else job.precision
+
+
+def _enabled(config: dict[str, Any], name: str) -> Any:
+    section = config.get(name)
+    return section.get("enabled", False) if isinstance(section, dict) else False
+
+
+def own_samples(script: Script, ranks: int) -> int:
+    """Return the samples per optimizer step over all ranks of the unmodified script; requires a profile."""
+    return int(script.profile["micro_batch"] * script.profile["accumulation"] * ranks)
+
+
+def own_candidate(script: Script) -> Candidate:
+    """Return the script's own config as a Candidate; open settings have DeepSpeed's defaults."""
+    seen = script.profile
+    knobs: dict[str, Value] = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: seen["accumulation"]}
+    if seen["checkpointing"] or seen.get("checkpointed"):
+        knobs[CHECKPOINTING] = seen["checkpointed"]
+    return Candidate.of({**candidate_of_config(seen["config"]).as_dict, **knobs})
+
+
+def other_batch(candidate: Candidate, job: Job) -> str:
+    """Return a warning if a script's steps have another size than its own; empty otherwise."""
+    if job.script is None or "micro_batch" not in job.script.profile:
+        return ""
+    own, now = own_samples(job.script, job.ranks), candidate.micro_batch * candidate.accumulation * job.ranks
+    if own == now:
+        return ""
+    return (
+        f"its steps are of {now} samples, the script's own of {own}: the learning rate, its warm-up and the number of steps "
+        "need your attention"
+    )

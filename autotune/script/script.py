@@ -1,0 +1,393 @@
+"""The user's script: flags that carry knobs, and its command under a candidate."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate, Value, knobs_of
+from autotune.problem.ds_config import read_config
+from autotune.problem.job import Script, script_text, under_lightning
+from autotune.script.argument_files import (
+    CONFIG_FLAG,
+    carries,
+    carries_config,
+    given,
+    is_ds_config,
+    launcher_file,
+    own_config,
+    own_files,
+    renamed,
+    winners_copy,
+)
+from autotune.script.command_line import (
+    ACCELERATE,
+    DEEPSPEED,
+    FRAMEWORKS,
+    TORCHRUN,
+    CommandLine,
+    framework_of,
+    started,
+    take_apart,
+    with_option,
+)
+
+# -- script ------------------------------------------------------------------------------------------------------------
+#
+# User's own training script: its command line, and the flags that carry a candidate into it.
+
+# Hugging Face's names, in Trainer's arguments and in the parsers of its examples.
+KNOWN_FLAGS = {
+    MICRO_BATCH: "--per_device_train_batch_size",
+    ACCUMULATION: "--gradient_accumulation_steps",
+    CHECKPOINTING: "--gradient_checkpointing",
+}
+LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")  # flags that the `deepspeed` launcher passes to every rank
+_NEGATED_FLAGS = tuple(f"--{name}" for one in FRAMEWORKS for name in one.negated.values())
+FLAGS = frozenset(
+    (*KNOWN_FLAGS.values(), *_NEGATED_FLAGS, CONFIG_FLAG, *LOCAL_RANK_FLAGS)
+)  # flags to look for in the script's parser
+
+
+# Slow imports (seconds) that the fork server does once for all trials, if the script's text mentions the package.
+_HEAVY = {
+    "transformers": ("transformers.trainer", "transformers.training_args"),
+    "trl": ("trl", "transformers.trainer"),
+    "accelerate": ("accelerate",),
+    "datasets": ("datasets",),
+    "peft": ("peft",),
+}
+
+
+def heavy_imports(script: Script) -> list[str]:
+    """Return the slow modules that the script will import, for the fork server."""
+    framework = framework_of(script)
+    if framework is not None:
+        return sorted(framework.modules)
+    text = script.argv[1] if script.path is None else script_text(script) or ""
+    words = set(re.findall(r"\w+", text))
+    found = {module for name, modules in _HEAVY.items() if name in words for module in modules}
+    if found:
+        found.add("accelerate")
+    return sorted(found)
+
+
+def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
+    """Return the flag and value of every knob of the candidate with a known flag."""
+    found: dict[str, Value] = {}
+    for knob, value in candidate.told(script):
+        flag, negated = _flag_of(script, knob)
+        if flag is not None:
+            found[flag] = not value if negated else value
+    return found
+
+
+def yes_or_no_flags(script: Script) -> set[str]:
+    """Return the flags of boolean knobs."""
+    declared = (flag for knob, flag in script.flags if KNOBS[knob].kind is bool)
+    return {KNOWN_FLAGS[CHECKPOINTING], *_NEGATED_FLAGS, *declared}
+
+
+def candidate_of_config(config: dict[str, Any]) -> Candidate:
+    """Return a DeepSpeed config as a Candidate; without a stage it is stage 0."""
+    return Candidate.of({"zero_stage": 0, **knobs_of(config)})
+
+
+def command(script: Script, candidate: Candidate, config: str) -> list[str]:
+    """Return the script's command line for a candidate.
+
+    The command names `config` as the DeepSpeed config file, and the copies of the argument files next to it. Knobs without a
+    known flag or file are not in it; `carried` reports whether there are any.
+    """
+    argv = with_configs(script.argv, Path(script.cwd), lambda path, at: config, script.profile.get("config"))
+    flags = _flags(script)
+    for file in own_files(script):
+        argv[file.at] = renamed(argv[file.at], str(winners_copy(Path(config).resolve(), file)))
+    named = config_path(script) is not None and own_config(script) is None
+    if not named and not carries_config(script) and CONFIG_FLAG in flags and script.profile.get("through_arguments"):
+        argv = with_flag(argv, CONFIG_FLAG, config)
+    for knob, value in candidate.told(script):
+        flag, negated = _flag_of(script, knob)
+        if flag in flags and not (carries(script, knob) and flag not in given(script.argv)):
+            argv = with_setting(script, argv, flag, not value if negated else value)
+    return argv
+
+
+def _flag_of(script: Script, knob: str) -> tuple[str | None, bool]:
+    """Return the flag of a knob, and whether its meaning is negated."""
+    framework = framework_of(script)
+    if framework is not None and knob in framework.negated and knob not in dict(script.flags):
+        return f"--{framework.negated[knob]}", True
+    return {**KNOWN_FLAGS, **dict(script.flags)}.get(knob), False
+
+
+def carried(script: Script) -> bool:
+    """Check that `command` carries every knob of a candidate, so that the script's code and files need no change."""
+    through = bool(script.profile.get("through_arguments"))
+    if config_path(script) is None and not (through and CONFIG_FLAG in _flags(script)):
+        launched = line_of(script).kind == ACCELERATE
+        if not carries_config(script) and not launched:
+            return False
+    if script.holds_batch:
+        return True
+    # DeepSpeed's loop takes its batch from the config, Trainer from its own arguments, and Lightning only the accumulation.
+    theirs = (MICRO_BATCH, ACCUMULATION) if through else (ACCUMULATION,) if under_lightning(script) else ()
+    return all(carries_knob(script, knob) for knob in theirs)
+
+
+def carries_knob(script: Script, knob: str) -> bool:
+    """Check that a flag or a file of `command` carries a knob."""
+    return _flag_of(script, knob)[0] in _flags(script) or carries(script, knob)
+
+
+def half_told(script: Script, candidate: Candidate) -> str:
+    """Return a warning if a script computes from a wrong batch before `prepare`; empty otherwise.
+
+    An example is the length of a learning-rate schedule in Hugging Face's `no_trainer` examples. The case occurs if a flag
+    carries the accumulation, but only the loader carries the micro-batch.
+    """
+    seen = script.profile
+    if not seen.get("loader_prepared") or seen.get("through_arguments") or script.holds_batch:
+        return ""
+    if carries_knob(script, MICRO_BATCH) or not carries_knob(script, ACCUMULATION):
+        return ""
+    if seen["micro_batch"] == candidate.micro_batch:
+        return ""
+    return (
+        "what the script computes before accelerate prepares its loader (steps of an epoch, the length of a schedule) is of its "
+        f"own micro-batch of {seen['micro_batch']} with accumulation {candidate.accumulation}, and it trains on "
+        f"{candidate.micro_batch}: tune with --map {MICRO_BATCH}=--FLAG, the flag of its batch size, and both are right"
+    )
+
+
+def _flags(script: Script) -> set[str]:
+    """Return the flags that the script accepts: given, declared, or seen in its parser."""
+    return given(script.argv) | set(dict(script.flags).values()) | set(script.profile.get("flags", ()))
+
+
+def line_of(script: Script) -> CommandLine:
+    """Return the script's parsed launcher, with the script as its target."""
+    line = take_apart([*script.launcher, "script"])
+    return dataclasses.replace(line, environment=script.environment, target=script.argv)
+
+
+def typed(script: Script) -> list[str]:
+    """Return the whole command as typed."""
+    line = line_of(script)
+    return [*(f"{name}={value}" for name, value in script.environment), *started(line, script.launcher, script.argv)]
+
+
+def training_command(script: Script, candidate: Candidate, ranks: int, config: str) -> list[str]:
+    """Return the command that trains with a candidate without autotune: the user's own launcher, with the number of ranks.
+
+    Args:
+        config: the path of the candidate's DeepSpeed config.
+    """
+    words, line, framework = command(script, candidate, config), line_of(script), framework_of(script)
+    if line.kind:
+        return started(line, _launcher_words(script, candidate, line, ranks, config), words)
+    if _starts_itself(script):
+        words = framework.arguments(words, ranks) if framework is not None else words
+        return words if script.program is not None else ["python", *words]
+    if script.program is not None:
+        return [*_TORCHRUN, str(ranks), "--no-python", *words]
+    return started(line, _starter(script, ranks, config), words)
+
+
+RELAUNCHED = "relaunched"  # key of a profile: the script starts its ranks itself
+_TORCHRUN = ("torchrun", "--nproc-per-node")
+_RANKS_OPTION = {TORCHRUN: "--nproc-per-node", DEEPSPEED: "--num_gpus", ACCELERATE: "--num_processes"}
+
+
+def _starts_itself(script: Script) -> bool:
+    """Check that the command starts its ranks itself: the probe run showed it, or the framework is known to."""
+    known = script.program is not None and framework_of(script) is not None
+    return known or bool(script.profile.get(RELAUNCHED))
+
+
+def variables_for(script: Script, ranks: int) -> dict[str, str]:
+    """Return the variables in front of `training_command`: those typed, and those that pass the ranks to a framework."""
+    framework = framework_of(script)
+    own = framework.environment(ranks) if framework and not script.launcher and _starts_itself(script) else {}
+    return {**own, **dict(script.environment)}
+
+
+def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ranks: int, config: str) -> list[str]:
+    """Return the launcher's words as typed, with the number of ranks and the winner's config inserted."""
+    file = launcher_file(script)
+    named = next((one.data.get("num_processes") for one in script.files if one.launcher), None)
+    wanted: dict[str, str] = {}
+    if ranks not in (line.ranks, named if line.ranks is None else None) and "include" not in line.options:
+        option, value = _deepspeed_ranks(ranks) if line.kind == DEEPSPEED else (_RANKS_OPTION[line.kind], str(ranks))
+        wanted[option] = value
+    elsewhere = CONFIG_FLAG in given(script.argv) or carries_config(script)
+    if file is not None:
+        wanted["--config_file"] = str(winners_copy(Path(config).resolve(), file))
+        if (precision := file.data.get("mixed_precision", "no")) != "no" and "mixed_precision" not in line.options:
+            wanted["--mixed_precision"] = str(precision)
+    elif line.kind == ACCELERATE and not elsewhere:
+        wanted["--deepspeed_config_file"] = config
+        if "use_deepspeed" not in line.options:
+            line = dataclasses.replace(line, launcher=(*line.launcher, "--use_deepspeed"))
+    known = {**(file.data.get("deepspeed_config") or {} if file else {}), **line.options}
+    if line.kind == ACCELERATE and ACCUMULATION in known and not script.holds_batch:
+        wanted[f"--{ACCUMULATION}"] = str(candidate.accumulation)
+    for name, value in wanted.items():
+        line = dataclasses.replace(line, launcher=tuple(with_option(line, name, value)))
+    return list(line.launcher)
+
+
+def _deepspeed_ranks(ranks: int) -> tuple[str, str]:
+    """Return the option of DeepSpeed's launcher for this number of ranks.
+
+    With `--num_gpus` the launcher ignores CUDA_VISIBLE_DEVICES and takes the first GPUs (deepspeed 0.19.8, launcher/runner.py).
+    """
+    shown = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if len(shown) >= ranks and all(one.isdigit() for one in shown):
+        return "--include", f"localhost:{','.join(shown[:ranks])}"
+    return _RANKS_OPTION[DEEPSPEED], str(ranks)
+
+
+def _starter(script: Script, ranks: int, config: str) -> list[str]:
+    """Return the launcher for a script that was typed without one."""
+    if script.ds_config is None:
+        if not script.profile.get("through_arguments") and set(LOCAL_RANK_FLAGS) & set(script.profile.get("flags", ())):
+            return ["deepspeed", *_deepspeed_ranks(ranks)]
+        return [*_TORCHRUN, str(ranks)]
+    return ["accelerate", "launch", "--use_deepspeed", "--deepspeed_config_file", config, "--num_processes", str(ranks)]
+
+
+def config_path(script: Script) -> Path | None:
+    """Return the DeepSpeed config file that the command names, or None if the config is elsewhere."""
+    if script.ds_config is not None:
+        return Path(script.ds_config)
+    found = _config_files(script.argv, Path(script.cwd), script.profile.get("config"))
+    named = next((path for _, _, path in found), None)
+    inside = own_config(script) if named is None else None
+    return inside if isinstance(inside, Path) else named
+
+
+def _config_files(argv: Sequence[str], cwd: Path, own: dict[str, Any] | None) -> list[tuple[int, str, Path]]:
+    """Return (index, prefix, path) of every argument that names a DeepSpeed config file.
+
+    The prefix is like `--config=` or empty. If several files are named and the script's `own` config is known, only the file with
+    that config is returned: the others belong to other engines.
+    """
+    found = []
+    for at, word in enumerate(argv):
+        head, equals, value = word.partition("=")
+        path = cwd / (value if equals else word)
+        if is_ds_config(path):
+            found.append((at, f"{head}=" if equals else "", path))
+    paths = dict.fromkeys(path for _, _, path in found)
+    if own is None or len(paths) < 2:
+        return found
+    read = next((path for path in paths if read_config(path) == own), None)
+    return [one for one in found if one[2] == read]
+
+
+def several_configs(script: Script) -> bool:
+    """Check that the command names more than one DeepSpeed config file."""
+    return len({path for _, _, path in _config_files(script.argv, Path(script.cwd), None)}) > 1
+
+
+def with_configs(
+    argv: Sequence[str], cwd: Path, renamed: Callable[[Path, int], str], own: dict[str, Any] | None = None
+) -> list[str]:
+    """Return the arguments with config files replaced by `renamed(path, index of the argument)`.
+
+    Only files that the first engine reads are replaced.
+
+    Args:
+        own: the contents of that file if known; None replaces every file.
+    """
+    found = list(argv)
+    for at, head, path in _config_files(argv, cwd, own):
+        found[at] = head + renamed(path, at)
+    return found
+
+
+# -- flag words --------------------------------------------------------------------------------------------------------
+#
+# Words of a flag on a command line: where it is given, how it is set, and how it spells yes and no.
+
+# pairs of no and yes that parsers of truth values accept
+_NO_AND_YES = (
+    ("false", "true"),
+    ("0", "1"),
+    ("no", "yes"),
+    ("off", "on"),
+    ("disable", "enable"),
+    ("disabled", "enabled"),
+    ("f", "t"),
+    ("n", "y"),
+)
+
+
+def no_and_yes(word: str) -> tuple[str, str] | None:
+    """Return a pair (no, yes) in the spelling of the word: `Off` gives `Off` and `On`. Return None if it is neither."""
+    pair = next((pair for pair in _NO_AND_YES if word.lower() in pair), None)
+    return pair if pair is None or word == word.lower() else (pair[0].title(), pair[1].title())
+
+
+def with_flag(argv: Sequence[str], flag: str, value: Value) -> list[str]:
+    """Return the arguments with the flag set to this value.
+
+    Every occurrence is replaced, since most parsers take the last; a missing flag is appended. A flag without dashes is an
+    argument `name=value`, as Hydra and OmegaConf read it.
+    """
+    dashed, given = flag.startswith("-"), False
+    found: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        name, equals, typed = word.partition("=")
+        if not (name == flag if dashed else equals and name.lstrip("+") == flag):
+            found.append(word)
+            continue
+        given = True
+        follows = rest[0] if rest else "--"
+        if equals:
+            found.append(f"{name}={_in_kind(value, typed)}")
+        elif isinstance(value, bool) and no_and_yes(follows) is None:  # a switch, which takes no value
+            found += [flag] if value else []
+        elif follows.startswith("--"):
+            found.append(f"{flag}={value}")
+        else:
+            found += [flag, _in_kind(value, rest.pop(0))]
+    return found if given else [*found, *([flag, str(value)] if dashed else [f"{flag}={value}"])]
+
+
+def _in_kind(value: Value, typed: str) -> str:
+    pair = no_and_yes(typed) if isinstance(value, bool) else None
+    return str(value) if pair is None else pair[bool(value)]
+
+
+SPELLINGS = "spellings"  # key of a profile: flag -> words for [no, yes], if these are not `flag False` and `flag True`
+
+
+def with_setting(script: Script, argv: list[str], flag: str, value: Value) -> list[str]:
+    """Return the arguments with the flag set in the spelling that the script's parser was seen to accept.
+
+    `rank/hooks/config.py` records the spellings.
+    """
+    words: list[str | None] | None = script.profile.get(SPELLINGS, {}).get(flag)
+    if words is None or not isinstance(value, bool):
+        return with_flag(argv, flag, value)
+    takes_value = f"{flag}=" in str(words[True])
+    found: list[str] = []
+    place, follows = None, False  # index of the flag; whether the word before was the flag, so that its value follows
+    for word in argv:
+        mine = word in (flag, *words) or word.startswith(f"{flag}=")
+        if mine and place is None:
+            place = len(found)
+        if not mine and not (follows and not word.startswith("-")):
+            found.append(word)
+        follows = word == flag and takes_value
+    place = len(found) if place is None else place
+    said = words[value]
+    return [*found[:place], *([said] if said else []), *found[place:]]

@@ -1,0 +1,395 @@
+"""Exclusion of candidates by measurements, each with its reason."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.predict.features import Flags, Floats
+from autotune.predict.trace_data import Trace
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate, Value
+from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO, OFFLOADING
+from autotune.problem.outcome import Kind, Outcome, Source
+
+# -- candidate pool ----------------------------------------------------------------------------------------------------
+#
+# Pool of candidates that may still be tried, and the reasons that exclude the others. Only measurements exclude.
+
+
+class Openings:
+    """The candidates of a study, with the reason for each exclusion."""
+
+    def __init__(self, candidates: list[Candidate], rules: Rules, host: Floats | None = None) -> None:
+        """Index the candidates.
+
+        Args:
+            candidates: the candidates.
+            rules: dominance rules for device memory.
+            host: (n,) bytes that each candidate keeps in host memory; None if nothing is offloaded, or host and device
+                are one.
+        """
+        self.candidates = candidates
+        self.index = {candidate: i for i, candidate in enumerate(candidates)}
+        self.open = np.ones(len(candidates), dtype=bool)
+        # need at least as much memory as a candidate with an OOM
+        self.too_large = np.zeros(len(candidates), dtype=bool)
+        self.running = np.zeros(len(candidates), dtype=bool)  # peer tuners or other workers measure them now
+        self._kept_back = self.running  # running candidates and similar ones
+        self.skipped: Counter[str] = Counter()
+        self._dominance = Dominance(candidates, rules)
+        self._host = HostDominance(candidates, np.zeros(len(candidates)) if host is None else host)
+        self._places = Places(candidates)
+        families: dict[tuple[tuple[str, Value], ...], int] = {}
+        self.family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
+        self._refused: dict[str, list[Candidate]] = {}
+        self._forgiven: set[Candidate] = set()
+        self._worked: list[Candidate] = []
+
+    @property
+    def free(self) -> Flags:
+        """Return whether each candidate may be tried now, (n,)."""
+        return self.open & ~self._kept_back
+
+    def keep_back(self, running: Iterable[Candidate], kinds: NDArray[np.intp]) -> None:
+        """Reserve candidates that run elsewhere and, until `let_alike`, candidates similar to them.
+
+        Similar candidates have the same engine, which measures them one after the other, or the same kind.
+
+        Args:
+            running: the running candidates.
+            kinds: (n,) kind of each candidate.
+        """
+        self.running = np.zeros_like(self.open)
+        at = [self.index[candidate] for candidate in running if candidate in self.index]
+        self.running[at] = True
+        self._kept_back = self.running | np.isin(self.family, self.family[at]) | np.isin(kinds, kinds[at])
+
+    def let_alike(self) -> bool:
+        """Release candidates that are similar to running ones; return whether this adds any."""
+        more = bool((self.open & self._kept_back & ~self.running).any())
+        self._kept_back = self.running
+        return more
+
+    def observe(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Close the candidate, and exclude the candidates that its outcome speaks against."""
+        self.close(candidate)
+        if outcome.kind is Kind.OK:
+            self._worked.append(candidate)
+            if (at := self.index.get(candidate)) is not None:
+                self._places.work(at)
+        elif outcome.kind is Kind.OOM_DEVICE:
+            self._rule_out_larger(candidate)
+        elif outcome.source is Source.DEATH:
+            self.rule_out(self.alike(candidate), f"same engine as {candidate}, which the tuner did not survive")
+            self._blame_place(candidate, outcome)
+        elif outcome.source is Source.STEPS:
+            self._rule_out_larger_batches(candidate)
+        elif outcome.kind is Kind.INVALID:
+            self._learn_refusal(candidate, outcome.reason, "DeepSpeed refuses")
+        elif outcome.kind is Kind.CRASH and outcome.source is Source.EXCEPTION:
+            self._learn_refusal(candidate, outcome.reason, "crashes")
+            self._blame_place(candidate, outcome)
+        else:  # a hang, a signal or a host OOM would recur in the same engine
+            if outcome.kind is Kind.OOM_HOST:
+                self._rule_out_hungrier(candidate)
+            self.rule_out(self.alike(candidate), f"same engine as {candidate}: {outcome.kind.value}")
+            self._blame_place(candidate, outcome)
+
+    def forgive(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Keep a candidate open whose failure is retryable.
+
+        A second hang or crash closes the candidate without excluding any other, so that repeated calls make progress.
+        """
+        if outcome.kind.may_be_mended:
+            if candidate in self._forgiven:
+                self.close(candidate)
+            self._forgiven.add(candidate)
+
+    def alike(self, candidate: Candidate) -> Flags:
+        """Return a mask of the candidates with the same engine."""
+        at = self.index.get(candidate)
+        return np.zeros_like(self.open) if at is None else self.family == self.family[at]
+
+    def needing_no_less(self, candidate: Candidate, kind: Kind) -> Flags:
+        """Return whether each candidate needs at least as much of the exhausted memory as the given one, (n,)."""
+        if kind is Kind.OOM_DEVICE:
+            return self._dominance.needs_no_less(candidate)
+        return self.alike(candidate) | self._host.needs_no_less(candidate)
+
+    def close(self, candidate: Candidate) -> None:
+        if (at := self.index.get(candidate)) is not None:
+            self.open[at] = False
+
+    def rule_out(self, mask: Flags, reason: str) -> None:
+        if count := int((mask & self.open).sum()):
+            self.open &= ~mask
+            self.skipped[reason] += count
+
+    def _rule_out_larger(self, candidate: Candidate) -> None:
+        at = self.index.get(candidate)
+        if at is None or self.too_large[at]:  # the OOM that excluded it has already excluded all larger candidates
+            return
+        larger = self._dominance.needs_no_less(candidate)
+        self.too_large |= larger
+        self.rule_out(larger, f"needs no less memory than {candidate}, which ran out")
+
+    def _rule_out_hungrier(self, candidate: Candidate) -> None:
+        """Exclude candidates that offload at least as much as one with a host OOM, unless one of them has worked."""
+        hungrier = self._host.needs_no_less(candidate)
+        if not any(hungrier[self.index[one]] for one in self._worked if one in self.index):
+            self.too_large |= hungrier
+            self.rule_out(
+                hungrier, f"offloads no less to the host than {candidate}, for which its memory was too small"
+            )
+
+    def _blame_place(self, candidate: Candidate, outcome: Outcome) -> None:
+        if (at := self.index.get(candidate)) is not None:
+            blamed = self._places.fail(at, int(self.family[at]))
+            self.rule_out(blamed, f"first-order settings like those of {candidate} and others: {outcome.kind.value}")
+
+    def _rule_out_larger_batches(self, candidate: Candidate) -> None:
+        """Exclude batches that are at least as large as one that left too few steps of data.
+
+        Nothing is excluded if such a batch has worked.
+        """
+
+        def no_smaller(other: Candidate) -> bool:
+            return other.micro_batch * other.accumulation >= candidate.micro_batch * candidate.accumulation
+
+        if not any(map(no_smaller, self._worked)):
+            larger = np.array([no_smaller(other) for other in self.candidates])
+            self.rule_out(larger, f"its batch is no smaller than that of {candidate}, which left too few steps")
+
+    def _learn_refusal(self, candidate: Candidate, reason: str, how: str) -> None:
+        """Exclude every candidate with the settings that all failures with this message share.
+
+        After a single failure, or if a working candidate has the shared settings too, only the same engine is excluded.
+        """
+        refused = self._refused.setdefault(reason, [])
+        refused.append(candidate)
+        shared = set.intersection(*(set(one.family) for one in refused))
+        if len(refused) == 1 or any(shared <= set(one.family) for one in self._worked):
+            shared = set(candidate.family)
+        alike = np.array([shared <= set(other.family) for other in self.candidates])
+        self.rule_out(alike, f"{how}: {reason[:160]}")
+
+
+# -- dominance ---------------------------------------------------------------------------------------------------------
+#
+# Find candidates that need at least as much device memory as a failed one, by rules that hold for every model.
+#
+# Some settings that look thriftier need more memory. The following cases were seen on measured tables or in DeepSpeed's
+# source and are therefore no rules:
+#
+# - Stage 2 may need more than stage 1: with large buckets, or in 32 bits on one rank.
+# - On CPU ranks, whose host and device are one, offloading needs more memory. At stage 2, malloc may keep more for many
+#   small micro-batches than a few larger ones need (the table of the encoder's script).
+# - An offloaded optimizer stages a whole gradient on its way to the host. If many ranks share the optimizer states, the
+#   gradient is larger than the states.
+# - Stage 1 keeps gradients that are larger than its bucket in place, so a larger bucket may need less.
+# - Overlap uses a second bucket only at stages 1 and 2. On CPU ranks, peaks vary by about one bucket between
+#   measurements.
+# - A split optimizer keeps whole sub-groups on the device, so larger sub-groups may leave fewer there.
+
+MORE_IS_MORE = (MICRO_BATCH, "reduce_bucket_size", "allgather_bucket_size", "sub_group_size")
+# Settings that save memory. Expandable segments have fewer holes than segments of fixed size.
+_SPARES = {
+    CHECKPOINTING: (True,),
+    "offload_optimizer": ("cpu", "nvme"),
+    "offload_param": ("cpu", "nvme"),
+    EXPANDABLE: (True,),
+}
+# Bytes per parameter for master weights and Adam's states; other optimizers have at most as much. Bytes per element of
+# a gradient on its way to the host.
+_STATES, _STAGED = 12.0, 4.0
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules that hold for a job on a machine."""
+
+    spared_by: tuple[str, ...] = OFFLOADING  # kinds of offloading that always save device memory
+    counts_steps: bool = False  # True if stage 2 may need less with fewer accumulation steps
+    overlap_doubles: bool = True  # True if the second bucket exceeds the variation of peaks
+
+    @classmethod
+    def of(cls, device: str, ranks: int = 1, trace: Trace | None = None) -> Rules:
+        """Return the rules of a device, "cuda" or "cpu".
+
+        Args:
+            device: the device.
+            ranks: number of ranks.
+            trace: the model's trace; None if its sizes are unknown.
+        """
+        if device != "cuda":
+            return cls((), counts_steps=True, overlap_doubles=False)
+        states = _STATES * sum(trace.parameters) / ranks if trace else 0.0
+        return cls(OFFLOADING if trace and states / 2 > _STAGED * trace.largest else ("offload_param",))
+
+
+EVERY_RULE = Rules()
+
+
+class Dominance:
+    """Compare the memory need of one candidate with all others at once.
+
+    Each stage has its own buffers, so candidates of different stages are not compared. Knobs that may raise or lower
+    memory must be equal.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], rules: Rules = EVERY_RULE) -> None:
+        self._index = {candidate: i for i, candidate in enumerate(candidates)}
+        spares = {name: kinds for name, kinds in _SPARES.items() if name not in OFFLOADING or name in rules.spared_by}
+        handled = {*MORE_IS_MORE, *spares, ACCUMULATION, "overlap_comm"}  # the stage stays among the other knobs
+        handled |= {OFFLOAD_RATIO} if "offload_optimizer" in spares else set()
+        self._rules = rules
+        self._stage = np.array([c.stage for c in candidates])
+        self._accumulation = np.array([c.accumulation for c in candidates])
+        # -1 if the candidate lacks the knob: DeepSpeed's default or the user's config decides
+        self._more = {name: np.array([float(c.get(name, -1)) for c in candidates]) for name in MORE_IS_MORE}
+        # number of the saving setting; 0 if the candidate does not save
+        self._spares = [
+            np.array([kinds.index(c.get(name)) + 1 if c.get(name) in kinds else 0 for c in candidates])
+            for name, kinds in spares.items()
+        ]
+        self._leaves = np.array([_leaves(c) for c in candidates])
+        self._overlap = np.array([{True: 1.0, False: 0.0}.get(c.get("overlap_comm"), -1.0) for c in candidates])
+        others: dict[tuple[object, ...], int] = {}
+        self._others = np.array(
+            [
+                others.setdefault(tuple(item for item in c.knobs if item[0] not in handled), len(others))
+                for c in candidates
+            ]
+        )
+
+    def needs_no_less(self, candidate: Candidate) -> Flags:
+        """Return whether each candidate needs at least as much memory as the given one, (n,).
+
+        All values are False if the given candidate is not in the list.
+        """
+        at = self._index.get(candidate)
+        if at is None:
+            return np.zeros(len(self._stage), dtype=bool)
+        found = self._others == self._others[at]  # the other knobs include the stage
+        # accumulation may need its own gradient buffer
+        found &= (self._accumulation == self._accumulation[at]) | (self._accumulation > 1)
+        if self._rules.counts_steps and self._stage[at] == 2:
+            found &= self._accumulation >= self._accumulation[at]
+        for name, more in self._more.items():
+            keeps = name == "reduce_bucket_size" and self._stage[at] == 1
+            found &= more == more[at] if keeps or more[at] < 0 else more >= more[at]
+        for spares in self._spares:
+            found &= (spares == 0) | (spares == spares[at])
+        found &= self._offloads_no_more(at)
+        doubles = self._rules.overlap_doubles and self._stage[at] in (1, 2)
+        found &= (self._overlap == self._overlap[at]) | (doubles & (self._overlap == 1.0))
+        return np.asarray(found)
+
+    def _offloads_no_more(self, at: int) -> Flags:
+        """Return whether each candidate offloads at most the share of the one at `at`, (n,).
+
+        A split optimizer keeps whole sub-groups on the device, rounded down. Shares are therefore compared only between
+        equal sub-group sizes.
+        """
+        groups, mine = self._more["sub_group_size"], self._leaves[at]
+        comparable = (groups == groups[at]) | (mine == 1) | (self._leaves == 0)
+        return np.asarray((self._leaves <= mine) & comparable)
+
+
+class HostDominance:
+    """Compare the host memory of candidates.
+
+    A candidate needs at least as much under three conditions. The stage is the same, at least the same parts are
+    offloaded to the same places, and the memory bill counts no fewer bytes. Micro-batches and buckets are on the device
+    and do not matter.
+
+    Args:
+        candidates: the candidates.
+        host: (n,) bytes in host memory; 0 if nothing is offloaded, which excludes the candidate from comparison.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], host: Floats) -> None:
+        self._index = {candidate: i for i, candidate in enumerate(candidates)}
+        self._host, self._stage = host, np.array([c.stage for c in candidates])
+        self._where = [np.array([str(c.get(name, "none")) for c in candidates]) for name in OFFLOADING]
+
+    def needs_no_less(self, candidate: Candidate) -> Flags:
+        """Return whether each candidate needs at least as much host memory as the given one, (n,).
+
+        All values are False if the given candidate offloads nothing.
+        """
+        at = self._index.get(candidate)
+        if at is None or self._host[at] <= 0:
+            return np.zeros(len(self._stage), dtype=bool)
+        found = (self._stage == self._stage[at]) & (self._host >= self._host[at])
+        for where in self._where:
+            found &= (where == where[at]) | (where[at] == "none")
+        return np.asarray(found)
+
+
+def _leaves(candidate: Candidate) -> float:
+    """Return the requested share of the optimizer that goes to the host."""
+    return float(candidate.get(OFFLOAD_RATIO, 1.0)) if candidate.offload_optimizer != "none" else 0.0
+
+
+# -- shared causes -----------------------------------------------------------------------------------------------------
+#
+# Find settings that failed engines have in common: hangs, signals and host OOM.
+#
+# A single failure excludes only its engine. If several engines fail, their shared settings are excluded, and nothing
+# wider. A wider exclusion requires more failed engines, and no candidate in it may have worked. If all failed engines
+# offload the optimizer or the parameters, the host or an op may be the cause. Candidates without offloading then stay
+# open.
+
+LEAST_FAILED = 2  # failed engines that agree in all of these knobs; one more for each knob in which they differ
+_KNOBS = tuple(name for name in FIRST_ORDER if name not in (MICRO_BATCH, ACCUMULATION))
+
+
+class Places:
+    """First-order settings of engines, and the failed ones among them."""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        columns = []
+        for name in _KNOBS:
+            values = [candidate.get(name) for candidate in candidates]
+            kinds = {value: i for i, value in enumerate(dict.fromkeys(values))}
+            if len(kinds) > 1:
+                columns.append([kinds[value] for value in values])
+        self._settings = np.array(columns, dtype=np.intp).T.reshape(len(candidates), len(columns))
+        self._offloads = np.array([bool(c.offloaded) for c in candidates])
+        self._worked = np.zeros(len(candidates), dtype=bool)
+        self._failed: dict[int, int] = {}  # engine -> place of one of its candidates
+
+    def work(self, at: int) -> None:
+        """Record that the candidate at this place has worked."""
+        self._worked[at] = True
+
+    def fail(self, at: int, engine: int) -> Flags:
+        """Record a failure of the candidate at this place.
+
+        Returns:
+            (n,) candidates with the settings that this failure shares with others and that no working candidate has.
+        """
+        self._failed.setdefault(engine, at)
+        places = list(self._failed.values())
+        failed, blamed = self._settings[places], np.zeros(len(self._worked), dtype=bool)
+        width = self._settings.shape[1]
+        for size in range(width + 1):
+            for shared in map(list, itertools.combinations(range(width), size)):
+                sharing = (failed[:, shared] == self._settings[at, shared]).all(axis=1)
+                same = failed[sharing]
+                # the failures share more than `shared`, so a narrower cause explains them
+                common = (same == same[0]).all(axis=0)
+                if len(same) < LEAST_FAILED + width - size or int(common.sum()) > size:
+                    continue
+                alike = (self._settings[:, shared] == self._settings[at, shared]).all(axis=1)
+                if self._offloads[places][sharing].all():
+                    alike &= self._offloads
+                if not (alike & self._worked).any():
+                    blamed |= alike
+        return blamed

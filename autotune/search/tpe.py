@@ -1,0 +1,145 @@
+"""Optuna's TPE over a finite list of candidates."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import optuna
+
+from autotune.predict.features import Flags, Floats
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
+from autotune.problem.space import SearchSpace
+
+# -- sampler -----------------------------------------------------------------------------------------------------------
+#
+# Optuna's TPE sampler over the candidates, independent of other strategies.
+
+MOST_ASKED = 24  # consecutive proposals with a known result; an experienced sampler proposes few new candidates
+FAILED = 1.0  # GiB; constraint value of a failed candidate, as if it were over memory
+
+Answer = tuple[float, float]  # (samples per second, GiB over memory)
+
+
+class Sampler:
+    """TPE sampler that receives results only for its own proposals.
+
+    The sampler therefore needs as many trials as plain TPE, however the study's other trials were chosen. Known results
+    are returned to it without a trial.
+    """
+
+    def __init__(self, candidates: list[Candidate], space: SearchSpace, seed: int, answers: dict[int, Answer]) -> None:
+        self.space = space
+        self._distances = Distances(candidates)
+        names = [name for name in (*space.order, MICRO_BATCH, ACCUMULATION) if name in space.knobs]
+        self._names = [name for name in names if name != ACCUMULATION or not _follows(candidates)]
+        self._answers = answers  # known results by place, from any strategy
+        self._waiting: list[tuple[optuna.Trial, int]] = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True)
+        self._study = optuna.create_study(direction="maximize", sampler=sampler)
+
+    def next(self, allowed: Flags, too_large: Flags, running: Flags | None = None) -> int:
+        """Return the place of the sampler's next candidate among the allowed ones. At least one must be allowed.
+
+        Args:
+            allowed: (n,) candidates that may be tried.
+            too_large: (n,) candidates that need at least as much memory as one with an OOM.
+            running: (n,) candidates that run elsewhere; the sampler waits for their results.
+        """
+        self._tell(running)
+        for _ in range(MOST_ASKED):
+            trial = self._study.ask()
+            distances = self._distances.to(Candidate.of({name: self._suggest(trial, name) for name in self._names}))
+            at = int(distances.argmin())
+            if at not in self._answers and allowed[at]:
+                break
+            if at not in self._answers and too_large[at]:
+                self._answers[at] = 0.0, FAILED
+            if at in self._answers:
+                self._answered(trial, self._answers[at])
+            else:
+                self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        else:
+            trial = self._study.ask()
+            distances = self._distances.to(Candidate.of({name: self._suggest(trial, name) for name in self._names}))
+            at = int(np.where(allowed, distances, np.inf).argmin())
+        self._waiting.append((trial, at))
+        return at
+
+    def _tell(self, running: Flags | None) -> None:
+        """Report results to Optuna for proposals that were measured since."""
+        asked, self._waiting = self._waiting, []
+        for trial, at in asked:
+            if at in self._answers:
+                self._answered(trial, self._answers[at])
+            elif running is not None and running[at]:
+                self._waiting.append((trial, at))
+            else:
+                self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+
+    def _answered(self, trial: optuna.Trial, answer: Answer) -> None:
+        speed, over = answer
+        trial.set_constraint("memory_gib_over", over)
+        self._study.tell(trial, speed)
+
+    def _suggest(self, trial: optuna.Trial, name: str) -> Value:
+        value: Value = trial.suggest_categorical(name, self.space.knobs[name].values)  # type: ignore[assignment]
+        return value
+
+
+def _follows(candidates: Sequence[Candidate]) -> bool:
+    """Return True if the other knobs determine accumulation, as with a given global batch."""
+    others = {tuple(item for item in candidate.knobs if item[0] != ACCUMULATION) for candidate in candidates}
+    return len(others) == len(candidates)
+
+
+# -- distances ---------------------------------------------------------------------------------------------------------
+#
+# Distances from a setting to every candidate. The sampler may propose any setting; the nearest candidate is tried.
+
+
+class Distances:
+    """Distances from a setting to all candidates, summed over knobs.
+
+    A number adds the log2 of the ratio, at most FAR. A different choice adds FAR.
+    """
+
+    FAR = 4.0
+
+    def __init__(self, candidates: list[Candidate]) -> None:
+        self._count = len(candidates)
+        names = sorted({name for candidate in candidates for name in candidate.as_dict})
+        self._codes: dict[Any, float] = {}
+        self._columns = {}
+        for name in names:
+            values = [candidate.get(name) for candidate in candidates]
+            codes = {value: self._code(name, value) for value in dict.fromkeys(values)}
+            self._columns[name] = np.array([codes[value] for value in values])
+
+    def _code(self, name: str, value: Value | None) -> float:
+        """Return the log2 of a number, or for a choice or missing knob a code far from every such logarithm."""
+        if self._is_number(name, value):
+            return math.log2(max(float(value), 1e-9))  # type: ignore[arg-type]
+        return self._codes.setdefault((name, value), 1e3 * (1 + len(self._codes)))
+
+    @staticmethod
+    def _is_number(name: str, value: Value | None) -> bool:
+        return (
+            name not in (CHECKPOINTING, "zero_stage") and isinstance(value, int | float) and not isinstance(value, bool)
+        )
+
+    def to(self, wanted: Candidate) -> Floats:
+        """Return the distances from `wanted` to the candidates, (n,)."""
+        total = np.zeros(self._count)
+        for name in {*wanted.as_dict, *self._columns}:
+            column = self._columns.get(name)
+            if column is None:
+                total += self.FAR
+            else:
+                total += np.minimum(self.FAR, abs(column - self._code(name, wanted.get(name))))
+        return total

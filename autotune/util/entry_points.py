@@ -1,0 +1,18 @@
+"""Modules that autotune runs in their own processes, by purpose.
+
+Launchers take a module's name from here only. `python -m MODULE` starts each of them; the fork server also starts ranks, by the
+module's `become`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+MODEL_RANK: Final = "autotune.rank.model_rank"  # measures a named model
+SCRIPT_RANK: Final = "autotune.rank.script_rank"  # measures a user's script
+TRAIN_RANK: Final = "autotune.rank.train_rank"  # trains under `autotune launch`
+SELFTEST_RANK: Final = "autotune.rank.selftest_rank"  # all-reduce before the first trial
+FORK_SERVER: Final = "autotune.workers.fork_server"  # imports once, forks ranks
+TRACER: Final = "autotune.predict.tracer"  # traces a model without a GPU
+HUB_READER: Final = "autotune.rank.hub_config"  # reads a model's config from the Hub
+RAY_DRIVER: Final = "autotune.executors.cluster.ray_driver"  # places agents on a Ray cluster

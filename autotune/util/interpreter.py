@@ -1,0 +1,352 @@
+"""Python of ranks, the fork server and the tracer: the tuner's own, or that of the user's training environment.
+
+`commands/environment.py` selects it once per call, and `running_in` sets it for this process. Code that starts a
+process or needs a
+version calls `current()`. The user's Python sees only this package from the tuner's environment, in a folder without any other:
+neither a rank nor its children see optuna, or another torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from autotune.errors import UserError
+from autotune.util import inquiry
+from autotune.util.files import cache_root
+
+ANSWER_SECONDS = 60.0  # for an interpreter to answer; a cold conda on a network takes ten
+LEAST_PYTHON = (3, 10)
+_LAUNCHERS = {
+    "torchrun": "torch.distributed.run",
+    "deepspeed": "deepspeed.launcher.runner",
+    "accelerate": "accelerate.commands.accelerate_cli",
+}
+NVML_FILE = "AUTOTUNE_NVML"  # variable with the path of nvidia-ml-py's one file, for ranks; see `problem.gpus`
+_PACKAGE = Path(__file__).parents[1]
+_INSTALLED = ("site-packages", "dist-packages")
+# A user's file in the current folder, like random.py, must not replace a library's. Option -P needs Python 3.11.
+APART = "import sys; sys.path[:] = [p for p in sys.path if p not in ('', '.')]; "
+_RUN = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+# Runs before any other import: imports take seconds, in which the tuner may be killed.
+_BOUND = "from autotune.util.linux import die_with_parent; die_with_parent(int(sys.argv.pop(1))); "
+# Every Python since 2.4 can run this: the oldest only print their version.
+_ASK = (
+    f"{APART}print('PYTHON %d.%d.%d' % sys.version_info[:3]); "
+    f"sys.version_info >= {LEAST_PYTHON} and __import__('runpy').run_path(sys.argv.pop(1), run_name='__main__')"
+)
+
+
+class Interpreter(Protocol):
+    """A Python and its environment."""
+
+    @property
+    def path(self) -> str:
+        """The executable."""
+
+    @property
+    def python(self) -> tuple[int, ...]:
+        """Its version, (3, 12, 1)."""
+
+    @property
+    def beside(self) -> bool:
+        """True if this Python differs from the tuner's own."""
+
+    @property
+    def cuda(self) -> str | None:
+        """CUDA version for which its torch is built."""
+
+    @property
+    def nccl(self) -> str | None:
+        """NCCL version that came with its torch."""
+
+    def version(self, package: str) -> str | None:
+        """Return the version of one of `inquiry.PACKAGES`, or None if it is missing."""
+
+    def has(self, module: str) -> bool:
+        """Check that a top-level module can be imported."""
+
+    def origin(self, module: str) -> str | None:
+        """Return the file of a module, the current folder included, or None."""
+
+    def environment(self) -> dict[str, str]:
+        """Return this process's environment, in which `python -m autotune.…` finds this package even if it is not installed."""
+
+
+class Own:
+    """The tuner's own Python."""
+
+    beside = False
+
+    @property
+    def path(self) -> str:
+        return sys.executable
+
+    @property
+    def python(self) -> tuple[int, ...]:
+        return tuple(sys.version_info[:3])
+
+    @property
+    def cuda(self) -> str | None:
+        return inquiry.cuda()
+
+    @property
+    def nccl(self) -> str | None:
+        return inquiry.nccl()
+
+    def version(self, package: str) -> str | None:
+        return inquiry.version(package)
+
+    def has(self, module: str) -> bool:
+        return inquiry.has(module)
+
+    def origin(self, module: str) -> str | None:
+        return inquiry.origin(module)
+
+    def environment(self) -> dict[str, str]:
+        found = dict(os.environ)
+        # An installed package is found anyway. All of `site-packages` in PYTHONPATH would reach other Pythons that a script
+        # starts.
+        return found if _PACKAGE.parent.name in _INSTALLED else _with_path(found, _PACKAGE.parent)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Another Python than the tuner's, as it answered."""
+
+    path: str
+    python: tuple[int, ...]
+    prefix: str
+    versions: Mapping[str, str]
+    cuda: str | None
+    nccl: str | None
+
+    beside = True
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def version(self, package: str) -> str | None:
+        return self.versions.get(package)
+
+    @functools.cache  # noqa: B019  # there are one or two a process
+    def has(self, module: str) -> bool:
+        return bool(_asked(self.path, "has", module)[1])
+
+    def origin(self, module: str) -> str | None:
+        found = _asked(self.path, "origin", module)[1]
+        return str(found) if found else None
+
+    def environment(self) -> dict[str, str]:
+        found = _with_path(dict(os.environ), _package_alone())
+        own = found.get("VIRTUAL_ENV")
+        if own and Path(own).resolve() == Path(sys.prefix).resolve():  # the tuner's environment is not the ranks'
+            del found["VIRTUAL_ENV"]
+        if (nvml := inquiry.origin("pynvml")) is not None:
+            found[NVML_FILE] = nvml
+        return found
+
+
+_current: Interpreter = Own()
+
+
+def current() -> Interpreter:
+    """Return the Python of this process's ranks, tracers and lookups."""
+    return _current
+
+
+def other_python() -> str | None:
+    """Return the current Python's path if it is not the tuner's own. A study stores it, so that a later call uses it too."""
+    return _current.path if _current.beside else None
+
+
+@contextmanager
+def running_in(interpreter: Interpreter) -> Iterator[Interpreter]:
+    """Make this interpreter the current one for the body of the `with`."""
+    global _current
+    before, _current = _current, interpreter
+    try:
+        yield interpreter
+    finally:
+        _current = before
+
+
+def module_command(python: str, module: str, *arguments: str) -> list[str]:
+    """Return the words that run a module of this package like `-m`, but without searching the current folder."""
+    return [python, "-c", APART + _RUN, module, *arguments]
+
+
+def bound_command(python: str, module: str, *arguments: str) -> list[str]:
+    """Return `module_command` for a process that dies with this one, from its start."""
+    return [python, "-c", APART + _BOUND + _RUN, str(os.getpid()), module, *arguments]
+
+
+def which(command: str) -> str | None:
+    """Return a console script of the user's environment: next to the current interpreter, else in PATH."""
+    beside = Path(current().path).parent / command
+    if os.sep not in command and os.path.isfile(beside) and os.access(beside, os.X_OK):
+        return str(beside)
+    return shutil.which(command)
+
+
+def launched(words: Sequence[str], python: str | None) -> list[str]:
+    """Return a launcher's command line that works without activating the ranks' environment.
+
+    The launcher is named by its path, or as a module if the environment has no such script.
+
+    Args:
+        python: of the ranks; None: the tuner's own.
+    """
+    if python is None:
+        return list(words)
+    if words[0] == "python":
+        return [python, *words[1:]]
+    module, script = _LAUNCHERS.get(words[0]), Path(python).parent / words[0]
+    if not script.is_file():
+        return [python, "-m", module, *words[1:]] if module else list(words)
+    found = shutil.which(words[0])
+    return [words[0] if found is not None and os.path.samefile(found, script) else str(script), *words[1:]]
+
+
+# -- another's ------------------------------------------------------------------------------------------------------------
+
+
+def interpreter_at(typed: str, said_by: str) -> Interpreter:
+    """Return the interpreter at a path, of a command in PATH, or in the folder of a virtual environment.
+
+    Args:
+        said_by: the option or variable that named it, for messages: `--python`.
+
+    Raises:
+        UserError: it is missing, cannot be run, is no Python or too old, or does not answer.
+    """
+    executable, said = _executable(typed, f"{said_by} {typed}"), f"{said_by} {typed}"
+    try:
+        version, found = _asked(executable, "facts")
+    except _NoAnswer as error:
+        raise UserError(f"{said}: {error}; expected the Python of the environment that you train in") from None
+    if found is None:
+        least = ".".join(map(str, LEAST_PYTHON))
+        raise UserError(f"{said} is Python {version}: expected {least} or newer")
+    python = tuple(int(part) for part in version.split("."))
+    # Later calls skip a shim of pyenv or a wrapper script, which would be an extra process in between.
+    path = found["executable"] or executable
+    if Path(found["prefix"]).resolve() == Path(sys.prefix).resolve() and python == Own().python:
+        return Own()
+    return Beside(path, python, found["prefix"], found["versions"], found["cuda"], found["nccl"])
+
+
+def _executable(typed: str, said: str) -> str:
+    """Return the path of an executable.
+
+    Raises:
+        UserError: there is nothing that can be run.
+    """
+    path = Path(typed).expanduser()
+    if path.is_dir():
+        inside = path / "bin" / "python"
+        if not inside.is_file():
+            raise UserError(f"{said} is a folder without bin/python: expected a Python, or its environment's folder")
+        path = inside
+    if not path.is_file():
+        found = shutil.which(typed) if os.sep not in typed else None
+        if found is None:
+            raise UserError(f"{said}: no such file; expected the Python of the environment that you train in")
+        path = Path(found)
+    if not os.access(path, os.X_OK):
+        raise UserError(f"{said} cannot be run: it is not executable; expected a Python")
+    return os.path.abspath(path)  # not resolved: the link's location decides the environment
+
+
+class _NoAnswer(Exception):
+    """Failure of an interpreter to answer; the message describes it."""
+
+
+def _asked(executable: str, *question: str) -> tuple[str, Any]:
+    """Return (version, answer of `inquiry`); the answer is None if the Python is too old.
+
+    Raises:
+        _NoAnswer: it cannot be run, hangs or is no Python.
+    """
+    command = [executable, "-c", _ASK, str(Path(__file__).with_name("inquiry.py")), *question]
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            encoding="utf-8",
+        )
+    except OSError as error:
+        raise _NoAnswer(f"it cannot be run ({error.strerror})") from None
+    try:
+        out, err = process.communicate(timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise _NoAnswer(f"no answer within {ANSWER_SECONDS:.0f} s") from None
+    finally:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # and its children
+            process.kill()
+            process.wait()
+    lines = out.splitlines()
+    at = next((i for i, line in enumerate(lines) if line.startswith("PYTHON ")), None)
+    if at is None:
+        raise _NoAnswer("it is no Python")
+    version = lines[at].removeprefix("PYTHON ")
+    if tuple(int(part) for part in version.split(".")) < LEAST_PYTHON:
+        return version, None
+    with contextlib.suppress(ValueError):
+        return version, json.loads(lines[-1])
+    raise _NoAnswer(f"it fails ({(err.strip().splitlines() or [f'exit status {process.returncode}'])[-1][:160]})")
+
+
+# -- this package, for another ---------------------------------------------------------------------------------------------
+
+
+def _with_path(env: dict[str, str], folder: Path) -> dict[str, str]:
+    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), env.get("PYTHONPATH")]))}
+
+
+@functools.cache
+def _package_alone() -> Path:
+    """Return a folder with a link to this package and nothing else.
+
+    The package's neighbours, a whole `site-packages`, must not be visible in another environment.
+    """
+    key = hashlib.sha256(os.fsencode(_PACKAGE)).hexdigest()[:12]
+    folder = cache_root() / "package" / key
+    try:
+        _link(folder)
+    except OSError:  # a home folder that is not writable
+        folder = Path(tempfile.mkdtemp(prefix="autotune-package-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        _link(folder)
+    return folder
+
+
+def _link(folder: Path) -> None:
+    link = folder / "autotune"
+    if link.is_symlink() and Path(os.readlink(link)) == _PACKAGE:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    made = folder / f".{os.getpid()}"  # replaced atomically: another call may be starting ranks
+    made.symlink_to(_PACKAGE, target_is_directory=True)
+    os.replace(made, link)

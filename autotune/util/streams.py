@@ -1,0 +1,100 @@
+"""Output streams that survive the end of their reader, such as a `tee` killed by Ctrl-C or a terminal whose connection is cut.
+
+Later output is lost, but a study still has its winner, and a training continues.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
+
+from autotune.masking import masked
+
+# C0, DEL and C1 (ISO 6429) except tab and newline, and the characters that reorder text (Unicode's property Bidi_Control).
+_HIDDEN = [*range(32), *range(127, 160), 0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_SHOWN = {one: f"\\u{one:04x}" for one in _HIDDEN if chr(one) not in "\t\n"}
+_GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)  # a pipe without reader, a terminal that hung up
+
+
+def printable(text: str) -> str:
+    """Return the text with each character that moves a cursor, recolours a terminal or reorders text escaped, like `\\u001b`."""
+    return text.replace("\r\n", "\n").translate(_SHOWN)
+
+
+class Lasting:
+    """Text stream that ignores the end of its reader: later output is discarded.
+
+    Control characters are escaped, since printed text may come from another user's study.
+
+    Args:
+        styled: do not escape them; rich writes its own into texts that are already printable (`options.console`).
+    """
+
+    def __init__(self, stream: TextIO, *, styled: bool = False) -> None:
+        self._stream, self._shown = stream, (lambda text: text) if styled else printable
+
+    @property
+    def styled(self) -> Lasting:
+        """This stream for rich, with its control characters."""
+        return Lasting(self._stream, styled=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        text = self._shown(masked(text))
+        with self._outlasting():
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError as error:  # `±` on an ASCII stream: the rest of the line is kept
+                self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
+        return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with self._outlasting():
+            self._stream.flush()
+
+    @contextmanager
+    def _outlasting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with suppress(OSError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())  # buffered output and that of children goes there, too
+                os.close(nowhere)
+            if error.errno not in _GONE:  # a full disk is reported, once
+                raise
+
+
+@contextmanager
+def lasting_streams() -> Iterator[None]:
+    """Replace standard output and standard error by such streams for the body of the `with`."""
+    before = sys.stdout, sys.stderr
+    # A process may have been started without them.
+    sys.stdout, sys.stderr = (cast(TextIO, Lasting(stream)) if stream else stream for stream in before)
+    try:
+        yield
+    finally:
+        # otherwise the interpreter flushes the plain streams at exit, and complains
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                with suppress(OSError, ValueError):
+                    stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def is_watched(stream: Any) -> bool:
+    """Check that the stream is an interactive terminal that can move its cursor.
+
+    A notebook is not: it prints each update of a live view below the last, and offers no input.
+    """
+    return bool(stream and stream.isatty()) and "JPY_PARENT_PID" not in os.environ

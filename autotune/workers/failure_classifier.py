@@ -1,0 +1,622 @@
+"""Classification of failures: from evidence to an outcome's kind."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.problem.outcome import Kind, Phase, Source
+from autotune.util.units import GIB, KIB, MIB, format_bytes
+from autotune.workers.memory_monitor import FOREIGN_BYTES, Peaks
+
+# -- failure kind ------------------------------------------------------------------------------------------------------
+#
+# Classify a failure from evidence: exception type first, then exit status and signal, counters, text last.
+#
+# Memory figures (`failure_classifier.py`) decide ambiguous texts (`failure_classifier.py`).
+
+
+@dataclass
+class Evidence:
+    """Facts about a failed trial."""
+
+    device: str
+    errors: list[dict[str, Any]] = field(default_factory=list)  # `error` messages in order of arrival
+    statuses: dict[int, int] = field(default_factory=dict)  # rank -> exit code, negative for a signal
+    timed_out: str | None = None  # phase whose deadline passed, with its seconds
+    phase: Phase = Phase.START
+    peaks: Peaks = field(default_factory=Peaks)
+    host_total_bytes: int = 0
+    capacity_bytes: int = 0  # bytes of the device available to a rank; 0 if unknown
+    logs: dict[int, str] = field(default_factory=dict)  # rank -> tail of its log
+    cut_off: str = ""  # name of a lost machine, and how it was lost
+
+
+@dataclass(frozen=True)
+class Verdict:
+    kind: Kind
+    phase: Phase
+    reason: str
+    evidence: str
+    source: Source
+    rank: int | None = None
+    missing_bytes: int | None = None
+    signal: int | None = None  # signal that ended the rank
+    exceptions: tuple[str, ...] = ()  # as in an Outcome
+
+
+_INVALID_TYPES = ("DeepSpeedConfigError", "pydantic_core._pydantic_core.ValidationError", "ZeRORuntimeException")
+_MACHINE_TYPES = ("DistStoreError", "DistNetworkError", "DistBackendError")
+_RUNTIME_TYPES = ("builtins.RuntimeError", "builtins.OSError", "builtins.MemoryError")  # includes their subclasses
+# Exceptions by which DeepSpeed refuses a config. A text about the machine in one of these does not blame the machine.
+_REFUSALS = ("ValueError", "AssertionError", "NotImplementedError", "KeyError", "TypeError", "AttributeError")
+_HOST_LOW = 0.03  # share of main memory below which the kernel kills
+_TRACEBACK_CHARACTERS = 4000  # length of its end
+_SAVING = re.compile(r", in \w*save\w*$", re.MULTILINE)  # a frame of a traceback
+_ABORT = re.compile(r"terminate called after throwing an instance of '[^'\n]*'\s+what\(\):\s*(.{1,2000})", re.DOTALL)
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Return the class of a failed trial, and the evidence that decided it."""
+    if evidence.cut_off:  # the lost ranks and those that waited for them do not blame the candidate
+        why = "the stream of that machine's agent"
+        return Verdict(Kind.INFRASTRUCTURE, evidence.phase, evidence.cut_off, why, Source.NODE)
+    if evidence.peaks.lost:  # overrides the ranks' errors, which differ in their words
+        why = f"NVML: {evidence.peaks.lost}"
+        return Verdict(Kind.INFRASTRUCTURE, evidence.phase, evidence.peaks.lost, why, Source.DEVICE)
+    dead = [rank for rank, status in evidence.statuses.items() if status < 0]
+    if evidence.errors and not (dead and all(is_secondary(error) for error in evidence.errors)):
+        verdicts = [(_weight(error, verdict := _of_error(error, evidence)), verdict) for error in evidence.errors]
+        return min(verdicts, key=lambda weighed: weighed[0])[1]
+    for rank, status in sorted(evidence.statuses.items()):
+        if status < 0:
+            return _of_signal(rank, -status, evidence)
+    if evidence.timed_out:
+        return Verdict(
+            Kind.TIMEOUT,
+            evidence.phase,
+            f"no rank got on: {evidence.timed_out}",
+            f"deadline: {evidence.timed_out}",
+            Source.SILENCE,
+        )
+    for rank, status in sorted(evidence.statuses.items()):
+        if status != 0:
+            return _of_status(rank, status, evidence)
+    return Verdict(
+        Kind.CRASH, evidence.phase, "the ranks ended without a result", "channel closed, exit status 0", Source.EXIT
+    )
+
+
+# Order of precedence, so that a peer's consequential error does not hide the cause.
+_ORDER = [Kind.FOREIGN, Kind.OOM_DEVICE, Kind.OOM_HOST, Kind.INVALID, Kind.CRASH, Kind.INFRASTRUCTURE]
+
+
+def is_secondary(error: dict[str, Any]) -> bool:
+    """Return True if a rank's error only states that it lost a peer, whose end is the cause."""
+    return is_echo(error.get("text", ""))
+
+
+def _weight(error: dict[str, Any], verdict: Verdict) -> tuple[int, int]:
+    secondary = is_secondary(error) and verdict.kind in (Kind.CRASH, Kind.INFRASTRUCTURE)
+    return (len(_ORDER) if secondary else _ORDER.index(verdict.kind), verdict.rank or 0)
+
+
+def is_memory_error(error: dict[str, Any], device: str) -> bool:
+    """Return True if an `error` message reports an OOM of the device or host, by the rules of `judge`."""
+    kinds = error.get("kinds") or []
+    if not any(kind in _RUNTIME_TYPES or kind.endswith("OutOfMemoryError") for kind in kinds):
+        return False  # its text quotes an OOM
+    kind = _of_error(error, Evidence(device)).kind
+    return kind.is_oom or kind is Kind.FOREIGN
+
+
+def _of_error(error: dict[str, Any], evidence: Evidence) -> Verdict:
+    kinds = tuple(error.get("kinds") or ())
+    name, text = kinds[0] if kinds else "Exception", error.get("text", "")
+    account = Account.of(text, error.get("numbers"))
+    kind, why = _class_of_error(error, Scene(evidence.device, account, _host_ran_out(evidence, account)))
+    if kind is Kind.OOM_DEVICE:
+        kind, why = _unless_foreign(kind, why, account, evidence.peaks)
+    if counted := str(Account.of("", error.get("numbers"))):
+        why = f"{why}; {counted}"
+    reason = f"{name.split('.')[-1]}: {_first_line(text) or name}"
+    if kind is Kind.INFRASTRUCTURE and error.get("full_disk"):  # some libraries' texts do not reveal a full disk
+        reason = f"{reason} (the disk of {error['full_disk']} is full)"
+    missing = Account.of(text).missing if kind.is_oom else None  # later figures describe another state
+    phase, rank = _phase(error.get("phase")), error.get("rank")
+    return Verdict(kind, phase, reason, why, Source.EXCEPTION, rank, missing, exceptions=kinds)
+
+
+def _class_of_error(error: dict[str, Any], scene: Scene) -> tuple[Kind, str]:
+    """Return the class of a rank's error and the reason: type first, then frames and text, then origin."""
+    kinds, file = error.get("kinds") or ["Exception"], error.get("file", "")
+    name = kinds[0]
+    by_type = f"exception {name}"
+    if any(kind.endswith("OutOfMemoryError") for kind in kinds):
+        return (Kind.OOM_HOST if name.startswith("ray.") else Kind.OOM_DEVICE), by_type
+    if "builtins.MemoryError" in kinds:
+        return (Kind.OOM_DEVICE if scene.device == "cpu" else Kind.OOM_HOST), by_type
+    if any(kind.endswith(_INVALID_TYPES) for kind in kinds):
+        return Kind.INVALID, by_type
+    words = f"{error.get('traceback', '')[-_TRACEBACK_CHARACTERS:]}\n{error.get('text', '')}"
+    found = recognise(words, scene, error.get("files"))
+    by_text = f"{by_type} with text {found[1]!r}" if found else ""
+    if found and (found[0].is_oom or (found[0] is Kind.CRASH and not name.endswith(_REFUSALS))):
+        return found[0], by_text
+    if any(kind.endswith(_MACHINE_TYPES) for kind in kinds):
+        return Kind.INFRASTRUCTURE, by_text or by_type
+    if found and not name.endswith(_REFUSALS):
+        return found[0], by_text
+    if error.get("phase") == Phase.INIT and "/deepspeed/" in file and "/ops/" not in file:
+        return Kind.INVALID, f"{by_type} raised by {'/'.join(file.split('/')[-3:])} during init"
+    if not found and error.get("full_disk") and _SAVING.search(words):
+        return Kind.INFRASTRUCTURE, f"{by_type} in a save, with {error['full_disk']} full"
+    return (found[0], by_text) if found else (Kind.CRASH, by_type)
+
+
+def _unless_foreign(kind: Kind, why: str, account: Account, peaks: Peaks) -> tuple[Kind, str]:
+    """Return FOREIGN if another process took enough device memory for the failure, or holds most of the device."""
+    capped = account.under_cap is not None and account.under_cap < (account.free or 0)
+    if not capped and peaks.foreign > FOREIGN_BYTES and peaks.foreign >= (account.missing or 0):
+        return Kind.FOREIGN, f"{why}; NVML: other processes grew by {format_bytes(peaks.foreign)} meanwhile"
+    if others := account.held_by_others:
+        return Kind.FOREIGN, f"{why}; other processes hold {format_bytes(others)} of the device"
+    return kind, why
+
+
+def _host_ran_out(evidence: Evidence, account: Account) -> bool:
+    lowest = min(evidence.peaks.host_low, account.host_available if account.host_available is not None else 2**62)
+    return evidence.peaks.oom_kills > 0 or lowest < _HOST_LOW * evidence.host_total_bytes
+
+
+def _of_signal(rank: int, number: int, evidence: Evidence) -> Verdict:
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+    def verdict(kind: Kind, reason: str, why: str) -> Verdict:
+        return Verdict(kind, evidence.phase, reason, why, Source.SIGNAL, rank, signal=number)
+
+    if number == signal.SIGKILL:
+        if evidence.peaks.oom_kills > 0:
+            return verdict(
+                Kind.OOM_HOST, "killed by the kernel for want of main memory", "SIGKILL, oom_kill counter rose"
+            )
+        if _host_ran_out(evidence, Account()):
+            why = f"SIGKILL with {format_bytes(evidence.peaks.host_low)} of main memory left"
+            return verdict(Kind.OOM_HOST, "killed, with main memory used up", why)
+        return verdict(Kind.CRASH, "killed from outside (SIGKILL)", "SIGKILL, oom_kill counter unchanged")
+    if number == signal.SIGBUS:
+        return verdict(Kind.OOM_HOST, "shared memory ran out (SIGBUS)", "SIGBUS")
+    log = evidence.logs.get(rank, "")
+    found = recognise(log, _scene(evidence))
+    if found and found[0].is_oom:
+        return verdict(found[0], f"died by {name} after running out of memory", f"{name}, log text {found[1]!r}")
+    if (last_words := _ABORT.search(log)) and (found := recognise(last_words[1], _scene(evidence))):
+        return verdict(found[0], f"died by {name}: {_first_line(last_words[1])}", f"{name}, log text {found[1]!r}")
+    return verdict(Kind.CRASH, f"died by {name}", name)
+
+
+def _of_status(rank: int, status: int, evidence: Evidence) -> Verdict:
+    tail = evidence.logs.get(rank, "")
+    found = recognise(tail, _scene(evidence))
+    if found:
+        return Verdict(
+            found[0], evidence.phase, _last_line(tail), f"exit {status}, log text {found[1]!r}", Source.EXIT, rank
+        )
+    return Verdict(
+        Kind.CRASH, evidence.phase, _last_line(tail) or f"exit status {status}", f"exit {status}", Source.EXIT, rank
+    )
+
+
+def _scene(evidence: Evidence) -> Scene:
+    return Scene(evidence.device, host_ran_out=_host_ran_out(evidence, Account()))
+
+
+def _phase(name: Any) -> Phase:
+    return Phase(name) if name in set(Phase) else Phase.INIT
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip()[:300] for line in text.splitlines() if line.strip()), "")
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def log_tail(path: Path, limit_bytes: int = 16384) -> str:
+    """Return the end of a log with any content."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - limit_bytes))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+# -- memory accounting -------------------------------------------------------------------------------------------------
+#
+# Memory snapshot at a rank's failure, from the allocator's error text and the rank's own figures.
+
+_FULL = 0.02  # share of a device free below which handles and communicators (tens to hundreds of MiB) may not fit
+_ROOMY = 0.10  # share of a device free above which no handle fails for lack of memory
+_MUCH_PINNED_BYTES = GIB  # an offloaded optimizer pins tens of GiB, a loader's batches some MiB
+
+_UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SIZE = r"(?<![\d.])([\d.]{1,24})\s*(bytes|[KMGT]iB|[KMG]B)"
+
+# torch prints one text for CUDA, HIP, XPU and, in its older form, NPU ("c10/cuda/CUDACachingAllocator.cpp", malloc):
+#   since 2.1  "Tried to allocate A. GPU 0 has a total capacity of B of which C is free. Process 7 has D memory in use.
+#              Including non-PyTorch memory, this process has E memory in use. F allowed; Of the allocated memory G is
+#              allocated by PyTorch, with H allocated in private pools, and I is reserved by PyTorch but unallocated."
+#              (2.1 writes "capacty"; F appears only under a cap; G includes H; the total reserved is G + I)
+#   until 2.0  "Tried to allocate A (GPU 0; B total capacity; G already allocated; C free; F allowed; R reserved in total"
+# The cudaMallocAsync backend ("CUDAMallocAsyncAllocator.cpp") and MPS have other forms.
+_ASKED = (
+    re.compile(r"(?:[Tt]ried|[Tt]rying) to allocate ([\d.]+)\s*(bytes|[KMGT]iB|[KMG]B)?"),
+    re.compile(r"Unable to allocate " + _SIZE),  # numpy
+    re.compile(r"Requested\s*: " + _SIZE),  # cudaMallocAsync
+    re.compile(r"memory allocation of (\d+) (bytes) failed"),  # Rust: tokenizers, safetensors
+)
+_TOTAL = re.compile(rf"total capaci?ty of {_SIZE}|{_SIZE} total capacity|Device limit\s*: {_SIZE}")
+_FREE = re.compile(rf"{_SIZE} is free|{_SIZE} free;|Free \(according to CUDA\)\s*: {_SIZE}")
+_ALLOWED = re.compile(rf"{_SIZE} allowed;|max allowed: {_SIZE}|user-supplied memory fraction\)\s*: {_SIZE}")
+_OWN = re.compile(rf"this process has {_SIZE} memory in use")
+_ALLOCATED = re.compile(
+    rf"Of the allocated memory {_SIZE} is allocated|{_SIZE} already allocated|Currently allocated\s*: {_SIZE}"
+    rf"|MPS allocated: {_SIZE}"
+)
+_UNALLOCATED = re.compile(
+    rf"{_SIZE} is reserved by PyTorch but unallocated|{_SIZE} cached|other allocations: {_SIZE}"  # until 1.3; MPS
+)
+_RESERVED = re.compile(rf"{_SIZE} reserved in total")
+
+
+@dataclass(frozen=True)
+class Account:
+    """Memory figures at the failure in bytes; None if unknown."""
+
+    asked: int | None = None  # size of the failed allocation
+    free: int | None = None  # free on the device for all processes
+    total: int | None = None  # capacity of the device
+    reserved: int | None = None  # by this process's allocator, cache included; CPU rank: counted by its cap
+    reserved_peak: int | None = None
+    own: int | None = None  # held by this process, including memory outside the allocator
+    allowed: int | None = None  # the allocator's limit under a cap
+    pinned: int | None = None  # main memory that this process has page-locked through torch
+    host_available: int | None = None
+
+    @classmethod
+    def of(cls, text: str, numbers: dict[str, Any] | None = None) -> Account:
+        """Build from an error's text and the rank's figures (`rank.numbers`). The text is closer to the failure and wins."""
+        counted = {key: value for key, value in (numbers or {}).items() if isinstance(value, int) and value >= 0}
+        allocated, unallocated = _find(_ALLOCATED, text), _find(_UNALLOCATED, text)
+        reserved = _find(_RESERVED, text)
+        if reserved is None and allocated is not None:
+            reserved = allocated + (unallocated or 0)
+        said = {
+            "asked": next((size for pattern in _ASKED if (size := _find(pattern, text)) is not None), None),
+            "free": _find(_FREE, text),
+            "total": _find(_TOTAL, text),
+            "reserved": reserved,
+            "own": _find(_OWN, text),
+            "allowed": _find(_ALLOWED, text),
+        }
+        fields = {key: value for key in cls.__dataclass_fields__ if (value := counted.get(f"{key}_bytes")) is not None}
+        return cls(**{**fields, **{key: value for key, value in said.items() if value is not None}})
+
+    @property
+    def under_cap(self) -> int | None:
+        """Bytes that the cap still allowed."""
+        if self.allowed is None or self.reserved is None:
+            return None
+        return max(0, self.allowed - self.reserved)
+
+    @property
+    def missing(self) -> int | None:
+        """Bytes by which the allocation failed.
+
+        The value is 1 if enough memory was free in pieces too small, and None if the text names no size.
+        """
+        if self.asked is None:
+            return None
+        room = [size for size in (self.free, self.under_cap) if size is not None]
+        return max(1, self.asked - min(room, default=0))
+
+    @property
+    def is_full(self) -> bool:
+        """True if the device has almost nothing free."""
+        return self.free is not None and bool(self.total) and self.free < _FULL * (self.total or 0)
+
+    @property
+    def is_roomy(self) -> bool:
+        """True if the device has so much free that no small allocation can have failed."""
+        return self.free is not None and bool(self.total) and self.free > _ROOMY * (self.total or 0)
+
+    @property
+    def pins_much(self) -> bool:
+        return (self.pinned or 0) >= _MUCH_PINNED_BYTES
+
+    @property
+    def held_by_others(self) -> int | None:
+        """Bytes of the device that other processes hold, if more than half of it and no cap was the limit.
+
+        The value is None otherwise, because a desktop or a small process of another user is the usual state of a
+        machine. NVML cannot name the owner of a process reliably: in a container this process has another pid. The
+        figure is therefore the used memory minus this process's own. If torch cannot read its own memory, it prints 0
+        bytes (vLLM's workers) or 2^64 (WSL). In that case the allocator's total is used.
+        """
+        if not self.total or self.free is None or self.reserved is None:
+            return None
+        if self.under_cap is not None and self.under_cap < self.free:
+            return None
+        own = self.own if self.own is not None and self.own <= self.total else 0
+        others = self.total - self.free - max(own, self.reserved)
+        return others if others > self.total / 2 else None
+
+    def __str__(self) -> str:
+        """Return a text like `0.2 of 23.7 GiB of the device free, ...`; empty without figures."""
+        parts = []
+        if self.free is not None and self.total is not None:
+            parts.append(f"{format_bytes(self.free)} of the device's {format_bytes(self.total)} free")
+        if self.reserved is not None:
+            peak = f", {format_bytes(self.reserved_peak)} at most" if self.reserved_peak is not None else ""
+            parts.append(f"{format_bytes(self.reserved)} reserved{peak}")
+        for size, what in ((self.allowed, "allowed"), (self.pinned, "pinned")):
+            if size is not None:
+                parts.append(f"{format_bytes(size)} {what}")
+        if self.host_available is not None:
+            parts.append(f"{format_bytes(self.host_available)} of main memory available")
+        return ", ".join(parts)
+
+
+def _find(pattern: re.Pattern[str], text: str) -> int | None:
+    match = pattern.search(text)
+    if match is None:
+        return None
+    number, unit = [*(group for group in match.groups() if group), "bytes"][:2]
+    try:
+        return int(float(number.rstrip(".")) * _UNITS[unit])  # the number may end a sentence
+    except (ValueError, OverflowError):  # text like "1.2.3"
+        return None
+
+
+# -- failure texts -----------------------------------------------------------------------------------------------------
+#
+# Texts of failures that libraries print, with the outcome class of each.
+#
+# The first match decides, so certain texts precede general ones. The patterns come from real failures, which
+# `tests/data/failures.yaml` lists with their threads.
+
+_FRAMES = 3  # number of innermost frames, because pinning passes through an accelerator's wrappers
+_WORDS = 120  # longest quote of a match
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Circumstances of a text, which decide ambiguous ones."""
+
+    device: str
+    account: Account = field(default_factory=Account)
+    host_ran_out: bool = False  # True if the kernel killed for lack of main memory, or almost none is left
+
+
+def _memory(scene: Scene) -> Kind:
+    """Classify an OOM of main memory, which is the device's memory on a CPU rank."""
+    return Kind.OOM_DEVICE if scene.device == "cpu" else Kind.OOM_HOST
+
+
+def _allocation(scene: Scene) -> Kind:
+    """Classify CUDA's text, which is identical for device memory and pinned memory.
+
+    torch's own allocator prints another text. The remaining device allocations (contexts, modules, streams, workspaces)
+    are small.
+    """
+    if scene.account.is_roomy and (scene.account.pins_much or scene.host_ran_out):
+        return Kind.OOM_HOST
+    return Kind.OOM_DEVICE
+
+
+def _mapping(scene: Scene) -> Kind:
+    """Classify a failure of the driver's virtual memory (`expandable_segments`).
+
+    torch prints another text when the device is full. Some machines (Jetson, vGPU, WSL) have too little of it, or none.
+    """
+    return Kind.INFRASTRUCTURE if scene.account.is_roomy else Kind.OOM_DEVICE
+
+
+def _handle(scene: Scene) -> Kind:
+    """Classify a library's failure to create a handle: an OOM, or a consequence of a failed kernel."""
+    return Kind.CRASH if scene.account.is_roomy else Kind.OOM_DEVICE
+
+
+def _internal(scene: Scene) -> Kind:
+    """Classify a library's internal error, which a full device explains."""
+    return Kind.OOM_DEVICE if scene.account.is_full else Kind.CRASH
+
+
+def _communicator(scene: Scene) -> Kind:
+    """Classify a failure of NCCL, whose buffers (0.2-1.5 GiB) are outside torch's allocator."""
+    return Kind.OOM_DEVICE if scene.account.is_full else Kind.INFRASTRUCTURE
+
+
+def _lost(scene: Scene) -> Kind | None:
+    """Classify a killed process: a host OOM if main memory had run out, otherwise unknown."""
+    return _memory(scene) if scene.host_ran_out else None
+
+
+@dataclass(frozen=True)
+class Face:
+    """Pattern of one failure text."""
+
+    points_to: Kind | Callable[[Scene], Kind | None]  # None makes the search continue with the next pattern
+    text: re.Pattern[str]
+    frames: re.Pattern[str] | None = None  # an innermost frame must match too: file, function, source
+
+
+def _faces(points_to: Kind | Callable[[Scene], Kind | None], *texts: str, frames: str | None = None) -> list[Face]:
+    where = re.compile(frames, re.IGNORECASE) if frames else None
+    return [Face(points_to, re.compile(text, re.IGNORECASE | re.DOTALL), where) for text in texts]
+
+
+# Errors that a peer reports after another rank's failure. They describe connections or waits, never a cause.
+_ECHO = (
+    r"Connection (?:closed|reset|refused)|closed by (?:remote )?peer|Broken pipe|Socket (?:closed|Timeout)"
+    r"|application timeout caused pair closure|Timed out waiting \d+ms for|remote process exited|ncclRemoteError"
+    r"|caught collective operation timeout|communicator was aborted"
+)
+
+# Texts that always name a cause, so that no consequential error hides it.
+_CERTAIN = (
+    # A kernel's failure is sticky: every later call fails too, with its own text.
+    *_faces(
+        Kind.CRASH,
+        r"device-side assert triggered|Assertion `[^`\n]*` failed",
+        r"illegal memory access|misaligned address|illegal instruction|unspecified launch (?:failure|error)",
+        r"CUDA_ERROR_ILLEGAL_ADDRESS|an illegal address",
+        r"out of resources?: (?:shared|tensor) memory|OutOfResources",  # Triton's block resources, not device memory
+    ),
+    *_faces(
+        Kind.INFRASTRUCTURE,
+        r"uncorrectable ECC|fallen off(?: of)? the bus|GPU is lost|DEVICE_LOST|\bXid\b|NVLink error|NVML_ERROR_GPU_IS_LOST",
+        r"No CUDA GPUs are available|no CUDA-capable device|Found no NVIDIA driver|NVIDIA driver on your system is too old",
+        r"driver version is insufficient|invalid device ordinal|system not yet initialized|CUDA unknown error",
+        r"CUDA(?: runtime)? error[^\n]{0,10}: (?:unknown error|initialization error|invalid device function)",
+        r"launch timed out and was terminated|or a hardware error",
+        r"no kernel image is available|unsupported toolchain|kernel image is invalid|not compiled with CUDA enabled",
+        r"Duplicate GPU detected|device unavailable|busy or unavailable|peer access is not supported|peer mapping",
+        r"CUDA was woken before the fork|nccl-shm|shared memory segment /dev/shm/nccl|extend /dev/shm/nccl",
+    ),
+)
+
+_FACES = (
+    *_CERTAIN,
+    # Pinned or shared main memory. CUDA's text does not name it, but the frames do.
+    *_faces(
+        Kind.OOM_HOST,
+        r"(?:CUDA|HIP) error: (?:out of memory|invalid argument|resource already mapped)|cudaErrorMemoryAllocation",
+        r"out of memory|ENOMEM",
+        frames=r"pin_(?:memory|empty)|pinned|cudaHost|locked_tensor|\.to\(\W*cpu\b.{0,80}non_blocking\s*=\s*True",
+    ),
+    *_faces(
+        Kind.OOM_HOST,
+        r"No space left on device",
+        frames=r"multiprocessing/(?:heap|synchronize|shared_memory|reductions)\.py|_share_(?:fd|filename)",
+    ),
+    *_faces(
+        Kind.OOM_HOST,
+        r"cuda(?:HostAlloc|HostRegister|MallocHost)\b(?!.{0,80}AlreadyRegistered)|Failed to CUDA host alloc",
+        r"could not allocate pinned|bytes on host\b[^\n]{0,40}OUT_OF_MEMORY",
+        r"out of memory.*CachingHostAllocator|CachingHostAllocator.*out of memory",
+        r"(?:pin(?:ned)?[ _]memory|page-?locked)\b[^\n]{0,200}out of memory|error while trying to pin memory|mlock failed",
+        r"in pin memory thread for device.{0,6000}out of memory",
+        r"unable to (?:mmap|open shared memory|write to file </torch_|resize file </torch_|allocate shared memory)",
+        r"(?<!PCIe )Bus error|shared memory \(shm\)|/dev/shm.*No space left|out of shared memory|signal SIGBUS|exit ?code:? -7\b",
+        r"killed by signal: Killed|oom[-_]kill|Out of memory: Kill|low on memory|out-of-memory handler",
+    ),
+    *_faces(
+        Kind.OOM_DEVICE,
+        r"(?:CUDA|HIP|XPU|NPU|MLU|MUSA|GCU) out of memory|MPS backend out of memory|Triton Error.{0,20}out of memory",
+        r"\b\w+_STATUS_ALLOC(?:ATION)?_FAILED|CUFFT_ALLOC_FAILED|would exceed allowed memory",
+        r"OUT_OF_DEVICE_MEMORY|UR_RESULT_ERROR_OUT_OF_RESOURCES|hipErrorOutOfMemory|HIP_ERROR_OutOfMemory",
+        r"RESOURCE_EXHAUSTED: (?:Out of memory|Failed to allocate)",
+        r"failed to alloc[^\n]{0,80} from device|unable to allocate (?:CUDA|ROCm)\d* buffer",
+        r"No available memory for the cache blocks|Free memory on device[^\n]{0,80}is less than|enough GPU RAM",  # vLLM; HF
+        r"NCCL WARN.{0,200}out of memory|Cuda failure[^\n]{0,20}out of memory|Failed to CUDA (?:m|c)alloc",
+        r"unhandled cuda error.{0,400}out of memory",
+    ),
+    *_faces(_mapping, r"(?:CUDA|HIP) driver error: out of memory"),
+    *_faces(
+        _allocation,
+        r"(?:CUDA|HIP)(?: runtime)? error[^\n]{0,200}out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY",
+        r"cu(?:da)?M(?:em)?alloc[^\n]{0,200}out of memory",
+        r"(?:CUDA|HIP) failed with error[^\n]{0,20}out of memory|Error out of memory at line \d+ in file",  # bitsandbytes
+    ),
+    *_faces(
+        _memory,
+        r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)",
+        r"could not create a (?:primitive(?! descriptor)|memory)|could not execute a primitive",
+        r"(?:std::)?bad_alloc|\bMemoryError\b|memory allocation of \d+ bytes failed|malloc of size \d+ failed|memalign",
+        r"unable to allocate \w+ buffer",
+        r"Cannot allocate memory|can't allocate region|mmap failed|out of memory trying to allocate|ENOMEM",
+        r"can't start new thread|pthread_create|libgomp: Thread creation failed",
+        r"\b(?:CPU|host|system|RAM)\b[^\n]{0,40}out of memory|out of (?:CPU|host|system|main|RAM)\b(?: memory)?",
+    ),
+    *_faces(
+        _lost,
+        r"workers? \(pid(?:\(s\))? [\d, ]+\) exited unexpectedly|process pool was terminated abruptly",
+        r"subprocesses has abruptly died|exit ?code:? (?:-9|137)\b|exit(?:ed with)? status 137|signal 9\b|SIGKILL",
+    ),
+    *_faces(
+        _handle,
+        r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE|CUFFT)_STATUS_NOT_INITIALIZED",
+        r"when calling `?(?:cublas|cusolver|cudnn|cusparse)\w*Create",
+        r"unable to find an engine to execute|valid (?:cuDNN|convolution) algorithm",
+    ),
+    *_faces(_internal, r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)"),
+    *_faces(
+        Kind.INFRASTRUCTURE,
+        r"Address already in use|EADDRINUSE",
+        r"No space left on device|Disk quota exceeded|Read-only file system|Stale file handle|file write failed",
+        r"PytorchStreamWriter failed|inline_container\.cc:\d+\] \. unexpected pos|basic_ios::clear: iostream error",  # torch.save
+        r"Too many open files|Input/output error",
+        _ECHO,
+        r"Timed out initializing process group|client socket has timed out|wait timeout after \d+ ?ms",
+        r"NCCL operations have failed or timed out|watchdog got stuck|heartbeat monitor",
+        r"CUDA driver|CUDA initialization|cannot re-initialize CUDA in forked subprocess",
+        r"Unable to find address for|No socket interface found|Name or service not known|name resolution",
+        r"couldn't connect to .{0,3}https?:|Max retries exceeded with url|HTTPSConnectionPool",
+    ),
+    *_faces(
+        _communicator,
+        r"nccl(?:System|Internal|Remote|UnhandledCuda)Error|NCCL error|NCCL WARN",
+        r"unhandled (?:cuda|system) error",
+    ),
+    *_faces(Kind.INVALID, r"correct the following DeepSpeed config values|validation errors? for DeepSpeed\w*Config"),
+    # Any other text about an OOM, except lines that only guess ("may be caused by ...").
+    *_faces(
+        _allocation,
+        r"(?:^|\n)(?![^\n]*\b(?:may|might|could|possibl[ey]|probably|likely|if)\b)[^\n]*\bout[ -]of[ -]memory\b",
+    ),
+)
+
+
+def recognise(text: str, scene: Scene, files: list[str] | None = None) -> tuple[Kind, str] | None:
+    """Return the outcome class of a text and the words that decided it, or None if no pattern matches.
+
+    Args:
+        text: an error's text, preceded by its traceback if there is one.
+        files: files of the frames that raised it, the innermost last, for a truncated traceback.
+    """
+    for face in _FACES:
+        match = face.text.search(text)
+        if match is None:
+            continue
+        seen = _frame_match(face.frames, text[: match.start()], files or []) if face.frames else match[0]
+        if seen is not None:
+            kind = face.points_to if isinstance(face.points_to, Kind) else face.points_to(scene)
+            if kind is not None:
+                words = seen if face.frames is None else f"{match[0]} in {seen}"
+                return kind, words.strip()[:_WORDS]
+    return None
+
+
+def _frame_match(pattern: re.Pattern[str], before: str, files: list[str]) -> str | None:
+    """Return the match in one of the innermost frames, which are printed last before a text."""
+    frames = before.split('File "')[1:] or files
+    for frame in frames[-_FRAMES:]:
+        if match := pattern.search(frame):
+            return match[0]
+    return None
+
+
+def is_echo(text: str) -> bool:
+    """Return True if a text only states that a peer is gone."""
+    if re.search(_ECHO, text, re.IGNORECASE) is None or any(face.text.search(text) for face in _CERTAIN):
+        return False
+    found = recognise(text, Scene("cuda"))
+    return found is None or not found[0].is_oom

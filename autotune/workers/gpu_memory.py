@@ -1,0 +1,261 @@
+"""NVML sampling of a group's GPUs: memory by owner, clocks, and failures.
+
+Growth of a device since before the launch belongs to the ranks, except for the growth of other processes. If NVML shows
+the ranks' processes, the owners are known. In a container that hides them, the ranks' own figures decide
+(`rank/devices.py`). Memory that a device lost between two groups always belongs to other processes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from autotune.problem.hardware import Hardware
+from autotune.problem.nvml import GpuError, GpuLost, holders, holders_text, memory, open_nvml, own_memory, telling
+from autotune.util.units import GIB, MIB, format_bytes
+from autotune.workers.memory_monitor import FOREIGN_BYTES, CpuMeter, Meter, Peaks
+
+HIDDEN = "processes that NVML does not show here"
+HIDDEN_FOREIGN_BYTES = GIB  # threshold if pids are hidden, because the figure includes late buffers of NCCL and CUDA
+_IDLE_BYTES = 64 * MIB  # a device may keep this much for the driver's bookkeeping after a group
+_HOLDERS_SECONDS = 1.0  # interval of process lists, each of which costs 1-10 ms per device under a driver lock
+
+# NVML's clocks event reasons (nvml.h), without idleness.
+CLOCK_LIMITS = {
+    0x002: "application clocks",
+    0x004: "power cap",
+    0x008: "hardware slowdown",
+    0x010: "sync boost",
+    0x020: "temperature (driver)",
+    0x040: "temperature (hardware)",
+    0x080: "power brake",
+    0x100: "display clocks",
+}
+
+
+@dataclass
+class _Watched:
+    """State of one GPU, in bytes."""
+
+    uuid: str
+    label: str
+    handle: Any
+    clock_handle: Any  # handle of the card if the device is a MIG slice
+    free_at_first: int  # when the study began, like the capacity
+    free_before: int  # when the current group was launched
+    free: int  # at the last sample
+    held_at_first: dict[int, int]  # by pid
+    held_before: dict[int, int]
+    held: dict[int, int]
+    unified: bool = False  # True if its memory is main memory: only processes that NVML shows count
+    shown: bool = False  # True if NVML has shown a rank of the current group
+    accepted: int = 0  # bytes lost since the study began for which a wait was in vain
+
+
+class NvmlMeter(Meter):
+    """Monitor the GPUs of these UUIDs. Rank N has the Nth GPU until it reports another."""
+
+    interval_seconds = 0.25  # one cheap call per GPU; ranks record peaks between samples
+
+    def __init__(self, gpus: tuple[str, ...]) -> None:
+        self._lib = open_nvml()
+        self._gpus: list[_Watched] = []
+        self._gone = ""
+        self._ours: set[int] = set()  # pids of ranks and their descendants
+        self._places: dict[int, int] = {}  # rank -> index of its GPU, if reported
+        self._listed_at = 0.0
+        self._closely = True  # list processes in the next sample
+        try:
+            self._gpus = [self._open(uuid, f"GPU {place}") for place, uuid in enumerate(gpus)] if self._lib else []
+        except GpuError as error:
+            self._gone = str(error)
+
+    def _open(self, uuid: str, label: str) -> _Watched:
+        lib = self._lib
+        with telling(label):
+            handle = lib.nvmlDeviceGetHandleByUUID(uuid)
+            try:
+                clock_handle = lib.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+            except lib.NVMLError:  # a whole card
+                clock_handle = handle
+            free, held = memory(lib, handle)[1], holders(lib, handle)
+            unified = own_memory(lib, handle) is None
+            return _Watched(uuid, label, handle, clock_handle, free, free, free, held, held, held, unified)
+
+    # -- before a group ----------------------------------------------------------------------------------------------
+
+    def crowd(self) -> list[str]:
+        """Return warnings, see `Meter`. Memory that was awaited in vain is not reported again.
+
+        Raises:
+            GpuError: a GPU does not answer.
+        """
+        self._refuse_if_gone()
+        lines = []
+        for gpu in self._gpus:
+            self._refresh(gpu)
+            less = gpu.free_at_first - gpu.free
+            if less > gpu.accepted + FOREIGN_BYTES:
+                who = holders_text(_growth(gpu.held, gpu.held_at_first)) or HIDDEN
+                lines.append(f"{gpu.label} has {format_bytes(less)} less free than when the study began: {who}")
+        return lines
+
+    def begin(self) -> None:
+        """Attribute all later growth on the devices to the ranks, except that of other processes.
+
+        Raises:
+            GpuError: a GPU does not answer.
+        """
+        self._refuse_if_gone()
+        for gpu in self._gpus:
+            self._refresh(gpu)
+            gpu.accepted = max(0, gpu.free_at_first - gpu.free)
+            gpu.free_before, gpu.held_before, gpu.shown = gpu.free, gpu.held, False
+        self._ours, self._places, self._closely = set(), {}, True
+
+    def _refuse_if_gone(self) -> None:
+        if self._gone:
+            raise GpuLost(self._gone)
+
+    def _refresh(self, gpu: _Watched) -> None:
+        with telling(gpu.label):
+            gpu.held = holders(self._lib, gpu.handle)
+            gpu.free = self._free(gpu)
+
+    def _free(self, gpu: _Watched) -> int:
+        if gpu.unified:  # other users of main memory, files and the tuner included, are not on the GPU
+            return gpu.free_at_first + sum(gpu.held_at_first.values()) - sum(gpu.held.values())
+        return memory(self._lib, gpu.handle)[1]
+
+    # -- while a group runs ------------------------------------------------------------------------------------------
+
+    def place(self, rank: int, uuid: str) -> None:
+        """Record the GPU that a rank reports."""
+        for place, gpu in enumerate(self._gpus):
+            if gpu.uuid == uuid:
+                self._places[rank] = place
+
+    def sample(self, pids: list[int], peaks: Peaks) -> None:
+        listing = self._closely or time.monotonic() - self._listed_at >= _HOLDERS_SECONDS
+        if listing:
+            self._closely, self._listed_at = False, time.monotonic()
+        self._ours |= set(pids)
+        try:
+            self._refuse_if_gone()
+            for place, gpu in enumerate(self._gpus):
+                with telling(gpu.label):
+                    if listing:
+                        gpu.held = holders(self._lib, gpu.handle)
+                        new = gpu.held.keys() - self._ours - gpu.held_before.keys()
+                        self._ours |= {pid for pid in new if _descends(pid, pids)}
+                    self._sample(gpu, {i: p for i, p in enumerate(pids) if self._places.get(i, i) == place}, peaks)
+        except GpuLost as error:
+            peaks.lost = peaks.lost or str(error)
+
+    def busy(self) -> bool:
+        for gpu in self._gpus:
+            with suppress(self._lib.NVMLError):  # not available for a MIG slice
+                if self._lib.nvmlDeviceGetUtilizationRates(gpu.clock_handle).gpu > 0:
+                    return True
+        return False
+
+    def look_closely(self) -> None:
+        self._closely = True  # until the next sample begins, because a running one may miss the event
+
+    def _sample(self, gpu: _Watched, ranks: dict[int, int], peaks: Peaks) -> None:
+        """Sample one GPU for the pids of its ranks."""
+        gpu.free = self._free(gpu)
+        grown = max(0, gpu.free_before - gpu.free)
+        for rank, pid in ranks.items():
+            # A pid from before the launch is another process: containers renumber processes, and NVML shows the host's
+            # pids.
+            own = gpu.held.get(pid, 0) if pid not in gpu.held_before else 0
+            gpu.shown = gpu.shown or own > 0  # stays True after the rank has ended
+            peaks.used[rank] = max(peaks.used[rank], own)
+            peaks.grown[rank] = max(peaks.grown.get(rank, 0), grown)
+        others = {pid: held for pid, held in gpu.held.items() if pid not in self._ours} if gpu.shown else {}
+        foreign = gpu.accepted + sum(_growth(others, gpu.held_before).values())
+        if foreign > peaks.foreign:
+            who = _growth(others if gpu.shown else gpu.held_before, gpu.held_at_first)
+            peaks.foreign = foreign
+            peaks.neighbours = f"{holders_text(who) or HIDDEN} on {gpu.label}"
+        self._sample_clock(gpu, peaks)
+
+    def _sample_clock(self, gpu: _Watched, peaks: Peaks) -> None:
+        lib = self._lib
+        with suppress(lib.NVMLError_NotSupported, lib.NVMLError_FunctionNotFound, lib.NVMLError_NoPermission):
+            mhz = int(lib.nvmlDeviceGetClockInfo(gpu.clock_handle, lib.NVML_CLOCK_SM))
+            peaks.clocks.setdefault(gpu.label, []).append(mhz)
+            try:
+                peaks.clock_reasons |= int(lib.nvmlDeviceGetCurrentClocksEventReasons(gpu.clock_handle))
+            except lib.NVMLError_FunctionNotFound:  # old name, before R535
+                peaks.clock_reasons |= int(lib.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.clock_handle))
+
+    # -- after a group -----------------------------------------------------------------------------------------------
+
+    def left(self) -> list[str]:
+        """Return warnings, see `Meter`. A device that does not answer is skipped."""
+        lines = []
+        for gpu in self._gpus:
+            try:
+                self._refresh(gpu)
+            except GpuError:
+                continue
+            grown = _growth(gpu.held, gpu.held_before)
+            ours = {pid: held for pid, held in grown.items() if pid in self._ours}
+            missing = gpu.free_before - gpu.free - sum(held for pid, held in grown.items() if pid not in ours)
+            if missing >= _IDLE_BYTES:
+                who = f"ended ranks still hold it: {holders_text(ours)}" if ours else HIDDEN
+                lines.append(
+                    f"{gpu.label} has {format_bytes(missing)} less free than before its ranks were launched: {who}"
+                )
+        return lines
+
+
+def clock_mhz(peaks: Peaks) -> int | None:
+    """Return the median clock of the slowest GPU since the last reset, or None if NVML does not report clocks."""
+    return min((int(statistics.median(clocks)) for clocks in peaks.clocks.values()), default=None)
+
+
+def clock_limits(peaks: Peaks) -> list[str]:
+    """Return the reasons that limited a GPU's clock since the last reset."""
+    return [name for bit, name in CLOCK_LIMITS.items() if peaks.clock_reasons & bit]
+
+
+def make_meter(hardware: Hardware) -> Meter:
+    return NvmlMeter(hardware.gpus) if hardware.device == "cuda" else CpuMeter()
+
+
+def blame_hidden(peaks: Peaks, numbers: dict[str, int], outside_before: int | None) -> None:
+    """Attribute growth outside the rank's allocator to hidden processes, if NVML hides processes.
+
+    Elsewhere NVML knows the owner.
+
+    Args:
+        numbers: bytes that came with the rank's error.
+        outside_before: bytes outside the rank's allocator once its group was up; None if not reported.
+    """
+    if outside_before is None or not {"total_bytes", "free_bytes", "reserved_bytes"} <= numbers.keys():
+        return
+    grown = numbers["total_bytes"] - numbers["free_bytes"] - numbers["reserved_bytes"] - outside_before
+    if not any(peaks.used) and grown > max(HIDDEN_FOREIGN_BYTES, peaks.foreign):
+        peaks.foreign, peaks.neighbours = grown, HIDDEN
+
+
+def _growth(now: dict[int, int], before: dict[int, int]) -> dict[int, int]:
+    """Return growth in bytes by pid, for pids that grew."""
+    more = {pid: held - before.get(pid, 0) for pid, held in now.items()}
+    return {pid: grown for pid, grown in more.items() if grown > 0}
+
+
+def _descends(pid: int, ancestors: list[int]) -> bool:
+    """Return True if a process descends from one of these."""
+    try:
+        return any(parent.pid in ancestors for parent in psutil.Process(pid).parents())
+    except psutil.Error:
+        return False

@@ -1,0 +1,471 @@
+"""Workers of a group on one host: liveness, and the wait for free memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from autotune.problem.hardware import Hardware
+from autotune.problem.host_memory import host_available_bytes, kernel_oom_kills
+from autotune.util.files import SocketFolder
+from autotune.util.linux import NOTICES, catches
+from autotune.util.units import MIB
+from autotune.workers.failure_classifier import log_tail
+from autotune.workers.gpu_memory import make_meter
+from autotune.workers.launchers import Launcher
+from autotune.workers.memory_monitor import Gauge, Meter, Peaks
+from autotune.workers.process_tree import below, end_ranks, processes
+from autotune.workers.protocol import Channel, Message
+
+# -- host workers ------------------------------------------------------------------------------------------------------
+#
+# Host workers: ranks of a group on one machine, with their start, messages, memory monitor and end.
+#
+# A group has one squad per machine, and uses only the interface `Squad`. `LocalSquad` serves this machine. For another
+# machine, the same class runs in that machine's agent behind a stream (`executors/cluster`).
+
+
+class Squad(Protocol):
+    """Ranks of one group on one machine. Rank numbers are those of the whole group."""
+
+    numbers: Sequence[int]
+
+    @property
+    def home(self) -> Path:
+        """Folder of this group only; an empty path for another machine."""
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of its ranks from the machine's launcher, in rank order."""
+
+    def launch(self, entry: str, numbers: Sequence[int], *, deadline: float, cancelled: Callable[[], bool]) -> None:
+        """Launch ranks that run module `entry`, once the devices have enough free memory.
+
+        On another machine the launch is only requested, and `hear` raises a refusal.
+
+        Raises:
+            OSError: the machine refuses to start them, or a GPU does not answer.
+        """
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds of waiting for other processes to leave the devices."""
+
+    def sources(self) -> list[Any]:
+        """Return the sources that become readable when messages arrive."""
+
+    def hear(self) -> list[tuple[int, Message]]:
+        """Return the ranks' new messages with their rank, `hello` included."""
+
+    def brief(self, spec: Message, logs: Path | None) -> None:
+        """Send each rank its spec, once all have sent hello: the common fields and its own."""
+
+    def begin(self, workers: Sequence[int]) -> None:
+        """Start the memory monitor with the ranks' own process ids."""
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Send a message to every rank."""
+
+    def statuses(self) -> dict[int, int]:
+        """Return exit codes of ended ranks, negative for a signal."""
+
+    @property
+    def hung_up(self) -> bool:
+        """True if a rank has closed its channel."""
+
+    @property
+    def lost(self) -> str:
+        """Description of a part of the machine that is gone, such as a GPU; otherwise empty."""
+
+    @property
+    def cut_off(self) -> str:
+        """Reason why the machine is unreachable; empty while it is reachable."""
+
+    def look_anew(self) -> None:
+        """Make the next `get_on` start a new comparison."""
+
+    def get_on(self, waiting: set[int]) -> bool:
+        """Return True if silent ranks compute, read or write. For ranks in a collective only their children count."""
+
+    def place(self, rank: int, device: str) -> None:
+        """Record the device that a rank reports."""
+
+    def peaks(self) -> Peaks:
+        """Return the peaks since the last `reset_peaks` including now; without a monitor, the current memory."""
+
+    def reset_peaks(self) -> None: ...
+
+    def last_words(self, greeted: bool) -> dict[int, str]:
+        """Return the end of each rank's log; `greeted` determines the log file."""
+
+    def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
+        """Pass a signal on to these ranks' process groups; one of `NOTICES` only to ranks that catch it."""
+
+    def end(self, *, done: bool) -> None:
+        """End every rank with all its descendants, and wait until processes and memory are released.
+
+        Args:
+            done: True if the ranks ended by themselves; processes that they left running are then kept.
+        """
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Several machines over which a group's ranks are spread evenly.
+
+    Args:
+        squads: makes the squad of each machine, in order. Arguments: True if memory is sampled continuously, and a
+            function for lines for people.
+        store_host: address of the first machine, at which all others reach the rendezvous.
+    """
+
+    squads: Callable[[bool, Callable[[str], None]], list[Squad]]
+    store_host: str
+
+
+class LocalSquad:
+    """Ranks on this machine.
+
+    Args:
+        meter: samples memory continuously; None reads memory only after a failure.
+        say: called with a line for people.
+        node: index of this machine in the group, and number of machines.
+    """
+
+    cut_off = ""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        hardware: Hardware,
+        meter: Meter | None,
+        say: Callable[[str], None],
+        node: tuple[int, int] = (0, 1),
+    ) -> None:
+        self._launcher, self._meter, self._say, self._node = launcher, meter, say, node
+        self._onlooker = meter or make_meter(hardware)
+        self._folder = SocketFolder("autotune-")  # sockets and stores; a study may be on NFS
+        self.home = self._folder.path
+        self.numbers: Sequence[int] = ()
+        self.pids: list[int] = []
+        self.waited_seconds = 0.0
+        self._logs: Path | None = None
+        self._listener: socket.socket | None = None
+        self._strangers: list[Channel] = []  # connections without a hello so far
+        self._channels: dict[int, Channel] = {}  # by rank
+        self._workers: dict[int, int] = {}  # rank -> its own pid, not that of an interpreter's wrapper
+        self._vitals = Vitals(self._onlooker.busy)
+        self._signalled = False  # True once a signal to end was sent
+        self._gauge: Gauge | None = None
+        self._oom_kills = kernel_oom_kills()
+
+    # -- starting ----------------------------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        entry: str,
+        numbers: Sequence[int],
+        *,
+        deadline: float = math.inf,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.numbers = numbers
+        if self._meter is not None:
+            self.waited_seconds = wait_for_room(self._meter, self._say, deadline=deadline, cancelled=cancelled)
+        address = str(self.home / "home.sock")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(address)
+        self._listener.listen(len(numbers))
+        for number in numbers:
+            self.pids.append(self._launcher.launch(entry, address, number))
+
+    def brief(self, spec: Message, logs: Path | None) -> None:
+        self._close_listener()
+        self._logs = logs
+        here = {"local_world": len(self.numbers), "node": self._node[0], "nodes": self._node[1]}
+        own = {**here, "store": str(self.home / "store"), "port": _free_port()}
+        for local, rank in enumerate(self.numbers):
+            log = str(logs.resolve() / f"rank{rank}.log") if logs is not None else None
+            self._channels[rank].send("spec", **{**own, **spec, "rank": rank, "local_rank": local, "log": log})
+
+    def begin(self, workers: Sequence[int]) -> None:
+        if self._meter is not None:
+            self._gauge = Gauge(self._meter, list(workers))
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    # -- receiving messages ------------------------------------------------------------------------------------------
+
+    def sources(self) -> list[Any]:
+        open_ones = [channel for channel in self._channels.values() if not channel.closed]
+        return [*open_ones, *self._strangers, *([self._listener] if self._listener else [])]
+
+    def hear(self) -> list[tuple[int, Message]]:
+        ranks = {channel: rank for rank, channel in self._channels.items()}
+        heard: list[tuple[int, Message]] = []
+        for source in select.select(self.sources(), [], [], 0)[0]:
+            if isinstance(source, socket.socket):
+                self._strangers.append(Channel(source.accept()[0]))
+            elif source in ranks:
+                heard += [(ranks[source], message) for message in source.drain()]
+            else:
+                heard += self._greet(source)
+        return heard
+
+    def _greet(self, channel: Channel) -> list[tuple[int, Message]]:
+        """Identify the rank of a new connection."""
+        hello = channel.receive(0)
+        if hello is not None and hello["type"] == "hello":
+            self._channels[int(hello["rank"])] = channel
+            self._workers[int(hello["rank"])] = int(hello["pid"])
+        elif not channel.closed:
+            return []
+        self._strangers.remove(channel)
+        if hello is None:
+            channel.close()
+            return []
+        return [(int(hello["rank"]), hello)]
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        for channel in self._channels.values():
+            channel.send(kind, **fields)
+
+    # -- results -----------------------------------------------------------------------------------------------------
+
+    def statuses(self) -> dict[int, int]:
+        found = {rank: self._launcher.status(pid) for rank, pid in zip(self.numbers, self.pids, strict=False)}
+        return {rank: status for rank, status in found.items() if status is not None}
+
+    @property
+    def hung_up(self) -> bool:
+        return any(channel.closed for channel in self._channels.values())
+
+    @property
+    def lost(self) -> str:
+        return self._gauge.peaks().lost if self._gauge is not None else ""
+
+    def get_on(self, waiting: set[int]) -> bool:
+        known = self._known()
+        return self._vitals.alive(known.values(), [known[rank] for rank in waiting & known.keys()])
+
+    def look_anew(self) -> None:
+        self._vitals.forget()
+
+    def _known(self) -> dict[int, int]:
+        """Return the best known process id of each rank."""
+        return {rank: self._workers.get(rank, pid) for rank, pid in zip(self.numbers, self.pids, strict=False)}
+
+    def place(self, rank: int, device: str) -> None:
+        self._onlooker.place(self.numbers.index(rank), device)
+
+    def peaks(self) -> Peaks:
+        peaks = self._gauge.look() if self._gauge is not None else self._memory_now()
+        peaks.oom_kills = kernel_oom_kills() - self._oom_kills
+        return peaks
+
+    def _memory_now(self) -> Peaks:
+        peaks = Peaks(used=[0] * len(self.pids), host_low=host_available_bytes())
+        with suppress(Exception):  # a GPU may answer late while a process dies
+            self._onlooker.sample(list(self._known().values()), peaks)
+        return peaks
+
+    def reset_peaks(self) -> None:
+        if self._gauge is not None:
+            self._gauge.reset()
+
+    def last_words(self, greeted: bool) -> dict[int, str]:
+        return {rank: log_tail(path) for rank in self.numbers if (path := self.log_of(rank, greeted)) is not None}
+
+    def log_of(self, rank: int, greeted: bool) -> Path | None:
+        """Return the log that the rank wrote last."""
+        return self._logs / f"rank{rank}.log" if greeted and self._logs is not None else self._launcher.log
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
+    def _notify(self, number: signal.Signals, pids: Sequence[int]) -> None:
+        for rank, pid in zip(self.numbers, self.pids, strict=False):
+            own = self._workers.get(rank, pid)
+            if pid in pids and catches(own, number):
+                with suppress(ProcessLookupError):
+                    os.kill(own, number)
+
+    def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
+        if number in NOTICES:
+            self._notify(number, pids)
+            return
+        self._signalled = True
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, number)
+
+    def end(self, *, done: bool) -> None:
+        try:
+            if self._gauge is not None:
+                self._gauge.stop()
+            left = []
+            if not done or self._signalled:
+                left = end_ranks(self.pids, self._launcher.status, list if done else self._launcher.strays)
+            for process in left:
+                self._say(f"{process} cannot be ended: the kernel has not let it go")
+        finally:
+            for channel in (*self._channels.values(), *self._strangers):
+                channel.close()
+            self._close_listener()
+            self._folder.close()
+        if self._meter is not None:
+            wait_until_back(self._meter, self._say)
+
+
+def _free_port() -> int:
+    """Return a free port for uses of MASTER_PORT by a script, so that two groups on a machine do not meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# -- wait for free memory ----------------------------------------------------------------------------------------------
+#
+# Wait between two groups until the devices regain memory from ended ranks and from other processes.
+
+BACK_SECONDS = 10.0  # limit for a device's memory to return after the last rank
+ROOM_SECONDS = 30.0  # limit for other processes to release memory taken since the study began; awaited once
+_POLL_SECONDS = 0.05
+
+
+def wait_for_room(
+    meter: Meter, say: Callable[[str], None], *, deadline: float, cancelled: Callable[[], bool] = lambda: False
+) -> float:
+    """Wait until the devices have as much free memory as when the study began.
+
+    The holders are reported. If they stay, the study continues next to them. Ranks may be launched after the call.
+
+    Args:
+        deadline: on the monotonic clock.
+
+    Returns:
+        The seconds waited.
+
+    Raises:
+        GpuError: a GPU does not answer.
+    """
+    began, waited = time.monotonic(), False
+    until = min(deadline, began + ROOM_SECONDS)
+    while crowd := meter.crowd():
+        if not waited:
+            for line in crowd:
+                say(f"{line}; waiting at most {ROOM_SECONDS:.0f} s for it")
+        waited = True
+        if time.monotonic() > until or cancelled():
+            say("going on beside it: until it is free again, running out of memory says nothing of a candidate")
+            break
+        time.sleep(_POLL_SECONDS)
+    meter.begin()
+    return time.monotonic() - began if waited else 0.0
+
+
+def wait_until_back(meter: Meter, say: Callable[[str], None]) -> None:
+    """Wait until the devices regain the memory of ended ranks, and report its holders if they do not."""
+    until = time.monotonic() + BACK_SECONDS
+    while (left := meter.left()) and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
+    for line in left:
+        say(line)
+
+
+# -- liveness ----------------------------------------------------------------------------------------------------------
+#
+# Check if silent processes are alive: computing, reading and writing of the processes and their children.
+
+_ANSWER_SECONDS = 0.5  # a driver answers within milliseconds
+LEAST_CPU_SHARE = 0.05  # share of one core; idle ranks with their helper threads stay far below
+LEAST_IO_BYTES_PER_SECOND = 0.05 * MIB  # a slow network disk is faster
+
+
+@dataclass(frozen=True)
+class _Sample:
+    at: float  # on the monotonic clock
+    cpu_seconds: float
+    io_bytes: int
+
+
+class Vitals:
+    """Compare the ranks' counters between checks.
+
+    Args:
+        busy: returns True if the ranks' devices compute, according to their driver; None if unavailable.
+    """
+
+    def __init__(self, busy: Callable[[], bool] | None = None) -> None:
+        self._last: _Sample | None = None
+        self._busy = _Aside(busy) if busy is not None else None
+
+    def forget(self) -> None:
+        """Make the next check start a new comparison."""
+        self._last = None
+
+    def alive(self, ranks: Iterable[int], waiting: Iterable[int] = ()) -> bool:
+        """Return True if any of the processes made progress since the last check; False on the first.
+
+        Args:
+            ranks: their process ids.
+            waiting: ranks that wait in a collective, in which a library may spin. Only their children count.
+        """
+        now, before = _sample(ranks, set(waiting)), self._last
+        self._last = now
+        if before is None:
+            return False
+        seconds = max(now.at - before.at, 1e-3)
+        return (
+            now.cpu_seconds - before.cpu_seconds > LEAST_CPU_SHARE * seconds
+            or now.io_bytes - before.io_bytes > LEAST_IO_BYTES_PER_SECOND * seconds
+            or (self._busy is not None and self._busy.latest())
+        )
+
+
+class _Aside:
+    """Call a function in a thread, one call at a time, so that a hanging driver does not block the tuner."""
+
+    def __init__(self, ask: Callable[[], bool]) -> None:
+        self._ask, self._answer = ask, False
+        self._thread: threading.Thread | None = None
+
+    def latest(self) -> bool:
+        """Return the last result, and start the next call unless one is running."""
+        answer = self._answer
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+            self._thread.join(_ANSWER_SECONDS)
+            answer = self._answer
+        return answer
+
+    def _run(self) -> None:
+        self._answer = False
+        self._answer = self._ask()
+
+
+def _sample(ranks: Iterable[int], waiting: set[int]) -> _Sample:
+    cpu_seconds, io_bytes = 0.0, 0
+    pids = list(ranks)
+    for process in [*processes(pid for pid in pids if pid not in waiting), *below(*pids)]:
+        with suppress(psutil.Error, OSError):  # process gone, or of another user
+            times = process.cpu_times()
+            cpu_seconds += times.user + times.system
+            moved = process.io_counters()
+            io_bytes += moved.read_chars + moved.write_chars
+    return _Sample(time.monotonic(), cpu_seconds, io_bytes)

@@ -1,0 +1,343 @@
+"""Spawn and fork launchers, and the environment of workers."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import psutil
+
+from autotune.errors import Stopped, UserError
+from autotune.problem.candidate import Candidate
+from autotune.problem.nvml import BY_BUS, ORDER, compute_capabilities
+from autotune.util.entry_points import FORK_SERVER
+from autotune.util.interpreter import bound_command, current
+from autotune.workers.failure_classifier import log_tail
+from autotune.workers.process_tree import REAP_SECONDS, below, end_marked, marked
+from autotune.workers.protocol import Channel, Message
+
+# -- launchers ---------------------------------------------------------------------------------------------------------
+#
+# Launchers of rank processes: cold starts, or forks of a server that has imported all modules once.
+#
+# A launcher runs a module with a function `become(address, rank)`, and does not know its work.
+
+MARK = "AUTOTUNE_RANKS_OF"  # environment variable that identifies the ranks' descendants
+IMPORT_SECONDS = 1800  # a slow disk takes this long; a longer import hangs
+_BUILDING_SECONDS = 1800  # one op takes this long on a slow machine; a longer build hangs
+_LOOK_SECONDS = 0.1
+_LEAVE_SECONDS = 1.0  # time for a building server to end its compilers
+_FORK_SECONDS = 30.0  # a fork takes 10 ms; a slower server has no memory left or is stopped
+
+
+class Launcher(Protocol):
+    """Starter of rank processes that knows how they ended."""
+
+    @property
+    def log(self) -> Path | None:
+        """Log of a rank until it receives its own log; None writes to this process's output."""
+
+    def launch(self, entry: str, address: str, rank: int) -> int:
+        """Start a rank that runs module `entry` and connects to the socket at `address`; return its pid.
+
+        Raises:
+            OSError: the machine refuses, because no memory, process or file is left.
+        """
+
+    def status(self, pid: int) -> int | None:
+        """Return the exit code, negative for a signal, or None while it runs."""
+
+    def strays(self) -> list[psutil.Process]:
+        """Return the processes that dead ranks left running."""
+
+    def close(self) -> None:
+        """End all remaining processes. Processes that the kernel keeps are awaited for a few seconds at most."""
+
+
+class SpawnLauncher:
+    """Launcher of cold starts: a new interpreter per rank, with seconds of imports.
+
+    Args:
+        env: environment of a rank, see `autotune.workers.launchers`.
+        log: receives the ranks' output; None keeps this process's output.
+        cwd: folder of the ranks; None uses this process's.
+    """
+
+    def __init__(self, env: Mapping[str, str], log: Path | None = None, cwd: str | None = None) -> None:
+        self.log, self._env, self._cwd = log, env, cwd
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._mark = uuid.uuid4().hex  # inherited by all descendants of a rank
+
+    def launch(self, entry: str, address: str, rank: int) -> int:
+        output = self.log.open("ab") if self.log is not None else None
+        try:
+            process = subprocess.Popen(
+                bound_command(current().path, entry, address, str(rank)),
+                env={**self._env, MARK: self._mark},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=self._cwd,
+                start_new_session=True,
+            )
+        finally:
+            if output is not None:
+                output.close()
+        self._processes[process.pid] = process
+        return process.pid
+
+    def status(self, pid: int) -> int | None:
+        process = self._processes.get(pid)
+        return process.poll() if process else None
+
+    def strays(self) -> list[psutil.Process]:
+        return [process for process in marked(MARK, self._mark) if process.pid not in self._processes]
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+        until = time.monotonic() + REAP_SECONDS
+        for process in self._processes.values():
+            # a rank in a dead driver or disk stays as long as the kernel keeps it
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0.0, until - time.monotonic()))
+
+
+class ForkLauncher:
+    """Launcher through the fork server: one import per study, and 10 ms per rank.
+
+    Args:
+        env: environment of the server, which its ranks inherit.
+        log: receives the output of the server, and of ranks until they have their own log.
+        preload: modules that the server imports, see `autotune.workers.fork_server.preload`.
+        cancelled: polled several times a second during imports and builds, which end within a second once it returns
+            True.
+    """
+
+    def __init__(
+        self, env: Mapping[str, str], log: Path, *, cancelled: Callable[[], bool] = lambda: False, **preload: Any
+    ) -> None:
+        self.log, self._env, self._preload, self._cancelled = log, env, preload, cancelled
+        self._mark = uuid.uuid4().hex  # inherited by the compilers that it starts
+        self._pids: dict[str, int] = {}  # ticket -> pid of a launched rank
+        self._refusals: dict[str, OSError] = {}  # by ticket
+        self._statuses: dict[int, int] = {}
+        self._busy, self._begun = True, False
+
+    def begin(self) -> None:
+        """Start the server, which imports while this process continues."""
+        self._channel, theirs = Channel.pair()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                bound_command(current().path, FORK_SERVER, str(theirs.fileno())),
+                pass_fds=[theirs.fileno()],
+                env={**self._env, MARK: self._mark},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        theirs.close()
+        self._channel.send("hello", **self._preload)
+        self._begun = True
+
+    def open(self) -> None:
+        """Wait until the server has imported everything, and start it first if necessary.
+
+        Raises:
+            UserError: the server died or hangs.
+            Stopped: the wait was cancelled.
+        """
+        if not self._begun:
+            self.begin()
+        self._await("ready", IMPORT_SECONDS, lambda message: None)
+
+    def load_ops(self, names: list[str], tell: Callable[[Message | None], None]) -> Message:
+        """Make the server load DeepSpeed's ops, with minutes of building if necessary, for all later ranks.
+
+        Args:
+            names: names of the builders.
+            tell: called with progress per op, see `autotune.workers.jit_ops.Tell`, or with None if nothing is new.
+
+        Returns:
+            `failed`: builder -> reason; `folder`: location of the ops; `fork_safe`: True if the server can still fork.
+
+        Raises:
+            UserError: the server died, or a build hangs.
+            Stopped: the wait was cancelled.
+        """
+        self._channel.send("ops", names=names)
+        return self._await("ops", _BUILDING_SECONDS, tell)
+
+    def _await(self, kind: str, seconds: float, tell: Callable[[Message | None], None]) -> Message:
+        """Return the server's message of this kind; call `tell` with earlier ones, and with None while there are none."""
+        until, self._busy = time.monotonic() + seconds, True
+        while (message := self._channel.receive(_LOOK_SECONDS)) is None or message["type"] != kind:
+            tell(message)
+            if message is not None:
+                until = time.monotonic() + seconds
+            elif self._channel.closed:
+                self.close()
+                tail = log_tail(self.log).strip().splitlines()
+                raise UserError(f"the fork server died: {tail[-1] if tail else 'no output'} (log: {self.log})")
+            elif self._cancelled():
+                self.close()
+                raise Stopped("stopped before anything was measured")
+            elif time.monotonic() > until:
+                self.close()
+                raise UserError(
+                    f"the fork server did not get on for {seconds:.0f} s, importing or building DeepSpeed's ops; "
+                    f"`autotune doctor` tries each (log: {self.log})"
+                )
+        self._busy = False
+        return message
+
+    def launch(self, entry: str, address: str, rank: int) -> int:
+        ticket = f"{address}#{rank}"
+        self._channel.send("launch", entry=entry, address=address, rank=rank, ticket=ticket)
+        until = time.monotonic() + _FORK_SECONDS
+        while ticket not in self._pids:
+            if self._channel.closed or time.monotonic() > until:
+                raise OSError("the fork server does not answer")
+            self._take(self._channel.receive(0.1))
+            if (refusal := self._refusals.pop(ticket, None)) is not None:
+                raise refusal
+        return self._pids.pop(ticket)
+
+    def status(self, pid: int) -> int | None:
+        for message in self._channel.drain():
+            self._take(message)
+        if pid not in self._statuses and self._channel.closed:
+            return -signal.SIGKILL  # the server has ended, and its children with it
+        return self._statuses.get(pid)
+
+    def _take(self, message: Message | None) -> None:
+        if message is None:
+            return
+        if message["type"] == "launched":
+            self._pids[message["ticket"]] = message["pid"]
+            self._statuses.pop(message["pid"], None)  # of an earlier rank with this pid
+        elif message["type"] == "refused":
+            self._refusals[message["ticket"]] = OSError(message["errno"], message["text"])
+        elif message["type"] == "exited":
+            self._statuses[message["pid"]] = message["status"]
+
+    def strays(self) -> list[psutil.Process]:
+        return below(self.server)  # the server adopts them; a killed server's children died with it
+
+    @property
+    def server(self) -> int:
+        """Process id of the server."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def _end_busy(self) -> None:
+        """End a busy server with the compilers that it has started."""
+        if not self.alive:
+            end_marked(MARK, self._mark)
+            return
+        self._process.terminate()  # a building server ends its descendants (`taking_all_along`)
+        try:
+            self._process.wait(timeout=_LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            started = self.strays()
+            self._process.kill()
+            for process in started:
+                with suppress(psutil.Error):
+                    process.kill()
+
+    def close(self) -> None:
+        self._channel.close()
+        if self._busy:  # a busy server does not read, and its descendants do not end with it
+            self._end_busy()
+        try:
+            self._process.wait(timeout=3)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=REAP_SECONDS)
+
+
+# -- environment -------------------------------------------------------------------------------------------------------
+#
+# Environment variables that a process needs before its first instruction.
+#
+# A training has the user's environment and the few additions that make it equal to the measured run. A trial is also
+# quiet. No allocator variables are set, because a trial must be as fast and as large as training.
+
+THREADS = "OMP_NUM_THREADS"
+ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
+
+
+def training_environment(device: str, threads: int) -> dict[str, str]:
+    """Return the environment of a rank that trains, or of a process that builds for ranks.
+
+    Args:
+        device: `cuda` or `cpu`.
+        threads: number of CPU threads for computing.
+    """
+    beside = os.path.dirname(current().path)
+    env = {
+        **current().environment(),
+        # torch looks for ninja in PATH. pip installs it next to this Python, whose environment may not be activated.
+        # The same ninja must always be found, because another version's log would make it rebuild every op.
+        "PATH": os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]),
+        "DS_ACCELERATOR": device,
+        ORDER: os.environ.get(ORDER, BY_BUS),  # NVML's order, so that monitor and capacity match the rank's GPU
+        # set before any OpenMP library loads: the only way to reach a second one next to torch's
+        THREADS: str(threads),
+    }
+    return env | {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else env
+
+
+def trial_environment(device: str, threads: int) -> dict[str, str]:
+    """Return the environment of a rank that is measured: a training's, but quiet and safe to fork."""
+    return {
+        **training_environment(device, threads),
+        **_architectures(device),
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() must not initialize the driver
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+
+
+def _architectures(device: str) -> dict[str, str]:
+    """Return the GPU architectures for which DeepSpeed builds its ops.
+
+    Without the variable, DeepSpeed's builders query CUDA, which initializes the driver in the fork server. The value
+    equals the result of that query (`OpBuilder.compute_capability_args`).
+    """
+    if device == "cpu" or ARCHITECTURES in os.environ:
+        return {}
+    found = compute_capabilities()
+    return {ARCHITECTURES: ";".join(found) + "+PTX"} if found else {}  # as DeepSpeed and torch do
+
+
+def variables_of(candidate: Candidate, threads: int, own: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Return the variables to set before the command that trains with a candidate.
+
+    These are the variables of the measured ranks that no launcher sets itself.
+
+    Args:
+        own: the user's own variables during the measurement, which may differ from this process's.
+    """
+    return {**own, THREADS: str(threads), **candidate.environment(own)}
+
+
+def assignments(variables: Mapping[str, str]) -> str:
+    """Return `NAME=value NAME=value`, as a shell accepts before a command."""
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())

@@ -1,0 +1,196 @@
+"""The command line: bad input is one line and exit code 2; help is fast because nothing heavy is imported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.problem.outcome import Kind
+from autotune.search.study import StudyStore
+from tests.cli_call import call
+from tests.studies import study_of_every_kind
+
+BASE = ("run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--budget", "60s", "--yes")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("run", "--model", "gema-2-2b"), "did you mean gemma-2-2b"),
+        (("run",), "--model"),
+        (("run", "--model", "tiny-llama", "--gpus", "0", "--device", "cpu"), "at least 1"),
+        (("run", "--model", "tiny-llama", "--gpus", "4"), "found no GPU"),
+        (("run", "--model", "tiny-llama", "--gpus", "four"), "valid integer"),
+        ((*BASE, "--budget", "0"), "30m"),
+        ((*BASE, "--budget", "30x"), "30m"),
+        ((*BASE, "--budget=-5m"), "30m"),
+        ((*BASE, "--budget", "2s"), "shorter than one trial"),
+        ((*BASE, "--storage", "mysqlx://me:secret@x/y"), "cannot be opened"),
+        ((*BASE, "--space", "zero22"), "did you mean zero2"),
+        ((*BASE, "--global-batch-size", "7"), "cannot be split evenly"),
+        ((*BASE, "--global-batch-size", "0"), "from 1 to"),
+        ((*BASE, "--memory-cap", "9999GiB"), "above the capacity"),
+        ((*BASE, "--memory-cap", "lots"), "24GiB"),
+        ((*BASE, "--memory-cap", "24"), "--memory-cap 24 is 24 bytes; did you mean 24GiB?"),
+        (("plan", "--model", "tiny-llama", "--gpu", "a100", "--host-memory", "64"), "did you mean 64GiB?"),
+        ((*BASE, "--seed", "-1"), "--seed -1: expected a whole number from 0 to 4294967295"),
+        ((*BASE, "--seed", str(2**32)), "--seed 4294967296: expected"),
+        ((*BASE, "--out", "/"), "/ is a folder"),
+        ((*BASE, "--out", "/proc/x.json"), "/proc is read-only for you")
+        if os.geteuid()
+        else ((*BASE, "--out", "/etc/passwd/x"), "there is no folder"),
+        ((*BASE, "--out", "runs/s/study.db"), "is where a study is kept"),
+        ((*BASE, "--study", "-neg"), "not starting with a dot or a hyphen"),
+        ((*BASE, "--study", "two\nlines"), "expected a plain name"),
+        ((*BASE, "--study", "share"), "choose another"),
+        ((*BASE, "--headroom", "120%"), "share"),
+        ((*BASE, "--seq-len", "0"), "--seq-len"),
+        ((*BASE, "--seq-len", "99999999"), "--seq-len"),
+        ((*BASE, "--precision", "fp8"), "bf16, fp16, fp32"),
+        ((*BASE, "--optimizer", "adamm"), "adamw"),
+        ((*BASE, "--ds-config", "nowhere.json"), "no such file"),
+        ((*BASE, "--study", "a/b"), "plain name"),
+        ((*BASE, "--max-trials", "0"), "at least 1"),
+        ((*BASE, "--isolation", "magic"), "fork or spawn"),
+        (("show", "nothing-here"), "no study"),
+        (("export", "nothing-here"), "no study"),
+        (("export", "x", "--format", "toml"), "deepspeed, accelerate, hf"),
+        (("spaces", "show", "zero22"), "did you mean"),
+        (("frobnicate",), "frobnicate"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    words: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(monkeypatch, capsys, *words)
+    assert code == 2
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert "Traceback" not in err
+    assert "secret" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "not JSON"), ("[]", "JSON object"), ('{"zero_optimization": 3}', "object")]
+)
+def test_malformed_ds_configs(
+    text: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text(text)
+    code, _, err = call(monkeypatch, capsys, *BASE, "--ds-config", "ds.json")
+    assert code == 2
+    assert message in err
+
+
+def test_a_space_without_a_candidate_and_an_unreadable_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.yaml").write_text("knobs:\n  train_micro_batch_size_per_gpu: [3]\n")
+    code, _, err = call(monkeypatch, capsys, *BASE, "--space", "s.yaml", "--global-batch-size", "8")
+    assert (code, "cannot be made from" in err) == (2, True)
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    code, _, err = call(monkeypatch, capsys, *BASE)
+    assert (code, "cannot be written" in err) == (2, True)
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys; sys.argv=['autotune','--help']\nfrom autotune.cli import app as cli\ntry:\n    cli.main()\nexcept SystemExit: pass\n"
+    code += "heavy = {'torch','deepspeed','transformers','optuna','numpy'} & set(sys.modules)\nsys.exit(f'imported {heavy}' if heavy else 0)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "COVERAGE_PROCESS_START": ""}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "run" in done.stdout
+
+
+def test_models_and_spaces(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(monkeypatch, capsys, "models", "--json")
+    assert code == 0
+    assert json.loads(out)["gemma-2-2b"]["parameters"] == 2614341888
+    assert "gemma-2-2b" in call(monkeypatch, capsys, "models")[1]
+    assert "default" in json.loads(call(monkeypatch, capsys, "spaces", "list", "--json")[1])
+    assert "zero2" in call(monkeypatch, capsys, "spaces", "list")[1]
+    assert "knobs:" in call(monkeypatch, capsys, "spaces", "show", "zero3")[1]
+    assert "valid" in call(monkeypatch, capsys, "spaces", "validate", "default")[1]
+    assert "stage 3 with offload_optimizer cpu" in call(monkeypatch, capsys, "spaces", "knobs")[1]
+    known = json.loads(call(monkeypatch, capsys, "spaces", "knobs", "--json")[1])
+    assert known["bf16.bf16_optimizer_states"]["since deepspeed"] == "0.18.3"
+    assert "changes what is computed" in known["bf16.bf16_optimizer_states"]
+    assert json.loads(call(monkeypatch, capsys, "spaces", "validate", "zero2", "--json")[1])["families"] > 10
+    assert call(monkeypatch, capsys, "--version")[1].strip()
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> StudyStore:
+    return study_of_every_kind(tmp_path / "runs")
+
+
+def test_show(
+    study: StudyStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = call(monkeypatch, capsys, "show", "s")
+    assert code == 0
+    assert "winner: z0 mb1 ga1" in out
+    assert "8 samples/s (160 tokens/s)" in out, "as measured: its samples are shorter than the longest"
+    assert "a GPU: 4 samples/s, 80 tokens/s" in out
+    assert "+100.0 % against the next best" in out
+    assert "33.0 s of 1m00s" in out
+    assert "not tried (5): needs more" in out
+    for kind in Kind:
+        assert kind.value in out
+    data = json.loads(call(monkeypatch, capsys, "show", "s", "--json")[1])
+    assert data["winner"]["candidate"]["zero_stage"] == 0
+    assert len(data["trials"]) == len(Kind) + 2
+
+
+def test_export(
+    study: StudyStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for style in ("deepspeed", "accelerate", "hf"):
+        code, out, _ = call(monkeypatch, capsys, "export", "s", "--format", style)
+        assert code == 0
+        assert "wrote" in out
+    config = json.loads((tmp_path / "runs/s/s.json").read_text())
+    assert config["train_micro_batch_size_per_gpu"] == 1
+    assert "optimizer" not in config
+    meta = json.loads((tmp_path / "runs/s/s.meta.json").read_text())
+    assert meta["verified"] is True
+    assert meta["trial"] == len(Kind) + 1
+    assert meta["fingerprint"]["versions"]["deepspeed"]
+    assert any("optimizer" in line for line in meta["your_training_must"])
+    code, _, err = call(monkeypatch, capsys, "export", "s", "--trial", "1")
+    assert (code, "no measured trial" in err) == (2, True)
+    code, out, _ = call(monkeypatch, capsys, "export", "s", "--trial", "0", "--out", "x.json", "--json")
+    assert json.loads(out)["files"] == ["x.json", "x.meta.json"]
+
+
+THREADS = """
+import os, sys
+from autotune.cli.options import load_numpy
+load_numpy()
+import numpy
+numpy.ones((600, 600)) @ numpy.ones((600, 600))
+print(len(os.listdir("/proc/self/task")), os.environ.get("OPENBLAS_NUM_THREADS"))
+"""
+
+
+@pytest.mark.parametrize("chosen", [None, "2"])
+def test_the_tuner_has_one_blas_thread_which_its_children_do_not_inherit(chosen: str | None) -> None:
+    env = {name: value for name, value in os.environ.items() if "NUM_THREADS" not in name}
+    env |= {"OPENBLAS_NUM_THREADS": chosen} if chosen else {}
+    done = subprocess.run([sys.executable, "-c", THREADS], env=env, capture_output=True, text=True, check=True)
+    threads = min(int(chosen), len(os.sched_getaffinity(0))) if chosen else 1
+    assert done.stdout.strip() == f"{threads} {chosen}"

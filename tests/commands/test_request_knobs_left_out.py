@@ -1,0 +1,32 @@
+"""Knobs of a space that a request leaves out: not installed here, or without effect on this job."""
+
+import pytest
+
+from autotune.errors import UserError
+from autotune.problem.hardware import detect
+from autotune.problem.space import fitted, for_job, parse_space
+from autotune.util.interpreter import Own
+from tests.conftest import make_job
+
+
+def test_kernels_that_are_not_installed_are_left_out_once() -> None:
+    space = parse_space("knobs: {zero_stage: [1], attention: [sdpa, flash_attention_2], compile: [true, false]}")
+    left, lines = fitted(space, make_job(), detect("cpu", 2))
+    assert left.knobs["attention"].values == ("sdpa",)
+    assert lines == ["attention flash_attention_2 needs the package flash_attn, which is not installed: left out"]
+    with pytest.raises(UserError, match="flash_attn"):
+        fitted(parse_space("knobs: {zero_stage: [1], attention: [flash_attention_2]}"), make_job(), detect("cpu", 2))
+
+
+def test_adapters_without_peft_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Own, "has", lambda self, module: False)
+    space = parse_space("knobs: {zero_stage: [1], lora: [none, 8]}")
+    left, lines = fitted(space, make_job(), detect("cpu", 2))
+    assert left.knobs["lora"].values == ("none",)
+    assert lines[0] == "lora r=8 needs the package peft, which is not installed: left out"
+
+
+def test_packing_is_a_knob_only_where_lengths_differ() -> None:
+    space = parse_space("knobs: {zero_stage: [1], packing: [true, false]}")
+    assert "packing" not in for_job(space, make_job()).knobs, "batches without lengths are full already"
+    assert "packing" in for_job(space, make_job(lengths=((16, 1), (32, 1)))).knobs

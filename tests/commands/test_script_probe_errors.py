@@ -1,0 +1,84 @@
+"""A script that cannot be tuned is refused in one line that says what to do, not with the end of a log."""
+
+from typing import Any
+
+import pytest
+
+from autotune.commands.script_probe import _counted_otherwise, _in_one_line, _profile, thrifty
+from autotune.problem.outcome import Kind, Outcome, Phase, Source
+
+BUSY = "The server socket has failed to listen on any local network address. port: 29511, code: -98, name: EADDRINUSE"
+CASES = [
+    (Kind.CRASH, "EOF when reading a line", "builtins.EOFError", "asks for input"),
+    (Kind.CRASH, "BdbQuit", "bdb.BdbQuit", "stops at a breakpoint"),
+    (Kind.CRASH, "[Errno 98] Address already in use", "builtins.OSError", "opens a port that is taken"),
+    (Kind.CRASH, "[Errno 2] No such file or directory: 'ds.json'", "builtins.FileNotFoundError", "'ds.json'"),
+    (Kind.CRASH, "<urlopen error [Errno 111]>", "urllib.error.URLError", "over the network"),
+    (Kind.CRASH, "Max retries exceeded", "requests.exceptions.ConnectionError", "over the network"),
+    (Kind.CRASH, "timed out", "httpx.ConnectTimeout", "over the network"),
+    (Kind.INFRASTRUCTURE, BUSY, "torch.distributed.DistNetworkError", "port: 29511"),
+]
+
+
+@pytest.mark.parametrize(("kind", "reason", "exception", "line"), CASES)
+def test_what_is_known_is_said_in_one_line(kind: Kind, reason: str, exception: str, line: str) -> None:
+    outcome = Outcome(
+        kind, Phase.INIT, reason=reason, exceptions=(exception,), source=Source.EXCEPTION, log="runs/s/1", rank=1
+    )
+    said = _in_one_line(outcome, "train.py", reached=False)
+    assert said.startswith("train.py ")
+    assert line in said
+    assert "runs/s/1/rank1.log" in said
+    assert "\n" not in said
+
+
+def test_a_script_that_never_gets_to_deepspeed() -> None:
+    for kind, source in ((Kind.INTERRUPTED, Source.BUDGET), (Kind.TIMEOUT, Source.SILENCE)):
+        outcome = Outcome(kind, Phase.INIT, reason="its share of the budget ended", source=source, seconds=90.0)
+        said = _in_one_line(outcome, "train.py", reached=False)
+        assert said.startswith("train.py had not called deepspeed.initialize after 1m30s")
+        assert not _in_one_line(outcome, "train.py", reached=True), "then it is slow, not another sort of script"
+
+
+def test_any_other_error_is_the_scripts_own() -> None:
+    outcome = Outcome(Kind.CRASH, Phase.INIT, reason="no such column", exceptions=("builtins.KeyError",))
+    assert not _in_one_line(outcome, "train.py", reached=False)
+
+
+def test_a_profile_that_counted_otherwise_is_made_anew() -> None:
+    assert _counted_otherwise({"rows_per_sample": 2.0})
+    assert not _counted_otherwise({"rows_per_sample": 1.0})
+    assert not _counted_otherwise({"rows_per_sample": 2.0, "counted": "rows"})
+    assert _counted_otherwise({"counted": "rows", "batch_note": "it has its own"})
+    assert not _counted_otherwise({"counted": "rows", "batch_note": "it has its own", "held": {}})
+    assert not _counted_otherwise({"counted": "rows", "batch_note": ""})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "device", "offloads"),
+    [("", "cuda", True), ("DeepSpeedCPUAdam", "cuda", True), ("FusedAdam", "cuda", False), ("FusedAdam", "cpu", True)],
+)
+def test_what_takes_least_memory_keeps_a_fused_optimizer_where_it_steps(
+    optimizer: str, device: str, offloads: bool
+) -> None:
+    candidate = thrifty(optimizer, device)
+    assert (candidate.offload_optimizer == "cpu") is offloads
+    assert (candidate.stage, candidate.micro_batch, candidate.checkpointing) == (3, 1, True)
+    assert candidate.offload_param == "cpu"
+
+
+SEEN = "config precision model_config causal model trained frozen checkpointing checkpointed through_arguments"
+SEEN += " loader_prepared relaunched client_optimizer untested_optimizer flags"
+
+
+def test_how_torchs_optimizer_steps_is_kept_where_the_script_makes_it() -> None:
+    """A job is what its profile says: a key that is not needed would make an earlier version's study another's."""
+
+    def kept(**facts: Any) -> dict[str, Any]:
+        batch = {"micro_batch": 1, "accumulation": 1, "counted": ""}
+        return _profile({**dict.fromkeys(SEEN.split()), "late": "", **facts}, batch, own=True)
+
+    told = {"class": "AdamW", "fused": None, "foreach": None}
+    assert kept(torch_optimizer=told)["torch_optimizer"] == told
+    assert "torch_optimizer" not in kept(torch_optimizer={})
+    assert kept(torch_optimizer={}) == kept()

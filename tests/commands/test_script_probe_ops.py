@@ -1,0 +1,91 @@
+"""An op of DeepSpeed's that a script is first seen to need in its own run."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from autotune.commands.script_probe import _try
+from autotune.executors.base import Effort
+from autotune.executors.local import LocalExecutor
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Script
+from autotune.problem.outcome import Kind, Outcome, Source
+from autotune.script.profile import OPS, unknown_job
+from tests.conftest import make_job
+
+
+class Session:
+    def __init__(self, executor: "Executor") -> None:
+        self.executor, self.facts, self.unbuilt = executor, {"trains": True}, ""
+
+    def measure(self, candidate: Candidate, effort: Effort, seconds: float) -> Outcome:
+        self.executor.limits.append(seconds)
+        self.executor.clock += 7.0
+        needs = [name for name in self.executor.needs if name not in self.executor.tried_ops]
+        self.unbuilt = needs[0] if needs else ""
+        failed = Outcome(Kind.CRASH, reason="not built", source=Source.EXCEPTION)
+        return failed if needs else Outcome(Kind.OOM_DEVICE, reason="so that it counts")
+
+    def close(self) -> None:
+        pass
+
+
+class Executor:
+    """Whose script needs two ops, one of which cannot be built."""
+
+    def __init__(self) -> None:
+        self.job, self.needs, self.tried_ops = make_job(), ["FusedAdamBuilder", "OtherBuilder"], set[str]()
+        self.clock, self.limits = 100.0, list[float]()
+        self.ops = SimpleNamespace(failed={"OtherBuilder": "no compiler"})
+
+    def now(self) -> float:
+        return self.clock
+
+    def session(self, *_: Any) -> Session:
+        return Session(self)
+
+    def load_ops(self, candidates: list[Candidate], *names: str) -> None:
+        assert not candidates
+        self.tried_ops |= set(names)
+        self.clock += 50.0
+
+
+def test_each_is_built_between_two_starts_and_once() -> None:
+    executor: Any = Executor()
+    outcome, facts = _try(executor, Candidate(()), "probe", 60.0)
+    assert outcome.reason == "so that it counts"
+    assert facts == {"trains": True, OPS: ["FusedAdamBuilder"]}, "what cannot be built is not asked for again"
+    assert executor.limits == [60.0, 60.0, 53.0], "builds do not count, nor does the first start that was in vain"
+
+
+class Ground:
+    """Where ranks would run; remembers what it was asked to load."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    def load_ops(self, names: list[str], needs: Any) -> bool:
+        self.asked.append(names)
+        return True
+
+    def all_see(self, path: Path) -> bool:
+        return False
+
+
+def test_what_was_seen_is_loaded_by_every_later_call_too(hardware: Hardware, tmp_path: Path) -> None:
+    ground: Any = Ground()
+    script = Script(("train.py",), str(tmp_path))
+    executor = LocalExecutor(unknown_job(script, hardware), hardware, tmp_path / "study", [], ground=ground)
+    executor.load_ops([], "FusedLionBuilder")
+    with_ops = replace(script, profile={OPS: ["FusedAdamBuilder"]})
+    executor.job = replace(executor.job, script=with_ops)
+    executor.load_ops([])
+    first, second = ground.asked
+    assert "FusedLionBuilder" in first
+    assert set(second) == {*first, "FusedAdamBuilder"}
+    session = executor.session(Candidate(()), "probe")
+    assert session._spec()["ops"] == second, "a rank need not leave for these"
+    session._take(1, {"type": "unbuilt", "op": "EvoformerAttnBuilder"})
+    assert session.unbuilt == "EvoformerAttnBuilder", "any rank may be the one"

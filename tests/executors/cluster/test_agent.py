@@ -1,0 +1,343 @@
+"""Agents on this machine at the other end of a pipe: the protocol, a group spread over them, and every way for one to end."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from autotune.errors import MachineTrouble, Stopped, UserError
+from autotune.executors.cluster import agent as surveys
+from autotune.executors.cluster import cluster as clusters
+from autotune.executors.cluster import rpc as wires
+from autotune.executors.cluster.cluster import Cluster, Wishes, sent_variables
+from autotune.executors.cluster.rpc import NodeDown, NotGreeted, Wire
+from autotune.executors.cluster.transports import Host, agent_words
+from autotune.executors.machine import Needs
+from autotune.problem.outcome import Kind, Source
+from autotune.search.fingerprint import _WATCHED, _WATCHED_PREFIXES
+from autotune.workers.failure_classifier import judge
+from autotune.workers.gpu_memory import clock_mhz
+from autotune.workers.group import Group, Policy, Stop
+from autotune.workers.memory_monitor import Meter, Peaks, merged
+from tests.conftest import pid_lives, wait_until
+
+FAKE = "tests.workers.fake_rank"
+HOUR = 3600.0
+
+
+class Pipe:
+    """A transport that goes no further than this machine."""
+
+    def __init__(self, *before: str) -> None:
+        self.before = before
+
+    def command(self, node: str) -> list[str]:
+        return [*self.before, *agent_words()]
+
+    def complaint(self, node: str, failure: NotGreeted) -> str:
+        return f"{failure}: {failure.said} {failure.log}"
+
+
+class Spread:
+    """Two nodes of one machine, with groups of fake ranks on them."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self._patch = folder, patch
+        self.said: list[str] = []
+        self.ready: set[int] = set()
+        self.heard: dict[int, list[dict]] = {}
+        self.group: Group | None = None
+
+    def open(
+        self, plan: dict[str, object] | None = None, slots: int = 1, names: tuple[str, ...] = ("n1", "n2")
+    ) -> Cluster:
+        self._patch.setenv("FAKE_RANK", json.dumps(plan or {}))
+        wishes = Wishes("cpu", variables=("FAKE_RANK",))
+        hosts = [Host(name, tuple(range(slots))) for name in names]
+        self.cluster = Cluster(hosts, Pipe(), wishes, self.folder / "nodes", say=self.said.append)
+        self.hardware = self.cluster.reach()
+        self.cluster.open(Needs("cpu", 1))
+        self.agents = [psutil.Process(node.wire.greeting["pid"]) for node in self.cluster.nodes]
+        return self.cluster
+
+    def run(self, silent: float = HOUR) -> tuple[Group, Stop]:
+        def take(rank: int, message: dict) -> None:
+            self.heard.setdefault(rank, []).append(message)
+            if message.get("phase") == "ready":
+                self.ready.add(rank)
+
+        policy = Policy(HOUR, lambda phase: silent, settle_seconds=0.2, may_leave=False)
+        self.group = Group(self.cluster.launcher, self.hardware, Meter(), policy, on_message=take, say=self.said.append)
+        world = self.hardware.count
+        stop = self.group.start(FAKE, world, {}, logs=self.folder)
+        return self.group, self.group.watch(lambda: len(self.ready) == world) if stop is Stop.ARRIVED else stop
+
+    def started(self) -> list[psutil.Process]:
+        return [process for agent in self.agents for process in (agent, *agent.children(recursive=True))]
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.end()
+        self.cluster.close()
+
+
+@pytest.fixture
+def spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Spread]:
+    made = Spread(tmp_path, monkeypatch)
+    with closing(made):
+        yield made
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(pid_lives(process.pid) for process in processes)
+
+
+def test_ranks_of_two_nodes_are_one_group(spread: Spread) -> None:
+    spread.open({"note": ["GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"]}, slots=2)
+    assert (spread.hardware.count, spread.hardware.nodes, spread.hardware.threads) == (4, 2, 1)
+    group, stop = spread.run()
+    assert stop is Stop.ARRIVED
+    notes = [next(one for one in spread.heard[rank] if one["type"] == "note") for rank in range(4)]
+    specs = [note["spec"] for note in notes]
+    assert [(one["rank"], one["local_rank"], one["node"]) for one in specs] == [
+        (0, 0, 0),
+        (1, 1, 0),
+        (2, 0, 1),
+        (3, 1, 1),
+    ]
+    assert {(one["world"], one["local_world"], one["nodes"]) for one in specs} == {(4, 2, 2)}
+    assert [one["store"]["port"] for one in specs] == [None, None, 1, 1], "as the first rank has told it"
+    assert [one["port"] for one in specs[2:]] == [2, 2]
+    assert len({one["store"]["token"] for one in specs}) == 1
+    assert notes[0]["env"] == {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    assert len(group.peaks().used) == 4
+    assert min(group.peaks().used) > 0, "each node gauges its own"
+    ranks = list(group.pids)
+    group.end()
+    assert not any(pid_lives(pid) for pid in ranks)
+    assert all(pid_lives(agent.pid) for agent in spread.agents), "they stay for the next group"
+    _, stop = spread.run()
+    assert stop is Stop.ARRIVED
+    spread.close()
+    assert gone(spread.agents)
+
+
+def test_a_cluster_of_one_machine_meets_in_a_file(spread: Spread) -> None:
+    spread.open({"note": []}, slots=2, names=("n1",))
+    _, stop = spread.run()
+    assert stop is Stop.ARRIVED
+    spec = next(one for one in spread.heard[1] if one["type"] == "note")["spec"]
+    assert isinstance(spec["store"], str)
+    assert (spec["local_rank"], spec["nodes"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [
+        ("error CUDA out of memory. Tried to allocate 2.00 GiB.", Kind.OOM_DEVICE),
+        ("SIGKILL", Kind.CRASH),
+        ("exit 3", Kind.CRASH),
+    ],
+)
+def test_what_happens_to_a_rank_of_the_second_node_is_everybodys(spread: Spread, what: str, kind: Kind) -> None:
+    spread.open({"rank": 1, "where": "forward", "what": what})
+    group, stop = spread.run()
+    assert stop is Stop.FAILED
+    verdict = judge(group.evidence())
+    assert (verdict.kind, verdict.rank) == (kind, 1)
+    ranks = list(group.pids)
+    group.end()
+    assert not any(pid_lives(pid) for pid in ranks)
+
+
+def test_a_hang_on_two_nodes(spread: Spread) -> None:
+    spread.open({"rank": 1, "where": "forward", "what": "hang"})
+    group, stop = spread.run(silent=1.0)
+    assert stop is Stop.SILENT
+    assert judge(group.evidence()).kind is Kind.TIMEOUT
+
+
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, *(pytest.param(how, marks=pytest.mark.slow) for how in (signal.SIGTERM, signal.SIGSTOP))]
+)
+def test_a_node_that_is_lost_is_the_machines_with_its_name(
+    spread: Spread, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    spread.open()
+    group, stop = spread.run()
+    assert stop is Stop.ARRIVED
+    started = spread.started()
+    spread.agents[1].send_signal(how)
+    with monkeypatch.context() as soon:
+        if how is signal.SIGSTOP:
+            soon.setattr(wires, "SILENT_SECONDS", 4.0)
+        assert group.watch(lambda: False) is Stop.FAILED
+    verdict = judge(group.evidence())
+    assert (verdict.kind, verdict.source) == (Kind.INFRASTRUCTURE, Source.NODE)
+    assert verdict.reason.startswith("node n2: ")
+    assert group.failed_at is not None
+    group.end()
+    assert spread.cluster.broken
+    if how is signal.SIGSTOP:
+        spread.agents[1].send_signal(signal.SIGCONT)
+    first = spread.agents[0]
+    spread.cluster.mend()
+    assert not spread.cluster.broken
+    assert spread.said[-1] == "node n2 is back"
+    wait_until(lambda: gone([process for process in started if process.pid != first.pid]), "the lost node's end")
+    spread.ready.clear()
+    group, stop = spread.run()
+    assert stop is Stop.ARRIVED, "the next group has a whole cluster"
+
+
+def test_a_node_that_does_not_come_back_is_the_machines_trouble(
+    spread: Spread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clusters, "_BACK_SECONDS", 0.5)
+    monkeypatch.setattr(clusters, "_RETRY_SECONDS", 0.1)
+    cluster = spread.open()
+    spread.agents[1].kill()
+    wait_until(lambda: cluster.broken, "the node to be lost")
+    assert not cluster.all_see(Path("/"))
+    cluster.transport = Pipe("sh", "-c", "echo down for maintenance >&2; exit 1")
+    with pytest.raises(MachineTrouble, match=r"n2: .*down for maintenance; the study goes on with the same command"):
+        cluster.mend()
+    cluster.transport = Pipe()
+    cluster.cancelled = lambda: True
+    with pytest.raises(Stopped):
+        cluster.mend()
+    cluster.cancelled = lambda: False
+    cluster.mend()
+    assert not cluster.broken
+
+
+def test_a_node_without_a_place_to_write_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"device": "cpu", "count": 1, "headroom": 0.05, "memory_cap_bytes": None, "path": ""}
+    assert surveys.survey(**asked)["hardware"]["count"] == 1  # type: ignore[arg-type]
+    monkeypatch.setattr(surveys, "LEAST_FREE_BYTES", 2**62)
+    with pytest.raises(UserError, match="is full: its disk has less than"):
+        surveys.survey(**asked)  # type: ignore[arg-type]
+    monkeypatch.setenv("AUTOTUNE_CACHE", "/proc/no/such/place")
+    monkeypatch.setattr(surveys, "LEAST_FREE_BYTES", 0)
+    with pytest.raises(UserError, match="/proc/no/such/place/autotune cannot be written"):
+        surveys.survey(**asked)  # type: ignore[arg-type]
+
+
+def test_the_end_of_the_stream_ends_all_that_an_agent_has_started(spread: Spread) -> None:
+    spread.open({"rank": 1, "where": "step", "what": "worker"})
+    _, stop = spread.run()
+    assert stop is Stop.ARRIVED
+    started = spread.started()
+    assert len(started) > 4, "two agents, two ranks, and what one of these has started"
+    for node in spread.cluster.nodes:
+        os.close(os.dup(node.wire.fileno()))
+        node.wire._process.kill() if node.name == "n1" else node.wire._process.stdin.close()  # type: ignore[union-attr]
+    wait_until(lambda: gone(started), "the end of all")
+
+
+def test_an_agent_ends_whose_tuner_falls_silent(tmp_path: Path) -> None:
+    """A cut link is no end of a stream."""
+    text = "import autotune.executors.cluster.agent as a; a.SILENT_SECONDS = 1.0; a.main()"
+    python = agent_words()[0]
+    process = subprocess.Popen([python, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.wait(timeout=60) == 0
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def test_nothing_that_is_printed_gets_into_the_stream(tmp_path: Path) -> None:
+    text = (
+        "import os, autotune.executors.cluster.rpc as t; s = t.own_stream(15.0); "
+        "print('printed', flush=True); os.system('echo from a child; cat'); s.send('agent', said=1)"
+    )
+    done = subprocess.run([agent_words()[0], "-c", text], input=b"x", capture_output=True, timeout=60)
+    assert json.loads(done.stdout) == {"type": "agent", "said": 1}
+    assert done.stderr.decode().split("\n")[:2] == ["printed", "from a child"]
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        (("sh", "-c", 'echo "Welcome to n1"; exec "$@"', "-"), "Welcome to n1"),
+        (("sh", "-c", "echo no such thing >&2; exit 3"), "the way to it ended with exit status 3:  no such thing"),
+    ],
+)
+def test_a_stream_that_does_not_begin_with_an_agent(tmp_path: Path, before: tuple[str, ...], said: str) -> None:
+    cluster = Cluster([Host("n1", (0,))], Pipe(*before), Wishes("cpu"), tmp_path)
+    with pytest.raises(UserError, match=said):
+        cluster.reach()
+
+
+def test_bad_wishes_come_back_with_the_nodes_name_and_leave_nothing(tmp_path: Path) -> None:
+    cluster = Cluster([Host("n1", tuple(range(500)))], Pipe(), Wishes("cpu"), tmp_path)
+    with pytest.raises(UserError, match=r"node n1: --gpus 500: \d+ CPU cores carry at most"):
+        cluster.reach()
+    assert all(node.wire._process.poll() is not None for node in cluster.nodes)
+    cluster = Cluster([Host("n1", (0,))], Pipe(), Wishes("cpu", path="/no/such/folder"), tmp_path)
+    with pytest.raises(
+        UserError, match="node n1: no /no/such/folder there; expected what is trained in the same place"
+    ):
+        cluster.reach()
+
+
+def test_a_request_can_be_stopped_and_an_agent_that_fails_says_how(tmp_path: Path) -> None:
+    wire = Wire("n1", agent_words(), tmp_path / "n1.log")
+    with closing(wire):
+        wire.greet(60)
+        with pytest.raises(NodeDown, match="n1: its agent failed: AttributeError"):
+            wire.ask("no_such_request", 60)
+        with pytest.raises(OSError, match="node n1: "):
+            wire.ask("peaks", 60)
+        number = wire.begin("survey", env={}, python=None, cwd="/")  # arguments are missing
+        with pytest.raises(NodeDown, match="TypeError"):
+            wire.finish(number, 60)
+        with pytest.raises(Stopped):
+            wire.finish(10**6, 60, cancelled=lambda: True)
+        with pytest.raises(NodeDown, match=r"no answer within 0 s"):
+            wire.finish(10**6, 0.2)
+
+
+def test_only_listed_variables_are_sent() -> None:
+    here = {"HF_HOME": "/hf", "NCCL_DEBUG": "INFO", "AWS_SECRET": "x", "PATH": "/bin", "MINE": "1", "HOME": "/root"}
+    assert sent_variables(here) == {"HF_HOME": "/hf", "NCCL_DEBUG": "INFO"}
+    assert sent_variables(here, ["MINE"])["MINE"] == "1"
+    with pytest.raises(UserError, match="--export YOURS: no such variable"):
+        sent_variables(here, ["YOURS"])
+
+
+def test_what_a_study_says_that_it_was_measured_under_is_sent() -> None:
+    watched = dict.fromkeys((*_WATCHED, *(f"{prefix}X" for prefix in _WATCHED_PREFIXES)), "1")
+    assert sent_variables(watched) == watched
+
+
+def test_peaks_of_several_machines_are_in_the_ranks_order() -> None:
+    first = Peaks([1, 2], {1: 20}, host_low=9, oom_kills=0, clocks={"GPU 0": [1]})
+    second = Peaks([7, 4], {0: 70}, foreign=3, neighbours="b", host_low=5, oom_kills=1, clocks={"GPU 0": [3]}, lost="x")
+    whole = merged([first, second])
+    assert (whole.used, whole.grown, whole.worst) == ([1, 2, 7, 4], {1: 20, 2: 70}, 7)
+    assert (whole.foreign, whole.neighbours, whole.host_low, whole.oom_kills, whole.lost) == (3, "b", 5, 1, "x")
+    assert sorted(whole.clocks.values()) == [[1], [3]], "each machine has a GPU 0"
+    fast, slow = Peaks(clocks={"GPU 0": [1900] * 9}), Peaks(clocks={"GPU 0": [1200] * 4})
+    assert clock_mhz(merged([fast, slow])) == clock_mhz(merged([slow, fast])) == 1200
+    assert merged([first]) is first
+
+
+def test_a_wire_does_not_hang_where_nobody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wires, "SILENT_SECONDS", 1.0)
+    python = agent_words()[0]
+    deaf = 'print(\'{"type": "agent", "version": "", "protocol": 1}\', flush=True); import time; time.sleep(600)'
+    wire = Wire("n1", [python, "-c", deaf], tmp_path / "log")
+    wire.greet(60)
+    wire.tell("much", text="x" * 2**21)
+    assert wire._process.poll() is None, "what nobody has read was not waited for"
+    wait_until(lambda: wire.down, "the silence to be noticed")
+    assert wire.down.startswith("n1: ")
+    monkeypatch.setattr(wires, "_LEAVE_SECONDS", 0.2)
+    wire.close()
+    assert wire._process.poll() is not None

@@ -1,0 +1,350 @@
+"""Ray: which nodes it is asked for, what is said where it has them not, and a real one of two raylets."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from autotune.errors import UserError
+from autotune.executors.cluster import ray_driver, ray_transport
+from autotune.executors.cluster.cluster import Cluster, Wishes
+from autotune.executors.cluster.ray_driver import Refused, bundle_of, described, names_of
+from autotune.executors.cluster.ray_transport import RayNodes, ray_address
+from autotune.executors.cluster.rpc import NotGreeted
+from autotune.executors.cluster.transports import PACKAGE, preamble
+from autotune.executors.machine import Needs
+from autotune.problem.outcome import Kind, Source
+from autotune.workers.failure_classifier import judge
+from autotune.workers.group import Group, Policy, Stop
+from autotune.workers.memory_monitor import Meter
+from tests.conftest import SCRIPTS, wait_until
+from tests.executors.cluster.ray_cluster import WHY_NOT, Ray, made_ray, with_ray
+from tests.tiny_training import trainer_words, write_trainers_config
+
+HOUR = 3600.0
+
+
+def has(*nodes: tuple[float, float]) -> list[dict]:
+    """Nodes of (GPUs, CPUs) each."""
+    return [{"Resources": {what: n for what, n in zip(("GPU", "CPU"), node, strict=True) if n}} for node in nodes]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "asked", "bundle", "count"),
+    [
+        (has((8, 96), (8, 96)), (2, None, "auto"), {"GPU": 8, "CPU": 96}, 2),
+        (has((8, 96), (8, 96)), (None, None, "auto"), {"GPU": 8, "CPU": 96}, 1),
+        (
+            has((8, 96), (4, 32)),
+            (2, None, "auto"),
+            {"GPU": 4, "CPU": 32},
+            2,
+        ),  # half of the first one's, all of the second's
+        (has((8, 96), (4, 32)), (1, None, "auto"), {"GPU": 8, "CPU": 96}, 1),
+        (has((8, 96), (8, 64), (0, 128)), (2, 2, "cuda"), {"GPU": 2, "CPU": 16}, 2),
+        (has((0, 4), (0, 2), (0, 0)), (2, 1, "cpu"), {"CPU": 2}, 2),
+        (has((0, 4), (0, 2)), (2, 1, "auto"), {"CPU": 2}, 2),
+        (has((1, 0), (1, 0)), (2, 1, "cuda"), {"GPU": 1}, 2),
+    ],
+)
+def test_what_is_reserved(nodes: list[dict], asked: tuple, bundle: dict, count: int) -> None:
+    assert bundle_of(nodes, *asked) == (bundle, count)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "asked", "said"),
+    [
+        (
+            has((8, 96), (8, 96)),
+            (3, None, "auto"),
+            "3 nodes with GPUs cannot be had: the cluster has 2 nodes with 8 GPU and 96 CPU",
+        ),
+        (
+            has((8, 96), (4, 48)),
+            (2, 8, "cuda"),
+            "2 nodes with 8 GPUs cannot be had: .* 1 node with 8 GPU and 96 CPU, 1 node with 4",
+        ),
+        (has((0, 4)), (1, 1, "cuda"), "1 nodes with 1 GPUs cannot be had: the cluster has 1 node with 4 CPU"),
+        (has((0, 4), (0, 0)), (2, 1, "cpu"), "2 nodes with CPUs cannot be had: .* 1 node with neither GPU nor CPU"),
+        ([], (1, None, "auto"), "the cluster has no node"),
+    ],
+)
+def test_what_no_cluster_of_these_has(nodes: list[dict], asked: tuple, said: str) -> None:
+    with pytest.raises(Refused, match=said):
+        bundle_of(nodes, *asked)
+
+
+def test_a_cluster_of_many_nodes_is_described_in_short() -> None:
+    assert described(has(*[(8, 96)] * 40, (0, 16))) == "40 nodes with 8 GPU and 96 CPU, 1 node with 16 CPU"
+
+
+def test_nodes_go_by_the_first_name_that_tells_them_apart() -> None:
+    def node(number: int, host: str, address: str, name: str) -> dict:
+        return {
+            "NodeID": f"{number:056d}",
+            "NodeManagerHostname": host,
+            "NodeManagerAddress": address,
+            "NodeName": name,
+        }
+
+    assert list(names_of([node(1, "a", "x", "n"), node(2, "b", "x", "n")]).values()) == ["a", "b"]
+    assert list(names_of([node(1, "a", "x", "n"), node(2, "a", "y", "n")]).values()) == ["x", "y"]
+    assert list(names_of([node(1, "a", "x", "n"), node(2, "a", "x", "m")]).values()) == ["n", "m"]
+    assert len(set(names_of([node(1, "a", "x", "n"), node(2 * 10**50, "a", "x", "n")]).values())) == 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("ray://head:10001", "Ray's client has no nodes of its own: call autotune on a machine of the cluster"),
+        ("head", "expected HOST:PORT, like 10.0.0.1:6379, or auto"),
+        ("head:0", "expected HOST:PORT"),
+        (":x", "expected HOST:PORT"),
+    ],
+)
+def test_addresses_that_are_none(typed: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        ray_address(typed)
+
+
+def test_where_the_address_comes_from_and_a_python_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_transport.importlib.util, "find_spec", lambda name: name)
+    assert ray_address("a:1", {"RAY_ADDRESS": "b:2"}) == "a:1"
+    assert ray_address(None, {"RAY_ADDRESS": "b:2"}) == "b:2"
+    assert ray_address(None, {}) == "auto"
+    monkeypatch.setattr(ray_transport.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"no package ray in .*: install the cluster's own version there"):
+        ray_address(None, {})
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"), [((0, 1), "--nodes 0: expected at least 1"), ((1, -2), "--gpus -2: expected")]
+)
+def test_counts_that_make_no_sense(tmp_path: Path, asked: tuple[int, int], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        RayNodes("auto", tmp_path).place(*asked, "cpu")
+
+
+def test_a_relay_carries_both_ways_and_has_the_agents_exit_status(tmp_path: Path) -> None:
+    door = socket.socket(socket.AF_UNIX)
+    door.bind(str(tmp_path / "s"))
+    door.listen()
+    relay = subprocess.Popen(
+        [sys.executable, "-S", "-E", str(ray_transport._RELAY), str(tmp_path / "s"), "7"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    link = door.accept()[0]
+    link.settimeout(20)
+    ray_driver.send(link, b"o", b"x" * 300_000)
+    ray_driver.send(link, b"e", b"to people")
+    given = []
+    threading.Thread(target=lambda: given.append(relay.stdout.read()), daemon=True).start()  # type: ignore[union-attr]
+    relay.stdin.write(b"hello\n")  # type: ignore[union-attr]
+    relay.stdin.close()  # type: ignore[union-attr]
+    heard = b""
+    while data := link.recv(100):
+        heard += data
+    assert heard == b"7\nhello\n"
+    ray_driver.send(link, b"x", b"3")
+    assert relay.wait(timeout=20) == 3
+    wait_until(lambda: bool(given), "the end of its output")
+    assert given == [b"x" * 300_000]
+    assert relay.stderr.read() == b"to people"  # type: ignore[union-attr]
+    link.close()
+    door.close()
+
+
+def test_a_relay_without_a_driver(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ray_transport._RELAY), str(tmp_path / "none"), "0"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert (done.returncode, done.stderr) == (1, "ray: the driver is gone\n")
+    nodes = RayNodes("auto", tmp_path)
+    text = nodes.complaint("n1", NotGreeted("n1", "ended", "", done.stderr.strip(), 1))
+    assert text == "node n1: Ray carries no agent there (the driver is gone)"
+
+
+# -- a real one --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def _ray_of_this_module() -> Iterator[Ray]:
+    if WHY_NOT:
+        pytest.skip(WHY_NOT)
+    with made_ray() as made:
+        yield made
+
+
+@pytest.fixture
+def real(_ray_of_this_module: Ray, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
+    """A test leaves nothing running on it."""
+    monkeypatch.setenv("PYTHONPATH", with_ray())
+    yield _ray_of_this_module
+    wait_until(lambda: not _ray_of_this_module.agents(), "the end of all that was started")
+
+
+def group_of(cluster: Cluster, hardware: object) -> Group:
+    policy = Policy(HOUR, lambda phase: HOUR, settle_seconds=0.2, may_leave=False)
+    group = Group(cluster.launcher, hardware, Meter(), policy)  # type: ignore[arg-type]
+    assert group.start("tests.workers.fake_rank", 2, {}) is Stop.ARRIVED
+    return group
+
+
+@pytest.mark.slow
+def test_nodes_that_are_lost_come_back(real: Ray, tmp_path: Path) -> None:
+    """A raylet that is killed, and then the driver: each is the machine's, and the next group has all nodes. The package is sent
+    (`--sync`)."""
+    said: list[str] = []
+    sent = Wishes("cpu", preamble=preamble(PACKAGE, Path("/nowhere/autotune")))
+    with closing(RayNodes(real.address, tmp_path, said.append, sync=True)) as nodes:
+        hosts = nodes.place(2, 1, "cpu")
+        cluster = Cluster(hosts, nodes, sent, tmp_path / "nodes", say=said.append)
+        with closing(cluster):
+            hardware = cluster.reach()
+            assert (hardware.count, hardware.nodes) == (2, 2)
+            cluster.open(Needs("cpu", 1))
+            group = group_of(cluster, hardware)
+            lost = cluster.nodes[1].name
+            real.kill(2)
+            assert group.watch(lambda: False, time.monotonic() + 120) is Stop.FAILED
+            verdict = judge(group.evidence())
+            assert (verdict.kind, verdict.source) == (Kind.INFRASTRUCTURE, Source.NODE)
+            assert verdict.reason.startswith(f"node {lost}: ")
+            group.end()
+            real.start(2)
+            real.wait(2)
+            cluster.mend()
+            group = group_of(cluster, hardware)
+            assert nodes._driver is not None
+            nodes._driver.send_signal(signal.SIGKILL)
+            assert group.watch(lambda: False, time.monotonic() + 120) is Stop.FAILED
+            assert judge(group.evidence()).kind is Kind.INFRASTRUCTURE
+            group.end()
+            cluster.mend()
+            group_of(cluster, hardware).end()
+    assert "the driver at Ray is gone: placing the nodes anew" in said
+
+
+@pytest.mark.slow
+def test_what_a_cluster_has_not_is_said_in_one_line(real: Ray, tmp_path: Path) -> None:
+    with closing(RayNodes(real.address, tmp_path)) as first, closing(RayNodes(real.address, tmp_path)) as second:
+        for asked, said in (
+            ((3, 1, "cpu"), "--executor ray: 3 nodes with CPUs cannot be had: the cluster has .*2 nodes with 1 CPU"),
+            ((1, 1, "cuda"), "--executor ray: 1 nodes with 1 GPUs cannot be had: the cluster has"),
+            ((2, None, "auto"), "--device cpu --gpus N says how many CPU ranks each node has"),
+        ):
+            with pytest.raises(UserError, match=said):
+                first.place(*asked)
+        assert len(first.place(1, 1, "cpu")) == 1
+        second.place_seconds = 1.0
+        with pytest.raises(
+            UserError,
+            match=r"2 x \{1 CPU\} cannot be had within 1 s: others hold them; .* of which 1 CPU in all are free",
+        ):
+            second.place(2, 1, "cpu")
+        first.close()
+        second.place_seconds = None
+        assert len(second.place(2, 1, "cpu")) == 2
+
+
+# What a driver does whose cluster says that it is of another version, in Ray's own words.
+OTHER_VERSION = """
+import ray
+from ray._private.utils import check_version_info
+from autotune.executors.cluster.ray_driver import Refused, connect
+ray.init = lambda **_: check_version_info({"ray_version": "2.9.0", "python_version": "3.9.1"}, "node 10.0.0.1")
+try:
+    connect("auto")
+except Refused as why:
+    print(why)
+"""
+
+
+@pytest.mark.slow
+def test_another_version_and_nobody_at_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if WHY_NOT:
+        pytest.skip(WHY_NOT)
+    monkeypatch.setenv("PYTHONPATH", with_ray())
+    told = subprocess.run([sys.executable, "-c", OTHER_VERSION], capture_output=True, text=True, timeout=120)
+    assert told.stdout.startswith(
+        "the cluster has another version than this machine: The cluster was started with: Ray: 2.9.0 Python: 3.9.1"
+    ), told.stderr
+    assert len(told.stdout.splitlines()) == 1
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = call(["run", "--model", "tiny-llama", "--executor", "ray", "--ray-address", address, "--yes"], tmp_path)
+    assert done.returncode == 2
+    said = f"autotune: --executor ray: no Ray at {address} (Connection refused)"
+    assert done.stderr.strip().splitlines()[-1].startswith(said)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_tuner_leaves_nothing_at_ray(real: Ray, tmp_path: Path) -> None:
+    words = ["run", "--model", "tiny-llama", "--seq-len", "32", "--global-batch-size", "4", *where(real), "--yes"]
+    tuner = subprocess.Popen(
+        [sys.executable, "-m", "autotune", *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        wait_until(lambda: len(real.agents()) > 3, "agents with their fork servers", seconds=120)
+        drivers = psutil.Process(tuner.pid).children(recursive=True)
+    finally:
+        tuner.kill()
+        tuner.communicate()
+    wait_until(
+        lambda: not any(psutil.pid_exists(one.pid) for one in drivers), "the end of driver and relays", seconds=60
+    )
+
+
+@pytest.mark.slow
+def test_a_script_is_sent_tuned_and_trained(real: Ray, tmp_path: Path) -> None:
+    write_trainers_config(tmp_path / "ds.json", 1)
+    script = trainer_words(SCRIPTS / "trainer.py", "ds.json", 20)
+    done = call(
+        ["run", *where(real), "--sync", "--max-trials", "1", "--study", "mine", "--yes", "--", *script], tmp_path
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "on 2 nodes" in done.stdout
+    trained = call(["launch", "mine", "--executor", "ray", "--ray-address", real.address, "--", *script], tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert "training ended with exit code 0 after 20 steps" in trained.stderr
+    assert "'train_runtime'" in trained.stderr, "what ranks write is shown"
+
+
+def where(ray: Ray) -> list[str]:
+    return [
+        "--executor",
+        "ray",
+        "--ray-address",
+        ray.address,
+        "--nodes",
+        "2",
+        "--gpus",
+        "1",
+        "--device",
+        "cpu",
+        "--budget",
+        "240s",
+    ]
+
+
+def call(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "autotune", *words], cwd=cwd, capture_output=True, text=True, timeout=600, env=env
+    )

@@ -1,0 +1,141 @@
+"""A terminal or a pager that stops reading ends no training, and what it did not read is said."""
+
+import array
+import fcntl
+import os
+import re
+import shlex
+import termios
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from autotune.executors.cluster import rpc as wires
+from autotune.executors.cluster.rpc import Echo, Wire
+from autotune.executors.cluster.transports import agent_words
+from tests.conftest import wait_until
+from tests.executors.cluster.hosts import Hosts
+
+LINE = b"step 123456 loss 0.12\n"
+
+
+@pytest.fixture
+def pager() -> Iterator[tuple[int, int]]:
+    """The two ends of a pipe that nobody reads."""
+    reads, writes = os.pipe()
+    yield reads, writes
+    for end in (reads, writes):
+        os.close(end)
+
+
+def unread(reads: int) -> int:
+    """Bytes that lie in a pipe."""
+    found = array.array("i", [0])
+    fcntl.ioctl(reads, termios.FIONREAD, found)
+    return found[0]
+
+
+def read_all(reads: int, into: list[bytes]) -> threading.Thread:
+    def read() -> None:
+        while not into or b"the end\n" not in into[-1]:
+            into.append(os.read(reads, 65536))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_what_is_read_is_all_there(pager: tuple[int, int], tmp_path: Path) -> None:
+    echo, found = Echo(pager[1], tmp_path / "log"), []
+    thread = read_all(pager[0], found)
+    for _ in range(100):
+        echo.give(LINE * 100)
+    echo.give(b"the end\n")
+    echo.close()
+    thread.join(60)
+    assert b"".join(found) == LINE * 10_000 + b"the end\n"
+
+
+def test_nobody_waits_for_a_reader_and_the_oldest_is_left_out(pager: tuple[int, int], tmp_path: Path) -> None:
+    echo, found = Echo(pager[1], tmp_path / "log", most_bytes=2**18), []
+    echo.give(LINE * 5000)
+    wait_until(lambda: unread(pager[0]) == 2**16, "the pipe to be full")
+    given = len(LINE) * 5000
+    for number in range(200):
+        piece = f"{number}\n".encode() + LINE * 500
+        echo.give(piece)
+        given += len(piece)
+    echo.give(b"the end\n")
+    thread = read_all(pager[0], found)
+    echo.close()
+    thread.join(60)
+    text = b"".join(found)
+    notes = re.findall(
+        rb"\n\[autotune: (\d+\.\d\d?) MiB were not read in time and are left out here: (\S+) has the end of all\]\n",
+        text,
+    )
+    assert [where.decode() for _, where in notes] == [str(tmp_path / "log")]
+    read = len(text) - sum(len(line) for line in text.splitlines(keepends=True) if b"[autotune" in line) - 1
+    assert float(notes[0][0]) == pytest.approx((given + 8 - read) / 2**20, abs=0.06)
+    assert text.startswith(LINE * 5000 + b"\n[autotune"), "what was being written, whole"
+    assert text.endswith(b"199\n" + LINE * 500 + b"the end\n"), "and the newest"
+
+
+def test_an_end_that_nobody_reads_is_not_waited_for(pager: tuple[int, int], tmp_path: Path) -> None:
+    echo = Echo(pager[1], tmp_path / "log")
+    echo.give(LINE * 10_000)
+    echo.close()
+    assert echo._thread is not None
+    assert not echo._thread.is_alive()
+
+
+def test_a_reader_that_is_gone_costs_nothing(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    echo = Echo(writes, tmp_path / "log")
+    echo.give(LINE)
+    echo.give(LINE)
+    echo.close()
+    os.close(writes)
+    Echo(writes, tmp_path / "log").close()
+
+
+LOUD = """
+import sys
+print('{"type": "agent", "version": "", "protocol": 1}', flush=True)
+sys.stdin.readline()
+for _ in range(16):
+    sys.stderr.write("a line of a training\\n" * 50_000)
+print('{"type": "written"}', flush=True)
+sys.stdin.read()
+"""
+
+
+def is_heard(wire: Wire) -> None:
+    with closing(wire):
+        wire.greet(60)
+        wire.echo = True
+        wire.tell("go")
+        heard: list[str] = []
+        wait_until(lambda: heard.extend(event["type"] for event in wire.events()) or "written" in heard, "its agent")
+        assert not wire.down
+
+
+def test_a_node_is_heard_though_nobody_reads_what_its_ranks_write(
+    pager: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wires, "_STANDARD_ERROR", pager[1])
+    is_heard(Wire("n1", [agent_words()[0], "-c", LOUD], tmp_path / "log"))
+    assert (tmp_path / "log").read_bytes().endswith(b"a line of a training\n"), "its end is kept"
+
+
+def test_so_is_one_that_is_reached_over_ssh(
+    hosts: Hosts, pager: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks' words and its agent's share a channel there: where the first are not taken the second do not come."""
+    monkeypatch.setattr(wires, "_STANDARD_ERROR", pager[1])
+    there = shlex.join([agent_words()[0], "-c", LOUD])
+    is_heard(Wire("node1", ["ssh", "-T", "node1", there], tmp_path / "log"))

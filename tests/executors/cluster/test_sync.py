@@ -1,0 +1,443 @@
+"""`--sync`: what of a folder is sent, that nothing of the user's is written over, and that what was sent goes again."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autotune
+from autotune.errors import UserError
+from autotune.executors.cluster import rpc as wires
+from autotune.executors.cluster.cluster import Cluster, Wishes
+from autotune.executors.cluster.deposit import Deposit
+from autotune.executors.cluster.moved import Moved
+from autotune.executors.cluster.parcel import is_there, parcel_of
+from autotune.executors.cluster.rpc import NotGreeted, Wire
+from autotune.executors.cluster.transports import BOOT, PACKAGE, Host, preamble
+from tests.conftest import SCRIPTS, wait_until
+from tests.executors.cluster.hosts import HIDDEN, Hosts
+from tests.tiny_training import trainer_words, write_trainers_config
+
+ROOT = Path(autotune.__file__).parents[1]
+
+
+def project(folder: Path) -> Path:
+    """A folder as people train in."""
+    for name in (
+        "train.py",
+        "lib/data.py",
+        "conf/ds.json",
+        ".git/HEAD",
+        "runs/old/study.db",
+        "env/pyvenv.cfg",
+        "lib/__pycache__/x.pyc",
+    ):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"of {name}")
+    (folder / "run.sh").write_text("#!/bin/sh")
+    (folder / "run.sh").chmod(0o755)
+    (folder / "data").symlink_to("/shared/data")
+    return folder
+
+
+def test_what_is_sent_and_what_is_left_out(tmp_path: Path) -> None:
+    made = parcel_of(project(tmp_path / "proj"))
+    assert sorted(made.files) == ["conf/ds.json", "lib/data.py", "run.sh", "train.py"]
+    assert made.links == {"data": "/shared/data"}
+    assert made.left_out == [".git", "env", "runs"]
+    assert str(made).startswith(f"4 files of {tmp_path / 'proj'} (")
+    assert str(made).endswith("; left out: .git, env, runs")
+
+
+def test_a_folder_with_data_is_refused_with_what_is_large(tmp_path: Path) -> None:
+    folder = project(tmp_path / "proj")
+    (folder / "corpus").mkdir()
+    (folder / "corpus" / "big.bin").write_bytes(bytes(5000))
+    with pytest.raises(
+        UserError,
+        match=r"--sync: .*proj has .* \(corpus/ .*, and at most .* are sent: keep data where all nodes see it",
+    ):
+        parcel_of(folder, most_bytes=4096)
+
+
+def test_links_lead_to_the_same_on_a_node(tmp_path: Path) -> None:
+    """Code that lies elsewhere is sent in a link's place; a link into the folder is one there, too."""
+    folder, common, place = project(tmp_path / "proj"), tmp_path / "common", tmp_path / "node" / "proj"
+    (common / "sub").mkdir(parents=True)
+    (common / "util.py").write_text("import x")
+    (common / "sub" / "back").symlink_to("..")
+    (common / "home").symlink_to(folder / "lib")
+    (common / "conf.json").write_text("{}")
+    (common / "many").mkdir()
+    (common / "many" / "data.bin").write_bytes(bytes(100_000))
+    links = {
+        "common": "../common",
+        "conf.json": str(common / "conf.json"),
+        "absolute": str(folder / "lib"),
+        "around": "../proj/lib/data.py",
+        "up": "..",
+        "itself": ".",
+    }
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    made = parcel_of(folder)
+    assert is_there(made.manifest)
+    Deposit(place).unpack(made.archive, made.manifest)
+    shutil.rmtree(common)
+    folder.rename(tmp_path / "gone")
+    for name in ("absolute/data.py", "around", "common/home/data.py", "itself/lib/data.py"):
+        assert (place / name).read_text() == "of lib/data.py", name
+        assert (place / name).resolve().is_relative_to(place)
+    assert (place / "common" / "sub" / "back" / "util.py").read_text() == "import x"
+    assert (place / "conf.json").read_text() == "{}"
+    assert made.kept_links == ["up"]
+    assert made.links["up"] == str(tmp_path), "a folder around it is not sent"
+
+
+def test_a_link_to_what_is_too_large_is_sent_as_one_and_named(tmp_path: Path) -> None:
+    folder = project(tmp_path / "proj")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "big.bin").write_bytes(bytes(100_000))
+    (folder / "big").symlink_to("../corpus")
+    made = parcel_of(folder, most_bytes=50_000)
+    assert made.links["big"] == str(tmp_path / "corpus")
+    assert str(made).endswith(f"; links to what is not sent: big -> {tmp_path / 'corpus'}")
+    assert "big/big.bin" in parcel_of(folder).files
+
+
+def test_a_home_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home" / "me"))
+    project(tmp_path / "home" / "me" / "proj")
+    (tmp_path / "link").symlink_to("home/me")
+    for folder in (Path("/"), tmp_path / "home", tmp_path / "home" / "me", tmp_path / "link"):
+        with pytest.raises(
+            UserError, match=r"--sync: \S+ is .*home folder.*: call autotune from the folder of the code"
+        ):
+            parcel_of(folder)
+    assert len(parcel_of(tmp_path / "home" / "me" / "proj").files) == 4
+
+
+def test_logins_are_not_sent_and_secrets_are_named(tmp_path: Path) -> None:
+    folder = project(tmp_path / "proj")
+    logins = (".ssh/id_rsa", "conf/.netrc", ".git-credentials", ".aws/credentials", ".pgpass")
+    secrets = (".env", "certs/server.pem", "lib/my.key", ".env.local")
+    for name in (*logins, *secrets):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("secret")
+    (folder / "keys").symlink_to(folder.parent / ".ssh")
+    made = parcel_of(folder)
+    assert not {name for name in made.files if name.startswith((".ssh", ".aws", ".git", ".pgpass", "keys"))}
+    assert "conf/.netrc" not in made.files
+    assert set(secrets) <= made.files.keys()
+    assert "keys" in made.left_out
+    assert {".aws", ".git-credentials", ".pgpass", ".ssh", "conf/.netrc"} <= set(made.left_out)
+    assert "; with what may be secret: .env, .env.local, certs/server.pem, lib/my.key" in str(made)
+
+
+def test_it_arrives_as_it_was_and_goes_again(tmp_path: Path) -> None:
+    folder, place = project(tmp_path / "proj"), tmp_path / "node" / "proj"
+    made = parcel_of(folder)
+    assert is_there(made.manifest)
+    deposit = Deposit(place)
+    assert deposit.unpack(made.archive, made.manifest) == []
+    assert {path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir()} == {
+        *made.files,
+        "data",
+    }
+    assert (place / "train.py").read_text() == "of train.py"
+    assert os.access(place / "run.sh", os.X_OK)
+    assert os.readlink(place / "data") == "/shared/data"
+    (place / "out").mkdir()
+    (place / "out" / "model.pt").write_text("weights")
+    (place / "out" / ".autotune-sent").write_text("what an agent that was killed had half written")
+    (place / "train.py").write_text("edited there")
+    assert deposit.clear() == 2
+    assert {path.name for path in place.rglob("*")} == {"out", "model.pt", "train.py"}
+    shutil.rmtree(place)
+    deposit.unpack(made.archive, made.manifest)
+    assert deposit.clear() == 0
+    assert not any(place.parent.iterdir())
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_a_training_wrote_outlives_what_is_sent_next(tmp_path: Path, killed: bool) -> None:
+    """The tuner's folder may have the same names: it trains, too."""
+    folder, place = project(tmp_path / "proj"), tmp_path / "node" / "proj"
+    (folder / "out").mkdir()
+    (folder / "out" / "latest").write_text("global_step100")
+    (folder / "old.py").write_text("gone later")
+    first = parcel_of(folder)
+    agent = Deposit(place)
+    agent.unpack(first.archive, first.manifest)
+    (place / "out" / "latest").write_text("global_step900")
+    (place / "out" / "loss.txt").write_text("of the node")
+    (place / "last").symlink_to("out")
+    if not killed:
+        assert agent.clear() == 3
+    (folder / "out" / "latest").write_text("global_step950")
+    (folder / "out" / "loss.txt").write_text("of the tuner")
+    (folder / "last").mkdir()
+    (folder / "last" / "new.txt").write_text("not through a link")
+    (folder / "train.py").write_text("edited here")
+    (folder / "old.py").unlink()
+    for _ in range(2):
+        made = parcel_of(folder)
+        agent = Deposit(place)
+        assert agent.unpack(made.archive, made.manifest) == ["last/new.txt", "out/latest", "out/loss.txt"]
+        assert (place / "out" / "latest").read_text() == "global_step900"
+        assert (place / "out" / "loss.txt").read_text() == "of the node"
+        assert not (place / "out" / "new.txt").exists()
+        assert (place / "train.py").read_text() == "edited here"
+        assert not (place / "old.py").exists()
+    (place / "out" / "latest").write_text("global_step950")  # as the tuner's is, and none the less the node's own
+    assert agent.clear() == 3
+    assert (place / "out" / "latest").exists()
+
+
+def test_a_link_that_was_sent_becomes_a_folder_and_a_link_again(tmp_path: Path) -> None:
+    folder, place = tmp_path / "proj", tmp_path / "node" / "proj"
+    (tmp_path / "theirs").mkdir()
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "x.py").write_text("sent")
+    as_folder = parcel_of(folder)
+    assert as_folder.archive
+    shutil.rmtree(folder / "data")
+    (folder / "data").symlink_to("/shared/data")
+    as_link = parcel_of(folder)
+    for made in (as_link, as_folder, as_link):
+        assert Deposit(place).unpack(made.archive, made.manifest) == []
+        assert (place / "data").is_symlink() == (made is as_link)
+
+
+@pytest.mark.parametrize("change", ["edited", "gone", "another link"])
+def test_a_node_that_has_something_else_is_sent_it(tmp_path: Path, change: str) -> None:
+    folder = project(tmp_path / "proj")
+    manifest = parcel_of(folder).manifest
+    if change == "another link":
+        (folder / "data").unlink()
+        (folder / "data").symlink_to("/elsewhere")
+    elif change == "gone":
+        (folder / "lib" / "data.py").unlink()
+    else:
+        (folder / "train.py").write_text("OF train.py")
+    assert not is_there(manifest)
+
+
+def test_nothing_is_written_outside_of_its_folder(tmp_path: Path) -> None:
+    """An archive and a manifest whose names lead out of it, or through a link."""
+    import io
+    import tarfile
+
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name in ("../out.py", f"{tmp_path}/out.py", "in.py"):
+            about = tarfile.TarInfo(name)
+            about.size = 1
+            archive.addfile(about, io.BytesIO(b"x"))
+    names = dict.fromkeys(("../out.py", f"{tmp_path}/out.py", "in.py"), "hash")
+    Deposit(tmp_path / "node").unpack(buffer.getvalue(), {"links": {"../link": "/"}, "files": names})
+    assert {path.name for path in tmp_path.rglob("*")} == {"node", "in.py", "node.json"}
+
+
+def test_mentions_of_the_old_place() -> None:
+    moved = Moved({"/home/u/proj": "/tmp/a/proj-1"})
+    spec = {
+        "argv": ["/home/u/proj/train.py", "--deepspeed=/home/u/proj/ds.json", "/home/u/project"],
+        "n": 3,
+        "none": None,
+    }
+    assert moved.all_of(spec) == {
+        "argv": ["/tmp/a/proj-1/train.py", "--deepspeed=/tmp/a/proj-1/ds.json", "/home/u/project"],
+        "n": 3,
+        "none": None,
+    }
+    assert moved.path("/home/u/proj/src:/x:/home/u/proj") == "/tmp/a/proj-1/src:/x:/tmp/a/proj-1"
+    assert moved.all_of({"/home/u/proj/out": {"/home/u/proj/out/a": 1}}) == {
+        "/tmp/a/proj-1/out": {"/tmp/a/proj-1/out/a": 1}
+    }
+    assert moved.back.all_of(moved.all_of(spec)) == spec
+    assert moved.path("/data/home/u/proj/x") == "/data/home/u/proj/x"
+
+
+@given(st.text(alphabet="/ab:=x", max_size=30))
+def test_a_text_without_the_old_place_stays(text: str) -> None:
+    assert Moved({"/ab/x": "/new"}).path(text) == text or "/ab/x" in text
+    assert Moved({"/ab/x": "/new"}).path(f"/ab/x/{text.replace('x', 'y')}") == f"/new/{text.replace('x', 'y')}"
+
+
+# -- the package -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Agents' folders where no other test has its own, and whose path is short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="at", dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield
+
+
+def sent_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("autotune-agent-*/autotune"))
+
+
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("has", [False, True])
+def test_an_agent_from_a_package_that_was_sent(tmp_path: Path, has: bool) -> None:
+    before = sent_folders()
+    place = PACKAGE if has else Path("/nowhere/autotune")
+    with closing(Wire("n1", [sys.executable, "-c", BOOT], tmp_path / "log", preamble(PACKAGE, place))) as wire:
+        wire.greet(60)
+        made = sent_folders() - before
+        assert len(made) == (0 if has else 1)
+        assert wire.ask("exists", 20, path="/")["there"]
+        cmdline = Path(f"/proc/{wire.greeting['pid']}/cmdline").read_text().split("\0")
+        assert Path(cmdline[1]) in ({PACKAGE} if has else made)
+    assert not made & sent_folders(), (tmp_path / "log").read_text()
+
+
+@pytest.mark.usefixtures("apart")
+def test_a_file_in_the_folder_of_a_login_stands_in_for_no_library(tmp_path: Path) -> None:
+    for name in ("random", "tarfile", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not the library')")
+    there = ["sh", "-c", 'cd "$0" && exec "$@"', str(tmp_path), sys.executable, "-c", BOOT]
+    with closing(Wire("n1", there, tmp_path / "log", preamble(PACKAGE, Path("/nowhere/autotune")))) as wire:
+        wire.greet(60)
+        assert wire.ask("exists", 20, path="/")["there"]
+
+
+@pytest.mark.usefixtures("apart")
+def test_what_a_killed_agent_was_sent_goes_with_the_next(tmp_path: Path) -> None:
+    before, words = sent_folders(), [sys.executable, "-c", BOOT]
+    with closing(Wire("n1", words, tmp_path / "log", preamble(PACKAGE, Path("/nowhere/autotune")))) as wire:
+        os.kill(int(wire.greet(60)["pid"]), signal.SIGKILL)
+        wait_until(lambda: bool(wire.down), "its death to be known")
+        left = sent_folders() - before
+        assert len(left) == 1
+    with closing(Wire("n1", words, tmp_path / "log", preamble(PACKAGE))) as wire:
+        wire.greet(60)
+        assert not left & sent_folders()
+
+
+@pytest.mark.usefixtures("apart")
+def test_a_stream_that_ends_halfway_leaves_nothing(tmp_path: Path) -> None:
+    before = sent_folders()
+    half = preamble(PACKAGE, Path("/nowhere/autotune"))[:-1000]
+    with closing(Wire("n1", [sys.executable, "-c", BOOT], tmp_path / "log", half)) as wire:
+        wire._closing.set()  # no beats after it
+        with pytest.raises(NotGreeted):
+            wire.greet(1)
+    assert sent_folders() == before
+
+
+def test_a_login_may_take_longer_than_a_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent first is more than a pipe holds, so that nothing is taken of the rest until somebody reads."""
+    monkeypatch.setattr(wires, "SILENT_SECONDS", 0.2)
+    assert len(preamble(PACKAGE)) > 2**17
+    slow = ["sh", "-c", 'sleep 1; exec "$0" "$@"', sys.executable, "-c", BOOT]
+    with closing(Wire("n1", slow, tmp_path / "log", preamble(PACKAGE))) as wire:
+        wire.greet(60)
+
+
+def test_a_login_that_never_ends_is_named(tmp_path: Path) -> None:
+    with closing(Wire("n1", ["sleep", "600"], tmp_path / "log", preamble(PACKAGE))) as wire:
+        with pytest.raises(NotGreeted, match=r"no agent within 1 s, and what --sync sends was not taken: the login"):
+            wire.greet(1)
+        wire._process.kill()
+
+
+class Booted:
+    """Agents of this machine whose package is sent."""
+
+    def command(self, node: str) -> list[str]:
+        return [sys.executable, "-c", BOOT]
+
+    def complaint(self, node: str, failure: NotGreeted) -> str:
+        return f"{node}: {failure.log}"
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_folder_that_a_node_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasting: bool) -> None:
+    """It is sent, named wherever the old one was, and gone at the end but for what a training wrote."""
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_PLACE", str(tmp_path / "proj" / "hub"))
+    folder, said = project(tmp_path / "proj"), []
+    made = parcel_of(folder)
+    assert made.archive
+    folder.rename(tmp_path / "elsewhere")
+    wishes = Wishes("cpu", path=str(folder), parcels=(made,), preamble=preamble(PACKAGE), lasting=lasting)
+    cluster = Cluster([Host("n1", (0,))], Booted(), wishes, tmp_path / "nodes", say=said.append)
+    with closing(cluster):
+        cluster.reach()
+        assert len(said) == 1
+        place = Path(said[0].split(", into ")[1].split(":")[0])
+        assert place.name.startswith("proj-")
+        assert (place / "lib" / "data.py").exists()
+        cwd = os.readlink(f"/proc/{cluster.nodes[0].wire.greeting['pid']}/cwd")
+        assert Path(cwd) in (place, Path.cwd())
+        (place / "written").write_text("by a training")
+    assert (place / "written").exists() == lasting
+    assert not (place / "train.py").exists()
+    assert not folder.exists()
+
+
+# -- over ssh, where hosts do not see the folder -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_package_and_script_are_sent_to_hosts_that_have_neither(hosts: Hosts) -> None:
+    if not hosts.own_links:
+        pytest.skip("hosts have this machine's folders where this process may make no namespaces")
+    hidden = hosts.folder / HIDDEN
+    package, folder = hidden / "package" / "autotune", hidden / "proj"
+    shutil.copytree(ROOT / "autotune", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "search_spaces", package / "search_spaces")
+    folder.mkdir()
+    shutil.copy(SCRIPTS / "trainer.py", folder / "train.py")
+    write_trainers_config(folder / "ds.json", 1)
+    script = trainer_words(folder / "train.py", folder / "ds.json", 20)
+    words = ["run", "--hostfile", str(hosts.hostfile()), "--device", "cpu", "--budget", "200s"]
+    words += ["--max-trials", "1", "--yes", "--study", "sent", "--no-gallery"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+
+    def call(*more: str) -> subprocess.CompletedProcess[str]:
+        everything = [sys.executable, str(package), *words, *more, "--", *script]
+        return subprocess.run(everything, cwd=folder, capture_output=True, text=True, timeout=400, env=env)
+
+    refused = call()
+    assert refused.returncode == 2
+    assert f"autotune is not at {package} there" in refused.stderr
+    assert "--sync" in refused.stderr
+    done = call("--sync")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"2 files of {folder}" in done.stdout
+    assert (folder / "runs" / "sent" / "sent.json").exists()
+    wait_until(lambda: not list(Path(tempfile.gettempdir()).glob("autotune-agent-*/sent")), "an end of what was sent")
+    script[script.index("no")] = "steps"
+    words = ["launch", "sent", "--hostfile", str(hosts.hostfile()), "--sync", "--", *script, "--save_steps", "10"]
+    sent = Path.home() / ".cache" / "autotune" / "sent"  # a login's own: it is told nothing of this process's
+    kept = [sent / name for name in ("node1", "node2") if not (sent / name).exists()]
+    try:
+        trained = subprocess.run(
+            [sys.executable, str(package), *words], cwd=folder, capture_output=True, text=True, timeout=400, env=env
+        )
+        assert trained.returncode == 0, trained.stderr
+        assert re.search(r"autotune: \d+ files that the training wrote are left in \S+ on node1", trained.stderr), (
+            trained.stderr
+        )
+        (saved,) = (sent / "node1").glob("proj-*/out/checkpoint-20")
+        assert not list(saved.parents[1].glob("*.py")), "what was sent is gone"
+    finally:
+        for place in kept:
+            shutil.rmtree(place, ignore_errors=True)

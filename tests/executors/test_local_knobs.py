@@ -1,0 +1,75 @@
+"""Knobs beside the usual ones, turned in real engines of two CPU ranks; their tensors are what the predictor says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autotune.predict.features import columns_of, installed_deepspeed
+from autotune.predict.trace import trace_job
+from autotune.predict.zero_memory import bill
+from autotune.problem.candidate import Candidate
+from autotune.problem.job import Job
+from autotune.problem.knobs import KNOBS, ZERO, short_name
+from tests.conftest import Bench, make_candidate, make_job
+
+CPU_ADAM = {"offload_optimizer": "cpu", "sub_group_size": 100_000}
+KEPT = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+LOW = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
+def predicted_bytes(job: Job, candidate: Candidate) -> float:
+    """Of one CPU rank, whose host and device are one."""
+    found = bill(job, trace_job(job), columns_of([candidate], job, installed_deepspeed()))
+    at = [i for i, name in enumerate(found.moments) if name != "init"]
+    return float(found.peaks()[at, 0].max() + found.host[0])
+
+
+@pytest.mark.parametrize(
+    ("stage", "knobs"),
+    [
+        (3, {"offload_optimizer.ratio": 0.5, **CPU_ADAM}),
+        pytest.param(2, LOW, marks=pytest.mark.slow),
+        pytest.param(
+            3, {**KEPT, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            3,
+            {"stage3_param_persistence_threshold": 10**7, "stage3_use_all_reduce_for_fetch_params": True},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            2,
+            {"offload_optimizer": "cpu", "round_robin_gradients": True, "allgather_bucket_size": 10**8},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            1,
+            {"use_multi_rank_bucket_allreduce": False, "communication_data_type": "fp32", "reduce_scatter": False},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["ratio", "low-states", "eager", "persistent", "round-robin", "reduced"],
+)
+def test_a_knob_runs_and_takes_what_is_predicted(bench: Bench, stage: int, knobs: dict[str, Any]) -> None:
+    named = {short_name(name): value for name, value in knobs.items()}
+    assert named.keys() <= KNOBS.keys()
+    job = bench.executor.job = make_job(precision="bf16")
+    bench.executor.count_live_tensors = True
+    candidate = make_candidate(stage, 2, **named)
+    assert named.keys() <= candidate.as_dict.keys(), "read at this stage"
+    outcome = bench.run(candidate)
+    assert outcome.ok, outcome
+    assert outcome.measurement is not None
+    assert outcome.measurement.live_tensor_bytes
+    counted = max(outcome.measurement.live_tensor_bytes.values())
+    assert predicted_bytes(job, candidate) == pytest.approx(counted, rel=0.08)
+
+
+@pytest.mark.slow
+def test_part_of_an_offloaded_optimizer_stays_on_the_device_and_trains(bench: Bench) -> None:
+    """`offload_optimizer.ratio` between all and nothing, in whole sub-groups."""
+    bench.executor.job = make_job(precision="bf16")
+    for ratio in (0.0, 0.3):
+        assert bench.run(make_candidate(3, **CPU_ADAM, **{ZERO + "offload_optimizer.ratio": ratio})).ok

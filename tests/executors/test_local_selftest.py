@@ -1,0 +1,64 @@
+"""The test of the machine before the first trial: whose fault it is when ranks are late."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autotune.errors import MachineTrouble
+from autotune.executors import local
+from autotune.executors.local import check_group
+from autotune.problem.outcome import Phase
+from autotune.workers.group import Stop
+
+RANKS = 2
+
+
+def check(monkeypatch: pytest.MonkeyPatch, folder: Path, imported: float, measured: float) -> None:
+    """Checks a machine whose ranks have imported all, and have added up, at these seconds of a clock."""
+    clock = [0.0]
+    ahead = [(at, kind, rank) for at, kind in ((imported, "imported"), (measured, "measured")) for rank in range(RANKS)]
+
+    def make_group(*_: Any, on_message: Callable[[int, dict[str, str]], None], **__: Any) -> SimpleNamespace:
+        def watch(until: Callable[[], bool], deadline: float) -> Stop:
+            while not until():
+                clock[0], kind, rank = ahead.pop(0)
+                if clock[0] > deadline:
+                    return Stop.DEADLINE
+                on_message(rank, {"type": kind})
+            return Stop.ARRIVED
+
+        return SimpleNamespace(
+            start=lambda *_, **__: Stop.ARRIVED, watch=watch, end=lambda: None, greeted=True, phase=Phase.START
+        )
+
+    monkeypatch.setattr(local, "Group", make_group)
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    check_group(None, None, {}, RANKS, folder, lambda: False)  # type: ignore[arg-type]
+
+
+def test_slow_imports_are_no_fault_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    check(monkeypatch, tmp_path, imported=1000.0, measured=1239.0)
+
+
+@pytest.mark.parametrize(
+    ("imported", "measured", "said", "remedy"),
+    [
+        (10.0, 251.0, "no end within 240 s, in start: the ranks hang", "peer access"),
+        (
+            1801.0,
+            1802.0,
+            "no torch and deepspeed imported by the deadline of 1800 s",
+            "the disk that Python's packages lie on",
+        ),
+    ],
+)
+def test_late_ranks_are_blamed_on_what_they_were_at(
+    imported: float, measured: float, said: str, remedy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(MachineTrouble) as caught:
+        check(monkeypatch, tmp_path, imported, measured)
+    assert said in str(caught.value)
+    assert remedy in str(caught.value)

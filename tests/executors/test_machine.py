@@ -1,0 +1,58 @@
+"""What starts ranks on this machine: begun before it is needed, and never left behind."""
+
+import dataclasses
+import time
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+
+from autotune.executors.machine import Needs, Ops, Station
+from autotune.workers.launchers import ForkLauncher, SpawnLauncher
+from tests.conftest import lives, pid_lives
+
+NEEDS = Needs("cpu", 1, "fork")
+
+
+def servers() -> list[int]:
+    """Process ids of this process's fork servers."""
+    found = []
+    for child in psutil.Process().children():
+        try:
+            while not (words := child.cmdline()) and lives(child):  # in the middle of `exec` it has none yet
+                time.sleep(0.01)
+            if "autotune.workers.fork_server" in words:
+                found.append(child.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_the_server_that_was_begun_is_the_one_that_is_waited_for(tmp_path: Path) -> None:
+    before = set(servers())
+    with closing(Station(tmp_path / "not-yet", Ops(print), lambda: False)) as station:
+        station.begin(NEEDS)
+        (begun,) = set(servers()) - before
+        assert station.broken, "nothing can be launched before it is open"
+        station.open(NEEDS)
+        assert isinstance(station.launcher, ForkLauncher)
+        assert station.launcher.server == begun
+    assert not pid_lives(begun)
+
+
+def test_one_that_imports_something_else_is_ended(tmp_path: Path) -> None:
+    before = set(servers())
+    with closing(Station(tmp_path, Ops(print), lambda: False)) as station:
+        station.begin(NEEDS)
+        (begun,) = set(servers()) - before
+        station.open(dataclasses.replace(NEEDS, isolation="spawn"))
+        assert isinstance(station.launcher, SpawnLauncher)
+        assert not pid_lives(begun)
+
+
+def test_one_that_nobody_waited_for_is_ended(tmp_path: Path) -> None:
+    before = set(servers())
+    with closing(Station(tmp_path, Ops(print), lambda: False)) as station:
+        station.begin(NEEDS)
+        (begun,) = set(servers()) - before
+    assert not pid_lives(begun)

@@ -1,0 +1,102 @@
+"""What torch allocates, what NVML shows, and which of them a limit concerns."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autotune.predict.predictor import Predictor, peaks, slopes
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware, named_hardware
+from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.util.units import GIB, MIB
+from tests.conftest import make_candidate, make_job
+from tests.predict.recorded import SEQ_LEN, recorded_trace
+
+
+def predictor_on(hardware: Hardware) -> Predictor:
+    job = make_job(precision="bf16", seq_len=SEQ_LEN)
+    return Predictor(job, hardware, recorded_trace(job))
+
+
+def card(memory_bytes: float) -> Hardware:
+    return replace(named_hardware("rtx4090", 2), memory_bytes=int(memory_bytes), headroom=0.0)
+
+
+BIG = make_candidate(2, 4096)
+
+
+def test_nvml_shows_what_is_allocated_and_what_is_kept_and_the_overhead() -> None:
+    one = predictor_on(card(200 * GIB)).predict(BIG)
+    beside = one.memory["context and communication"] + one.memory["allocator"]
+    assert one.allocated_bytes < one.needed_bytes < one.peak_bytes
+    assert one.peak_bytes == pytest.approx(one.allocated_bytes + beside, rel=1e-3)
+    assert sum(one.memory.values()) == pytest.approx(one.peak_bytes, rel=1e-6)
+    low, high = one.allocated_interval
+    assert low < one.allocated_bytes < high
+
+
+def test_blocks_that_can_be_given_back_make_nothing_not_fit() -> None:
+    free = predictor_on(card(200 * GIB)).predict(BIG)
+    between = (free.needed_bytes + free.peak_bytes) / 2
+    one = predictor_on(card(between)).predict(BIG)
+    assert one.fits
+    assert one.peak_bytes == pytest.approx(between, rel=1e-6), "the card is full, and no fuller"
+    assert one.peak_interval[1] > between, "more may be needed than is expected"
+    assert one.allocated_bytes == pytest.approx(free.allocated_bytes)
+    assert sum(one.memory.values()) == pytest.approx(one.peak_bytes, rel=1e-6)
+
+
+def test_what_does_not_fit_is_said_by_what_it_needs() -> None:
+    free = predictor_on(card(200 * GIB)).predict(BIG)
+    one = predictor_on(card(0.9 * free.needed_bytes)).predict(BIG)
+    assert not one.fits
+    assert one.binding == "device memory"
+    assert one.peak_bytes == pytest.approx(free.needed_bytes)
+
+
+@pytest.mark.parametrize(("batch", "at"), [(1, "step"), (256, "backward")])
+def test_what_fsdps_streams_have_taken_is_shown_beside_the_peak_and_can_be_given_back(batch: int, at: str) -> None:
+    """In forward the last step's gradients are gone, in the step the gathered parameters: nothing else takes their place."""
+    foreach = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    job = make_job(precision="bf16", seq_len=SEQ_LEN, torch_alone=True, base_config=foreach)
+    predictor = Predictor(job, card(200 * GIB), recorded_trace(job))
+    prepared = predictor.prepare([make_candidate(3, batch, activation_checkpointing=True, reduce_bucket_size=1000)])
+    bill, mean = prepared.bill, predictor._memory.mean
+    peak = bill.peaks()[:, 0].argmax()
+    assert bill.moments[peak] == at
+    before = bill.sent[:, 0].max() - bill.sent[peak, 0]
+    assert before > 0
+    without = replace(prepared, bill=replace(bill, sent=np.zeros_like(bill.sent)))
+    found, bare = (peaks(one, predictor.hardware, mean) for one in (prepared, without))
+    assert found.shown[0] - bare.shown[0] == pytest.approx(before)
+    assert found.needed[0] - bare.needed[0] == pytest.approx(0.1 * before)
+    assert found.allocated[0] == bare.allocated[0]
+
+
+@pytest.mark.parametrize("torch_alone", [False, True])
+@pytest.mark.parametrize("lengths", [(), ((SEQ_LEN // 2, 10_000), (SEQ_LEN, 1))])
+def test_slopes_are_those_of_the_peaks(lengths: tuple[tuple[int, int], ...], torch_alone: bool) -> None:
+    job = make_job(precision="bf16", seq_len=SEQ_LEN, lengths=lengths, torch_alone=torch_alone)
+    predictor = Predictor(job, card(200 * GIB), recorded_trace(job))
+    candidates = [make_candidate(stage, batch) for stage in range(4) for batch in (1, 256)]
+    prepared, mean = predictor.prepare(candidates), predictor._memory.mean
+    by_shown, by_allocated = slopes(prepared, predictor.hardware, mean)
+    for at in range(len(mean)):
+        step = np.zeros(len(mean))
+        step[at] = 1e-6
+        up, down = (peaks(prepared, predictor.hardware, mean + sign * step) for sign in (1, -1))
+        assert (up.shown - down.shown) / 2e-6 == pytest.approx(by_shown[:, at], rel=1e-3, abs=MIB)
+        assert (up.allocated - down.allocated) / 2e-6 == pytest.approx(by_allocated[:, at], rel=1e-3, abs=MIB)
+
+
+def test_what_torch_measured_teaches_what_torch_allocates() -> None:
+    predictor = predictor_on(card(200 * GIB))
+    before = predictor.predict(BIG)
+    allocated, shown = int(1.05 * before.allocated_bytes), int(1.1 * before.peak_bytes)
+    measured = Measurement(1.0, 0.0, 4, 1.0, 1.0, shown, torch_allocated_bytes=allocated)
+    predictor.observe(BIG, Outcome(Kind.OK, measurement=measured))
+    like: Candidate = make_candidate(2, 2048)
+    after, was = predictor.predict(like), predictor_on(card(200 * GIB)).predict(like)
+    assert 1.01 < after.allocated_bytes / was.allocated_bytes < 1.1
+    assert after.peak_interval[1] - after.peak_interval[0] < was.peak_interval[1] - was.peak_interval[0]

@@ -1,0 +1,172 @@
+"""Seconds of a step by hand: a model whose products, bytes and kernels are round numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from autotune.predict import step_time
+from autotune.predict.calibration import TIME
+from autotune.predict.features import columns_of
+from autotune.predict.predictor import Predictor
+from autotune.predict.step_time import Rates, Spent, Work, spend, work
+from autotune.predict.trace_data import Trace
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware, detect, gpu_table, named_hardware
+from autotune.problem.job import Job, Lora
+from autotune.util.units import GIB
+from tests.conftest import make_job
+from tests.predict.passes import PASS
+
+TOKENS = 64
+REUSE = "zero_optimization.stage3_max_reuse_distance"
+AGAIN = dataclasses.replace(PASS, flops=(1e12, 3e12), operators=(300, 900))
+TRACE = Trace([10**9] * 100, 0, PASS, AGAIN, largest=10**9)
+
+
+def job_of(ranks: int = 1, **changes: object) -> Job:
+    return make_job(precision="bf16", seq_len=TOKENS, ranks=ranks, **changes)
+
+
+def work_of(knobs: dict, hardware: Hardware, **changes: object) -> Work:
+    job = job_of(hardware.count, **changes)
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    return work(job, hardware, TRACE, columns_of([Candidate.of({**batch, **knobs})], job))
+
+
+def spent_of(knobs: dict, hardware: Hardware) -> Spent:
+    job = job_of(hardware.count)
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    c = columns_of([Candidate.of({**batch, **knobs})], job)
+    k = {name: float(np.exp(prior.mean)) for name, prior in TIME.items()}
+    return spend(work(job, hardware, TRACE, c), c, {**k, "hidden": k["hidden"] / (1 + k["hidden"])})
+
+
+def test_products_run_at_what_a_card_reaches() -> None:
+    a100, rtx4090, l40s = (Rates.of(named_hardware(name, 1), "bf16").flops for name in ("a100", "rtx4090", "l40s"))
+    assert a100 == pytest.approx(0.86 * 312e12)
+    assert rtx4090 == pytest.approx(165.2e12)  # listed at its rated boost, with sums in 32 bits
+    assert l40s == pytest.approx(0.85 * 362e12)
+    assert Rates.of(named_hardware("v100-32gb", 1), "bf16").flops == pytest.approx(0.85 * 15.7e12)  # no bf16 there
+    assert Rates.of(named_hardware("a100", 1), "fp32").flops == pytest.approx(0.86 * 19.5e12)  # TF32 is off
+
+
+def test_a_small_batch_still_reads_all_weights() -> None:
+    one = work_of({}, named_hardware("a100", 1))
+    assert one.tail[0] == pytest.approx(3e12 / TOKENS / 2 * 2 / 2039e9)  # a weight of two bytes has two FLOPs a token
+    assert work_of({"train_micro_batch_size_per_gpu": 8}, named_hardware("a100", 1)).tail[0] == one.tail[0]
+
+
+def test_every_operator_is_started_by_the_processor() -> None:
+    hardware = named_hardware("a100", 1)
+    assert work_of({}, hardware).starts[0] == pytest.approx(900 * step_time.OPERATOR_SECONDS)
+    again = work_of({"activation_checkpointing": True}, hardware)
+    assert again.starts[0] == pytest.approx(1200 * step_time.OPERATOR_SECONDS)
+    compiled = work_of({}, hardware, compiled=True)
+    assert compiled.starts[0] == pytest.approx(900 * step_time.OPERATOR_SECONDS * step_time.COMPILED_STARTS)
+    assert compiled.moved[0] == pytest.approx(work_of({}, hardware).moved[0] * step_time.COMPILED_MOVED)
+
+
+def test_zero_3_works_in_python_for_every_module_and_pass() -> None:
+    hardware = named_hardware("a100", 2)
+    zero, three = (work_of({"zero_stage": stage}, hardware).starts[0] for stage in (0, 3))
+    modules = step_time.MODULES_AN_OPERATOR * 300
+    assert three - zero == pytest.approx(2 * modules * step_time.MODULE_SECONDS)
+    checkpointed = work_of({"zero_stage": 3, "activation_checkpointing": True}, hardware).starts[0]
+    assert checkpointed - three > modules * step_time.MODULE_SECONDS  # recomputation is a third pass
+    two = work_of({"zero_stage": 2}, hardware).starts[0]
+    assert two - zero == pytest.approx(100 * step_time.REDUCED_SECONDS)
+    # an adapter: two trained tensors, four modules and four kernels
+    adapted = work_of({"zero_stage": 3}, hardware, lora=Lora(8)).starts[0]
+    assert adapted - zero == pytest.approx(2 * (200 + step_time.MODULES_AN_OPERATOR * 100) * step_time.MODULE_SECONDS)
+
+
+def test_a_gpu_computes_meanwhile_and_a_cpu_rank_does_not() -> None:
+    for hardware, hidden in ((named_hardware("a100", 1), True), (detect("cpu", 1), False)):
+        spent = [spent_of({"zero_stage": stage, "train_micro_batch_size_per_gpu": 64}, hardware) for stage in (0, 3)]
+        computing = [float(one.forward[0] + one.backward[0] + one.recompute[0]) for one in spent]
+        starts = [float(work_of({"zero_stage": stage}, hardware).starts[0]) for stage in (0, 3)]
+        hooks = starts[1] - starts[0]
+        assert hooks > 0
+        if hidden:  # behind products that take longer
+            assert computing[1] - computing[0] < 0.1 * hooks
+        else:
+            assert computing[1] - computing[0] == pytest.approx(hooks)
+
+
+def test_the_loop_costs_a_micro_batch_and_a_step() -> None:
+    hardware = named_hardware("a100", 1)
+    one, four = (work_of({"gradient_accumulation_steps": n}, hardware).loop[0] for n in (1, 4))
+    assert four - one == pytest.approx(3 * step_time.MICRO_SECONDS)
+    spent = spent_of({}, hardware)
+    assert spent.loop[0] == pytest.approx(one)
+    parts = (spent.forward, spent.backward, spent.recompute, spent.communication, spent.optimizer, spent.offload)
+    assert spent.step[0] == pytest.approx(float(sum(part[0] for part in parts) + one))
+
+
+def test_between_nodes_a_ring_is_as_fast_as_the_network() -> None:
+    together, apart = (named_hardware("a100", 16, nodes=nodes) for nodes in (1, 2))
+    assert Rates.of(together, "bf16").link == 300e9
+    assert Rates.of(apart, "bf16").link == 200e9  # eight adapters of 200 Gbit/s
+    slow = dataclasses.replace(apart, rates=dataclasses.asdict(gpu_table()["a100-80gb"]) | {"network_gb_per_s": 12.5})
+    near, far, farther = (work_of({"zero_stage": 3}, hardware) for hardware in (together, apart, slow))
+    assert far.gather_micro[0] == pytest.approx(1.5 * near.gather_micro[0])
+    assert farther.gather_micro[0] == pytest.approx(24 * near.gather_micro[0])
+    assert far.collectives[0] > near.collectives[0]  # a collective passes every rank
+
+
+def test_zero_3_gathers_frozen_parameters_too() -> None:
+    hardware, job = named_hardware("a100", 4), job_of(4)
+    batch = {"zero_stage": 3, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, REUSE: 0}
+    c = columns_of([Candidate.of({**batch, "offload_optimizer": "cpu", "offload_param": "cpu"})], job)
+    trained = dataclasses.replace(TRACE, parameters=[10**7])
+    adapted = dataclasses.replace(trained, frozen=99 * 10**7)
+    little, all_of_it = (work(job, hardware, trace, c) for trace in (trained, adapted))
+    assert all_of_it.gather_micro[0] == pytest.approx(100 * little.gather_micro[0])
+    assert all_of_it.reduce_micro[0] == little.reduce_micro[0]  # only what is trained has gradients
+    assert all_of_it.pcie_micro[0] > 50 * little.pcie_micro[0]
+    assert all_of_it.cpu_adam[0] == little.cpu_adam[0]
+
+
+def test_a_slow_processor_hides_what_the_gpu_waits_for() -> None:
+    hardware, job = named_hardware("rtx4090", 4), job_of(4)
+    batch = {"zero_stage": 3, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    c = columns_of([Candidate.of(batch)], job)
+    k = {name: float(np.exp(prior.mean)) for name, prior in TIME.items()}
+    slow = dataclasses.replace(work(job, hardware, TRACE, c), starts=np.array([1e4]))
+    assert spend(slow, c, {**k, "hidden": 0.6}).communication[0] < 1.0  # collectives still take their start
+    fast = dataclasses.replace(slow, starts=np.array([0.0]))
+    assert spend(fast, c, {**k, "hidden": 0.6}).communication[0] > 10.0
+
+
+def test_offload_is_shared_by_the_gpus_of_a_node_alone() -> None:
+    knobs = {"zero_stage": 2, "offload_optimizer": "cpu"}
+    one, two = (work_of(knobs, named_hardware("a100", 16, nodes=nodes)) for nodes in (1, 2))
+    assert two.cpu_adam[0] == pytest.approx(one.cpu_adam[0] / 2)
+    assert Rates.of(named_hardware("a100", 8), "bf16").pcie == 12e9  # two share a switch
+    assert Rates.of(named_hardware("a100", 1), "bf16").pcie == 24e9
+    assert Rates.of(named_hardware("h100", 8), "bf16").pcie == 48e9
+
+
+def test_zero_3_offloads_beside_computation_and_zero_2_does_not() -> None:
+    hardware = named_hardware("a100", 1)
+    k = {"zero_stage": 3, "offload_optimizer": "cpu", "train_micro_batch_size_per_gpu": 1024}
+    three, two = spent_of(k, hardware), spent_of({**k, "zero_stage": 2}, hardware)
+    assert three.offload[0] < two.offload[0]
+
+
+def test_the_host_of_one_node_holds_what_its_ranks_offload() -> None:
+    job, candidate = (
+        job_of(8),
+        Candidate.of({"zero_stage": 2, "offload_optimizer": "cpu", "train_micro_batch_size_per_gpu": 1}),
+    )
+    trace = dataclasses.replace(TRACE, parameters=[10**8] * 50, largest=10**8)
+    fits = [
+        Predictor(job, named_hardware("a100", 8, host_memory_bytes=60 * GIB, nodes=nodes), trace)
+        .predict(candidate)
+        .fits
+        for nodes in (1, 4)
+    ]
+    assert fits == [False, True]

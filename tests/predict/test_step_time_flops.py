@@ -1,0 +1,61 @@
+"""Arithmetic from configurations against what traced models compute."""
+
+import pytest
+
+from autotune.predict.step_time import matmul_parameters, model_flops_per_token
+from autotune.predict.trace import trace_job
+from autotune.problem.job import Job, Lora
+from autotune.problem.models import ModelSpec, resolve_model
+from tests.conftest import make_job
+
+
+@pytest.mark.parametrize(
+    ("model", "task"),
+    [
+        ("tiny-llama", "causal-lm"),
+        pytest.param("tiny-bert", "masked-lm", marks=pytest.mark.slow),
+        pytest.param("tiny-bert", "classification", marks=pytest.mark.slow),
+        ("tiny-t5", "seq2seq"),
+        ("tiny-mixtral", "causal-lm"),
+        pytest.param("tiny-llava", "image-text", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_computes_what_is_said(model: str, task: str) -> None:
+    job = make_job(model=model, task=task, seq_len=128, precision="bf16")
+    run = trace_job(job).plain
+    # backward computes scores again, in 5 products for forward's 2; bidirectional ones count twice in a trace
+    attention = 3 * run.attention[0] / (1 if task == "causal-lm" else 2)
+    said = model_flops_per_token(job)
+    assert said is not None
+    assert said * job.tokens_per_sample == pytest.approx(
+        sum(run.flops) + attention, rel=0.05 if "llava" in model else 0.005
+    )
+
+
+def test_published_counts_of_active_parameters() -> None:
+    mixtral, qwen = (resolve_model(name).config for name in ("mixtral-8x7b", "qwen3-30b-a3b"))
+    # Mistral: 12.9 of 46.7 billion; Qwen: 3.3 of 30.5 billion. Both with the embedding, which no product reads.
+    assert matmul_parameters(mixtral) == pytest.approx(12.9e9 - 32000 * 4096, rel=0.005)
+    assert matmul_parameters(qwen) == pytest.approx(3.35e9 - 151936 * 2048, rel=0.02)
+
+
+def test_layers_without_experts_are_whole() -> None:
+    config = resolve_model("tiny-mixtral").config
+    spec = {**config, "num_experts": 8, "moe_intermediate_size": 64}
+    routed = matmul_parameters(spec)
+    half = matmul_parameters({**spec, "decoder_sparse_step": 2})
+    one = matmul_parameters({**spec, "mlp_only_layers": [0, 2]})
+    assert routed is not None
+    assert half == one == routed + 2 * (3 * 128 * 256 - 3 * 128 * 64 * 2 - 128 * 8)
+
+
+def test_what_is_not_known() -> None:
+    job = make_job(model="tiny-bert", task="classification", lora=Lora(4))
+    whole = model_flops_per_token(make_job(model="tiny-bert", task="classification"))
+    adapted = model_flops_per_token(job)
+    assert whole is not None
+    assert adapted is not None
+    assert adapted < whole
+    assert model_flops_per_token(Job(ModelSpec("it", {"model_type": "x"}, "here"), 1, 32)) is None
+    blind = {**resolve_model("tiny-llava").config, "vision_config": {"image_size": 56}}
+    assert model_flops_per_token(Job(ModelSpec("it", blind, "here"), 1, 32, task="image-text")) is None

@@ -1,0 +1,195 @@
+"""What optimizers keep and take: by the config, and against torch's own where it runs here."""
+
+from typing import Any
+
+import pytest
+
+from autotune.predict.features import columns_of
+from autotune.predict.zero_memory import STATE_BYTES, bill, stepper
+from autotune.problem.job import OPTIMIZERS, Job, Script
+from tests.conftest import make_candidate, make_job
+from tests.predict.recorded import SEQ_LEN, recorded_trace
+
+
+def of_config(kind: str, **params: Any) -> tuple[float, float, bool]:
+    one = stepper(make_job(base_config={"optimizer": {"type": kind, "params": params}}))
+    return one.state_bytes, one.temporary_bytes, one.flattens
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "expected"),
+    [
+        ("AdamW", {}, (8, 0, True)),  # DeepSpeed's FusedAdam
+        ("Adam", {"adam_w_mode": False}, (8, 0, True)),
+        ("AdamW", {"torch_adam": True}, (8, 4, False)),
+        ("AdamW", {"torch_adam": True, "fused": True}, (8, 0, False)),
+        ("Adagrad", {}, (4, 8, False)),
+        ("SGD", {"momentum": 0.9}, (4, 0, False)),
+        ("SGD", {"momentum": 0.9, "weight_decay": 0.1}, (4, 4, False)),
+        ("Lion", {}, (4, 0, False)),
+    ],
+)
+def test_the_users_own_optimizer(kind: str, params: dict[str, Any], expected: tuple[float, float, bool]) -> None:
+    assert of_config(kind, **params) == expected
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizers_by_name(kind: str) -> None:
+    one = stepper(make_job(optimizer=kind))
+    assert one.known
+    assert one.state_bytes == STATE_BYTES[kind]
+    assert one.flattens == (kind == "fused_adam")
+    assert one.temporary_bytes == (8 if kind == "adagrad" else 0), "torch's own are fused where they can be"
+
+
+def test_an_optimizer_of_which_nothing_is_known() -> None:
+    one = stepper(make_job(base_config={"optimizer": {"type": "Shampoo"}}))
+    assert (one.known, one.state_bytes) == (False, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("AdamW", {"torch_adam": True}),
+        ("Adam", {"torch_adam": True, "weight_decay": 0.1}),
+        ("Adagrad", {}),
+        ("SGD", {"momentum": 0.9}),
+        ("SGD", {"momentum": 0.9, "weight_decay": 0.1}),
+    ],
+)
+def test_torchs_foreach_takes_what_is_said_of_it(kind: str, params: dict[str, Any]) -> None:
+    import torch
+
+    from autotune.rank.devices import LiveTensors
+
+    elements = 1000
+    weights = [torch.nn.Parameter(torch.ones(elements)) for _ in range(3)]
+    own = {name: value for name, value in params.items() if name != "torch_adam"}
+    optimizer = getattr(torch.optim, kind)(weights, lr=0.1, foreach=True, **own)
+    for _ in range(2):  # the first step makes the states
+        for weight in weights:
+            weight.grad = torch.ones(elements)
+        with LiveTensors() as live:
+            optimizer.step()
+        taken = live.peak
+    expected = of_config(kind, **params)[1]
+    assert taken / (elements * len(weights)) == pytest.approx(expected, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "states", "one_by_one"),
+    [("AdamW8bit", 2.03125, 0), ("paged_adamw_8bit", 0, 0), ("lion_8bit", 1.015625, 0), ("Adafactor", 0, 16)],
+)
+def test_states_that_are_not_as_wide_as_the_weights(kind: str, states: float, one_by_one: float) -> None:
+    one = stepper(make_job(base_config={"optimizer": {"type": kind}}))
+    assert one.known
+    assert (one.state_bytes, one.one_by_one_bytes, one.follows_weights) == (states, one_by_one, False)
+
+
+PLAIN = {"bf16": {"enabled": False}}
+
+
+@pytest.mark.parametrize(("params", "temporary"), [({}, 4), ({"fused": True}, 0)])
+def test_plain_torch_takes_foreach_unless_told(params: dict[str, Any], temporary: float) -> None:
+    config = {**PLAIN, "optimizer": {"type": "AdamW", "params": params}}
+    assert stepper(make_job(precision="bf16", base_config=config)).temporary_bytes == temporary
+    assert stepper(make_job(precision="bf16", base_config=PLAIN)).temporary_bytes == 4
+    assert not stepper(make_job(precision="bf16", base_config=config)).flattens
+
+
+@pytest.mark.parametrize(("ranks", "optimizer", "expected"), [(1, "AdamW", 2 * 2), (2, "AdamW", 2 * 2), (1, "Lion", 2)])
+def test_plain_torch_keeps_all_in_the_weights_own_type(ranks: int, optimizer: str, expected: float) -> None:
+    job = make_job(ranks, precision="bf16", seq_len=SEQ_LEN, base_config={**PLAIN, "optimizer": {"type": optimizer}})
+    trace = recorded_trace(job)
+    one = bill(job, trace, columns_of([make_candidate(0, 1)], job), "cuda")
+    elements = sum(trace.parameters)
+    assert one.parameters[0] == 2 * elements
+    assert one.optimizer[0] == expected * elements
+    assert one.gradients[0] == (2 * elements if ranks > 1 else 0), "DistributedDataParallel's buckets"
+    at = one.moments.index("step")
+    temporary = 2 if optimizer == "AdamW" else 0
+    assert one.temporaries[at, 0] == (2 + temporary) * elements
+
+
+def of_script(profile: dict[str, Any], ranks: int = 2, precision: str = "bf16", **job: Any) -> Job:
+    script = Script(("train.py",), ".", profile=profile)
+    return make_job(ranks, precision=precision, seq_len=SEQ_LEN, script=script, **job)
+
+
+def torchs(kind: str, fused: bool | None = None, foreach: bool | None = None) -> dict[str, Any]:
+    return {"client_optimizer": True, "torch_optimizer": {"class": kind, "fused": fused, "foreach": foreach}}
+
+
+@pytest.mark.parametrize(
+    ("profile", "expected"),
+    [
+        ({}, (0, False, False)),  # of an earlier version: taken for fused
+        (torchs("AdamW"), (4, False, False)),
+        (torchs("Adam", foreach=True), (4, False, False)),
+        (torchs("AdamW", fused=True), (0, False, False)),
+        (torchs("AdamW", foreach=False), (8, False, True)),
+        (torchs("AdamW", fused=False), (8, False, True)),
+        (torchs("Adagrad"), (8, False, False)),
+        (torchs("Adagrad", foreach=False), (4, False, True)),
+        (torchs("SGD"), (0, False, False)),
+        ({"optimizer": "FusedAdam"}, (0, True, False)),
+        ({"optimizer": "DeepSpeedCPUAdam"}, (0, False, False)),
+    ],
+)
+def test_a_scripts_own_optimizer(profile: dict[str, Any], expected: tuple[float, bool, bool]) -> None:
+    one = stepper(of_script(profile))
+    assert (one.temporary_bytes, one.flattens, one.loops) == expected
+
+
+def test_a_scripts_own_optimizer_steps_whatever_the_config_names() -> None:
+    config = {"optimizer": {"type": "AdamW"}}  # DeepSpeed's, which flattens
+    assert not stepper(of_script(torchs("AdamW", fused=True), base_config=config)).flattens
+    assert stepper(of_script({}, base_config=config)).flattens, "of which nothing is known but the config"
+    assert not stepper(of_script({"optimizer": "FusedAdam"}, base_config=PLAIN)).flattens, "nothing wraps it there"
+
+
+def in_the_step(profile: dict[str, Any], stage: int, device: str, precision: str = "fp32") -> float:
+    """Bytes that come and go while it steps."""
+    job = of_script(profile, 1, precision)
+    candidate = make_candidate(stage, 1, sub_group_size=10**9)
+    one = bill(job, recorded_trace(job), columns_of([candidate], job), device)
+    return float(one.temporaries[one.moments.index("step"), 0])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_a_scripts_own_optimizer_takes_on_a_gpu(stage: int) -> None:
+    trace = recorded_trace(make_job(precision="fp32", seq_len=SEQ_LEN))
+    stepped = sum(trace.parameters)
+    fused, foreach = (in_the_step(torchs("AdamW", fused=one), stage, "cuda") for one in (True, None))
+    # at stages 1 and 2 a second flat copy of the gradients was there before, as large as these
+    assert foreach - fused == (0 if stage in (1, 2) else 4 * stepped)
+    looping = in_the_step(torchs("AdamW", foreach=False), stage, "cuda")
+    assert looping - fused == {0: 8 * trace.largest, 1: 4 * stepped, 2: 4 * stepped, 3: 8 * stepped}[stage]
+    assert len({in_the_step(torchs("AdamW", fused=one), stage, "cpu") for one in (True, False, None)}) == 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_fused_adam_that_the_script_has_made_is_flattened_in_16_bits(precision: str) -> None:
+    trace = recorded_trace(make_job(precision=precision, seq_len=SEQ_LEN))
+    other, fused = (
+        in_the_step(profile, 0, "cuda", precision)
+        for profile in ({"optimizer": "FusedLamb"}, {"optimizer": "FusedAdam"})
+    )
+    assert fused - other == (0 if precision == "fp32" else 4 * sum(trace.parameters))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad"])
+def test_torchs_loops_take_what_is_said_of_them(kind: str) -> None:
+    import torch
+
+    from autotune.rank.devices import LiveTensors
+
+    elements = 1000
+    weight = torch.nn.Parameter(torch.ones(elements))
+    optimizer = getattr(torch.optim, kind)([weight], lr=0.1, foreach=False)
+    for _ in range(2):  # the first step makes the states
+        weight.grad = torch.ones(elements)
+        with LiveTensors() as live:
+            optimizer.step()
+            taken = live.peak - live.bytes  # what a loop changes in place is counted, too
+    assert taken / elements == pytest.approx(stepper(of_script(torchs(kind, foreach=False))).temporary_bytes, abs=0.1)

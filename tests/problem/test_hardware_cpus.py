@@ -1,0 +1,90 @@
+"""How many CPUs a process may compute on, and what each rank gets of them."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from autotune.problem import hardware
+from autotune.problem.hardware import threads_of_0_1, threads_per_rank, usable_cpus
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """16 CPUs, and cgroups in a folder of the test's."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(hardware, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(hardware, "OWN_CGROUPS", tmp_path / "own")
+    return tmp_path
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_affinity_counts_and_not_the_machine(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert usable_cpus() == 16
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5})
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    assert usable_cpus() == 1
+    assert threads_per_rank(4) == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000"}, 16),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "400000 100000"}, 4),
+        ("0::/a/b\n", {"a/b/cpu.max": "250000 100000", "a/cpu.max": "400000 100000"}, 2),
+        ("0::/\n", {"cpu.max": "50000 100000"}, 1),  # a container's own root
+        ("0::/outside\n", {"cpu.max": "300000 100000"}, 3),  # a path that only the machine outside has
+        (
+            "5:cpu,cpuacct:/job\n3:memory:/job\n0::/\n",
+            {"cpu,cpuacct/job/cpu.cfs_quota_us": "600000", "cpu,cpuacct/job/cpu.cfs_period_us": "100000"},
+            6,
+        ),
+        (
+            "5:cpu,cpuacct:/\n",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "-1\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"},
+            16,
+        ),
+        ("0::/a\n", {"a/cpu.max": "what is this"}, 16),
+        ("", {}, 16),
+    ],
+)
+def test_a_cgroups_quota_counts_and_every_one_above_it(
+    machine: Path, own: str, files: dict[str, str], expected: int
+) -> None:
+    write(machine / "own", own)
+    for name, text in files.items():
+        write(machine / "cgroup" / name, text)
+    (machine / "cgroup").mkdir(exist_ok=True)
+    assert usable_cpus() == expected
+
+
+def test_without_cgroups_the_affinity_decides(machine: Path) -> None:
+    assert usable_cpus() == 16
+
+
+@pytest.mark.parametrize(
+    ("own", "ranks", "expected"),
+    [(None, 1, 16), (None, 3, 5), (None, 40, 1), ("6", 3, 6), ("4,2", 3, 4), ("", 4, 4), ("many", 4, 4), ("0", 4, 4)],
+)
+def test_the_users_own_number_stands_before_an_equal_share(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, own: str | None, ranks: int, expected: int
+) -> None:
+    if own is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", own)
+    assert threads_per_rank(ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "threads"), [(None, 1, 1), (1, 2, 1), (12, 2, 6), (13, 2, 6), (16, 1, 8), (64, 4, 8)]
+)
+def test_threads_of_the_first_version(
+    monkeypatch: pytest.MonkeyPatch, count: int | None, ranks: int, threads: int
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: count)
+    assert threads_of_0_1(ranks) == threads

@@ -1,0 +1,78 @@
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from autotune.rank.hooks.base import Patches
+
+
+class Base:
+    def greet(self, name: str) -> str:
+        """Says hello."""
+        return f"hello {name}"
+
+
+class Derived(Base):
+    pass
+
+
+def loudly(original: Callable[..., str], self: Any, /, *args: Any, **kwargs: Any) -> str:
+    return original(self, *args, **kwargs).upper()
+
+
+def test_a_method_is_wrapped_and_put_back() -> None:
+    patches, before = Patches(), Base.__dict__["greet"]
+    patches.wrap(Base, "greet", loudly)
+    assert Base().greet("you") == Base().greet(name="you") == "HELLO YOU"
+    assert Base.greet.__doc__ == "Says hello."
+    assert patches.original(Base, "greet") is before
+    patches.undo()
+    assert Base.__dict__["greet"] is before
+    assert patches.original(Base, "greet") is before
+
+
+def test_an_inherited_method_is_inherited_again() -> None:
+    patches = Patches()
+    patches.wrap(Derived, "greet", loudly)
+    assert (Derived().greet("you"), Base().greet("you")) == ("HELLO YOU", "hello you")
+    patches.undo()
+    assert "greet" not in vars(Derived)
+
+
+def test_patches_over_patches_come_off_in_order() -> None:
+    patches, before = Patches(), Base.__dict__["greet"]
+    patches.wrap(Base, "greet", loudly)
+    patches.wrap(Base, "greet", lambda original, self, name: original(self, name) + "!")
+    assert Base().greet("you") == "HELLO YOU!"
+    assert patches.original(Base, "greet") is before
+    patches.undo()
+    assert Base.__dict__["greet"] is before
+
+
+def test_arguments_may_have_any_name() -> None:
+    """A batch is given by its own names."""
+
+    class Engine:
+        def forward(self, **batch: int) -> int:
+            return sum(batch.values())
+
+    patches = Patches()
+    patches.wrap(Engine, "forward", lambda original, self, /, **batch: -original(self, **batch))
+    assert Engine().forward(original=1, around=2, owner=3, name=4) == -10
+    patches.undo()
+
+
+def test_variables_come_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOTUNE_OLD", "old")
+    monkeypatch.delenv("AUTOTUNE_NEW", raising=False)
+    patches, undone = Patches(), []
+    for name in ("AUTOTUNE_OLD", "AUTOTUNE_NEW"):
+        patches.set_environment(name, "new")
+    patches.on_undo(lambda: undone.append(True))
+    assert (os.environ["AUTOTUNE_OLD"], os.environ["AUTOTUNE_NEW"]) == ("new", "new")
+    patches.undo()
+    patches.undo()
+    assert os.environ["AUTOTUNE_OLD"] == "old"
+    assert "AUTOTUNE_NEW" not in os.environ
+    assert undone == [True]

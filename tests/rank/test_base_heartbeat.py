@@ -1,0 +1,102 @@
+"""A rank's pulse tells whether its main thread gets on, and where it is."""
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+
+from autotune.rank import base
+from autotune.rank.base import Pulse, describe, waits
+from autotune.workers.protocol import Channel, Message
+from tests.conftest import wait_until
+
+
+class Held:
+    """Stands for a tensor."""
+
+
+class Looks:
+    """Counts the looks at this thread."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.places = 0  # at which this thread was, one after another
+        self.many = threading.Event()
+        self._glance, self._last = base.glance, base.Glance((), "", False)
+
+    def glance(self, thread: int) -> base.Glance | None:
+        found = self._glance(thread)
+        assert found is not None
+        self.count += 1
+        self.places += found.place != self._last.place
+        self._last = found
+        if self.count == 10:
+            self.many.set()
+        return found
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    made = Looks()
+    monkeypatch.setattr(base, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(base, "glance", made.glance)
+    return made
+
+
+def beats(work: Callable[[], None]) -> list[Message]:
+    """What a pulse sends while this thread works."""
+    ours, theirs = Channel.pair()
+    beating = Pulse(Channel(theirs))
+    beating.start()
+    work()
+    beating.stop()
+    beating._thread.join()
+    return ours.drain()
+
+
+def test_a_thread_that_gets_on_moves(looks: Looks) -> None:
+    def compute() -> None:
+        while looks.places < 4:
+            sorted(range(100), key=lambda n: -n)
+            "".join(str(n) for n in range(100))
+
+    assert sum(message["moved"] for message in beats(compute)) >= 4
+
+
+def test_a_thread_that_hangs_is_told_of_once_and_where(looks: Looks) -> None:
+    found = beats(lambda: looks.many.wait(120.0) and None)
+    stuck = [message for message in found if not message["moved"]]
+    assert len(stuck) == 1
+    assert "threading.py" in stuck[0]["where"]
+    assert not stuck[0]["waits"]
+
+
+def test_a_glance_keeps_no_variable_of_the_thread_alive(looks: Looks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "BEAT_SECONDS", 0.2)  # the next look is still to come when the variable has gone
+    held: list[weakref.ref[Held]] = []
+    alive: list[bool] = []
+
+    def step() -> None:
+        tensor = Held()
+        held.append(weakref.ref(tensor))
+        before = looks.count
+        wait_until(lambda: looks.count > before, "a look while it lives")
+
+    def work() -> None:
+        step()
+        alive.append(held[0]() is not None)
+
+    assert beats(work), "no beat, so nothing was looked at"
+    assert alive == [False]
+
+
+def test_collectives_are_known_by_their_files() -> None:
+    frame = sys._getframe()
+    assert not waits(frame)
+    code = compile("import sys\nframe = sys._getframe()", "/x/torch/distributed/distributed_c10d.py", "exec")
+    inside: dict[str, object] = {}
+    exec(code, inside)
+    assert waits(inside["frame"])  # type: ignore[arg-type]
+    assert describe(inside["frame"]) == "<module> (torch/distributed/distributed_c10d.py:2)"  # type: ignore[arg-type]

@@ -1,0 +1,148 @@
+"""When warm-up and measurement end, and what step times come to."""
+
+from dataclasses import replace
+
+import pytest
+
+from autotune.rank.measure import (
+    MAX_WARMUP_STEPS,
+    Request,
+    boundary_seconds,
+    enough,
+    extrapolate,
+    micro_seconds,
+    settled,
+    stretch,
+    warmed_up,
+)
+
+REQUEST = Request(micro_batch=2, accumulation=1, min_steps=5, max_steps=50, min_seconds=10.0, max_seconds=100.0)
+
+
+def test_a_request_is_a_message_without_its_type() -> None:
+    message = {"type": "measure", "micro_batch": 2, "accumulation": 8, "full": True, "min_steps": 1, "max_steps": 9}
+    found = Request.of({**message, "min_seconds": 0.5, "max_seconds": 1.5})
+    assert found == Request(2, 8, 1, 9, 0.5, 1.5, full=True)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "full", "runs", "extrapolated"),
+    [(1, False, 1, False), (3, False, 3, False), (4, False, 3, True), (64, False, 3, True), (64, True, 64, False)],
+)
+def test_of_a_long_accumulation_three_micro_batches_are_run(
+    accumulation: int, full: bool, runs: int, extrapolated: bool
+) -> None:
+    request = replace(REQUEST, accumulation=accumulation, full=full)
+    assert (request.micro_batches, request.extrapolated) == (runs, extrapolated)
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "done"),
+    [
+        ([], False),
+        ([1.0], False),
+        ([1.0, 1.0], False),  # the first step is no step to compare with
+        ([9.0, 1.0, 1.04], True),
+        ([9.0, 1.0, 0.94], False),
+        ([9.0, 1.0, 0.5, 0.51], True),
+        ([1.0, 2.0, 4.0, 2.0, 1.0], False),
+        ([1.0, 2.0, 4.0, 2.0, 1.0, 2.0], True),
+        ([29.0, 2.0], True),  # three times the least measurement
+        ([31.0], False),  # not before the optimizer's states are made and another step is done
+    ],
+)
+def test_warm_up_ends_when_steps_settle_or_its_share_is_spent(step_seconds: list[float], done: bool) -> None:
+    assert warmed_up(step_seconds, REQUEST) is done
+    assert len(step_seconds) <= MAX_WARMUP_STEPS
+
+
+def test_warm_up_takes_no_more_than_a_share_of_the_longest_measurement() -> None:
+    steps = [5.0, 9.0]
+    assert not warmed_up(steps, REQUEST)
+    assert warmed_up(steps, replace(REQUEST, max_seconds=30.0))
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "steps", "is_enough"),
+    [(11.0, 5, True), (11.0, 4, False), (9.0, 5, False), (1.0, 50, True), (101.0, 1, True), (100.0, 1, False)],
+)
+def test_enough(elapsed: float, steps: int, is_enough: bool) -> None:
+    assert enough(REQUEST, elapsed, steps) is is_enough
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "steps", "pace", "wanted"),
+    [
+        (0.0, 0, 1.0, 10),  # the seconds decide
+        (0.0, 0, 4.0, 5),  # the steps decide
+        (6.0, 3, 2.0, 2),
+        (0.0, 0, 0.01, 50),  # no more than the most
+        (90.0, 2, 4.0, 2),  # no more than the time allows
+        (99.0, 2, 4.0, 1),  # but always one
+        (20.0, 9, 1.0, 1),
+    ],
+)
+def test_steps_between_comparisons_of_the_clocks(elapsed: float, steps: int, pace: float, wanted: int) -> None:
+    assert stretch(REQUEST, elapsed, steps, pace) == wanted
+
+
+def test_measuring_in_stretches_comes_to_an_end() -> None:
+    elapsed, steps = 0.0, 0
+    while not enough(REQUEST, elapsed, steps):
+        more = stretch(REQUEST, elapsed, steps, 0.7)
+        steps, elapsed = steps + more, elapsed + 0.7 * more
+    assert (steps, elapsed) == (15, pytest.approx(10.5))
+
+
+def test_a_long_step_is_its_first_its_middle_and_its_boundary() -> None:
+    assert extrapolate([0.5, 1.0, 3.0], 16) == pytest.approx(0.5 + 14 * 1.0 + 3.0)
+    assert extrapolate([0.5, 1.0, 3.0], 3) == pytest.approx(4.5)
+    assert extrapolate([2.5], 2) == 2.5, "a step that was run whole"
+
+
+def test_medians_of_parts() -> None:
+    steps = [[0.5, 1.0, 3.0], [0.6, 1.2, 3.3], [0.4, 9.0, 2.0]]
+    assert micro_seconds(steps) == 1.2
+    assert boundary_seconds(steps) == 3.0
+    assert micro_seconds([[2.0], [4.0]]) == 3.0
+
+
+FIRST = [5.0, 1.0]  # of a warm-up: an engine's first step takes long, whatever recurs
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "steps", "done"),
+    [
+        (10.0, [1.0] * 5, False),  # what the first did may come again
+        (12.0, [1.0] * 12, True),
+        (26.0, [1.0] * 5, True),  # a quarter of the longest measurement
+        (30.0, [*[1.0] * 11, 9.0], False),  # it came: once
+        (45.0, [*[1.0] * 11, 9.0, *[1.0] * 13], True),  # and not again when it would have
+        (60.0, [1.0, 1.0, 9.0, 1.0, 1.0, 9.0], False),  # one whole period
+        (90.0, [1.0, 1.0, 9.0, 1.0, 1.0, 9.0, 1.0, 1.0, 9.0], True),
+        (150.0, [*[1.0] * 11, 9.0], False),  # longer than usual
+        (201.0, [*[1.0] * 11, 9.0], True),  # but not for ever
+        (60.0, [*[1.0] * 60, 99.0, *[1.0] * 38], False),
+        (60.0, [*[1.0] * 61, 99.0, *[1.0] * 38], True),
+    ],
+)
+def test_steps_are_measured_until_it_is_known_whether_work_recurs(
+    elapsed: float, steps: list[float], done: bool
+) -> None:
+    assert settled(REQUEST, elapsed, steps, FIRST) is done
+
+
+def test_where_the_first_step_was_like_the_others_nothing_is_waited_for() -> None:
+    assert settled(REQUEST, 10.0, [1.0] * 5, [1.0, 1.0])
+
+
+def test_a_measurement_that_grows_longer_still_leaves_a_trial_its_end() -> None:
+    lone = [*[1.0] * 11, 9.0]
+    assert not settled(REQUEST, 150.0, lone, FIRST)
+    assert settled(replace(REQUEST, most_seconds=120.0), 150.0, lone, FIRST)
+
+
+def test_a_mean_that_stays_vague_is_measured_up_to_the_usual_limits() -> None:
+    uneven = [1.0, 5.0, 1.0, 1.0, 1.0, 2.0, 1.0, 9.0, 3.0, 1.0]
+    assert not settled(REQUEST, 50.0, uneven, FIRST)
+    assert settled(REQUEST, 101.0, uneven, FIRST)

@@ -1,0 +1,84 @@
+"""What steps come to of which some have other work."""
+
+import pytest
+
+from autotune.rank.step_statistics import median_spread, pace_of
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds"),
+    [
+        ([1.0, 1.0, 9.0, 1.0] * 4, 3.0),
+        ([1.0, 9.0] * 4, 5.0),
+        ([9.0, 1.0] * 4, 5.0),
+        ([1.0, 1.4] * 5, 1.2),
+        ([9.0, 9.0, 9.0, 1.0] * 4, 7.0),  # most steps have it
+        ([2.0, 3.0, 1.0] * 3, 2.0),
+        ([*[1.0] * 9, 11.0] * 3, 2.0),
+        ([1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0, 9.0, 1.0, 1.0], 3.0),  # whole periods alone
+    ],
+)
+def test_work_that_recurs_counts(steps: list[float], seconds: float) -> None:
+    assert pace_of(steps).seconds == pytest.approx(seconds)
+
+
+def test_a_micro_batch_does_not_hide_what_it_takes_to_make_it() -> None:
+    """A rollout of four micro-batches, 20 ms a sample: a sample costs the same in any step."""
+    one_a_step = pace_of([0.001, 0.001, 0.641, 0.001] * 3).seconds / 8
+    four_a_step = pace_of([0.164] * 5).seconds / 8
+    assert one_a_step == pytest.approx(four_a_step, rel=0.05)
+
+
+def test_the_jitter_of_short_steps_is_nothing_beside_a_rollout() -> None:
+    steps = [0.001, 0.0014, 0.64, 0.001, 0.002, 0.001, 0.64, 0.0015, 0.001, 0.001, 0.64]
+    found = pace_of(steps)
+    assert found.seconds == pytest.approx(1.2875 / 8)
+    assert found.spread < 0.02 * found.seconds
+    assert found.settled
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        [*[1.0] * 14, 9.0, 9.0, *[1.0] * 14],  # a stall over two steps
+        [*[1.0] * 28, 9.0, 9.0],
+    ],
+)
+def test_a_stall_of_the_machine_does_not(steps: list[float]) -> None:
+    assert pace_of(steps).seconds == 1.0
+
+
+def test_what_comes_once_is_waited_for() -> None:
+    assert pace_of([1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0]).pending is False
+    assert pace_of([1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0], unseen=2).pending is True
+    assert pace_of([1.0, 1.0, 1.0, 9.0, *[1.0] * 5], unseen=2).pending is False
+    assert pace_of([1.0, 1.0, 1.0, 9.0]).pending is True
+    assert pace_of([*[1.0] * 20, 1.5]).pending is False, "a step that hardly changes the figure"
+
+
+def test_one_period_says_nothing_of_the_next() -> None:
+    found = pace_of([1.0, 1.0, 9.0, 1.0, 1.0, 9.0])
+    assert found.pending
+    assert found.spread == pytest.approx(11 / 3 - 1)
+    assert pace_of([1.0, 1.0, 9.0] * 3).settled
+
+
+def test_periods_that_differ_make_a_mean_unsure() -> None:
+    alike, unlike = pace_of([1.0, 9.0] * 6), pace_of([1.0, 9.0, 1.0, 3.0] * 3)
+    assert alike.spread == pytest.approx(0)
+    assert unlike.vague
+    assert unlike.spread > 0.1 * unlike.seconds
+
+
+def test_steps_of_many_lengths_come_to_their_mean() -> None:
+    steps = [1.0, 1.0, 1.0, 1.0, 1.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+    found = pace_of(steps)
+    assert found.seconds == pytest.approx(sum(steps) / len(steps))
+    assert 0 < found.spread < found.seconds
+
+
+def test_the_medians_interval() -> None:
+    assert median_spread([1.0, 1.0, 1.0, 1.0]) == 0
+    assert median_spread([1.0, 2.0]) == 1.0
+    assert 0 < median_spread([1.0, 1.1, 1.2, 1.1, 1.0, 1.1, 9.0]) < 0.2

@@ -1,0 +1,364 @@
+"""The Job that a user's script is, before its first run and after it."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import named_hardware
+from autotune.problem.job import Job, Script
+from autotune.problem.models import ModelSpec
+from autotune.rank.ds_config import needed_ops
+from autotune.script.profile import (
+    Counted,
+    batch_held,
+    batch_seen,
+    first_candidates,
+    job_of,
+    other_batch,
+    over_present,
+    own_candidate,
+    unknown_job,
+)
+from autotune.script.script import command, settings
+from tests.conftest import make_candidate, make_job
+
+HARDWARE = named_hardware("rtx3090", 4)
+PROFILE = {
+    "config": {
+        "train_batch_size": 24,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2},
+    },
+    "client_optimizer": False,
+    "through_arguments": False,
+    "untested_optimizer": False,
+    "micro_batch": 2,
+    "accumulation": 3,
+    "trained": [100, 20],
+    "frozen": 7,
+    "model_config": {"hidden_size": 64},
+    "seq_len": 512,
+    "precision": "fp16",
+    "checkpointing": True,
+    "checkpointed": False,
+}
+
+
+def script(**changes: object) -> Script:
+    return Script(("train.py", "--lr", "1"), "/home/me", profile={**PROFILE, **changes})
+
+
+# -- before --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "base"),
+    [
+        (None, {"optimizer": {"type": "AdamW"}}),  # no config is named: what most scripts take
+        ({"optimizer": {"type": "Lion"}}, {"optimizer": {"type": "Lion"}}),
+        ({"optimizer": "auto"}, {}),
+        ({}, {}),
+    ],
+)
+def test_a_script_that_has_not_run(tmp_path: Path, config: dict | None, base: dict) -> None:
+    argv = ("train.py", "--deepspeed", "ds.json")
+    if config is not None:
+        (tmp_path / "ds.json").write_text(f"# ours\n{json.dumps({'train_batch_size': 8, **config})}")
+    one = Script(argv, str(tmp_path))
+    assert unknown_job(one, HARDWARE) == Job(
+        ModelSpec("train", {}, "train.py --deepspeed ds.json"), 4, 1, "fp32", base_config=base, script=one
+    )
+
+
+ADAM = {"optimizer": {"type": "AdamW"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "base"),
+    [
+        ('config = {"optimizer": {"type": "Lion"}}', ADAM),  # DeepSpeed's own, of whatever type
+        ("config = {'optimizer': x}", ADAM),
+        ("optimizer = torch.optim.AdamW(p)", {}),  # the script's
+        ("", {}),
+    ],
+)
+def test_whose_optimizer_a_script_has_is_read_from_its_text(tmp_path: Path, text: str, base: dict) -> None:
+    (tmp_path / "train.py").write_text(text)
+    assert unknown_job(Script(("train.py",), str(tmp_path)), HARDWARE).base_config == base
+
+
+# -- after ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_that_has_run() -> None:
+    assert job_of(script(), HARDWARE, None) == Job(
+        ModelSpec("train", {"model_type": "", "hidden_size": 64}, "train.py --lr 1", 127),
+        4,
+        512,
+        "fp16",
+        global_batch_size=24,
+        base_config={"gradient_clipping": 1.0, "zero_optimization": {"stage": 2}},
+        script=script(),
+    )
+    assert job_of(script(), HARDWARE, 48).global_batch_size == 48
+    assert job_of(script(), HARDWARE, None, free=True).global_batch_size is None
+    named = script(model_config={"model_type": "llama"})
+    assert job_of(named, HARDWARE, None).model.config == {"model_type": "llama"}
+
+
+KEEP, ALLOW = "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer"
+
+
+@pytest.mark.parametrize(
+    ("changes", "added"),
+    [
+        ({"client_optimizer": True}, {KEEP: False}),  # offloaded or not, it stays the script's own
+        ({"client_optimizer": True, "through_arguments": True}, {}),  # Trainer makes it by the config
+        ({"through_arguments": True}, {}),
+        ({"untested_optimizer": True}, {ALLOW: True}),
+        ({"untested_optimizer": True, "client_optimizer": True}, {KEEP: False, ALLOW: True}),
+        # what the script's config says itself is left
+        ({"client_optimizer": True, "config": {KEEP: True}}, {KEEP: True}),
+        ({"untested_optimizer": True, "config": {ALLOW: False}}, {ALLOW: False}),
+    ],
+)
+def test_an_optimizer_of_the_scripts_own(changes: dict, added: dict) -> None:
+    base = job_of(script(**{"config": {}, **changes}), HARDWARE, None).base_config
+    assert base == added
+
+
+@pytest.mark.parametrize(
+    ("changes", "checkpointing"),
+    [
+        ({}, {"activation_checkpointing": False}),
+        ({"checkpointed": True}, {"activation_checkpointing": True}),
+        ({"checkpointing": False, "checkpointed": True}, {"activation_checkpointing": True}),  # it cannot be told
+        ({"checkpointing": False}, {}),
+    ],
+)
+def test_its_own_config_as_a_candidate(changes: dict, checkpointing: dict) -> None:
+    # as measured: `"auto"` in a config says nothing of the batch
+    seen = {"config": {"train_micro_batch_size_per_gpu": 9, "zero_optimization": {"stage": 2}}, **changes}
+    batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    assert own_candidate(script(**seen)) == Candidate.of({"zero_stage": 2, **batch, **checkpointing})
+
+
+# -- how its batches are counted -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("facts", "batch", "counted", "per_sample", "micros"),
+    [
+        # as its config says: 2 samples, 3 forwards
+        ({"micros": 3, "rows": 6, "sequences": 6}, (2, 3), "rows", 1, 1.0),
+        ({"rows": 6}, (2, 3), "rows", 1, 1.0),
+        ({"micros": 0, "rows": 6}, (2, 3), "rows", 1, 1.0),
+        # pairs; two forwards a sample
+        ({"micros": 3, "rows": 12, "sequences": 12}, (2, 3), "rows", 2, 1.0),
+        ({"micros": 6, "rows": 12, "sequences": 12}, (2, 3), "rows", 2, 2.0),
+        # packed: fewer rows than samples, whose sequences are as many
+        ({"micros": 3, "rows": 3, "sequences": 6}, (2, 3), "sequences", 1, 1.0),
+        ({"micros": 3, "rows": 3, "sequences": 12}, (2, 3), "sequences", 2, 1.0),
+        ({"micros": 3, "rows": 7, "sequences": 18}, (2, 3), "sequences", 3, 1.0),
+        # rows come first where both could be
+        ({"micros": 3, "rows": 12, "sequences": 24}, (2, 3), "rows", 2, 1.0),
+        # a batch from elsewhere: 5 a forward
+        ({"micros": 3, "rows": 15, "sequences": 15}, (5, 3), "rows", 1, 1.0),
+        ({"micros": 3, "rows": 3, "sequences": 3}, (1, 3), "rows", 1, 1.0),
+        ({"micros": 5, "rows": 9, "sequences": 9}, (3, 3), "rows", 1, 5 / 3),  # its accumulation is believed
+        # and its accumulation too
+        ({"micros": 4, "rows": 20, "sequences": 20}, (5, 4), "rows", 1, 1.0),
+        ({"micros": 8, "rows": 4, "sequences": 4}, (1, 8), "rows", 1, 1.0),
+        # nothing to count
+        ({"micros": 3}, (2, 3), "", 1, 1.0),
+        ({"micros": 6, "rows": None, "sequences": 6}, (2, 3), "", 1, 2.0),
+    ],
+)
+def test_the_batch_is_what_was_seen(
+    facts: dict[str, int], batch: tuple[int, int], counted: str, per_sample: int, micros: float
+) -> None:
+    seen = batch_seen({"micro_batch": 2, "accumulation": 3, **facts})
+    assert (seen["micro_batch"], seen["accumulation"]) == batch
+    assert {type(seen[key]) for key in ("micro_batch", "accumulation", "rows_per_sample")} == {int}, (
+        "of samples, in whole"
+    )
+    assert Counted.of(seen) == Counted(counted, per_sample, micros)
+
+
+MICRO, STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@pytest.mark.parametrize(
+    ("facts", "said", "batch", "per_sample", "micros"),
+    [
+        # a config that nobody has kept up: the loader's batch is seen
+        ({"micro_batch": 1, "accumulation": 2, "micros": 2, "rows": 16}, {MICRO: [8]}, (8, 2), 1, 1.0),
+        ({"micro_batch": 1, "accumulation": 1, "micros": 1, "rows": 16}, {MICRO: [8]}, (8, 1), 2, 1.0),
+        # the least of two loaders is in the config
+        ({"micro_batch": 4, "accumulation": 1, "micros": 1, "rows": 8}, {MICRO: [8]}, (8, 1), 1, 1.0),
+        # flags that nothing reads
+        ({"micro_batch": 4, "accumulation": 2, "micros": 2, "rows": 8}, {MICRO: [2, 8], STEPS: [1, 4]}, (4, 2), 1, 1.0),
+        ({"micro_batch": 2, "accumulation": 1, "micros": 1, "rows": 8}, {STEPS: [4]}, (2, 1), 4, 1.0),
+        # accumulated by hand, as the flag says
+        ({"micro_batch": 2, "accumulation": 1, "micros": 4, "rows": 8}, {STEPS: [4]}, (2, 4), 1, 1.0),
+        # a loop that steps at every backward, whatever its config says
+        ({"micro_batch": 8, "accumulation": 4, "micros": 1, "rows": 8}, {}, (8, 1), 1, 1.0),
+        ({"micro_batch": 2, "accumulation": 4, "micros": 1, "rows": 6}, {MICRO: [6]}, (6, 1), 1, 1.0),
+    ],
+)
+def test_arguments_and_loaders_are_believed_where_they_fit(
+    facts: dict, said: dict, batch: tuple[int, int], per_sample: int, micros: float
+) -> None:
+    seen = batch_seen({**facts, "sequences": facts["rows"], "said": said})
+    assert (seen["micro_batch"], seen["accumulation"]) == batch
+    assert Counted.of(seen) == Counted("rows", per_sample, micros)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said", "batch", "counted"),
+    [
+        ({"micros": 3, "packed_tokens": 500.0}, {}, (4, 3), Counted("tokens", 125.0, 1.0)),
+        ({"micros": 3, "packed_tokens": 500.0}, {MICRO: [4], STEPS: [1]}, (4, 3), Counted("tokens", 125.0, 1.0)),
+        ({"micros": 6, "packed_tokens": 500.0}, {STEPS: [6]}, (4, 6), Counted("tokens", 125.0, 1.0)),
+        ({"micros": 6, "packed_tokens": 500.0}, {}, (4, 3), Counted("tokens", 125.0, 2.0)),
+        ({"micros": 3, "packed_tokens": 500.0}, {MICRO: [8]}, (4, 3), Counted("", 1, 1.0)),  # which of them is not seen
+        ({"micros": 3, "packed_tokens": 0.0}, {}, (4, 3), Counted("", 1, 1.0)),
+        # a row that is no more than one sample, with positions that begin anew in its padding
+        ({"micro_batch": 1, "micros": 3, "packed_tokens": 0.0}, {}, (1, 3), Counted("rows", 1, 1.0)),
+        ({"micro_batch": 1, "micros": 3, "packed_tokens": 500.0}, {}, (1, 3), Counted("tokens", 500.0, 1.0)),
+    ],
+)
+def test_how_many_rows_are_packed_end_to_end_is_what_is_said(
+    facts: dict, said: dict, batch: tuple[int, int], counted: Counted
+) -> None:
+    seen = batch_seen({"micro_batch": 4, "accumulation": 3, "rows": 3, "sequences": 24, "said": said, **facts})
+    assert (seen["micro_batch"], seen["accumulation"]) == batch
+    assert Counted.of(seen) == counted
+    assert ("packed end to end" in seen.get("uncounted", "")) is not bool(counted.unit)
+
+
+def test_which_tensor_was_counted_is_kept() -> None:
+    facts = {"micro_batch": 4, "accumulation": 2, "micros": 2, "rows": 8, "sequences": 8, "counted_by": "images"}
+    assert batch_seen(facts)["counted_by"] == batch_held(facts)["counted_by"] == "images"
+
+
+@pytest.mark.parametrize(
+    ("facts", "batch"),
+    [
+        ({"micros": 2, "rows": 2, "sequences": 2}, (4, 2)),  # one row a forward: not its batch
+        ({"micros": 2, "rows": 6, "sequences": 6}, (4, 2)),
+        ({"micros": 2, "rows": 16, "sequences": 16}, (4, 2)),
+        ({"micros": 1, "rows": 4, "sequences": 4}, (4, 1)),
+        ({"micros": 2}, (4, 2)),
+    ],
+)
+def test_a_batch_that_is_held_is_the_configs(facts: dict[str, int], batch: tuple[int, int]) -> None:
+    found = batch_held({"micro_batch": 4, "accumulation": 2, **facts})
+    assert (found["micro_batch"], found["accumulation"]) == batch
+    assert found["held"] == {"micros": facts["micros"], "rows": facts.get("rows", 0)}
+
+
+def test_of_a_batch_that_is_held_nothing_is_written() -> None:
+    held = script(batch_note="it has its own", flags=["--per_device_train_batch_size"])
+    config = make_candidate(1, 7, 5).ds_config(job_of(held, HARDWARE, None))
+    assert config["zero_optimization"]["stage"] == 1
+    assert [config[key] for key in ("train_batch_size", MICRO, STEPS)] == [24, 2, 3], "as the script has it"
+    silent = script(batch_note="it has its own", config={})
+    assert (
+        not {"train_batch_size", MICRO, STEPS}
+        & make_candidate(1, 7, 5).ds_config(job_of(silent, HARDWARE, None)).keys()
+    )
+    assert MICRO not in dict(make_candidate(1, 7, 5).told(held))
+    assert dict(make_candidate(1, 7, 5).told(script()))[MICRO] == 7
+    assert settings(held, make_candidate(1, 7, 5)) == {}
+    assert settings(script(), make_candidate(1, 7, 5)) == {"--per_device_train_batch_size": 7, f"--{STEPS}": 5}
+    assert command(held, make_candidate(1, 7, 5), "best.json") == ["train.py", "--lr", "1"]
+
+
+def test_a_profile_of_an_earlier_version_counted_rows() -> None:
+    assert Counted.of({}) == Counted("rows", 1.0, 1.0)
+    assert Counted.of({"rows_per_sample": 2}) == Counted("rows", 2, 1.0)
+
+
+def test_steps_of_another_size_are_said() -> None:
+    job = job_of(script(), HARDWARE, None)
+    assert other_batch(make_candidate(0, 2, 3), job) == ""
+    assert other_batch(make_candidate(0, 6, 1), job) == ""
+    assert other_batch(make_candidate(0, 4, 1), job) == (
+        "its steps are of 16 samples, the script's own of 24: the learning rate, its warm-up and the number of steps "
+        "need your attention"
+    )
+    assert other_batch(make_candidate(0, 4, 1), unknown_job(script(), HARDWARE)) != ""
+    without = Script(("train.py",), "/home/me", profile={})
+    assert other_batch(make_candidate(0, 4, 1), unknown_job(without, HARDWARE)) == ""
+
+
+# -- what its first run may be -------------------------------------------------------------------------------------------
+
+
+def test_a_first_run_is_its_config(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}} // ours')
+    (one,) = first_candidates(Script(("train.py", "--deepspeed", "ds.json"), str(tmp_path)))
+    assert one.stage == 3
+    assert one.as_dict["offload_param"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("text", "offloads"),
+    [("config = {}", False), ("{'offload_optimizer': {}}", True), ("DeepSpeedCPUAdam(p)", True), (None, False)],
+)
+def test_a_first_run_without_a_config_is_what_the_text_speaks_of(
+    tmp_path: Path, text: str | None, offloads: bool
+) -> None:
+    if text is not None:
+        (tmp_path / "train.py").write_text(text)
+    found = first_candidates(Script(("train.py",), str(tmp_path)))
+    assert found[0] == Candidate(())
+    assert ("CPUAdamBuilder" in needed_ops(found, make_job(base_config=ADAM), "cuda")) is offloads
+
+
+def test_a_script_that_offloads_by_an_old_name_is_told_as_one_that_offloads() -> None:
+    given = script(config={**PROFILE["config"], "zero_optimization": {"stage": 2, "cpu_offload": True}})
+    assert own_candidate(given).offload_optimizer == "cpu"
+    assert job_of(given, HARDWARE, None).base_config["zero_optimization"] == {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu"},
+    }
+
+
+ON, OFF, LEFT = {"enabled": True}, {"enabled": False}, {"enabled": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "expected"),
+    [
+        ({"bf16": ON}, {"bf16": ON}, "fp16"),  # nothing else than the first: what the job has been told
+        ({}, {"train_batch_size": 4}, "fp16"),
+        ({"bf16": ON}, {"bf16": OFF, "fp16": ON}, "fp16"),
+        ({"fp16": ON}, {"bf16": ON}, "bf16"),
+        ({"fp16": ON}, {"bfloat16": ON}, "bf16"),
+        ({"fp16": ON}, {}, "fp32"),
+        ({"fp16": ON}, {"fp16": {}}, "fp32"),
+        ({"bf16": ON}, {"bf16": OFF}, "fp32"),
+        ({"bf16": ON}, {"bf16": LEFT}, "fp16"),  # its caller's to say
+        ({"bf16": OFF}, {}, "fp16"),
+        ({"bf16": "yes"}, {"bf16": OFF}, "fp16"),  # no section
+    ],
+)
+def test_the_precision_of_a_config_that_was_edited(
+    then: dict[str, object], now: dict[str, object], expected: str
+) -> None:
+    job = job_of(script(config=then, precision="fp16"), HARDWARE, None)
+    assert over_present(job, now).precision == expected
+
+
+def test_a_key_that_was_taken_out_of_a_config_stays_out() -> None:
+    job = job_of(script(config={"gradient_clipping": 1.0, "steps_per_print": 5}), HARDWARE, None)
+    ours = dataclasses.replace(job, base_config={**job.base_config, "zero_allow_untested_optimizer": True})
+    found = over_present(ours, {"steps_per_print": 7, "wall_clock_breakdown": True}).base_config
+    assert found == {"steps_per_print": 7, "wall_clock_breakdown": True, "zero_allow_untested_optimizer": True}

@@ -1,0 +1,115 @@
+"""What is kept for verification, and what goes back to the search."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autotune.executors.base import VERIFY as VERIFY_EFFORT
+from autotune.executors.base import Effort
+from autotune.problem.candidate import Candidate
+from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.search.budget import MOST_RESERVED, Clock
+from autotune.search.trials import SEARCH, VERIFY
+from tests.conftest import make_candidate, make_job
+
+QUICK, SLOW = make_candidate(0, 4), make_candidate(3, 4)
+
+
+def measurement(step_seconds: float, extrapolated: bool = False) -> Measurement:
+    return Measurement(step_seconds, 0.0, 5, 1.0, 1.0, 1, extrapolated=extrapolated)
+
+
+def started(seconds: float) -> Outcome:
+    return Outcome(Kind.OK, measurement=measurement(0.1), outside_seconds=seconds, started=True)
+
+
+def clock(
+    budget: float,
+    best: Candidate | None = QUICK,
+    parameters: int = 0,
+    frozen: int = 0,
+    precision: str = "bf16",
+    effort: Effort = VERIFY_EFFORT,
+    **measured: Any,
+) -> Clock:
+    """A clock at zero, of a model with so many parameters."""
+    executor: Any = SimpleNamespace(now=lambda: 0.0, resumes=True)
+    trace = SimpleNamespace(parameters=[parameters], frozen=frozen)
+    job = make_job(precision=precision)
+    proposer: Any = SimpleNamespace(predictor=SimpleNamespace(trace=trace, job=job))
+    found = (best, measurement(0.1, **measured)) if best else None
+    return Clock(executor, proposer, effort, budget, 0.0, lambda: found)
+
+
+def test_the_best_s_own_start_is_what_verifying_it_takes() -> None:
+    slow, quick = clock(600, SLOW), clock(600, QUICK)
+    for one in (slow, quick):
+        one.note(SLOW, started(12.0), SEARCH)
+        one.note(QUICK, started(1.0), SEARCH)
+    assert slow.verification_seconds - quick.verification_seconds == pytest.approx(1.2 * 11.0)
+    assert slow.resume_seconds - quick.resume_seconds == pytest.approx(1.2 * 2 * 11.0)
+    assert quick.least_trial_seconds == 2.0, "the least start, and a second of steps"
+
+
+def test_a_rung_of_a_living_engine_says_nothing_of_a_start() -> None:
+    one = clock(600)
+    one.note(QUICK, started(8.0), SEARCH)
+    before = one.verification_seconds
+    one.note(make_candidate(0, 8), Outcome(Kind.OK, measurement=measurement(0.1), outside_seconds=0.2), SEARCH)
+    assert one.verification_seconds == before
+
+
+def test_what_verification_took_is_expected_of_the_next() -> None:
+    one = clock(600)
+    one.note(QUICK, started(5.0), SEARCH)
+    before = one.verification_seconds, one.resume_seconds
+    one.note(QUICK, Outcome(Kind.OK, measurement=measurement(0.1), seconds=1.0), VERIFY)
+    assert one.verification_seconds == pytest.approx(1.2)
+    assert one.resume_seconds == before[1]
+    one.note(QUICK, Outcome(Kind.OK, measurement=measurement(0.1), seconds=100.0), VERIFY)
+    assert one.verification_seconds == before[0], "a slow one is no reason to keep more"
+
+
+def test_whole_steps_warm_up_where_shortened_ones_did() -> None:
+    assert clock(600, extrapolated=True).verification_seconds == pytest.approx(
+        clock(600).verification_seconds + 1.2 * 3 * 0.1
+    )
+
+
+def test_time_for_going_on_from_a_checkpoint_is_kept_whole_or_not_at_all() -> None:
+    long, short = clock(600), clock(30)
+    for one in (long, short):
+        one.note(QUICK, started(5.0), SEARCH)
+    assert long.reserve_seconds == pytest.approx(long.verification_seconds + long.resume_seconds)
+    assert short.verification_seconds + short.resume_seconds > MOST_RESERVED * 30
+    assert short.reserve_seconds == pytest.approx(short.verification_seconds)
+
+
+def test_another_is_verified_where_what_is_left_is_of_no_other_use() -> None:
+    one = clock(30)
+    one.note(QUICK, started(5.0), SEARCH)
+    need = one.verification_seconds
+    for left, expected in ((need - 0.1, False), (need + 0.1, True), (need + one.resume_seconds + 0.1, True)):
+        one.executor.now = lambda left=left: 30 - left  # type: ignore[method-assign, misc]
+        one._began = 0.0
+        assert one.time_for_another is (expected and (left < one.resume_seconds or left > need + one.resume_seconds))
+
+
+def test_verifying_a_large_model_is_left_the_time_of_gathering_it() -> None:
+    """70 billion parameters in 16 bits are 140 GB, which one process gathers, copies and writes."""
+    large = 70_000_000_000
+    tiny = clock(600).verification_seconds
+    assert clock(600, parameters=2_000_000).verification_seconds == tiny, "in what is kept for any"
+    assert clock(3600, parameters=large).verification_seconds == pytest.approx(tiny - 0.5 + 1.2 * 140)
+    assert clock(3600, parameters=large, precision="fp32").verification_seconds == pytest.approx(tiny - 0.5 + 1.2 * 280)
+    assert clock(3600, parameters=large // 2, frozen=large // 2).verification_seconds == pytest.approx(
+        tiny - 0.5 + 1.2 * 140
+    )
+    without_checkpoint = clock(3600, parameters=large)
+    assert not without_checkpoint.tries_resuming
+    assert without_checkpoint.reserve_seconds == without_checkpoint.verification_seconds
+    quick = Effort(full=True, min_steps=5, min_seconds=3.0)
+    assert clock(3600, parameters=large, effort=quick).verification_seconds == tiny, "which saves nothing"

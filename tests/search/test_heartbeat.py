@@ -1,0 +1,401 @@
+"""Several tuners of one study: who lives, who has which trial, and what becomes of that of one who died."""
+
+import dataclasses
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from autotune.errors import UserError
+from autotune.executors.base import Effort
+from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
+from autotune.predict.predictor import Predictor
+from autotune.predict.trace import trace_job
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware, detect
+from autotune.problem.outcome import Kind, Measurement, Outcome, Source
+from autotune.problem.space import load_space
+from autotune.search import heartbeat
+from autotune.search.concurrency import agree_on_memory, unlike_memory
+from autotune.search.heartbeat import Tuners, host_of, lives_here, name_of_this
+from autotune.search.proposer import Proposer
+from autotune.search.storage import hold_a_place
+from autotune.search.study import StudyStore
+from autotune.search.trials import LET_GO, SEARCH, VERIFY, MeasuredHere, kept_if_it_fails, what_was_kept
+from autotune.search.tuner import SearchSummary, Tuner
+from autotune.util.units import GIB, MIB
+from tests.conftest import make_candidate, make_job, wait_until
+
+TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
+SPACE = load_space("cpu_demo")
+OK = Outcome(Kind.OK, measurement=Measurement(1.0, 0.1, 3, 8.0, 256.0, 100 * MIB))
+ELSEWHERE = "worker-2/12345678-1/77-1234/abcdef"  # a tuner on another machine
+
+
+@pytest.fixture
+def quick_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "LEASE_SECONDS", 0.5)
+
+
+def opened(url: str, folder: Path) -> StudyStore:
+    store, _ = StudyStore.create_or_resume("s", url, folder, make_job(), detect("cpu", 2), SPACE)
+    store.share(print)
+    return store
+
+
+def test_a_tuner_has_a_name_of_its_own() -> None:
+    name = name_of_this()
+    assert lives_here(name)
+    assert name != name_of_this()
+    assert host_of(ELSEWHERE) == "worker-2"
+    assert lives_here(ELSEWHERE) is None
+    assert lives_here("nonsense") is None
+
+
+def test_a_process_of_this_machine_that_has_ended_is_known_at_once() -> None:
+    ours, theirs = multiprocessing.get_context("fork").Pipe()
+    process = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(name_of_this()))
+    process.start()
+    name = ours.recv()
+    process.join()
+    assert lives_here(name) is False
+    again = name.replace(f"/{process.pid}-", f"/{os.getpid()}-")  # its id was given to another
+    assert lives_here(again) is False
+
+
+def test_of_two_that_want_the_same_one_has_it(shared_url: str, tmp_path: Path) -> None:
+    stores = [opened(shared_url, tmp_path) for _ in range(3)]
+    try:
+        for round in range(4):
+            candidate = make_candidate(round % 4, 1 + round)
+            with ThreadPoolExecutor(3) as pool:
+                numbers = list(pool.map(lambda store, c=candidate: store.claim(c, SPACE, SEARCH), stores))
+            won = [store for store, number in zip(stores, numbers, strict=True) if number is not None]
+            assert len(won) == 1, numbers
+            (number,) = (number for number in numbers if number is not None)
+            won[0].finish(number, OK)
+            late = next(store for store in stores if store is not won[0])
+            assert late.claim(candidate, SPACE, SEARCH) is None, "it was measured meanwhile"
+            assert late.claim(candidate, SPACE, VERIFY, known=[number]) is not None, "another role is another trial"
+        assert len([record for record in stores[0].records() if record.role == SEARCH]) == 4, "claims leave nothing"
+    finally:
+        for store in stores:
+            store.leave()
+
+
+def test_the_trial_of_one_who_died_goes_back(shared_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.05)
+    mine, theirs = opened(shared_url, tmp_path), opened(shared_url, tmp_path)
+    try:
+        theirs.tuners.leave()
+        theirs.tuners.me = ELSEWHERE
+        theirs.tuners._beat()
+        number = theirs.claim(make_candidate(0), SPACE, SEARCH)
+        assert number is not None
+        assert mine.claim(make_candidate(0), SPACE, SEARCH) is None
+        ended, running = mine.news([])
+        assert not ended
+        assert [(record.number, record.tuner) for record in running] == [(number, ELSEWHERE)]
+        monkeypatch.setattr(heartbeat, "LEASE_SECONDS", 0.5)
+        wait_until(lambda: mine.news([])[0], "the lease's end", 20)
+        (record,), running = mine.news([])
+        assert not running
+        assert record.outcome is not None
+        assert record.outcome == LET_GO, "it may live"
+        again = mine.claim(make_candidate(0), SPACE, SEARCH, known=[number])
+        assert again is not None, "it is tried again"
+        mine.finish(again, OK)
+        theirs.finish(number, OK)  # it was but cut off: what it has measured is kept
+        assert Counter(r.outcome.kind for r in mine.records() if r.outcome) == {Kind.OK: 2, Kind.INTERRUPTED: 1}
+    finally:
+        mine.leave()
+        theirs.leave()
+
+
+@pytest.mark.usefixtures("quick_leases")
+@pytest.mark.parametrize("how", ["killed", "left", "cut off"])
+def test_only_a_process_that_died_twice_speaks_against_what_it_ran(how: str, shared_url: str, tmp_path: Path) -> None:
+    host, machine, _, word = name_of_this().rsplit("/", 3)
+    mine, theirs = opened(shared_url, tmp_path), opened(shared_url, tmp_path)
+    try:
+        for turn in range(2):
+            theirs.tuners.leave()
+            theirs.tuners.me = (
+                f"{host}/{machine}/{os.getpid()}-1/{word}{turn}" if how != "cut off" else f"{ELSEWHERE}{turn}"
+            )
+            theirs.tuners._beat()
+            if how == "left":
+                mine.study.set_user_attr(f"tuner {theirs.tuners.me}", heartbeat._LEFT)
+            theirs.start(make_candidate(0), SPACE)
+            mine.tuners._look()
+            wait_until(lambda: mine.close_interrupted() == 1, "what is left", 20)
+        outcomes = [record.outcome for record in mine.records()]
+        assert len(outcomes) == 2
+        if how == "killed":
+            assert [(one.kind, one.source) for one in outcomes if one] == [
+                (Kind.INTERRUPTED, Source.DEATH),
+                (Kind.OOM_HOST, Source.DEATH),
+            ]
+        else:
+            assert outcomes == [LET_GO, LET_GO]
+    finally:
+        mine.leave()
+        theirs.leave()
+
+
+@pytest.mark.usefixtures("quick_leases")
+def test_who_lives_keeps_its_trial(shared_url: str, tmp_path: Path) -> None:
+    mine, theirs = opened(shared_url, tmp_path), opened(shared_url, tmp_path)
+    try:
+        number = theirs.claim(make_candidate(0), SPACE, SEARCH)
+        beats = theirs.tuners._beats
+        wait_until(lambda: theirs.tuners._beats > beats + 20, "twice a lease", 60)
+        assert mine.close_interrupted() == 0
+        assert mine.tuners.others() == [theirs.tuners.me]
+        theirs.leave()
+        wait_until(lambda: mine.tuners.is_gone(theirs.tuners.me), "its farewell", 20)
+        assert mine.close_interrupted() == 1
+        assert number is not None
+    finally:
+        mine.leave()
+
+
+def test_who_was_stopped_for_long_takes_nobody_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _ = StudyStore.create_or_resume(
+        "s", f"sqlite:///{tmp_path}/study.db", tmp_path, make_job(), detect("cpu", 2), SPACE
+    )
+    mine = Tuners(store.study)
+    store.study.set_user_attr(f"tuner {ELSEWHERE}", 7)
+    mine._thread = threading.current_thread()  # it shares
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    mine._look()
+    now[0] += 10 * heartbeat.LEASE_SECONDS  # nothing ran here meanwhile
+    mine._look()
+    assert not mine.is_gone(ELSEWHERE)
+    for _ in range(int(heartbeat.LEASE_SECONDS / heartbeat.BEAT_SECONDS)):
+        now[0] += heartbeat.BEAT_SECONDS
+        mine._look()
+    assert mine.is_gone(ELSEWHERE)
+    store.study.set_user_attr(f"tuner {ELSEWHERE}", 8)
+    mine._look()
+    assert not mine.is_gone(ELSEWHERE), "it is back"
+
+
+CARDS = Hardware("cuda", "A100", 2, 80 * GIB, None, 1024 * GIB, "a100-80gb", taken_bytes=GIB)
+
+
+@pytest.mark.parametrize(
+    ("other", "beside", "unlike"),
+    [
+        ({}, False, []),
+        ({"taken_bytes": 2 * GIB, "host_memory_bytes": 900 * GIB}, False, []),
+        ({"taken_bytes": 11 * GIB}, False, ["capacity a rank: 79 GiB -> 69 GiB"]),
+        ({"taken_bytes": 11 * GIB}, True, ["capacity a rank: 79 GiB -> 69 GiB"]),
+        ({"host_memory_bytes": 128 * GIB}, False, ["main memory: 1024 GiB -> 128 GiB"]),
+        ({"host_memory_bytes": 128 * GIB}, True, []),
+        ({"headroom": 0.1}, False, ["headroom: 5 % -> 10 %"]),
+    ],
+)
+def test_memory_that_differs_too_far(other: dict[str, Any], beside: bool, unlike: list[str]) -> None:
+    found = unlike_memory(CARDS, dataclasses.replace(CARDS, **other), beside=beside)
+    assert [line.replace(".00 ", " ").replace(".0 ", " ") for line in found] == unlike
+    capped = dataclasses.replace(CARDS, memory_cap_bytes=40 * GIB)
+    assert not unlike_memory(capped, dataclasses.replace(capped, taken_bytes=11 * GIB), beside=False), (
+        "as the line says"
+    )
+
+
+def test_the_studys_machine_is_that_of_who_is_at_it(shared_url: str, tmp_path: Path) -> None:
+    here = detect("cpu", 2)
+    small = dataclasses.replace(
+        here, memory_bytes=here.memory_bytes // 8, host_memory_bytes=here.host_memory_bytes // 8
+    )
+
+    def join(hardware: Hardware, force: bool = False) -> StudyStore:
+        of = ("s", shared_url, tmp_path, make_job(), hardware, SPACE)
+        store, _ = StudyStore.create_or_resume(*of, shared=True)
+        store.share(print)
+        agree_on_memory(store, hardware, force=force)
+        return store
+
+    first = join(here)
+    first.tuners.leave()
+    first.tuners.me = ELSEWHERE
+    first.tuners._beat()
+    with pytest.raises(UserError, match="study 's' is being tuned with other memory"):
+        join(small)
+    forced = join(small, force=True)
+    assert forced.hardware == here, "it is another's"
+    forced.leave()
+    first.study.set_user_attr(f"tuner {ELSEWHERE}", heartbeat._LEFT)
+    last = join(small)
+    last.leave()
+    assert last.hardware == small, "nobody else is at it"
+
+
+@pytest.mark.usefixtures("quick_leases")
+@pytest.mark.parametrize("closed", [False, True])
+def test_what_could_not_be_stored_is_stored_by_the_next_call(
+    closed: bool, shared_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = opened(shared_url, tmp_path)
+    number = theirs.start(make_candidate(0), SPACE)
+    with monkeypatch.context() as away:
+
+        def fails(*_: object) -> bool:
+            raise optuna.exceptions.StorageInternalError("away")
+
+        away.setattr("autotune.search.study.end", fails)
+        with pytest.raises(optuna.exceptions.StorageInternalError):
+            theirs.finish(number, OK)
+    theirs.leave()
+    mine = opened(shared_url, tmp_path)
+    try:
+        if closed:  # by a call elsewhere
+            wait_until(lambda: mine.close_interrupted() == 1, "its end", 20)
+        assert mine.finish_late() == 1
+        assert mine.measured() == {make_candidate(0): OK.measurement}
+        assert mine.close_interrupted() == 0
+        assert mine.finish_late() == 0, "once"
+        assert len(mine.records()) == 1 + closed
+    finally:
+        mine.leave()
+
+
+def test_what_another_study_left_is_not_stored(shared_url: str, tmp_path: Path) -> None:
+    store = opened(shared_url, tmp_path)
+    try:
+        store.start(make_candidate(0), SPACE)
+        kept = {"number": 0, "tuner": ELSEWHERE, "outcome": OK.to_json()}
+        for name, text in (("a", json.dumps(kept)), ("b", "{"), ("c", json.dumps({**kept, "number": 9}))):
+            (tmp_path / f"unsaved-{name}.json").write_text(text)
+        assert store.finish_late() == 0
+        assert not store.measured()
+    finally:
+        store.leave()
+
+
+def test_what_was_kept_goes_when_it_is_stored_and_not_before(shared_url: str, tmp_path: Path) -> None:
+    store = opened(shared_url, tmp_path)
+    try:
+        number = store.start(make_candidate(0), SPACE)
+        trial = store._open[number]
+        with pytest.raises(KeyboardInterrupt), kept_if_it_fails(tmp_path, trial, OK, MeasuredHere()):
+            raise KeyboardInterrupt
+        (kept,) = tmp_path.glob("unsaved-*.json")
+        waiting = what_was_kept(tmp_path, store.study)
+        assert next(waiting)[1] == OK
+        assert not list(what_was_kept(tmp_path, store.study)), "one call has it in hand"
+        waiting.close()  # it is killed while it stores it
+        assert kept.exists()
+        assert store.finish_late() == 1
+        assert not kept.exists()
+        assert store.measured() == {make_candidate(0): OK.measurement}
+    finally:
+        store.leave()
+
+
+def test_without_locks_what_was_kept_is_given_to_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    store = opened(f"journal:{tmp_path / 'study.journal'}", tmp_path)
+    trial = store._open[store.start(make_candidate(0), SPACE)]
+    with pytest.raises(OSError, match="away"), kept_if_it_fails(tmp_path, trial, OK, MeasuredHere()):
+        raise OSError("away")
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    one, other = (what_was_kept(tmp_path, store.study) for _ in range(2))
+    assert next(one)[1] == OK
+    assert not list(other)
+    store.leave()
+
+
+def test_several_that_begin_at_once_make_one_study(shared_url: str, tmp_path: Path) -> None:
+    def make(seq_len: int) -> bool:
+        job = dataclasses.replace(make_job(), seq_len=seq_len)
+        return StudyStore.create_or_resume("s", shared_url, tmp_path, job, detect("cpu", 2), SPACE)[1]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(make, [64] * 4)) == [False, True, True, True]
+
+
+def test_each_has_a_place_of_its_own(tmp_path: Path) -> None:
+    first, held = hold_a_place(tmp_path, "s")
+    second, other = hold_a_place(tmp_path, "s")
+    assert (first, second) == (tmp_path, tmp_path / "tuner-2")
+    held.release()
+    third, again = hold_a_place(tmp_path, "s")
+    assert third == tmp_path
+    for one in (other, again):
+        one.release()
+
+
+class Slow(ReplayExecutor):
+    """A table that takes a moment, so that two tuners are at work at once. It counts what it measured."""
+
+    def __init__(self, landscape: Landscape, seed: int) -> None:
+        super().__init__(landscape, seed)
+        self.searched: list[Candidate] = []
+
+    def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
+        session, executor = super().session(candidate, name, patience), self
+        measure = session.measure
+
+        def slowly(candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+            time.sleep(0.02)
+            if not effort.certify and not effort.resume:
+                executor.searched.append(candidate)
+            return measure(candidate, effort, deadline_seconds)
+
+        session.measure = slowly  # type: ignore[method-assign]
+        return session
+
+
+def tune(url: str, folder: Path, landscape: Landscape, seed: int, trials: int | None) -> tuple[SearchSummary, Slow]:
+    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    store, _ = StudyStore.create_or_resume("s", url, folder, job, hardware, space)
+    executor = Slow(landscape, seed)
+    proposer = Proposer(
+        sorted(landscape.rows, key=str), space, job, hardware, seed, Predictor(job, hardware, trace_job(job))
+    )
+    store.share(print)
+    try:
+        store.close_interrupted()
+        tuner = Tuner(store, executor, proposer, space, hardware, budget_seconds=900, max_trials=trials)
+        return tuner.run(), executor
+    finally:
+        store.leave()
+
+
+@pytest.mark.slow
+def test_two_tuners_repeat_nothing_and_find_one_winner(shared_url: str, tmp_path: Path) -> None:
+    landscape = load_landscape(TABLE)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(tune, shared_url, tmp_path, landscape, seed, 6) for seed in range(2)]
+        (first, one), (second, other) = (each.result() for each in both)
+    store = StudyStore.load("s", shared_url)
+    records = store.records()
+    assert all(record.outcome is not None for record in records), "nothing is left open"
+    searched = [record.candidate for record in records if record.role == SEARCH]
+    assert sorted(map(str, searched)) == sorted(map(str, [*one.searched, *other.searched])), "nothing is lost"
+    assert len(searched) == len(set(searched)), "nothing is repeated"
+    assert one.searched
+    assert other.searched
+    assert first.verified
+    assert second.verified
+    assert store.winner is not None
+    verified = {r.candidate: r for r in records if r.role == VERIFY and r.outcome and r.outcome.measurement}
+    assert store.winner.candidate in verified
+    assert len(store.calls()) == 2

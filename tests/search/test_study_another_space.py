@@ -1,0 +1,84 @@
+"""A study that is searched again in another space: what that has not cannot win, and no space is refused by what is stored."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autotune.executors.replay import Landscape, ReplayExecutor, load_landscape
+from autotune.predict.predictor import Predictor
+from autotune.predict.trace import trace_job
+from autotune.problem.candidate import Candidate
+from autotune.results.console import winner_lines
+from autotune.search.proposer import Proposer
+from autotune.search.study import StudyStore
+from autotune.search.tuner import NullObserver, SearchSummary, Tuner, rivals
+
+TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
+
+
+@pytest.fixture(scope="module")
+def landscape() -> Landscape:
+    return load_landscape(TABLE)
+
+
+class Heard(NullObserver):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def searched(
+    landscape: Landscape, store: StudyStore, allowed: Callable[[Candidate], bool] = lambda one: True
+) -> tuple[SearchSummary, list[str]]:
+    """A call whose space has the candidates that are allowed."""
+    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    candidates = [one for one in sorted(landscape.rows, key=str) if allowed(one)]
+    proposer = Proposer(candidates, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
+    heard = Heard()
+    executor = ReplayExecutor(landscape, 0)
+    tuner = Tuner(store, executor, proposer, space, hardware, budget_seconds=900, observer=heard)
+    return tuner.run(), heard.lines
+
+
+def test_only_what_the_present_space_has_wins(landscape: Landscape) -> None:
+    store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
+    first, lines = searched(landscape, store)
+    assert first.winner is not None
+    assert first.verified
+    assert not [line for line in lines if "space" in line]
+    best, before = first.winner.candidate, len(store.records())
+
+    second, lines = searched(landscape, store, lambda one: one.micro_batch < best.micro_batch)
+    assert second.winner is not None
+    assert second.verified
+    assert second.winner.candidate.micro_batch < best.micro_batch
+    assert store.winner == second.winner
+    compared = rivals(store)
+    assert all(
+        record.candidate.micro_batch < best.micro_batch for record in compared if record.outcome and record.outcome.ok
+    )
+    assert not [line for line in winner_lines(second.winner, compared, store.job, store.hardware) if "  -" in line]
+    told = [line for line in lines if "not in this call's space" in line]
+    assert len(told) == 1
+    assert all(record.candidate.micro_batch < best.micro_batch for record in store.records()[before:])
+
+    third, lines = searched(landscape, store)
+    assert third.winner is not None
+    assert third.winner.candidate.micro_batch == best.micro_batch, "the first space again: what it found counts again"
+    assert not [line for line in lines if "space" in line]
+    assert rivals(store) == store.records()
+
+
+def test_what_is_faster_elsewhere_does_not_end_the_search(landscape: Landscape) -> None:
+    """Nothing of the space comes near what another space had: that is no reason to measure nothing of it."""
+    store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
+    searched(landscape, store)
+    before = len(store.records())
+    slow = lambda one: one.micro_batch == 1 and one.stage == 3  # noqa: E731
+    result, _ = searched(landscape, store, slow)
+    assert result.winner is not None
+    assert slow(result.winner.candidate)
+    assert len({record.candidate for record in store.records()[before:]}) > 1

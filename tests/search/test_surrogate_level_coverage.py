@@ -1,0 +1,48 @@
+from autotune.search.surrogate import Kinds, Screen, is_first_order, kind_of
+from tests.conftest import make_candidate
+
+CANDIDATES = [make_candidate(stage, micro) for stage in (0, 1, 3) for micro in (1, 2, 4, 8, 16)]
+
+
+def test_what_decides_much_is_first_order() -> None:
+    assert is_first_order("zero_stage")
+    assert is_first_order("offload_param")
+    assert not is_first_order("reduce_bucket_size")
+    assert not is_first_order("zero_optimization.stage3_prefetch_bucket_size")
+
+
+def test_kinds_differ_in_first_order_knobs_only() -> None:
+    assert kind_of(make_candidate(2, 4, overlap_comm=True)) == kind_of(make_candidate(2, 4, overlap_comm=False))
+    assert kind_of(make_candidate(2, 4)) != kind_of(make_candidate(1, 4))
+
+
+def test_levels_are_unseen_until_one_of_them_was_tried() -> None:
+    screen = Screen(CANDIDATES)
+    assert screen.unseen().all()
+    screen.see(CANDIDATES.index(make_candidate(0, 1)))
+    unseen = screen.unseen()
+    assert not unseen[CANDIDATES.index(make_candidate(0, 1))]
+    assert unseen[CANDIDATES.index(make_candidate(0, 16))], "a large micro-batch is another level"
+    assert unseen[CANDIDATES.index(make_candidate(3, 1))]
+    for candidate in (make_candidate(1, 4), make_candidate(3, 16)):
+        screen.see(CANDIDATES.index(candidate))
+    assert not screen.unseen().any()
+
+
+def test_a_space_without_a_choice_has_its_levels_seen_by_the_first_trial() -> None:
+    screen = Screen([make_candidate(2, 4, overlap_comm=overlap) for overlap in (True, False)])
+    screen.see(0)
+    assert not screen.unseen().any()
+
+
+def test_what_second_order_knobs_may_gain_is_what_they_have_gained() -> None:
+    candidates = [make_candidate(stage, 1, overlap_comm=overlap) for stage in (1, 2, 3) for overlap in (True, False)]
+    kinds = Kinds(candidates)
+    before = kinds.reach
+    kinds.note(0, 1.0)
+    assert kinds.measured.tolist() == [True, True, False, False, False, False]
+    assert kinds.reach == before, "nothing was turned yet"
+    for at, speed in ((1, 1.0), (2, 2.0), (3, 2.0), (4, 1.5), (5, 1.5)):
+        kinds.note(at, speed)
+    assert kinds.reach < 0.5 * before, "it was turned three times in vain"
+    assert kinds.ceiling[2] > kinds.ceiling[4] > kinds.ceiling[0] > 1.0

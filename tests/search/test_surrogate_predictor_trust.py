@@ -1,0 +1,108 @@
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autotune.executors.replay import load_landscape
+from autotune.predict.predictor import Predictor
+from autotune.predict.trace import trace_job
+from autotune.problem.hardware import named_hardware
+from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.search import surrogate as module
+from autotune.search.surrogate import Beliefs
+from autotune.util.units import GIB
+from tests.conftest import make_candidate, make_job
+from tests.predict.recorded import SEQ_LEN, recorded_trace
+
+TABLE = load_landscape(Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz")
+JOB, HARDWARE, CANDIDATES = TABLE.job(), TABLE.hardware(), sorted(TABLE.rows, key=str)
+FITTING = [at for at, c in enumerate(CANDIDATES) if TABLE.rows[c].kind is Kind.OK]
+Lie = Callable[[float], float]
+
+
+def believed(speed: Lie = float, peak: Lie = float) -> Beliefs:
+    """After ten measurements of what the predictor says, bent by the two lies."""
+    beliefs = Beliefs(Predictor(JOB, HARDWARE, trace_job(JOB)), JOB, HARDWARE, CANDIDATES)
+    honest = Predictor(JOB, HARDWARE, trace_job(JOB)).table(CANDIDATES)
+    for at in np.random.default_rng(0).permutation(FITTING)[:10]:
+        beliefs.forecast()
+        candidate = CANDIDATES[at]
+        rate = speed(float(honest.samples[at]))
+        step = candidate.micro_batch * candidate.accumulation * JOB.ranks / rate
+        measured = Measurement(step, 0.0, 4, rate, rate, int(peak(float(honest.peak[at]))))
+        beliefs.observe(candidate, int(at), Outcome(Kind.OK, measurement=measured))
+    return beliefs
+
+
+def test_a_predictor_that_is_right_is_believed() -> None:
+    assert not believed().refuted
+    assert not believed(lambda rate: 1.2 * rate).refuted, "a factor for all is what calibration is for"
+
+
+def test_time_and_memory_are_given_up_apart() -> None:
+    wrong_time = believed(speed=lambda rate: 400.0 / rate)
+    assert wrong_time.speed.refuted
+    assert not wrong_time.memory.refuted
+    wrong_memory = believed(peak=lambda peak: (6 * GIB) ** 2 / peak)
+    assert wrong_memory.memory.refuted
+    assert not wrong_memory.speed.refuted
+    assert not wrong_memory.forecast().hopeless.any(), "nothing is ruled out by a belief that was given up"
+
+
+def test_measurements_alone_are_asked_where_the_predictor_is_refuted() -> None:
+    beliefs = believed(speed=lambda rate: 400.0 / rate)
+    own, rival = beliefs.forecast(), beliefs.forecast(rival=True)
+    assert own.logs == pytest.approx(rival.logs)
+
+
+def test_of_a_large_space_only_some_are_predicted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHORTLIST", 64)
+    asked: list[int] = []
+    whole = Predictor.prepared_table
+
+    def counted(self: Predictor, prepared: object) -> object:
+        asked.append(len(prepared.columns))  # type: ignore[attr-defined]
+        return whole(self, prepared)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Predictor, "prepared_table", counted)
+    beliefs = believed()
+    table = beliefs.table()
+    assert 64 in asked
+    assert asked[0] == len(CANDIDATES)
+    fresh = beliefs.predictor.table(CANDIDATES)
+    best = np.argsort(fresh.samples * (fresh.needed < HARDWARE.capacity_bytes))[-16:]
+    assert table.samples[best] == pytest.approx(fresh.samples[best], rel=0.1)
+
+
+SAVING = [make_candidate(2, 1), make_candidate(3, 1), make_candidate(3, 1, offload_optimizer="cpu")]
+
+
+def of_hosts(share: float, device: str = "cuda", **changes: Any) -> tuple[list[float], list[bool]]:
+    """(held, host) of the forecast, where a host has that share of the weights' bytes; two ranks on each of two nodes."""
+    job = make_job(4, precision="bf16", seq_len=SEQ_LEN, **changes)
+    trace = recorded_trace(job)
+    weights = 2 * sum(trace.parameters)
+    two = named_hardware("a100-80gb", 4, nodes=2, host_memory_bytes=int(share * weights))
+    two = dataclasses.replace(two, device=device)
+    forecast = Beliefs(Predictor(job, two, trace), job, two, SAVING).forecast()
+    return forecast.held.tolist(), forecast.host.tolist()
+
+
+def test_a_host_that_cannot_hold_the_weights_saves_nothing_of_stage_3() -> None:
+    held, host = of_hosts(0.5)
+    assert held[:2] == pytest.approx([0, 2], rel=1e-3), "all weights once a node, however many ranks it has"
+    assert host[:2] == [False, True]
+    config = {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": False}}
+    held, host = of_hosts(0.5, base_config=config)
+    assert (held[:2], host[:2]) == ([0, 0], [False, False]), "nothing is gathered"
+    assert of_hosts(0.5, "cpu") == ([0, 0, 0], [False, False, False]), "host and device are one"
+
+
+def test_a_host_that_holds_the_weights_is_large_enough_whatever_its_processes_are_guessed_to_have() -> None:
+    held, host = of_hosts(2.0)
+    assert held[1] == pytest.approx(0.5, rel=1e-3)
+    assert not host[1], "2 GiB a rank are more than all of it"
+    assert host[2], "what is offloaded has to leave room for these"

@@ -1,0 +1,121 @@
+"""What optuna-dashboard finds in a study; the keys are those that its version 0.21.0 reads."""
+
+import random
+from collections.abc import Callable
+
+import optuna
+import pytest
+
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware
+from autotune.problem.outcome import Kind, Outcome, Phase
+from autotune.search.trials import RESUME, SEARCH, VERIFY, best_shown, constraints, flat
+from autotune.search.trials import tell as for_the_dashboard
+from autotune.util.units import GIB
+from tests.conftest import make_candidate
+from tests.results.report.studies import everything, in_memory, machine, measured, ran_out, tell
+
+
+def test_flat_attributes_say_how_a_trial_ended() -> None:
+    hardware = machine()
+    fits = flat(measured(100, 11), hardware)
+    assert fits == {"kind": "ok", "peak_gib": 11.0, "over_gib": -11.8, "tokens_per_s": 3200.0}
+    assert flat(measured(100, 23.5), hardware)["over_gib"] == 0.7
+    out = flat(ran_out(Phase.FORWARD, 4.0), hardware)
+    assert out["kind"] == "oom_device"
+    assert out["over_gib"] > 4.0
+    assert "tokens_per_s" not in out
+
+
+def test_a_study_has_them_and_a_note_of_its_winner() -> None:
+    store = everything()
+    assert store.winner is not None
+    attributes = store.study._storage.get_study_system_attrs(store.study._study_id)
+    assert f"winner is trial {store.winner.number}" in attributes["dashboard:note_str:0"]
+    assert attributes["dashboard:note_ver"] == 1
+    store.set_winner(0, "verified")
+    attributes = store.study._storage.get_study_system_attrs(store.study._study_id)
+    assert "winner is trial 0" in attributes["dashboard:note_str:0"]
+    assert attributes["dashboard:note_ver"] == 2
+    assert {trial.user_attrs["kind"] for trial in store.study.get_trials()} >= {"ok", "oom_device", "timeout", "crash"}
+
+
+def test_the_sampler_is_told_the_same_as_before() -> None:
+    """No value and no constraint is bent for the dashboard: what ran above the ceiling keeps its speed, and is infeasible."""
+    store = in_memory()
+    tell(store, make_candidate(0, 1), measured(50, 10))
+    tell(store, make_candidate(0, 2), measured(99, 23.9))
+    above = store.study.get_trials()[1]
+    assert above.value == 99
+    assert above.constraints["memory_gib_over"] == pytest.approx(23.9 - 0.95 * 24)
+    assert above.constraints["failed"] == 0
+    assert store.study.best_trial.number == 0
+
+
+def told_plainly(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: Hardware) -> None:
+    """As Optuna 5 would be told without any dashboard: everything COMPLETE, infeasible by its constraints alone."""
+    for name, value in constraints(outcome, hardware).items():
+        trial.set_constraint(name, value)
+    study.tell(trial, outcome.measurement.samples_per_second if outcome.measurement else 0.0)
+
+
+def asked_of_tpe(how: Callable[..., None], seed: int, outcomes: list[Outcome]) -> list[dict[str, object]]:
+    """What Optuna's TPE asks for while it is told outcomes in this way."""
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed, multivariate=True))
+    asked = []
+    for outcome in outcomes:
+        trial = study.ask()
+        asked.append(
+            {"x": trial.suggest_categorical("x", list(range(9))), "y": trial.suggest_int("y", 1, 64, log=True)}
+        )
+        how(study, trial, outcome, machine())
+    return asked
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_optunas_tpe_asks_for_the_same_whether_told_for_the_dashboard_or_plainly(seed: int) -> None:
+    draw = random.Random(seed)
+    some = [
+        lambda: measured(draw.uniform(10, 100), draw.uniform(5, 22)),  # fits
+        lambda: measured(draw.uniform(10, 100), draw.uniform(23, 24)),  # above the ceiling
+        lambda: ran_out(Phase.FORWARD, draw.uniform(0.5, 30)),
+        lambda: Outcome(Kind.CRASH, Phase.FORWARD),
+    ]
+    for share in ((6, 2, 2, 1), (0, 1, 3, 1)):  # the second: nothing fits
+        outcomes = [one() for one in draw.choices(some, share, k=40)]
+        assert asked_of_tpe(for_the_dashboard, seed, outcomes) == asked_of_tpe(told_plainly, seed, outcomes)
+
+
+def test_the_best_trial_of_the_storage_is_never_one_that_does_not_fit() -> None:
+    """It is what the dashboard shows as best."""
+    store = in_memory()
+    tell(store, make_candidate(0, 32), ran_out(Phase.FORWARD, 4.0))
+    tell(store, make_candidate(0, 2), measured(99, 23.9))
+    tell(store, make_candidate(3, 2), Outcome(Kind.CRASH, Phase.FORWARD))
+    assert best_shown(store.study) is None
+    fits = tell(store, make_candidate(0, 1), measured(50, 10))
+    tell(store, make_candidate(0, 1), Outcome(Kind.OK, peak_bytes=12 * GIB), "resume")
+    assert best_shown(store.study) == fits
+    marks = [trial.system_attrs["constraints"] for trial in store.study.get_trials()]
+    assert [all(one <= 0 for one in mark) for mark in marks] == [False, False, False, True, False]
+
+
+def test_the_note_says_how_what_the_dashboard_calls_best_differs_from_the_winner() -> None:
+    def note(*told: tuple[Candidate, Outcome, str], winner: int) -> str:
+        store = in_memory()
+        for candidate, outcome, role in told:
+            tell(store, candidate, outcome, role)
+        store.set_winner(winner, "verified")
+        return str(store.study._storage.get_study_system_attrs(store.study._study_id)["dashboard:note_str:0"])
+
+    first, second = make_candidate(0, 1), make_candidate(0, 2)
+    same = note((first, measured(50, 10), SEARCH), (first, measured(49, 10), VERIFY), winner=1)
+    assert "shows it, 0, is the same config, as the search measured it" in same
+    fell = [(second, measured(90, 22), SEARCH), (first, measured(50, 10), SEARCH), (first, measured(51, 10), VERIFY)]
+    out = note(*fell, (second, ran_out(Phase.STEP, 1.0), VERIFY), winner=2)
+    assert "tried again in a fresh process, it ran out of memory" in out
+    above = note(*fell, (second, measured(88, 23.8), VERIFY), winner=2)
+    assert "it took 1.00 GiB more than the ceiling" in above
+    resumed = note(*fell, (second, ran_out(Phase.LOAD, 1.0), RESUME), winner=2)
+    assert "it ran out of memory" in resumed
+    assert "shows it" not in note((first, measured(50, 10), SEARCH), winner=0)

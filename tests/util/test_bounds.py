@@ -1,0 +1,238 @@
+"""What enters from outside is within bounds, or ends in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autotune.errors import UserError
+from autotune.util.bounds import MOST, check_data, whole_number
+from tests.cli_call import call
+
+FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+NUMBERS = st.one_of(
+    st.integers(),
+    st.sampled_from([10**400, -(10**400), 2**63, -1, 0, 10**9, 1e9, 1e308, -3, True, None]),
+    st.floats(allow_nan=True, allow_infinity=True),
+)
+VALUES = st.recursive(
+    st.one_of(NUMBERS, st.text(max_size=20), st.just("a\0b"), st.just("9" * 5000)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)),
+    max_leaves=6,
+)
+PLAN = ("plan", "--model", "tiny-llama", "--gpu", "a100-80gb")
+
+
+def refused(told: tuple[int, str, str]) -> None:
+    """Bad input, or a plan: in one line, and never a traceback."""
+    code, out, err = told
+    assert code in (0, 2, 3), (out, err)
+    assert "Traceback" not in out + err
+    if code == 2:
+        lines = [line for line in err.splitlines() if line.strip()]
+        assert len(lines) == 1, err
+        assert len(lines[0]) < 1200
+
+
+@pytest.mark.parametrize(
+    "value", ["x", "", "1.5", "9" * 5000, MOST + 1, -1, True, None, 1.5, float("nan"), "²", [1], 10**400]
+)
+def test_what_is_no_whole_number_is_refused_in_a_short_line(value: Any) -> None:
+    with pytest.raises(UserError, match=r"^slots: expected a whole number") as caught:
+        whole_number(value, "slots")
+    assert len(str(caught.value)) < 200
+
+
+def test_whole_numbers_are_read_however_they_are_written() -> None:
+    assert [whole_number(one, "x") for one in (5, "5", 5.0, MOST)] == [5, 5, 5, MOST]
+
+
+@pytest.mark.parametrize("data", [{"a": [1, 10**400]}, {"a": {"b": "x\0"}}, ["x" * 100_000], {"k\0": 1}])
+def test_nested_data_out_of_bounds_is_refused(data: Any) -> None:
+    with pytest.raises(UserError, match=r"^f: "):
+        check_data(data, "f")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("worker-1 slots=9999999999", "slots"),
+        (f"worker-1 slots={'9' * 5000}", "slots"),
+        ("wor\0ker slots=2", "NUL"),
+        ("w;rm slots=2", "no host"),
+        ("-oProxyCommand=x slots=2", "no host"),
+        ("worker-1 slots=²", "does not parse"),
+        ("\udcff", "UTF-8"),
+    ],
+)
+def test_a_bad_hostfile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    file = tmp_path / "hosts"
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    told = call(monkeypatch, capsys, "run", "--model", "tiny-llama", "--hostfile", str(file))
+    refused(told)
+    assert told[0] == 2
+    assert words in told[2]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"train_batch_size": int("9" * 400)}, "train_batch_size"),
+        ({"gradient_clipping": 10**400}, "gradient_clipping"),
+        ({"zero_optimization": {"stage": 0, "x": 10**400}}, "zero_optimization.x"),
+        ({"wandb": {"team": "a\0"}}, "NUL"),
+    ],
+)
+def test_a_bad_ds_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: Any, words: str
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    told = call(monkeypatch, capsys, *PLAN, "--ds-config", str(tmp_path / "ds.json"))
+    refused(told)
+    assert told[0] == 2
+    assert words in told[2]
+
+
+@pytest.mark.parametrize("layers", ["-3", "1e9", "1000000000", "0", "9" * 400, "9" * 5000, '"\\u0000"', "1.5"])
+def test_a_model_of_impossible_size_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], layers: str
+) -> None:
+    known = json.loads((Path(__file__).parents[2] / "autotune/data/models/tiny-llama.json").read_text())["config"]
+    text = json.dumps({**known, "num_hidden_layers": "LAYERS"}).replace('"LAYERS"', layers)
+    (tmp_path / "config.json").write_text(text)
+    told = call(monkeypatch, capsys, "plan", "--model", str(tmp_path), "--gpu", "a100-80gb")
+    refused(told)
+    assert told[0] == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["1,2,3", "5,1\n1 2 3", "x", "1.5", "0", "-5", "9" * 5000, '{"5": 1e400}', '{"5": [1]}', "[1]", ""]
+)
+def test_a_bad_file_of_lengths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "lengths").write_text(text)
+    told = call(monkeypatch, capsys, *PLAN, "--lengths", str(tmp_path / "lengths"))
+    refused(told)
+    assert told[0] == 2
+    assert "512,1000" in told[2] or "whole number" in told[2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"knobs:\n  zero_stage: [0]\n  reduce_bucket_size: [{10**400}]\n",
+        f"knobs:\n  zero_stage: [0]\n  reduce_bucket_size: [{'9' * 5000}]\n",
+        f"knobs:\n  zero_stage: [0]\n  gradient_clipping: [{10**400}]\n",
+        f"knobs:\n  zero_stage: [0]\n  train_micro_batch_size_per_gpu: {{from: 1, to: {10**400}}}\n",
+        f"at_once: {10**400}\nknobs:\n  zero_stage: [0]\n",
+    ],
+)
+def test_a_bad_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "s.yaml").write_text(text)
+    told = call(monkeypatch, capsys, *PLAN, "--space", str(tmp_path / "s.yaml"))
+    refused(told)
+    assert told[0] == 2
+
+
+INTEGERS = ["-9" * 1, "0", str(2**31), str(2**63), str(10**30), "9" * 400, "9" * 5000, "x", "1e9", "nan"]
+
+
+@pytest.mark.parametrize("number", INTEGERS)
+@pytest.mark.parametrize(
+    "option", ["--gpus", "--nodes", "--seq-len", "--global-batch-size", "--image-size", "--tokens", "--price", "--lora"]
+)
+def test_numbers_of_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, number: str
+) -> None:
+    word = f"r=16,alpha={number}" if option == "--lora" else number
+    refused(call(monkeypatch, capsys, *PLAN, f"{option}={word}"))
+
+
+@FILES
+@given(
+    data=st.dictionaries(
+        st.sampled_from(["train_batch_size", "zero_optimization", "optimizer", "fp16", "x"]), VALUES, max_size=4
+    )
+)
+def test_any_ds_config(tmp_path: Path, data: Any) -> None:
+    from autotune.problem.ds_config import load_ds_config
+
+    (tmp_path / "ds.json").write_text(json.dumps(data))
+    read_or_refused(lambda: load_ds_config(tmp_path / "ds.json"))
+
+
+@FILES
+@given(text=st.one_of(st.text(max_size=60), st.binary(max_size=60), st.from_regex(r"[\w.@:-]{1,9} slots=\d{1,30}")))
+def test_any_hostfile(tmp_path: Path, text: str | bytes) -> None:
+    from autotune.executors.cluster.transports import read_hostfile
+
+    write(tmp_path / "hosts", text)
+    read_or_refused(lambda: read_hostfile(tmp_path / "hosts"))
+
+
+@FILES
+@given(text=st.one_of(st.text(max_size=40), st.binary(max_size=40), VALUES.map(lambda one: json.dumps({"512": one}))))
+def test_any_file_of_lengths(tmp_path: Path, text: str | bytes) -> None:
+    from autotune.problem.job import load_lengths
+
+    write(tmp_path / "lengths", text)
+    read_or_refused(lambda: load_lengths(tmp_path / "lengths"))
+
+
+@FILES
+@given(
+    text=st.one_of(
+        st.text(max_size=60),
+        st.binary(max_size=60),
+        st.tuples(st.sampled_from(["zero_stage", "reduce_bucket_size", "offload_optimizer.ratio", "lora"]), VALUES).map(
+            lambda one: json.dumps({"knobs": {one[0]: one[1]}})
+        ),
+    )
+)
+def test_any_space(tmp_path: Path, text: str | bytes) -> None:
+    from autotune.problem.space import load_space
+
+    write(tmp_path / "s.yaml", text)
+    read_or_refused(lambda: load_space(str(tmp_path / "s.yaml")))
+
+
+@FILES
+@given(
+    key=st.sampled_from(["num_hidden_layers", "hidden_size", "vocab_size", "text_config", "auto_map", "model_type"]),
+    value=VALUES,
+)
+def test_any_model(tmp_path: Path, key: str, value: Any) -> None:
+    from autotune.problem.models import resolve_model
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", key: value}))
+    read_or_refused(lambda: resolve_model(str(tmp_path / "config.json")))
+
+
+@FILES
+@given(facts=VALUES, row=st.text(max_size=40))
+def test_any_table(tmp_path: Path, facts: Any, row: str) -> None:
+    from autotune.executors.replay import load_landscape
+
+    (tmp_path / "t.json").write_text(json.dumps(facts))
+    (tmp_path / "t.csv").write_text(f"zero_stage,peak_gib,step_seconds,startup_seconds,outcome\n{row}\n")
+    read_or_refused(lambda: load_landscape(tmp_path / "t"))
+
+
+def write(path: Path, text: str | bytes) -> None:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "replace"))
+
+
+def read_or_refused(read: Any) -> None:
+    try:
+        read()
+    except UserError as error:
+        assert "\n" not in str(error)
+        assert len(str(error)) < 1200

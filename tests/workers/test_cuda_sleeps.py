@@ -1,0 +1,146 @@
+"""cuInit is called in ranks only: the tuner, the tracer and the fork server run above a CUDA driver that logs each call.
+
+A process that was forked from one that has called cuInit cannot use CUDA, so the fork server must not.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from autotune.workers.fork_server import PRELOADED
+from autotune.workers.launchers import ForkLauncher, trial_environment
+from tests import fake_driver
+from tests.fake_driver import CUDA_LOG, Card, CudaCall, Driver, cuda_calls
+
+SUCCESS, NOT_INITIALIZED = 0, 3  # CUresult
+CHECKS_THE_FORK = "in _driver_answers"  # the fork server's child that tries CUDA
+_FORKS = """
+import ctypes, os
+def wake():
+    return ctypes.CDLL("libcuda.so.1").cuInit(0)
+print(wake(), flush=True)
+if os.fork() == 0:
+    print(wake(), flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+@dataclass
+class Cuda:
+    """A machine with one card, whose CUDA driver logs."""
+
+    folder: Path
+    driver: Driver
+    log: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log = self.folder / "cuda.log"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        libraries = os.pathsep.join([str(self.folder), self.driver.environment["LD_LIBRARY_PATH"]])
+        return {**self.driver.environment, "LD_LIBRARY_PATH": libraries, CUDA_LOG: str(self.log)}
+
+    def calls(self) -> list[CudaCall]:
+        return cuda_calls(self.log)
+
+
+@pytest.fixture
+def cuda(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    fake_driver.build(tmp_path, "libcuda.so.1")
+    driver.cards = [Card("NVIDIA H100 80GB HBM3", 80, capability=(9, 0))]
+    driver.write()
+    made = Cuda(tmp_path, driver)
+    for name, value in made.environment.items():
+        monkeypatch.setenv(name, value)
+    return made
+
+
+def test_the_fake_cuda_driver_fails_in_a_fork_of_a_process_that_has_called_it(cuda: Cuda) -> None:
+    done = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == [str(SUCCESS), str(NOT_INITIALIZED)]
+    parent, child = cuda.calls()
+    assert (parent.result, child.result) == (SUCCESS, NOT_INITIALIZED)
+    assert parent.pid != child.pid
+    for call in (parent, child):
+        assert "libcuda.so.1(cuInit" in call.stack
+        assert ", line 4 in wake" in call.stack
+
+
+@dataclass
+class Forked:
+    """A fork server for GPU ranks, and what came of it."""
+
+    server: int  # pid
+    threads: int
+    fork_safe: bool
+    rank: int  # pid
+    said: int  # the rank's result of cuInit
+
+
+@pytest.fixture
+def forked(cuda: Cuda, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Forked]:
+    env = {**trial_environment("cuda", 1), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    launcher = ForkLauncher(env, tmp_path / "server.log", model_type="llama", modules=request.param)
+    with closing(launcher), socket.socket(socket.AF_UNIX) as listener:
+        address = str(tmp_path / "s")
+        listener.bind(address)
+        listener.listen(1)
+        listener.settimeout(120)
+        launcher.open()
+        told = launcher.load_ops([], lambda message: None)
+        server = psutil.Process(launcher._process.pid)
+        threads = server.num_threads()
+        rank = launcher.launch("tests.workers.cuda_rank", address, 0)
+        with listener.accept()[0] as sock:
+            sock.settimeout(120)
+            said = int(sock.recv(16))
+        yield Forked(server.pid, threads, told["fork_safe"], rank, said)
+
+
+@pytest.mark.parametrize("forked", [[]], ids=["preloaded"], indirect=True)
+def test_the_fork_server_preloads_all_modules_and_leaves_cuda_to_its_ranks(cuda: Cuda, forked: Forked) -> None:
+    assert "deepspeed.runtime.zero.muon.muon_optimizer" in PRELOADED
+    assert forked.fork_safe
+    assert (forked.said, forked.threads) == (SUCCESS, 1)
+    calls = cuda.calls()
+    assert forked.server not in [call.pid for call in calls], calls
+    checked, own = calls
+    assert CHECKS_THE_FORK in checked.stack
+    assert own.pid == forked.rank
+    assert "in become" in own.stack
+
+
+@pytest.mark.parametrize("forked", [["tests.workers.waking"]], ids=["waking"], indirect=True)
+def test_a_preloaded_module_that_wakes_cuda_is_found(cuda: Cuda, forked: Forked) -> None:
+    """What the other tests look for can be seen."""
+    assert not forked.fork_safe
+    assert forked.said == NOT_INITIALIZED
+    first = cuda.calls()[0]
+    assert first.pid == forked.server
+    assert "tests/workers/waking.py" in first.stack
+
+
+def test_tuner_and_tracer_leave_cuda_to_ranks(cuda: Cuda, tmp_path: Path) -> None:
+    """A whole call. torch of this environment may know no CUDA: then the ranks fail, which is not what is asked here."""
+    command = [sys.executable, "-m", "autotune", "run", "--model", "tiny-llama", "--device", "cuda", "--gpus", "1"]
+    command += ["--seq-len", "32", "--global-batch-size", "2", "--max-trials", "1", "--budget", "90s", "--yes"]
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "AUTOTUNE_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    said = done.stdout + done.stderr
+    assert "NVIDIA H100" in said, said[-3000:]
+    assert list((tmp_path / "cache").rglob("*.json")), "a trace was made"
+    assert list((tmp_path / "runs").rglob("*server*.log")), said[-3000:]
+    calls = cuda.calls()
+    assert any(CHECKS_THE_FORK in call.stack for call in calls), said[-3000:]
+    for call in calls:
+        assert CHECKS_THE_FORK in call.stack or "in become" in call.stack, call.stack

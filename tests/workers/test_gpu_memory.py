@@ -1,0 +1,385 @@
+"""Whose bytes are on a GPU: NVML's real bindings over a driver that changes under them."""
+
+import gc
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from autotune.problem import nvml
+from autotune.problem.hardware import detect
+from autotune.problem.nvml import GpuError, GpuLost
+from autotune.util.units import GIB
+from autotune.workers import gpu_memory as gpu_meter
+from autotune.workers.gpu_memory import NvmlMeter, blame_hidden, clock_limits, clock_mhz, make_meter
+from autotune.workers.memory_monitor import FOREIGN_BYTES, CpuMeter, Gauge, Peaks
+from tests.conftest import wait_until
+from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, NOT_SUPPORTED, Card, Driver, Slice
+
+RANK, NEIGHBOUR, DESKTOP = 4_194_301, 4_194_302, 4_194_303  # no process can have these numbers here
+
+
+@pytest.fixture
+def card(driver: Driver) -> Card:
+    """One with a desktop of 1.3 GiB on it."""
+    driver.cards = [Card("NVIDIA GeForce RTX 3090", 24, graphics={DESKTOP: 1300})]
+    driver.write()
+    return driver.cards[0]
+
+
+def meter_of(driver: Driver) -> NvmlMeter:
+    made = make_meter(detect("cuda", None))
+    assert isinstance(made, NvmlMeter)
+    return made
+
+
+def begun(driver: Driver) -> NvmlMeter:
+    meter = meter_of(driver)
+    assert meter.crowd() == []
+    meter.begin()
+    return meter
+
+
+def sampled(meter: NvmlMeter, *pids: int) -> Peaks:
+    """Fresh peaks of one close sample."""
+    peaks = Peaks(used=[0] * len(pids))
+    meter.look_closely()
+    meter.sample(list(pids), peaks)
+    return peaks
+
+
+def change(driver: Driver, card: Card, **values: object) -> None:
+    for name, value in values.items():
+        setattr(card, name, value)
+    driver.write()
+
+
+# -- whose bytes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_desktop_is_nobodys_fault(driver: Driver, card: Card) -> None:
+    meter = begun(driver)
+    change(driver, card, processes={RANK: 10 * 1024})
+    peaks = sampled(meter, RANK)
+    assert peaks.used == [10 * GIB]
+    assert peaks.grown == {0: 10 * GIB}
+    assert peaks.foreign == 0
+    assert peaks.worst == 10 * GIB
+    change(driver, card, processes={})
+    assert meter.left() == []
+
+
+def test_a_gpu_that_computes_is_busy(driver: Driver, card: Card) -> None:
+    meter = begun(driver)
+    assert not meter.busy()
+    change(driver, card, utilization=97)
+    assert meter.busy()
+    driver.failing = {"nvmlDeviceGetUtilizationRates": FUNCTION_NOT_FOUND}
+    driver.write()
+    assert not meter.busy(), "nobody can tell"
+    assert not CpuMeter().busy()
+
+
+def test_a_neighbour_in_mid_study(driver: Driver, card: Card) -> None:
+    """It takes 12 GiB while a rank runs: not the rank's, and known by its pid."""
+    meter = begun(driver)
+    change(driver, card, processes={RANK: 10 * 1024, NEIGHBOUR: 12 * 1024})
+    peaks = sampled(meter, RANK)
+    assert (peaks.used, peaks.foreign) == ([10 * GIB], 12 * GIB)
+    assert peaks.neighbours == f"a process (pid {NEIGHBOUR}) 12.00 GiB on GPU 0"
+    change(driver, card, processes={NEIGHBOUR: 12 * 1024})
+    assert meter.left() == [], "what is left is not the ranks'"
+    (line,) = meter.crowd()
+    assert line == (f"GPU 0 has 12.00 GiB less free than when the study began: a process (pid {NEIGHBOUR}) 12.00 GiB")
+    meter.begin()
+    assert meter.crowd() == [], "it was waited for in vain"
+    change(driver, card, processes={NEIGHBOUR: 12 * 1024, RANK: 8 * 1024})
+    peaks = sampled(meter, RANK)
+    assert (peaks.used, peaks.foreign) == ([8 * GIB], 12 * GIB), "it still takes room that the capacity counts"
+    assert f"pid {NEIGHBOUR}" in peaks.neighbours
+    change(driver, card, processes={})
+    assert meter.crowd() == []
+    meter.begin()
+    change(driver, card, processes={RANK: 8 * 1024})
+    assert sampled(meter, RANK).foreign == 0, "it is gone again"
+
+
+def test_a_neighbour_that_grows_is_waited_for_again(driver: Driver, card: Card) -> None:
+    meter = begun(driver)
+    for gib, waits in ((4, True), (4, False), (4.2, False), (8, True)):
+        change(driver, card, processes={NEIGHBOUR: int(gib * 1024)})
+        assert bool(meter.crowd()) is waits, gib
+        if waits:
+            meter.begin()
+
+
+def test_a_neighbour_that_a_container_hides(driver: Driver, card: Card) -> None:
+    """Between two groups its bytes are known to be others'; beside a rank only that rank can tell."""
+    meter = begun(driver)
+    change(driver, card, hidden_mib=10 * 1024)
+    peaks = sampled(meter, RANK)
+    assert (peaks.used, peaks.grown, peaks.worst, peaks.foreign) == ([0], {0: 10 * GIB}, 10 * GIB, 0)
+    change(driver, card, hidden_mib=12 * 1024)
+    assert meter.left() == [f"GPU 0 has 12.00 GiB less free than before its ranks were launched: {gpu_meter.HIDDEN}"]
+    assert meter.crowd() == [f"GPU 0 has 12.00 GiB less free than when the study began: {gpu_meter.HIDDEN}"]
+    meter.begin()
+    change(driver, card, hidden_mib=20 * 1024)
+    peaks = sampled(meter, RANK)
+    assert peaks.grown == {0: 8 * GIB}, "12 of the 20 GiB were there before"
+    assert (peaks.foreign, peaks.neighbours) == (12 * GIB, f"{gpu_meter.HIDDEN} on GPU 0")
+
+
+def test_what_a_failed_rank_says_of_hidden_neighbours() -> None:
+    numbers = {"total_bytes": 24 * GIB, "free_bytes": GIB // 2, "reserved_bytes": 11 * GIB}
+    peaks = Peaks(used=[0])
+    blame_hidden(peaks, numbers, int(0.8 * GIB))
+    assert peaks.foreign == pytest.approx(11.7 * GIB)
+    assert peaks.foreign > FOREIGN_BYTES
+    own = Peaks(used=[11 * GIB])
+    blame_hidden(own, numbers, int(0.8 * GIB))
+    assert own.foreign == 0, "NVML shows it, and knows better"
+    late = Peaks(used=[0])
+    blame_hidden(late, numbers, int(11.7 * GIB))
+    assert late.foreign == 0, "less than what CUDA and NCCL load late"
+    for told in ({}, {**numbers, "reserved_bytes": None}):
+        silent = Peaks(used=[0])
+        blame_hidden(silent, {k: v for k, v in told.items() if v is not None}, 0)
+        assert silent.foreign == 0
+    blame_hidden(silent, numbers, None)
+    assert silent.foreign == 0
+
+
+def test_another_process_with_the_same_number(driver: Driver, card: Card) -> None:
+    """A container numbers its processes anew while NVML shows the host's numbers: that one is no rank."""
+    change(driver, card, processes={RANK: 9 * 1024})
+    meter = begun(driver)
+    change(driver, card, hidden_mib=2 * 1024)
+    peaks = sampled(meter, RANK)
+    assert (peaks.used, peaks.worst) == ([0], 2 * GIB)
+
+
+def test_what_a_rank_has_started_is_its_own(driver: Driver, card: Card) -> None:
+    """A server for generation, say, that a script runs beside its training."""
+    meter = begun(driver)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        change(driver, card, processes={os.getpid(): 1024, child.pid: 12 * 1024})
+        peaks = sampled(meter, os.getpid())
+        child.kill()
+    assert (peaks.used, peaks.foreign) == ([GIB], 0)
+
+
+def test_a_neighbour_is_seen_though_the_rank_is_gone(driver: Driver, card: Card) -> None:
+    """A rank reports and leaves at once: when processes are listed the next time it is not there any more."""
+    meter = begun(driver)
+    change(driver, card, processes={RANK: 9 * 1024})
+    sampled(meter, RANK)
+    change(driver, card, processes={NEIGHBOUR: 12 * 1024})
+    peaks = sampled(meter, RANK)
+    assert (peaks.used, peaks.foreign) == ([0], 12 * GIB)
+
+
+def test_what_ended_ranks_still_hold(driver: Driver, card: Card) -> None:
+    """SIGKILL is not the end: a process that frees pinned memory keeps its GPU for seconds."""
+    meter = begun(driver)
+    change(driver, card, processes={RANK: 10 * 1024})
+    sampled(meter, RANK)
+    change(driver, card, processes={RANK: 3 * 1024})
+    (line,) = meter.left()
+    assert line == (
+        "GPU 0 has 3.00 GiB less free than before its ranks were launched: ended ranks still hold it: "
+        f"a process (pid {RANK}) 3.00 GiB"
+    )
+    assert meter.crowd(), "and the next group waits for it"
+    change(driver, card, processes={RANK: 40})
+    assert meter.left() == [], "the driver's own bookkeeping"
+
+
+def test_each_rank_has_its_own_gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.cards = [Card("A", 24), Card("A", 24), Card("A", 24)]
+    driver.write()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    meter = begun(driver)
+    driver.cards[2].processes, driver.cards[0].processes = {RANK: 1024}, {RANK - 1: 2048}
+    driver.cards[1].processes = {NEIGHBOUR: 4096}
+    driver.write()
+    peaks = sampled(meter, RANK, RANK - 1)
+    assert (peaks.used, peaks.foreign) == ([GIB, 2 * GIB], 0), "the card in between is not ours"
+    meter.place(0, driver.cards[0].uuid)  # the user's own CUDA_DEVICE_ORDER: the ranks say which they have
+    meter.place(1, driver.cards[2].uuid)
+    meter.place(1, "GPU-nobodys")
+    driver.cards[2].processes, driver.cards[0].processes = {RANK - 1: 1024}, {RANK: 2048}
+    driver.write()
+    assert sampled(meter, RANK, RANK - 1).used == [2 * GIB, GIB]
+
+
+def test_a_slice(driver: Driver) -> None:
+    own = Slice("A100 MIG 1g.5gb", 4.75)
+    driver.cards = [Card("A100", 40, capability=(8, 0), mig=True, slices=[own, Slice("A100 MIG 1g.5gb", 4.75)])]
+    driver.write()
+    meter = begun(driver)
+    own.processes = {RANK: 3 * 1024}
+    driver.cards[0].slices[1].processes = {NEIGHBOUR: 4 * 1024}
+    driver.write()
+    peaks = sampled(meter, RANK)
+    assert (peaks.used, peaks.foreign) == ([3 * GIB], 0)
+    assert clock_mhz(peaks) == 1900, "the card's"
+
+
+# -- clocks --------------------------------------------------------------------------------------------------------------
+
+
+def test_clocks_and_what_limits_them(driver: Driver, card: Card) -> None:
+    meter = begun(driver)
+    peaks = Peaks(used=[0])
+    for mhz, reasons in ((1900, 0), (1890, 0x1), (1500, 0x4), (1510, 0x24), (1500, 0x20)):
+        change(driver, card, clock_mhz=mhz, reasons=reasons)
+        meter.sample([RANK], peaks)
+    assert clock_mhz(peaks) == 1510
+    assert clock_limits(peaks) == ["power cap", "temperature (driver)"]
+    assert (clock_mhz(Peaks()), clock_limits(Peaks())) == (None, [])
+
+
+def test_the_slowest_gpu_counts() -> None:
+    assert clock_mhz(Peaks(clocks={"GPU 0": [1900, 1900, 1200], "GPU 1": [1400, 1500, 1990]})) == 1500
+
+
+@pytest.mark.parametrize(
+    ("missing", "mhz", "limits"),
+    [
+        (["nvmlDeviceGetClockInfo"], None, []),
+        (["nvmlDeviceGetCurrentClocksEventReasons"], 1900, ["power cap"]),  # a driver before R535
+        (["nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"], 1900, []),
+    ],
+)
+def test_a_driver_that_tells_less_of_clocks(
+    driver: Driver, card: Card, missing: list[str], mhz: int | None, limits: list[str]
+) -> None:
+    driver.failing = dict.fromkeys(missing, FUNCTION_NOT_FOUND)
+    change(driver, card, reasons=4)
+    meter = begun(driver)
+    change(driver, card, processes={RANK: 1024})
+    peaks = sampled(meter, RANK)
+    assert (peaks.used, clock_mhz(peaks), clock_limits(peaks), peaks.lost) == ([GIB], mhz, limits, "")
+
+
+# -- drivers that fail ---------------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_falls_off_the_bus(driver: Driver, card: Card) -> None:
+    meter = begun(driver)
+    change(driver, card, error=GPU_IS_LOST)
+    peaks = sampled(meter, RANK)
+    assert peaks.lost == "GPU 0 does not answer: GPU is lost"
+    for refused in (meter.crowd, meter.begin):
+        with pytest.raises(GpuLost, match=r"^GPU 0 does not answer: GPU is lost$"):
+            refused()
+    assert meter.left() == []
+    change(driver, card, error=0)
+    assert meter.crowd() == [], "it was reset"
+
+
+def test_a_gpu_that_is_gone_from_the_start(driver: Driver, card: Card) -> None:
+    hardware = detect("cuda", None)
+    change(driver, card, error=GPU_IS_LOST)
+    meter = make_meter(hardware)
+    with pytest.raises(GpuLost):
+        meter.begin()
+    peaks = Peaks(used=[0])
+    meter.sample([RANK], peaks)
+    assert "GPU is lost" in peaks.lost
+
+
+def test_an_answer_that_fails_once_is_no_lost_gpu(driver: Driver, card: Card) -> None:
+    meter = begun(driver)
+    driver.failing = {"nvmlDeviceGetMemoryInfo_v2": 999}
+    driver.write()
+    peaks = Peaks(used=[0])
+    with pytest.raises(GpuError):  # which the gauge takes no notice of
+        meter.sample([RANK], peaks)
+    assert peaks.lost == ""
+
+
+def test_without_a_driver_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pynvml
+
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    monkeypatch.setattr(pynvml, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    meter = NvmlMeter(("GPU-x",))
+    meter.begin()
+    peaks = Peaks(used=[0])
+    meter.sample([RANK], peaks)
+    assert (peaks.used, meter.crowd(), meter.left()) == ([0], [], [])
+    assert isinstance(make_meter(detect("cpu", 1)), CpuMeter)
+
+
+def test_slow_calls_are_few(driver: Driver, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of processes costs 1-10 ms a GPU under a lock of the driver: once a second is enough."""
+    meter = begun(driver)
+    calls: list[str] = []
+    for name in ("holders", "memory"):
+        real = getattr(gpu_meter, name)
+        monkeypatch.setattr(gpu_meter, name, lambda *a, real=real, name=name: (calls.append(name), real(*a))[1])
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for _ in range(9):
+        meter.sample([RANK], Peaks(used=[0]))
+        now += meter.interval_seconds
+    assert (calls.count("memory"), calls.count("holders")) == (9, 3), "9 samples in 2 seconds"
+
+
+def test_the_gauge_with_calls_of_10_ms(driver: Driver, card: Card, tmp_path: Path) -> None:
+    driver.delay_ms = 10
+    driver.write()
+    meter = begun(driver)
+    gauge = Gauge(meter, [RANK])
+    change(driver, card, processes={RANK: 5 * 1024})
+    wait_until(lambda: gauge.peaks().used == [5 * GIB], "the rank's bytes")
+    change(driver, card, processes={RANK: 6 * 1024})
+    assert gauge.look().used == [6 * GIB], "a look does not wait for the next list"
+    gauge.reset()
+    change(driver, card, processes={}, error=GPU_IS_LOST)
+    wait_until(lambda: gauge.peaks().lost, "the lost GPU")
+    gauge.stop()
+
+
+def test_a_meter_that_is_collected_calls_no_driver(driver: Driver, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector may run inside the bindings, which would wait for their own lock for ever: seen once in 15 runs."""
+    import pynvml
+
+    meter = begun(driver)
+    shut_down: list[int] = []
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: shut_down.append(1))
+    del meter
+    gc.collect()
+    assert shut_down == []
+
+
+# -- GPUs without memory of their own ------------------------------------------------------------------------------------
+
+
+def test_of_main_memory_only_what_nvml_shows_is_the_gpus(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuner, a data loader and the page cache take main memory, too: no neighbour on the GPU, and nothing that ranks left."""
+    left = 113 * GIB
+    monkeypatch.setattr(nvml, "host_total_bytes", lambda: 121 * GIB)
+    monkeypatch.setattr(nvml, "host_available_bytes", lambda: left)
+    driver.cards = [Card("NVIDIA GB10", 0, graphics={DESKTOP: 90})]
+    driver.failing = {"nvmlDeviceGetMemoryInfo": NOT_SUPPORTED, "nvmlDeviceGetMemoryInfo_v2": NOT_SUPPORTED}
+    driver.write()
+    (card,) = driver.cards
+    meter = begun(driver)
+    left = 80 * GIB
+    change(driver, card, processes={RANK: 10 * 1024})
+    peaks = sampled(meter, RANK)
+    assert (peaks.used, peaks.grown, peaks.foreign, peaks.lost) == ([10 * GIB], {0: 10 * GIB}, 0, "")
+    change(driver, card, processes={RANK: 10 * 1024, NEIGHBOUR: 12 * 1024})
+    peaks = sampled(meter, RANK)
+    assert (peaks.used, peaks.foreign) == ([10 * GIB], 12 * GIB)
+    change(driver, card, processes={RANK: 3 * 1024})
+    (line,) = meter.left()
+    assert line.startswith(
+        "GPU 0 has 3.00 GiB less free than before its ranks were launched: ended ranks still hold it"
+    )
+    change(driver, card, processes={})
+    assert (meter.left(), meter.crowd()) == ([], [])

@@ -1,0 +1,457 @@
+"""One watch for trials and trainings: ranks that die, hang or leave at every point of their life."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import psutil
+import pytest
+
+from autotune.executors.base import SEARCH
+from autotune.executors.local import LocalExecutor
+from autotune.problem.hardware import detect
+from autotune.problem.outcome import Kind, Phase
+from autotune.workers import launchers, process_tree
+from autotune.workers.failure_classifier import judge
+from autotune.workers.gpu_memory import make_meter
+from autotune.workers.group import Group, Policy, Stop
+from autotune.workers.launchers import ForkLauncher, SpawnLauncher, trial_environment
+from autotune.workers.process_tree import REAP_SECONDS, end_ranks, marked
+from autotune.workers.protocol import Channel
+from tests.conftest import make_candidate, make_job, wait_until
+
+FAKE = "tests.workers.fake_rank"
+PHASES = [phase.value for phase in Phase]
+DEADLY = ["SIGKILL", "SIGSEGV", "exit 3"]
+HOUR = 3600.0
+
+
+def policy(may_leave: bool = False, hello_seconds: float = HOUR, silent: str | None = None) -> Policy:
+    """One that waits for an hour, but in the phase that is to be silent."""
+    return Policy(
+        hello_seconds, lambda phase: 0.5 if phase.value == silent else HOUR, settle_seconds=0.2, may_leave=may_leave
+    )
+
+
+class Fakes:
+    """Makes groups of two ranks that train nothing, and knows what is left of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.hardware = detect("cpu", 2)
+        self._environment = trial_environment("cpu", 1)
+        self.launcher = SpawnLauncher(self._environment, folder / "spawn.log")
+        self.group: Group | None = None
+        self.ready: set[int] = set()
+
+    def make(self, policy: Policy, plan: dict[str, object] | None = None, **options: Callable[[], bool]) -> Group:
+        self._environment["FAKE_RANK"] = json.dumps(plan or {})
+
+        def take(rank: int, message: dict[str, object]) -> None:
+            if message.get("phase") == "ready":
+                self.ready.add(rank)
+
+        meter = None if policy.may_leave else make_meter(self.hardware)
+        self.group = Group(self.launcher, self.hardware, meter, policy, on_message=take, **options)
+        return self.group
+
+    def run(self, policy: Policy, plan: dict[str, object] | None = None) -> tuple[Group, Stop]:
+        """A group that was started and watched until it is ready, or something else happened."""
+        group = self.make(policy, plan)
+        stop = group.start(FAKE, 2, {}, logs=self.folder)
+        return group, group.watch(lambda: len(self.ready) == 2) if stop is Stop.ARRIVED else stop
+
+    def left(self) -> list[psutil.Process]:
+        return [p for p in marked(launchers.MARK, self.launcher._mark) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Iterator[Fakes]:
+    made = Fakes(tmp_path)
+    yield made
+    if made.group is not None:
+        made.group.end()
+        assert not made.group.home.exists()
+    made.launcher.close()
+    assert made.left() == []
+
+
+def test_groups_beside_each_other_have_ports_of_their_own(fakes: Fakes) -> None:
+    """A script may open a store at MASTER_PORT itself, and two that did so at one port would be one training."""
+    fakes._environment["FAKE_RANK"] = json.dumps({"note": []})
+    heard: list[list[int]] = [[], []]
+    groups = [
+        Group(
+            fakes.launcher,
+            fakes.hardware,
+            None,
+            policy(),
+            on_message=lambda rank, message, ports=ports: (  # type: ignore[misc]
+                ports.append(message["spec"]["port"]) if message["type"] == "note" else None
+            ),
+        )
+        for ports in heard
+    ]
+    try:
+        for group, ports in zip(groups, heard, strict=True):
+            assert group.start(FAKE, 2, {}) is Stop.ARRIVED
+            assert group.watch(lambda ports=ports: len(ports) == 2) is Stop.ARRIVED  # type: ignore[misc]
+    finally:
+        for group in groups:
+            group.end()
+    (one, also_one), (other, also_other) = heard
+    assert (one, other) == (also_one, also_other), "all ranks of a group have one"
+    assert one != other
+
+
+@pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
+@pytest.mark.parametrize("what", DEADLY)
+def test_a_rank_that_dies_before_its_hello_is_noticed_at_once(fakes: Fakes, what: str, may_leave: bool) -> None:
+    group, stop = fakes.run(policy(may_leave), {"rank": 1, "where": "hello", "what": what})
+    assert stop is Stop.FAILED
+    assert not group.greeted
+    status = 3 if what == "exit 3" else -getattr(signal, what)
+    assert group.evidence().statuses == {1: status}
+    assert group.failed_at is not None
+
+
+def test_ranks_that_never_say_hello_are_not_waited_for_for_ever(fakes: Fakes) -> None:
+    group, stop = fakes.run(policy(hello_seconds=1.0), {"rank": 0, "where": "hello", "what": "hang"})
+    assert stop is Stop.SILENT
+    assert not group.greeted
+
+
+def test_waiting_for_the_hello_can_be_stopped(fakes: Fakes) -> None:
+    began = time.monotonic()
+    plan = {"rank": 0, "where": "hello", "what": "hang"}
+    group = fakes.make(policy(), plan, cancelled=lambda: time.monotonic() - began > 0.5)
+    assert group.start(FAKE, 2, {}) is Stop.CANCELLED
+    group.end()
+    group = fakes.make(policy(), plan)
+    assert group.start(FAKE, 2, {}, deadline=time.monotonic() + 0.5) is Stop.DEADLINE
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_silence_is_measured_by_the_patience_of_its_phase(fakes: Fakes, phase: str) -> None:
+    group, stop = fakes.run(policy(silent=phase), {"rank": 1, "where": phase, "what": "hang"})
+    assert stop is Stop.SILENT
+    verdict = judge(group.evidence())
+    assert verdict.kind is Kind.TIMEOUT
+    assert verdict.phase is Phase(phase), "of the rank that hangs, not of the one that went on"
+
+
+@pytest.mark.parametrize("what", ["compute", pytest.param("beat", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("may_leave", [pytest.param(False, marks=pytest.mark.slow), True], ids=["trial", "training"])
+def test_a_rank_that_computes_or_gets_on_is_no_hang(fakes: Fakes, what: str, may_leave: bool) -> None:
+    patience = Policy(HOUR, lambda phase: 2.0, settle_seconds=0.2, may_leave=may_leave)
+    group = fakes.make(patience, {"rank": 1, "where": "step", "what": what})
+    assert group.start(FAKE, 2, {}, logs=fakes.folder) is Stop.ARRIVED
+    assert group.watch(lambda: len(fakes.ready) == 2, time.monotonic() + 4.5) is Stop.DEADLINE
+
+
+def test_a_stopped_rank_hangs_and_where_it_was_is_said(fakes: Fakes) -> None:
+    group, stop = fakes.run(policy(silent="step"), {"rank": 1, "where": "step", "what": "SIGSTOP"})
+    assert stop is Stop.SILENT
+    group._take(1, {"type": "pulse", "moved": False, "where": "all_reduce (c10d.py:7)", "waits": True})
+    group._take(0, {"type": "pulse", "moved": False, "where": "sleep (train.py:3)", "waits": False})
+    assert group._stuck() == "; rank 0 in sleep (train.py:3); rank 1 in all_reduce (c10d.py:7)", "the cause first"
+
+
+@pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("what", DEADLY)
+def test_a_rank_that_dies_in_a_phase_fails_the_group(fakes: Fakes, what: str, phase: str, may_leave: bool) -> None:
+    _, stop = fakes.run(policy(may_leave), {"rank": 1, "where": phase, "what": what})
+    assert stop is Stop.FAILED
+
+
+@pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
+def test_leaving_by_itself_is_a_trainings_end_and_a_trials_failure(fakes: Fakes, may_leave: bool) -> None:
+    group, stop = fakes.run(policy(may_leave))
+    assert stop is Stop.ARRIVED
+    assert group.statuses() == {}
+    group.tell("leave")
+    assert group.watch(lambda: may_leave and group.all_left) is (Stop.ARRIVED if may_leave else Stop.FAILED)
+
+
+def test_a_script_that_was_over_keeps_its_code_whatever_its_interpreter_dies_of(fakes: Fakes) -> None:
+    group = fakes.make(policy(may_leave=True), {"where": "forward", "what": "bye 0 SIGABRT"})
+    assert group.start(FAKE, 2, {}) is Stop.ARRIVED
+    assert group.watch(lambda: group.all_left) is Stop.ARRIVED
+    assert set(group.statuses().values()) == {-signal.SIGABRT}
+    assert group.exit_codes() == {0: 0, 1: 0}
+
+
+def test_the_first_complaint_does_not_hide_the_cause(fakes: Fakes) -> None:
+    group, stop = fakes.run(policy(), {"rank": 1, "where": "forward", "what": "error CUDA out of memory"})
+    assert stop is Stop.FAILED
+    evidence = group.evidence()
+    assert [error["text"] for error in evidence.errors] == ["CUDA out of memory"]
+    assert evidence.phase is Phase.FORWARD
+
+
+@pytest.mark.parametrize("what", ["worker", "task"])
+def test_what_a_finished_training_leaves_running_was_meant_to(fakes: Fakes, what: str) -> None:
+    """The upload of its last checkpoint."""
+    group, stop = fakes.run(policy(may_leave=True), {"where": "init", "what": what})
+    assert stop is Stop.ARRIVED
+    group.tell("leave")
+    assert group.watch(lambda: group.all_left) is Stop.ARRIVED
+    group.end()
+    left = fakes.left()
+    assert [process.name() for process in left] == ["sleep", "sleep"]
+    for process in left:
+        process.kill()
+    wait_until(lambda: fakes.left() == [], "the workers' end")
+
+
+@pytest.mark.parametrize("what", ["worker", "worker SIGKILL"])
+def test_what_ranks_start_in_sessions_of_their_own_is_ended_too(fakes: Fakes, what: str) -> None:
+    group, stop = fakes.run(policy(), {"where": "init", "what": what})
+    assert stop is (Stop.ARRIVED if what == "worker" else Stop.FAILED)
+    assert any("sleep" in process.name() for process in fakes.left())
+    group.end()
+    assert fakes.left() == []
+
+
+def test_signals_reach_every_rank_once(fakes: Fakes) -> None:
+    group, _ = fakes.run(policy(may_leave=True))
+    group.signal(signal.SIGTERM)
+    group.signal(signal.SIGTERM)
+    group.wait_left(60.0, 60.0)
+    assert group.statuses() == {0: -signal.SIGTERM, 1: -signal.SIGTERM}
+
+
+class Leaving:
+    """Two ranks that leave at these seconds of a clock, and get on until another; between looks the clock goes on."""
+
+    pids: ClassVar = [1, 2]
+
+    def __init__(self, clock: list[float], works_until: float, left_at: tuple[float, float]) -> None:
+        self._clock, self._works_until, self._left_at = clock, works_until, left_at
+
+    def look_anew(self) -> None:
+        pass
+
+    def get_on(self, waiting: set[int]) -> bool:
+        return self._clock[0] < self._works_until
+
+    def statuses(self) -> dict[int, int]:
+        return {rank: 0 for rank, at in enumerate(self._left_at) if self._clock[0] >= at}
+
+
+@pytest.mark.parametrize(
+    ("works_until", "left_at", "waited"),
+    [
+        (0.0, (HOUR, HOUR), 30.0),
+        (0.0, (20.0, 25.0), 25.0),
+        (400.0, (400.0, 401.0), 401.0),
+        (100.0, (HOUR, HOUR), 130.0),
+        (HOUR, (400.0, HOUR), 430.0),
+        (HOUR, (HOUR, HOUR), 1800.0),
+    ],
+    ids=["mute", "at once", "saves", "saves and hangs", "waits for one that is gone", "never leaves"],
+)
+def test_ranks_that_save_after_a_signal_are_waited_for(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch, works_until: float, left_at: tuple[float, float], waited: float
+) -> None:
+    clock = [0.0]
+
+    def hear(seconds: float) -> bool:
+        clock[0] += 10 * seconds
+        return False
+
+    group = fakes.make(policy(may_leave=True))
+    monkeypatch.setattr(group, "_squads", [Leaving(clock, works_until, left_at)])
+    monkeypatch.setattr(group, "_hear", hear)
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    group.wait_left(30.0, 1800.0)
+    assert waited - 7 <= clock[0] <= waited + 7  # it looks every five seconds
+
+
+class Suspended(Leaving):
+    """Two ranks that never leave, and say nothing once they are up; squad and clock of a loop that is stopped for a while."""
+
+    lost = cut_off = ""
+    hung_up = False
+    numbers = (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("works_until", "stopped_seconds", "waited"),
+    [(0.0, 0.0, 600.0), (0.0, 7200.0, 600.0), (7000.0, 7200.0, 660.0), (HOUR, 7200.0, HOUR + 600.0)],
+    ids=["hangs", "hangs and is stopped", "worked until it was stopped", "works on"],
+)
+def test_a_launcher_that_was_stopped_with_its_ranks_does_not_take_them_for_hanging(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch, works_until: float, stopped_seconds: float, waited: float
+) -> None:
+    """By `scontrol suspend` or `docker pause`, for longer than a hang may take."""
+    clock, stops = [0.0], [stopped_seconds]
+
+    def hear(seconds: float) -> bool:
+        clock[0] += 10 * seconds
+        if clock[0] > 60.0 and stops:
+            clock[0] += stops.pop()
+        return False
+
+    patience = Policy(HOUR, lambda phase: 600.0, settle_seconds=0.2, may_leave=True)
+    group = fakes.make(patience)
+    worked = works_until + stopped_seconds if works_until == HOUR else works_until
+    monkeypatch.setattr(group, "_squads", [Suspended(clock, worked, (math.inf, math.inf))])
+    monkeypatch.setattr(group, "_workers", {0: 1, 1: 2})
+    monkeypatch.setattr(group, "_world", 2)
+    monkeypatch.setattr(group, "_hear", hear)
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    assert group.watch(lambda: False) is Stop.SILENT
+    assert waited - 20 <= clock[0] - stopped_seconds <= waited + 20
+    clock[0], stops[:] = 0.0, [stopped_seconds]
+    group.wait_left(600.0, 1800.0)
+    least = min(waited, 1800.0)
+    assert least - 20 <= clock[0] - stopped_seconds <= least + 20
+
+
+def test_a_stopped_rank_is_ended_as_well(fakes: Fakes) -> None:
+    group, _ = fakes.run(policy())
+    psutil.Process(group.pids[0]).suspend()
+    group.end()
+    assert fakes.left() == []
+
+
+@pytest.mark.slow
+def test_a_trial_whose_ranks_do_not_come_up_says_nothing_of_its_candidate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was ninety seconds of waiting, Ctrl-C included, while the rank was long dead."""
+    monkeypatch.setenv("FAKE_RANK", json.dumps({"rank": 1, "where": "hello", "what": "exit 3"}))
+    monkeypatch.setattr(LocalExecutor, "entry", FAKE)
+    executor = LocalExecutor(make_job(), detect("cpu", 2), tmp_path, [make_candidate()], isolation="spawn")
+    executor.open(lambda text: None)
+    outcome = executor.session(make_candidate(), "0").measure(make_candidate(), SEARCH, HOUR)
+    executor.close()
+    assert outcome.kind is Kind.INFRASTRUCTURE
+    assert "did not come up" in outcome.reason
+    assert outcome.seconds < executor.deadlines.hello
+
+
+class Server(ForkLauncher):
+    """A fork server's end of the line, at which the test answers."""
+
+    def __init__(self) -> None:
+        super().__init__({}, Path())
+        self._channel, theirs = Channel.pair()
+        self.theirs = Channel(theirs)
+
+    def answer(self, kind: str, **fields: object) -> None:
+        self.theirs.send(kind, **fields)
+
+
+def test_a_rank_is_not_taken_for_an_earlier_one_of_the_same_number() -> None:
+    server = Server()
+    server.answer("launched", ticket="a#0", pid=4242)
+    assert server.launch(FAKE, "a", 0) == 4242
+    server.answer("exited", pid=4242, status=-15)
+    assert server.status(4242) == -15
+    server.answer("launched", ticket="b#0", pid=4242)
+    assert server.launch(FAKE, "b", 0) == 4242
+    assert server.status(4242) is None
+
+
+def test_a_refused_fork_is_the_machines_trouble_of_that_launch_alone() -> None:
+    server = Server()
+    server.answer("refused", ticket="earlier#0", errno=12, text="Cannot allocate memory")
+    assert server.status(1) is None
+    server.answer("refused", ticket="a#0", errno=12, text="Cannot allocate memory")
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        server.launch(FAKE, "a", 0)
+
+
+def test_a_number_that_was_waited_for_is_somebody_elses_and_let_alone() -> None:
+    stranger = subprocess.Popen(["sleep", "3600"], start_new_session=False)
+    try:
+        end_ranks([stranger.pid], lambda pid: 0, list)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_what_the_kernel_does_not_let_go_is_said(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL is no end for a process that frees pinned memory, or sits in a dead driver."""
+    group, stop = fakes.run(policy())
+    assert stop is Stop.ARRIVED
+    said: list[str] = []
+    group._say = said.append
+    with monkeypatch.context() as patch:
+        for name in ("KILL_GRACE_SECONDS", "KILL_SECONDS", "REAP_SECONDS"):
+            patch.setattr(process_tree, name, 0.1)
+        patch.setattr(process_tree.os, "killpg", lambda pid, number: None)
+        patch.setattr(psutil.Process, "kill", lambda process: None)
+        patch.setattr(group, "tell", lambda kind: None)
+        patch.setattr(Channel, "close", lambda channel: None)
+        group.end()
+    assert len(said) == 2
+    assert all(
+        f"pid={pid}" in line and line.endswith("the kernel has not let it go")
+        for pid, line in zip(group.pids, said, strict=True)
+    )
+    group.kill()
+    wait_until(lambda: len(group.statuses()) == 2, "the ranks' end")
+
+
+def test_a_process_in_the_middle_of_exec_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux shows no environment of it (fs/proc/base.c, environ_read), and its rank may be dead already."""
+    process = subprocess.Popen(["sleep", "60"], env={**os.environ, "AUTOTUNE_TEST": "this one"})
+    asked: list[int] = []
+    environ = psutil.Process.environ
+
+    def late(self: psutil.Process) -> dict[str, str]:
+        if self.pid != process.pid:
+            return environ(self)
+        asked.append(self.pid)
+        return environ(self) if len(asked) > 3 else {}
+
+    monkeypatch.setattr(psutil.Process, "environ", late)
+    try:
+        assert [found.pid for found in marked("AUTOTUNE_TEST", "this one")] == [process.pid]
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Stuck:
+    """A process that SIGKILL does not reach: it sits in a dead driver. Waiting for it passes the time of a clock."""
+
+    def __init__(self, clock: list[float], told: list[str]) -> None:
+        self._clock, self._told = clock, told
+
+    def kill(self) -> None:
+        self._told.append("kill")
+
+    def wait(self, timeout: float) -> int:
+        self._told.append("wait")
+        self._clock[0] += timeout
+        raise subprocess.TimeoutExpired("rank", timeout)
+
+
+def test_ranks_that_cannot_be_killed_are_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told = [0.0], list[str]()
+    launcher = SpawnLauncher({})
+    stuck = {pid: Stuck(clock, told) for pid in (1, 2, 3)}
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as killable:
+        monkeypatch.setattr(launcher, "_processes", {**stuck, killable.pid: killable})
+        monkeypatch.setattr(launchers.time, "monotonic", lambda: clock[0])
+        try:
+            launcher.close()
+            monkeypatch.undo()
+            assert killable.wait(timeout=60) == -signal.SIGKILL
+        finally:
+            killable.kill()
+    assert told == ["kill"] * 3 + ["wait"] * 3
+    assert clock[0] == REAP_SECONDS, "one deadline for all"
