@@ -451,11 +451,10 @@ def with_agreed_protection(setup: Setup, work: Path, confirm: Callable[[str], bo
     if not user_code or setup.nodes is not None:  # each node answers for itself
         return setup
     cwd = Path(setup.job.script.cwd) if setup.job.script is not None else Path.cwd()
-    if confirm is None or setup.unprotected:
-        protection_of(cwd, work, unprotected=setup.unprotected)
+    found = protection_of(cwd, work, unprotected=setup.unprotected or confirm is not None)
+    if found is not Protection.NONE or setup.unprotected or confirm is None:
         return setup
-    agreed = protection_of(cwd, work, unprotected=True) is not Protection.NONE or confirm(f"{UNPROTECTED}. Go on?")
-    if not agreed:
+    if not confirm(f"{UNPROTECTED}. Go on?"):
         raise UserError("not started: this machine cannot protect your files; run it on a copy of the folder")
     return dataclasses.replace(setup, unprotected=True)
 

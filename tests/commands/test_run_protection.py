@@ -1,0 +1,89 @@
+"""Agreement to run a script on a machine that cannot protect the user's files."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autotune.commands.doctor import _protection
+from autotune.commands.run import with_agreed_protection
+from autotune.errors import UserError
+from autotune.executors import machine
+from autotune.problem.job import Script
+from autotune.rank.sandbox import Protection
+from tests.conftest import make_job
+
+
+@pytest.fixture
+def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Protection], None]:
+    """Has this machine offer one protection."""
+    return lambda protection: monkeypatch.setattr(machine, "_available", lambda *_: protection)
+
+
+class Setup(SimpleNamespace):
+    """The fields of a Setup that matter here."""
+
+    def __replace__(self, **changes: Any) -> "Setup":
+        return Setup(**{**vars(self), **changes})
+
+
+@pytest.fixture
+def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("autotune.commands.run.dataclasses.replace", lambda one, **changes: one.__replace__(**changes))
+    job = replace(make_job(), script=Script(("train.py",), str(tmp_path)))
+    return Setup(job=job, landscape=None, nodes=None, unprotected=False)
+
+
+@pytest.mark.parametrize("protection", [Protection.OVERLAY, Protection.LANDLOCK])
+def test_a_machine_that_protects_asks_nothing(
+    setup: Any, tmp_path: Path, offer: Callable[[Protection], None], protection: Protection
+) -> None:
+    offer(protection)
+    assert with_agreed_protection(setup, tmp_path, lambda question: pytest.fail(question)) is setup
+    assert with_agreed_protection(setup, tmp_path, None) is setup
+
+
+def test_without_protection_it_needs_an_answer_or_the_option(
+    setup: Any, tmp_path: Path, offer: Callable[[Protection], None]
+) -> None:
+    offer(Protection.NONE)
+    asked: list[str] = []
+
+    def answer(yes: bool) -> Callable[[str], bool]:
+        return lambda question: asked.append(question) or yes  # type: ignore[func-returns-value]
+
+    with pytest.raises(UserError, match="--unprotected"):
+        with_agreed_protection(setup, tmp_path, None)
+    with pytest.raises(UserError, match=r"^not started"):
+        with_agreed_protection(setup, tmp_path, answer(False))
+    assert with_agreed_protection(setup, tmp_path, answer(True)).unprotected
+    assert len(asked) == 2
+    assert all("may overwrite or delete" in question for question in asked)
+    setup.unprotected = True
+    assert with_agreed_protection(setup, tmp_path, None) is setup
+
+
+def test_a_named_model_and_a_replay_need_none(setup: Any, tmp_path: Path, offer: Callable[[Protection], None]) -> None:
+    offer(Protection.NONE)
+    for harmless in (Setup(**{**vars(setup), "job": make_job()}), Setup(**{**vars(setup), "landscape": "table"})):
+        assert with_agreed_protection(harmless, tmp_path, None) is harmless
+
+
+@pytest.mark.parametrize(
+    ("protection", "level", "said"),
+    [
+        (Protection.OVERLAY, "good", "layers of an overlay"),
+        (Protection.LANDLOCK, "warn", "Landlock"),
+        (Protection.NONE, "warn", "no protection"),
+    ],
+)
+def test_doctor_names_the_protection(
+    offer: Callable[[Protection], None], protection: Protection, level: str, said: str
+) -> None:
+    offer(protection)
+    finding = _protection()
+    assert (finding.level, finding.what) == (level, "your files")
+    assert said in finding.found
