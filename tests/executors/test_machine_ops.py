@@ -9,12 +9,12 @@ from autotune.errors import UserError
 from autotune.executors.machine import Ops
 from autotune.results.export import environment_of
 from autotune.search.study import StudyStore
-from autotune.workers.launchers import ForkLauncher, SpawnLauncher
-from tests.conftest import make_candidate, make_job
+from autotune.workers.launchers import SpawnLauncher
+from tests.conftest import InSharedPages, make_candidate, make_job
 from tests.studies import study_of_every_kind
 
 
-class Server(ForkLauncher):
+class Server(InSharedPages):  # which fixtures put into the place of ForkLauncher
     """Answers with what the test gives."""
 
     def __init__(self, said: list[dict[str, Any] | None], failed: dict[str, str] | None = None) -> None:
