@@ -9,7 +9,7 @@ from autotune.errors import UserError
 from autotune.executors.machine import Ops
 from autotune.results.export import environment_of
 from autotune.search.study import StudyStore
-from autotune.workers.launchers import SpawnLauncher
+from autotune.workers.launchers import ForkLauncher, SpawnLauncher
 from tests.conftest import InSharedPages, make_candidate, make_job
 from tests.studies import study_of_every_kind
 
@@ -18,7 +18,7 @@ class Server(InSharedPages):  # which fixtures put into the place of ForkLaunche
     """Answers with what the test gives."""
 
     def __init__(self, said: list[dict[str, Any] | None], failed: dict[str, str] | None = None) -> None:
-        super().__init__({}, Path())
+        super().__init__({}, Path(), modules=[])
         self.asked: list[list[str]] = []
         self._said, self._failed = said, failed or {}
 
