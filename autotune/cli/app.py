@@ -325,6 +325,7 @@ app.command(hidden=True)(agent)
 
 @app.callback(invoke_without_command=True)
 def top(version: Annotated[bool, option("Print the version.", "--version")] = False) -> None:
+    """Print the version if `--version` is given."""
     if version:
         print(__version__)
         raise typer.Exit

@@ -213,6 +213,7 @@ class Shared:
         return f"{model}_{machine.count}x{machine.gpu or machine.device}_{key}.json"
 
     def lines(self) -> list[str]:
+        """Return the lines that the command prints after it wrote the entry."""
         model = (
             self.entry.job.model or f"a model of {(self.entry.job.parameters or 0) / 1e6:.4g}M parameters, not named"
         )
@@ -225,6 +226,7 @@ class Shared:
         ]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the written file, the suggested name and the number of candidates as JSON data."""
         return {"files": [str(self.path)], "suggested": self.suggested, "candidates": len(self.entry.candidates)}
 
 

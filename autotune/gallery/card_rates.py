@@ -33,6 +33,7 @@ def taught(entry: Entry) -> Evidence | None:
 
 
 def main() -> None:
+    """Write `data/gallery_rates.json` from the shipped entries."""
     learnt = {name: taught(entry) for name, entry in shipped_entries().items()}
     entries = {name: dataclasses.asdict(one) for name, one in sorted(learnt.items()) if one is not None}
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in entries.items())

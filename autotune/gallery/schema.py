@@ -113,12 +113,22 @@ def lora_trouble(value: Value) -> str | None:
 
 
 def known_lora(text: str | None) -> str | None:
+    """Return the LoRA text if it is allowed in an entry.
+
+    Raises:
+        ValueError: The LoRA is not allowed.
+    """
     if text is not None and (why := lora_trouble(text)):
         raise ValueError(why)
     return text
 
 
 def known_sizes(shape: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's sizes if all are plausible.
+
+    Raises:
+        ValueError: A size is unknown or implausible.
+    """
     for key, value in shape.items():
         if why := size_trouble(key, value):
             raise ValueError(f"{key!r} {why}" if key not in SHAPE_KEYS else f"{key}: {why}")
@@ -126,6 +136,11 @@ def known_sizes(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def known_knobs(knobs: dict[str, Any]) -> dict[str, Any]:
+    """Return the knobs if all names and values are known.
+
+    Raises:
+        ValueError: A knob or its value is unknown.
+    """
     for name, value in knobs.items():
         if why := knob_trouble(name, value):
             raise ValueError(f"{name}: {why}")
@@ -133,6 +148,11 @@ def known_knobs(knobs: dict[str, Any]) -> dict[str, Any]:
 
 
 def known_domains(space: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the search space if all names and values are known.
+
+    Raises:
+        ValueError: A knob or one of its values is unknown.
+    """
     for name, values in space.items():
         for value in values:
             known_knobs({name: value})
@@ -215,9 +235,11 @@ class Machine(Part):
 
     @property
     def facts(self) -> GpuFacts | None:
+        """Return the table row of the GPU, or None if it is not listed."""
         return gpu_table().get(self.gpu or "")
 
     def hardware(self) -> Hardware:
+        """Return the machine as Hardware, in bytes."""
         return Hardware(
             device=self.device,
             name=self.name,
@@ -298,6 +320,7 @@ class Tried(Part):
 
     @property
     def candidate(self) -> Candidate:
+        """Return the candidate of the knobs."""
         return Candidate.of(self.knobs)
 
 
@@ -334,6 +357,7 @@ class Entry(Part):
 
     @property
     def best(self) -> Tried | None:
+        """Return the winning candidate's trial, or None."""
         return None if self.winner is None else self.candidates[self.winner]
 
     def text(self) -> str:

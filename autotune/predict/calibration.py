@@ -148,6 +148,7 @@ class Evidence:
 
     @classmethod
     def of(cls, priors: Sequence[Prior], posterior: Posterior) -> Evidence:
+        """Return the information that a posterior adds to the priors, without negligible directions."""
         values, vectors = np.linalg.eigh(np.linalg.inv(posterior.covariance) - _precision(priors))
         told = values > _NOTHING * values.max()
         return cls(_short(posterior.mean), _short((vectors[:, told] * np.sqrt(values[told])).T))

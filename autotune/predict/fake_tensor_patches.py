@@ -596,11 +596,13 @@ class LossInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Any) -> Any:
+        """Save the logits for backward; return a loss of shape ()."""
         ctx.save_for_backward(logits)
         return torch.zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
+        """Return the saved logits as the gradient, since it overwrites them."""
         return ctx.saved_tensors
 
 
@@ -618,6 +620,7 @@ class FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, apart: bool, chunk: int) -> Any:
+        """Allocate the tensors of Liger's fused linear loss in chunks; return a loss of shape ()."""
         tokens, width = hidden.shape
         chunks = -(-weight.shape[0] // (chunk * width))
         of_hidden = torch.zeros_like(hidden)
@@ -637,6 +640,7 @@ class FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
+        """Return the gradients that forward computed: hidden states (tokens, width), weight (vocabulary, width)."""
         return *ctx.saved_tensors, None, None
 
 

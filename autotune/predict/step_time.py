@@ -82,6 +82,7 @@ class Rates:
 
     @classmethod
     def of(cls, hardware: Hardware, precision: str) -> Rates:
+        """Return the rates of a machine's GPUs for a precision, or those of CPU ranks."""
         facts: GpuFacts | None = hardware.gpu_facts
         if facts is None:  # CPU ranks
             cpu = CPU_TFLOPS * 1e12
@@ -272,6 +273,7 @@ class Spent:
 
     @property
     def step(self) -> Floats:
+        """Return the seconds of a step: the sum of all parts."""
         computation = self.forward + self.backward + self.recompute
         return computation + self.communication + self.optimizer + self.offload + self.loop
 

@@ -34,6 +34,7 @@ _RUNS_ANYWHERE = (None, "eager", "sdpa")
 
 
 def cache_folder() -> Path:
+    """Return the folder of cached traces."""
     return cache_root() / "traces"
 
 
@@ -72,6 +73,7 @@ def runnable(job: Job) -> tuple[Job, bool]:
 
 
 def cache_path(job: Job, loss: str, device: str = "cuda", versions: Mapping[str, str] | None = None) -> Path:
+    """Return the file of a job's cached trace."""
     return cache_folder() / f"{cache_key(job, loss, device, versions)}.json"
 
 

@@ -109,13 +109,17 @@ class Trace:
         return [*self.parameters, *self.every_frozen_size]
 
     def of(self, checkpointing: bool) -> Pass:
+        """Return the checkpointed pass if requested and traced, else the plain one."""
         return self.checkpointed if checkpointing and self.checkpointed is not None else self.plain
 
     def to_json(self) -> dict[str, Any]:
+        """Return the trace as JSON data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Trace:
+        """Return the trace of JSON data."""
+
         def restore(value: dict[str, Any] | None) -> Pass | None:
             if value is None:
                 return None

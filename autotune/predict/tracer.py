@@ -373,6 +373,7 @@ def _too_long(*_: Any) -> None:
 
 
 def main() -> None:
+    """Trace the job on standard input, or many jobs with `--many`; print JSON lines."""
     if "--many" in sys.argv:
         for answer in answer_all(json.loads(sys.stdin.read()), workers=2):
             print(json.dumps(answer), flush=True)

@@ -49,6 +49,7 @@ Need = Callable[[Value, Circumstances], str]  # returns what is missing, or an e
 
 
 def cuda(value: Value, c: Circumstances) -> str:
+    """Require CUDA devices. Return the reason of a refusal, else an empty text."""
     return "" if c.hardware.device == "cuda" else "is for CUDA alone"
 
 
@@ -62,6 +63,7 @@ def own_allocator(value: Value, c: Circumstances) -> str:
 
 
 def several_ranks(value: Value, c: Circumstances) -> str:
+    """Require several ranks. Return the reason of a refusal, else an empty text."""
     return "" if c.job.ranks > 1 else "needs more than one rank"
 
 
@@ -75,10 +77,12 @@ def several_nodes(value: Value, c: Circumstances) -> str:
 
 
 def bf16(value: Value, c: Circumstances) -> str:
+    """Require bf16. Return the reason of a refusal, else an empty text."""
     return "" if c.job.precision == "bf16" else f"needs --precision bf16, not {c.job.precision}"
 
 
 def fp16(value: Value, c: Circumstances) -> str:
+    """Require fp16. Return the reason of a refusal, else an empty text."""
     return "" if c.job.precision == "fp16" else f"needs --precision fp16, not {c.job.precision}"
 
 
@@ -146,6 +150,7 @@ def a_script(value: Value, c: Circumstances) -> str:
 
 
 def mics_init(value: Value, c: Circumstances) -> str:
+    """Refuse MiCS, whose model must be built in its own context. Return the reason."""
     return "needs a model made under deepspeed.zero.MiCS_Init, which neither transformers nor the tuner does"
 
 
@@ -256,10 +261,12 @@ class Read:
     of: str | None = None  # the knob that it depends on, besides stage and offloading
 
     def __call__(self, knobs: Knobs) -> bool:
+        """Return True if the requirement holds for the knobs."""
         return self.holds(knobs)
 
 
 def stage_of(knobs: Knobs) -> int:
+    """Return the ZeRO stage of knobs."""
     return int(knobs.get("zero_stage", 0))
 
 
@@ -267,6 +274,7 @@ OFFLOADING = ("offload_optimizer", "offload_param")
 
 
 def offloads(knobs: Knobs, what: str) -> bool:
+    """Return True if the knobs offload the optimizer or the parameters, as `what` names."""
     return knobs.get(what, "none") != "none"
 
 

@@ -37,6 +37,7 @@ def answer(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Print the configuration of the named Hub model as JSON."""
     parser = argparse.ArgumentParser(prog="python -m autotune.rank.hub_config", description=__doc__)
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("name")

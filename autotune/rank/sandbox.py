@@ -72,10 +72,12 @@ class Sandbox:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Sandbox:
+        """Return the sandbox of JSON data."""
         kept = tuple(stored["writable"])
         return cls(Path(stored["folder"]), Path(stored["cwd"]), Protection(stored["protection"]), kept)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the sandbox as JSON data."""
         paths = {"folder": str(self.folder), "cwd": str(self.cwd), "writable": list(self.writable)}
         return {**paths, "protection": str(self.protection)}
 

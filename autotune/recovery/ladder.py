@@ -50,6 +50,7 @@ class Rung:
     measured: bool
 
     def to_json(self, job: Job) -> dict[str, Any]:
+        """Return the rung as JSON data, with its DeepSpeed config."""
         return {
             "candidate": self.candidate.as_dict,
             "measured": self.measured,
@@ -60,6 +61,7 @@ class Rung:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Rung:
+        """Return the rung of JSON data."""
         candidate = Candidate.of(data["candidate"])
         return cls(candidate, data["peak_bytes"], data["samples_per_second"], data["measured"])
 

@@ -71,6 +71,7 @@ class LaunchSummary:
     attempts: list[Attempt] = field(default_factory=list)
 
     def lines(self) -> list[str]:
+        """Return the summary as lines of text."""
         restarts = len(self.attempts) - 1
         seconds = sum(one.seconds for one in self.attempts)
         steps = sum(one.steps for one in self.attempts)
@@ -82,6 +83,7 @@ class LaunchSummary:
         return [text, f"{times}; the last config was {last.candidate}"]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the exit code and all attempts as JSON data."""
         return {"code": self.code, "attempts": [dataclasses.asdict(one) for one in self.attempts]}
 
 
@@ -163,6 +165,7 @@ class Supervisor:
         return self._signal is not None
 
     def say(self, text: str) -> None:
+        """Print a message and append it to `launch.log`."""
         self._say(text)
         with suppress(OSError), (self.folder / "launch.log").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {masked(text)}\n")
@@ -420,6 +423,7 @@ class Heard:
     begun: set[str] = field(default_factory=set)  # output folders of Trainer's arguments
 
     def take(self, rank: int, message: Message) -> None:
+        """Process a message of a rank."""
         kind = message["type"]
         if kind == "resumed":
             # the last one counts, as a script may train in phases
@@ -439,6 +443,7 @@ class Heard:
         self.steps = max(self.steps, int(message.get("steps") or 0))
 
     def end(self, code: int, kind: Kind | None, reason: str) -> End:
+        """Return the end of an attempt, with the collected steps and checkpoint."""
         # A script with Trainer's arguments reports each load. Other scripts may load through torch alone.
         origin = self.origin or ("" if self.begun else None)
         return End(code, kind, reason, self.steps, self.resumed_from, origin=origin)

@@ -76,6 +76,7 @@ class Outlook:
 
     @property
     def hours_interval(self) -> Interval:
+        """Return the bounds of the training time in hours."""
         slow, fast = self.tokens_interval
         return self.tokens / fast / 3600, self.tokens / slow / 3600
 
@@ -91,6 +92,7 @@ class Outlook:
 
     @property
     def usd_interval(self) -> Interval | None:
+        """Return the bounds of the cost in USD, or None without a price."""
         if self.usd_per_hour is None:
             return None
         low, high = self.hours_interval
@@ -208,6 +210,7 @@ class Plan:
         return Outlook(self.best[0], self.job, self.hardware, self.tokens, self.price) if self.best else None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON data."""
         outlook = self.outlook
         return {
             "model": self.job.model.name,

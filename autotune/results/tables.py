@@ -25,6 +25,7 @@ class DataConsole(Console):
     """A Console that lets no control characters of a text reach the terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yield the segments of a renderable, with unprintable characters replaced."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
@@ -38,6 +39,7 @@ class DataTable(Table):
     """
 
     def add_row(self, *cells: Any, **how: Any) -> None:
+        """Add a row; texts are masked and not parsed as markup."""
         super().add_row(*(Text(masked(cell)) if isinstance(cell, str) else cell for cell in cells), **how)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -46,6 +46,7 @@ class Lasting:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        """Write text with secrets masked; return its length. A closed reader is ignored."""
         text = self._shown(masked(text))
         with self._outlasting():
             try:
@@ -55,10 +56,12 @@ class Lasting:
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
+        """Write all lines."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
+        """Flush the stream. A closed reader is ignored."""
         with self._outlasting():
             self._stream.flush()
 

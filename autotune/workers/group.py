@@ -294,6 +294,7 @@ class Group:
         return merged(self._each(lambda squad: squad.peaks()))
 
     def reset_peaks(self) -> None:
+        """Reset the peaks on all hosts."""
         for squad in self._squads:
             squad.reset_peaks()
 

@@ -125,6 +125,7 @@ class Patches:
         return found
 
     def set_environment(self, name: str, value: str) -> None:
+        """Set an environment variable until the patches are undone."""
         before = os.environ.get(name)
         os.environ[name] = value
         if before is None:
@@ -133,6 +134,7 @@ class Patches:
             self._undo.callback(os.environ.__setitem__, name, before)
 
     def on_undo(self, callback: Callable[[], Any]) -> None:
+        """Register a callback that runs when the patches are undone."""
         self._undo.callback(callback)
 
     def undo(self) -> None:
@@ -190,6 +192,7 @@ class Context:
 
     @property
     def script(self) -> Script:
+        """Return the job's script."""
         assert self.job.script is not None
         return self.job.script
 

@@ -499,6 +499,7 @@ def memory_bars(
     broken_down: Mapping[Candidate, Prediction],
     hardware: Hardware,
 ) -> Bars:
+    """Return the predicted and measured memory of a candidate as bars."""
     bars: list[Bar] = []
     if candidate in broken_down:
         bars.append(predicted_bar(broken_down[candidate], hardware))

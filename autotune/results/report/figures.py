@@ -67,6 +67,7 @@ class Axis:
 
     @property
     def ticks(self) -> list[float]:
+        """Return the ticks: logarithmic on a wide logarithmic axis, else round numbers."""
         wide = self.log and self.high > 8 * self.low
         return log_ticks(self.low, self.high) if wide else nice_ticks(self.low, self.high)
 
@@ -114,6 +115,7 @@ class Plot:
         )
 
     def line(self, x1: float, y1: float, x2: float, y2: float, classes: str, trial: int | None = None) -> None:
+        """Add a line, in data coordinates."""
         self._parts.append(
             Markup('<line x1="{}" y1="{:.0f}" x2="{}" y2="{:.0f}" class="{}"{}/>').format(
                 self._across(x1), self._down(y1), self._across(x2), self._down(y2), classes, _of(trial)
@@ -152,6 +154,7 @@ class Plot:
                 self.line(x2, y1, x2, y2, classes)
 
     def html(self) -> Markup:
+        """Return the figure with axes and grid as HTML."""
         bottom = TOP + self.height + self.lane
         across, left = [], []
         for tick in self.x.ticks:
@@ -274,6 +277,7 @@ def size_axis(name: str, low: float, high: float, log: bool = False) -> Axis:
 
 
 def unit_of(axis: Axis) -> float:
+    """Return the bytes per unit of an axis."""
     return GIB if axis.name.endswith("(GiB)") else MIB
 
 
@@ -421,6 +425,7 @@ def predicted_against_measured(report: StudyReport) -> list[Markup]:
 
 
 def letter(part: str) -> str:
+    """Return the letter that marks a part."""
     return LETTERS.get(part, part[:1].upper())
 
 

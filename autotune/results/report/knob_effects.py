@@ -206,6 +206,7 @@ def what_mattered(
     allowed: Callable[[Candidate], bool],
     predictor: Predictor | None,
 ) -> Mattered:
+    """Return the effects of knobs in pairs, and around the winner if there is one."""
     pairs = paired(measured)
     if winner is None:
         return Mattered(pairs)
