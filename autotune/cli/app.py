@@ -110,8 +110,9 @@ app.add_typer(gallery_app, name="gallery")
 
 
 def typed(parameters: dict[str, Any]) -> Request:
-    """Return the Request of a command's `locals()`, whose parameters have the names of its fields. None keeps a field's
-    default.
+    """Return the Request of a command's `locals()`, whose parameters have the names of its fields.
+
+    None keeps a field's default.
     """
     load_numpy()
     from autotune.commands.request import Request

@@ -222,8 +222,9 @@ def _open(executor: LocalExecutor, say: Callable[[str], None]) -> None:
 def _with_ops(
     executor: LocalExecutor, candidates: list[Candidate], store: StudyStore, say: Callable[[str], None]
 ) -> list[Candidate]:
-    """Return the candidates whose DeepSpeed ops can be loaded here. Missing ops are built now, and the study stores their
-    folder.
+    """Return the candidates whose DeepSpeed ops can be loaded here.
+
+    Missing ops are built now, and the study stores their folder.
     """
     executor.load_ops(candidates)
     left, lines = executor.ops.left(candidates, executor.job, executor.hardware.device)

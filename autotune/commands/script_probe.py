@@ -138,8 +138,9 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
 
 
 def remember(probed: Probe, folder: Path) -> None:
-    """Store a script's findings in a study's folder. This happens after the study accepted them, so that a refusal changes
-    nothing.
+    """Store a script's findings in a study's folder.
+
+    This happens after the study accepted them, so that a refusal changes nothing.
     """
     if probed.kept:
         write_atomically(folder / MEMORY, probed.kept, private=True)
@@ -238,8 +239,9 @@ def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: floa
 
 
 def _in_one_line(outcome: Outcome, target: str, reached: bool) -> str:
-    """Return the error and its fix in one line if the cause is known, so that the script's traceback is not needed; else
-    empty.
+    """Return the error and its fix in one line if the cause is known, else an empty text.
+
+    The script's traceback is then not needed.
 
     Args:
         reached: it has called `deepspeed.initialize`.

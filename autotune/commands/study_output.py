@@ -126,8 +126,9 @@ def open_in_browser(path: Path) -> bool:
 
 
 def record_study(study: str, storage: str | None, out: Path | None) -> tuple[Path, Path, int]:
-    """Write a study's measured candidates as a table that `--executor replay:TABLE` searches: to `out`, or into the study's
-    folder.
+    """Write a study's measured candidates as a table for `--executor replay:TABLE`.
+
+    The table goes to `out`, or into the study's folder.
 
     The peak of a candidate with an OOM is unknown. The table has its lower bound: the capacity plus the missing bytes.
 

@@ -95,8 +95,10 @@ def _is_number(value: Value) -> bool:
 
 
 def lora_trouble(value: Value) -> str | None:
-    """Return the reason why a LoRA is not allowed in an entry, or None. Its layers must exist in public architectures, and no
-    part may appear twice."""
+    """Return the reason why a LoRA is not allowed in an entry, or None.
+
+    Its layers must exist in public architectures, and no part may appear twice.
+    """
     if not isinstance(value, str):
         return f"expected none, or r=16,targets=all-linear, found {value!r}"
     try:
@@ -520,8 +522,10 @@ def _least_flops(entry: Entry) -> float | None:
 
 
 def _peak_tflops(entry: Entry) -> float:
-    """Return the peak of 16-bit arithmetic, which 32-bit matrices may use too (TF32). An unknown card gets the peak of the
-    fastest known one."""
+    """Return the peak of 16-bit arithmetic, which 32-bit matrices may use too (TF32).
+
+    An unknown card gets the peak of the fastest known one.
+    """
     if entry.machine.device == "cpu":
         return CPU_TFLOPS
     facts = entry.machine.facts

@@ -237,8 +237,10 @@ class _TooLong(TimeoutError):
 
 
 def _outputs(tracing: subprocess.Popen[str], asked: str | None, timeout_seconds: float) -> tuple[str, str]:
-    """Return the process's output when it ends. The time limit starts after the imports, which take minutes from a network
-    disk."""
+    """Return the process's output when it ends.
+
+    The time limit starts after the imports, which take minutes from a network disk.
+    """
     imported, until = False, time.monotonic() + IMPORT_SECONDS
     while True:
         try:

@@ -50,8 +50,10 @@ class Pass:
         )
 
     def reduced(self) -> Pass:
-        """Keep only the entries that can be the peak for some micro-batch, weight of gradients and weight of parameters in
-        use."""
+        """Keep only the entries that can be the peak for some micro-batch and weights.
+
+        The weights are those of gradients and of parameters in use.
+        """
         keep: list[int] = []
         values = np.array([self.fixed, self.per_sequence, self.gradients, self.in_use])
         phases = np.array(self.phase)

@@ -68,7 +68,11 @@ def several_ranks(value: Value, c: Circumstances) -> str:
 
 
 def several_nodes(value: Value, c: Circumstances) -> str:
-    """hpZ's second partition lies within a node. On a single node it would hold the memory that ZeRO-3 saves, without a gain."""
+    """Require several nodes for hpZ.
+
+    The second partition of hpZ lies within a node. On a single node it would hold the memory that ZeRO-3 saves, without a
+    gain.
+    """
     if c.hardware.nodes < 2:
         return "needs more than one node"
     if not 1 <= int(value) <= c.hardware.per_node or c.hardware.per_node % int(value):
@@ -185,8 +189,9 @@ def liger_kernel(value: Value, c: Circumstances) -> str:
 
 
 def liger_model(value: Value, c: Circumstances) -> str:
-    """Check that Liger knows the model and that the task has a language-model head: Liger replaces any head's forward by that
-    head's.
+    """Check that Liger knows the model and that the task has a language-model head.
+
+    Liger replaces the forward of any head by that of a language model.
     """
     kind = c.job.model.config.get("model_type")
     if since(kind) is None:

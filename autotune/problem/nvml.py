@@ -65,8 +65,9 @@ class Gpu:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that processes hold, including those that NVML does not show. If the memory is main memory, only processes that
-        NVML shows count.
+        """Bytes that processes hold, including those that NVML does not show.
+
+        If the memory is main memory, only processes that NVML shows count.
         """
         if self.unified:
             return sum(self.holders.values())

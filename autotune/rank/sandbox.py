@@ -169,8 +169,10 @@ class Sandbox:
 
 
 def remove(folder: Path) -> None:
-    """Remove a trial's folder and its layers, whatever modes a script has left in them. What cannot be removed yet (a network
-    disk keeps open files) gets another name, and is tried again by the next call."""
+    """Remove a trial's folder and its layers, whatever modes a script has left in them.
+
+    What cannot be removed yet (a network disk keeps open files) gets another name, and is tried again by the next call.
+    """
     with suppress(FileNotFoundError):
         folder.rename(folder.with_name(f"{folder.name}-{os.urandom(8).hex()}"))
     for base in (*folder.parent.glob(f"{folder.name}-*"), *_spare_bases(folder)):
@@ -304,8 +306,10 @@ class _Tree:
         shutil.copystat(path, at)
 
     def _adopt(self, path: str, upper: str) -> None:
-        """Make folders in a layer whose owner or group the user namespace lacks, and copy such files of the user's current
-        folder: copy-up refuses these with EOVERFLOW since Linux 6.4."""
+        """Make folders in a layer whose owner or group the user namespace lacks.
+
+        Such files of the user's current folder are copied, since copy-up refuses them with EOVERFLOW since Linux 6.4.
+        """
         inside = f"{path}/".startswith(f"{self._cwd}/")
         shared = os.stat(path).st_mode & stat.S_ISVTX and not inside
         for entry in islice(os.scandir(path), _MOST_ENTRIES):
@@ -475,8 +479,10 @@ def _reopen_folders() -> None:
 
 
 def _copying_rename(rename: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `os.rename` so that it copies where an ordinary user's overlay cannot rename: folders of the layer below, and between
-    two overlays."""
+    """Wrap `os.rename` so that it copies if an ordinary user's overlay cannot rename.
+
+    Affected are folders of the layer below, and renames between two overlays.
+    """
 
     def renamed(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
         try:
@@ -535,8 +541,9 @@ _IO_URING_SETUP, _X32_CALLS = 425, 0x40000000  # ways to the same calls
 
 
 def _ignore_attribute_changes() -> None:
-    """Have changes of attributes do nothing and succeed, so that programs that copy them go on. A filter sees no paths: in the
-    trial's own folder they do nothing either.
+    """Have changes of attributes do nothing and succeed, so that programs that copy them go on.
+
+    A filter sees no paths: in the trial's own folder they do nothing either.
 
     Raises:
         OSError: the kernel has no seccomp filters, or the architecture is not known.
@@ -596,8 +603,10 @@ def _shown_names(cwd: Path) -> tuple[str, ...]:
 
 
 def _caches(environment: Mapping[str, str], cwd: str) -> Iterator[str]:
-    """Make and name the caches that libraries keep between runs, by the variables that they document. A folder that holds the
-    user's current one is none."""
+    """Make and name the caches that libraries keep between runs, by the variables that they document.
+
+    A folder that holds the user's current one is none.
+    """
     home = os.path.expanduser("~")
     general = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
     hub = environment.get("HF_HOME") or f"{general}/huggingface"

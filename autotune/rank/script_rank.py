@@ -238,7 +238,7 @@ class ScriptRank(BaseRank):
             self._compare_clocks(request)
 
     def beside(self, number: int, rows: int) -> None:
-        """Record the rows of a batch that the script loads in another data loader."""
+        """Record the rows of an auxiliary engine's optimizer step."""
         self.rows_beside.setdefault(str(number), []).append(rows)
 
     def _check(self, candidate: Candidate) -> None:

@@ -76,8 +76,9 @@ def recovery_ladder(
     *,
     convert: bool = False,
 ) -> list[Rung]:
-    """Return the config to start from, then rungs of decreasing memory: the fastest at each step, and the smallest at the
-    end.
+    """Return the config to start from, then rungs of decreasing memory.
+
+    Each step has the fastest candidate, and the last rung has the smallest peak.
 
     Every rung keeps the global batch of `top` exactly and can load its checkpoints; with `convert`, after a conversion.
     Measured values take precedence over predicted ones. Candidates that have `failed` are left out.

@@ -208,8 +208,10 @@ class Supervisor:
                 return LaunchSummary(128 + self._signal, attempts)
 
     def _sets_aside(self, end: End, *, first: bool) -> bool:
-        """Check that the restart failed to load its checkpoint, so that the next attempt must use an older one. This
-        happens once per checkpoint, and for few in a row, as more point to another cause."""
+        """Check that the restart failed to load its checkpoint, so that the next attempt must use an older one.
+
+        This happens once per checkpoint, and for few in a row, as more point to another cause.
+        """
         if end.steps:
             self._bad.clear()
         again = end.unloaded in self._bad or len(self._bad) >= MOST_UNLOADED
@@ -247,8 +249,9 @@ class Supervisor:
         return end
 
     def _prepare(self, rung: Rung, heard: Heard) -> End | None:
-        """Build the missing ops that a rung needs, and reconnect to lost nodes. Ranks would build the ops without any
-        message.
+        """Build the missing ops that a rung needs, and reconnect to lost nodes.
+
+        Ranks would build the ops without any message.
 
         Returns:
             The attempt's end if a signal stopped the preparation or it cannot be done; otherwise None.
@@ -568,8 +571,11 @@ class Descent:
         return kind in _TOO_MUCH or self._barren >= _MOST_BARREN
 
     def _comes_alike(self, kind: Kind, steps: int, origin: str | None) -> bool:
-        """Check that enough attempts in a row ended at the same step in the same way. Attempts without a step do not count.
-        Without a known origin, a script may start from a different place each time."""
+        """Check that enough attempts in a row ended at the same step in the same way.
+
+        Attempts without a step do not count. Without a known origin, a script may start from a different place each
+        time.
+        """
         if not steps or origin is None or kind in _TOO_MUCH:
             return False
         place, near = (kind, origin), abs(steps - self._steps) <= max(1.0, _NEAR * steps)

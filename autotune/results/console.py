@@ -338,8 +338,10 @@ def _times_others(winner: Record, records: list[Record]) -> dict[Candidate, floa
 
 
 def measured_alike(winner: Record, records: list[Record]) -> dict[Candidate, tuple[Measurement, Measurement]]:
-    """Return (the winner's Measurement, its own) for each other config. Both come from verification, or both from the search,
-    as a machine's pace may change in between."""
+    """Return (the winner's Measurement, its own) for each other config.
+
+    Both come from verification, or both from the search, as a machine's pace may change in between.
+    """
     measured: dict[str, dict[Candidate, Measurement]] = {VERIFY: {}, SEARCH: {}}
     for record in records:
         if record.outcome and record.outcome.measurement and record.role in measured:
@@ -426,8 +428,11 @@ def train_with(
 
 
 def _checkpointing(winner: Candidate, job: Job, script: Script) -> list[str]:
-    """Return the change of activation checkpointing that the script's code needs, if its command does not carry it. If the
-    script has it on and the winner off, the change is always listed: no flag can switch off what the code switches on."""
+    """Return the change of activation checkpointing that the script's code needs, if its command does not carry it.
+
+    If the script has it on and the winner off, the change is always listed: no flag can switch off what the code
+    switches on.
+    """
     if winner.checkpointing:
         known = script.profile.get("checkpointed") or carries_knob(script, CHECKPOINTING)
         return [] if known else [with_checkpointing(job)]
@@ -436,8 +441,10 @@ def _checkpointing(winner: Candidate, job: Job, script: Script) -> list[str]:
 
 
 def _missing_bytes(outcome: Outcome, hardware: Hardware) -> int | None:
-    """Return a lower bound of the bytes by which a config missed the ceiling; None if it did not, or failed for another
-    reason."""
+    """Return a lower bound of the bytes by which a config missed the ceiling.
+
+    None if the config did not miss it, or failed for another reason.
+    """
     if outcome.measurement is not None:
         over = outcome.measurement.peak_bytes - hardware.ceiling_bytes
         return over if over > 0 else None

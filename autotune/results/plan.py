@@ -32,8 +32,10 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Outlook:
-    """Speed, time and cost of a training over `tokens`, from a prediction. Intervals hold 95 % and reflect the step time
-    alone."""
+    """Speed, time and cost of a training over `tokens`, from a prediction.
+
+    Intervals hold 95 % and reflect the step time alone.
+    """
 
     prediction: Prediction
     job: Job
@@ -55,8 +57,10 @@ class Outlook:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs as a share of the devices' peak, recomputation not counted; None if either is unknown or only
-        estimated."""
+        """Model FLOPs as a share of the devices' peak, recomputation not counted.
+
+        None if either is unknown or only estimated.
+        """
         flops = model_flops_per_token(under(self.job, self.prediction.candidate))
         card = self.hardware.gpu_facts
         if not flops or card is None or card.doubt:
@@ -139,8 +143,10 @@ class Outlook:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Largest micro-batch of one ZeRO stage that surely fits with the fewest memory savers, and changes that would let the
-    next size fit."""
+    """Largest micro-batch of one ZeRO stage that surely fits, and changes that would let the next size fit.
+
+    The micro-batch uses the fewest memory savers.
+    """
 
     stage: int
     fitting: Prediction | None  # None: not even one sequence fits

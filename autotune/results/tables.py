@@ -31,8 +31,9 @@ class DataConsole(Console):
 
 
 class DataTable(Table):
-    """Table that shows its cells unchanged. Errors contain `[enforce fail at alloc_cpu.cpp:117]` and `[/src/gloo]`, which
-    look like markup.
+    """Table that shows its cells unchanged.
+
+    Errors contain `[enforce fail at alloc_cpu.cpp:117]` and `[/src/gloo]`, which look like markup.
 
     A long table without borders is laid out here with the same result. rich creates about ten objects per cell, which takes 4
     s for 5,000 rows.

@@ -505,7 +505,7 @@ class Blame:
 
     @property
     def machine_fails(self) -> bool:
-        """Return True after several failures that no candidate caused."""
+        """Return True if the infrastructure failed several times in a row."""
         return self.machine_failures >= MACHINE_FAILURES
 
     def take(self, candidate: Candidate, outcome: Outcome) -> None:

@@ -21,7 +21,7 @@ _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)  # a pipe without reader, a termin
 
 
 def printable(text: str) -> str:
-    """Return the text with each character that moves a cursor, recolours a terminal or reorders text escaped, like `\\u001b`."""
+    r"""Return the text with characters escaped, like `\u001b`, that move a cursor, recolour a terminal or reorder text."""
     return text.replace("\r\n", "\n").translate(_SHOWN)
 
 

@@ -192,8 +192,10 @@ def _skips(store: StudyStore, known: AbstractSet[Candidate]) -> tuple[tuple[str,
 
 
 def _searched_alike(records: Sequence[Record]) -> dict[Candidate, Measurement]:
-    """Return the measurements of the search. Verification runs later and more carefully, which would favour verified
-    candidates."""
+    """Return the measurements of the search.
+
+    Verification runs later and more carefully, which would favour verified candidates.
+    """
     return {
         record.candidate: record.outcome.measurement
         for record in records

@@ -212,8 +212,10 @@ class Part:
 def stacked(
     name: str, title: str, about: str, parts: Sequence[Part], whole: float, lines: Sequence[tuple[float, str]]
 ) -> Markup:
-    """Draw a bar of parts from left to right, with vertical lines at some sizes. A letter appears in parts that are wide
-    enough."""
+    """Draw a bar of parts from left to right, with vertical lines at some sizes.
+
+    A letter appears in parts that are wide enough.
+    """
     drawn, at = [], 0.0
     for part in parts:
         width = 100 * part.size / whole
@@ -292,8 +294,11 @@ def look(trial: Trial) -> tuple[str, str]:
 
 
 def speed_against_memory(report: StudyReport) -> Markup | None:
-    """Draw tokens per second over the peak for all trials. OOM trials are in a lane, at the least memory they would have
-    needed. None if no speed was measured, as there is no axis."""
+    """Draw tokens per second over the peak for all trials.
+
+    OOM trials are in a lane, at the least memory they would have needed. None if no speed was measured, as there is no
+    axis.
+    """
     ran = [t for t in report.trials if t.measured and t.peak_bytes]
     out = [t for t in report.trials if t.status is Status.RAN_OUT]
     if not ran:
@@ -351,8 +356,10 @@ def _front(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def over_time(report: StudyReport) -> Markup | None:
-    """Draw every trial as a line as long as its duration, at its speed, and the best so far. Trials are drawn in sequence,
-    without the time between them. None if no trial took time or measured a speed."""
+    """Draw every trial as a line as long as its duration, at its speed, and the best so far.
+
+    Trials are drawn in sequence, without the time between them. None if no trial took time or measured a speed.
+    """
     shown = [t for t in report.trials if t.role != TRAINING and t.status is not Status.RUNNING]
     whole = sum(t.seconds for t in shown)
     fastest = max((t.tokens_per_second or 0 for t in shown), default=0.0)

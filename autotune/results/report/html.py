@@ -173,8 +173,10 @@ _FORECAST = tuple(f.name for f in dataclasses.fields(Forecast))
 
 
 def study_data(report: StudyReport) -> dict[str, Any]:
-    """Return the data that the page offers as JSON and CSV: the study's settings, and its trials by columns, exact. Bytes and
-    seconds."""
+    """Return the data that the page offers as JSON and CSV: the study's settings, and its trials by columns, exact.
+
+    Bytes and seconds.
+    """
     knobs = sorted({name for trial in report.trials for name in trial.knobs})
     rows = [
         [
