@@ -76,7 +76,7 @@ class Probe:
     """Findings of a probe run."""
 
     script: Script  # includes its profile
-    baseline: Outcome | None  # measurement of its own config; None if that ran out of memory
+    baseline: Outcome | None  # measurement of the script's config; None if that ran out of memory
     kept: str = ""  # text to store in the study's folder; empty if it was loaded from there
 
 
@@ -126,7 +126,7 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
     if note:
         say(f"{note}; its batch is left as it is, and all else is tuned")
         profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)
-        if not own:  # the counts of its own steps were not observed
+        if not own:  # the script's steps were not counted
             profile |= {"held": {}, "beside": dict.fromkeys(profile.get("beside", {}), 0)}
     profile["batch_note"] = note
     used = facts.get(SOURCES, ())
@@ -351,7 +351,7 @@ def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:
 
 _TWO_STEPS = Effort(min_steps=2, max_steps=2, min_seconds=0.0)
 _MOST_TRIES = 2  # batches that the script may refuse before its own is kept
-_MOST_TIMES = 4  # multiple of its own micro-batch that is assumed to fit in memory
+_MOST_TIMES = 4  # multiple of the script's micro-batch that is assumed to fit in memory
 
 
 def batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:

@@ -127,7 +127,7 @@ class Columns:
     pinned_param: Floats
     round_robin: Floats
     own_linear: Floats  # stage 3 replaces torch's linear by one that saves its input even if the weight is frozen
-    immediate: Floats  # BF16_Optimizer adds each gradient to its 32-bit sum as soon as it is made
+    immediate: Floats  # BF16_Optimizer adds each gradient to its 32-bit sum as soon as backward makes it
     early_buckets: Floats  # stages 1 and 2 make their buckets before backward, not with its first gradient
     keeps_gradients: Floats  # gradients are set to zero after a step, and stay allocated
     allgather_bucket: Floats

@@ -742,7 +742,7 @@ def features_of(c: Columns) -> Floats:
 # size.
 
 BATCHES = 100  # batches of a training before its memory is read; later records are rare and hardly ever observed
-# Blocks of at least this size have a segment of their own; smaller ones share segments that any length can use.
+# Blocks of at least this size have a separate segment; smaller ones share segments that any length can use.
 OWN_SEGMENT_BYTES = 10 * MIB
 # A layer's blocks have many sizes, and the larger ones of a shorter batch serve as smaller ones of a longer batch.
 # Replays of layers alone keep 0.7 to 1.4 times the bytes in use; tensors of one size would keep 2.7.
@@ -870,9 +870,8 @@ def peaks(p: Prepared, hardware: Hardware, constants: Floats) -> Peaks:
 def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats]:
     """Return (n, constants) derivatives by the constants, of two predictions.
 
-    The first is of NVML's bytes on a card of unlimited memory, the second of the bytes that torch allocates.
-
-    Both are linear in each constant, except where another moment becomes the peak.
+    The predictions are NVML's bytes on a card of unlimited memory, and the bytes that torch allocates. Both are linear in
+    each constant, except where another moment becomes the peak.
     """
     allocated, cached, whole = _moments(p, hardware, constants)
     k, b = dict(zip(MEMORY_CONSTANTS, constants, strict=True)), p.bill

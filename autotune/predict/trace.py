@@ -270,7 +270,7 @@ def _worked_seconds(pid: int) -> float:
 
 # -- traced ------------------------------------------------------------------------------------------------------------
 #
-# Predictor of a job that this process may run: its model is traced in a process of its own if no trace is known.
+# Predictor of a job that this process may run: its model is traced in a separate process if no trace is known.
 
 
 def traced_predictor(job: Job, hardware: Hardware, trace: Trace | None = None) -> Predictor:

@@ -104,7 +104,7 @@ def stored_trace(job: Job, *, device: str = "cuda", versions: Mapping[str, str] 
 
 
 def traceable(profile: dict[str, Any]) -> bool:
-    """Whether a script trains what a trace runs: the whole of a causal model, on the model's own loss."""
+    """Check that a script trains what a trace runs: a whole causal model, on the model's own loss."""
     one_row = profile.get("rows_per_sample") == 1 or profile.get("counted") == "tokens"  # those are packed end to end
     return bool(profile.get("causal") and not profile.get("frozen") and one_row)
 

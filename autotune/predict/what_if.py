@@ -1,4 +1,4 @@
-"""The same job on other hardware, and the predictor's published error."""
+"""Predictions of a job on other hardware, and the predictor's published error."""
 
 from __future__ import annotations
 

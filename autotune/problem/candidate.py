@@ -206,7 +206,7 @@ def trial_environment(candidate: Candidate, job: Job, own: Mapping[str, str]) ->
 
 
 def under(job: Job, candidate: Candidate) -> Job:
-    """Return the job with the candidate's attention, compilation, LoRA, packing and kernels in place of its own."""
+    """Return the job with its attention, compilation, LoRA, packing and kernels replaced by the candidate's."""
     lora = candidate.get(LORA)
     return dataclasses.replace(
         job,

@@ -397,7 +397,7 @@ def memory(lib: Any, handle: Any) -> Sizes:
 
 
 def shared_memory() -> Sizes:
-    """Return main memory as this process can have it, for a device without memory of its own."""
+    """Return main memory as this process can have it, for a device without dedicated memory."""
     return host_total_bytes(), host_available_bytes(), 0
 
 

@@ -1,4 +1,4 @@
-"""Print the configuration of a Hub model, in a process of its own because the tuner imports no transformers.
+"""Print the configuration of a Hub model, in a separate process because the tuner imports no transformers.
 
 Run as `python -m autotune.rank.hub_config [--trust-remote-code] NAME`. The last line of standard output is JSON: {"config":
 {…}}, or {"error": "…"} with one line that gives the reason.

@@ -171,7 +171,7 @@ class Sandbox:
 def remove(folder: Path) -> None:
     """Remove a trial's folder and its layers, whatever modes a script has left in them.
 
-    What cannot be removed yet (a network disk keeps open files) gets another name, and is tried again by the next call.
+    Folders that cannot be removed yet (a network disk keeps open files) are renamed, and the next call tries again.
     """
     with suppress(FileNotFoundError):
         folder.rename(folder.with_name(f"{folder.name}-{os.urandom(8).hex()}"))
@@ -185,7 +185,7 @@ def remove(folder: Path) -> None:
 
 
 def available_protection(cwd: Path, folder: Path, command: Callable[..., list[str]]) -> Protection:
-    """Return the best mechanism that this machine offers, by entering a sandbox in a process of its own.
+    """Return the best mechanism that this machine offers, by entering a sandbox in a separate process.
 
     Args:
         cwd: the user's folder.
@@ -209,7 +209,7 @@ def available_protection(cwd: Path, folder: Path, command: Callable[..., list[st
 
 
 def main() -> None:
-    """Enter a sandbox; fail if a write beside the trial's folder is neither refused nor kept in a layer."""
+    """Enter a sandbox; fail if a write next to the trial's folder is neither refused nor kept in a layer."""
     trial, cwd, protection = sys.argv[1:]
     sandbox, beside = Sandbox(Path(trial), Path(cwd), Protection(protection)), Path(f"{trial}-written")
     device = os.stat(beside.parent).st_dev
@@ -331,7 +331,7 @@ class _Tree:
         return small and entry.path not in self._mounts and os.access(entry.path, os.R_OK | os.W_OK)
 
     def separate_shared_memory(self) -> None:
-        """Give the trial shared memory of its own, of the size that is free; what lies there already stays readable."""
+        """Give the trial private shared memory of the size that is free; existing files there stay readable."""
         free, layers = shutil.disk_usage(_SHARED_MEMORY).free, self._layers()
         with suppress(OSError):
             _mount("tmpfs", layers, 0, "tmpfs", f"size={free},mode=0700")
@@ -429,7 +429,7 @@ def _listening_sockets() -> list[str]:
 
 
 def _make_namespaces() -> None:
-    """Give this process mounts of its own, in a user namespace of its own if it may not mount."""
+    """Give this process private mounts, in a new user namespace if it may not mount."""
     user, group = os.getuid(), os.getgid()
     try:
         _call("unshare", _NEW_MOUNTS)

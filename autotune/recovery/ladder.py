@@ -19,7 +19,7 @@ from autotune.problem.space import SearchSpace
 from autotune.rank.checkpoints import convertible, layout
 from autotune.util.files import write_atomically
 
-# Knobs that a rung may change. Of these only stage, sub-groups and NVMe determine the layout of checkpoints
+# Knobs that a rung may change. Only stage, sub-groups and NVMe determine the layout of checkpoints
 # (`autotune.rank.checkpoints.layout`). Other knobs, like round_robin_gradients, stay fixed.
 CROSSED = (
     MICRO_BATCH,

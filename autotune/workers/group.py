@@ -389,8 +389,8 @@ class Group:
     def end(self) -> None:
         """End every rank with all its descendants, and wait until processes and memory are released.
 
-        Processes that a finished training left running are kept on purpose. After a signal, only those in sessions of
-        their own are kept.
+        Processes that a finished training left running are kept on purpose. After a signal, only those in
+        separate sessions are kept.
         """
         if self._ended:
             return

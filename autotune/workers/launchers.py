@@ -305,7 +305,7 @@ def training_environment(device: str, threads: int) -> dict[str, str]:
     env = {
         **current().environment(),
         # torch looks for ninja in PATH. pip installs it next to this Python, whose environment may not be activated.
-        # The same ninja must always be found, because another version's log would make it rebuild every op.
+        # All builds must find one ninja, because another version's log would make it rebuild every op.
         "PATH": os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]),
         "DS_ACCELERATOR": device,
         ORDER: os.environ.get(ORDER, BY_BUS),  # NVML's order, so that monitor and capacity match the rank's GPU

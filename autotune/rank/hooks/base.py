@@ -216,7 +216,7 @@ class Context:
 # Measure a batch: its sizes from a DeepSpeed config, its sequences and tokens from tensors; pad it.
 
 _BORDERS = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens", "cu_seqlens_q")  # borders of concatenated sequences
-_FROM_ZERO = ("ptr", *_BORDERS)  # one more entry than samples; the first name is of PyTorch Geometric's graphs
+_FROM_ZERO = ("ptr", *_BORDERS)  # one more entry than samples; PyTorch Geometric's graphs use the first name
 _CHANNELS = (1, 3, 4)  # channels of an image
 _VALUED = ("position_ids", *_BORDERS)  # tensors whose values matter in addition to their shapes
 _MOST_KNOWN = 1024

@@ -255,7 +255,7 @@ class PlanReport:
     job: str
     machine: str
     cards: tuple[Card, ...]  # one, or several side by side
-    memory: tuple[Bars, ...]  # fastest configs, each with the limits of its own card
+    memory: tuple[Bars, ...]  # fastest configs, each with the limits of its card
     text: str  # the whole plan as in the terminal
     data: Any  # the output of `--json`
     version: str = __version__
