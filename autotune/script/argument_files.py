@@ -247,7 +247,7 @@ def _trainers(script: Script, data: dict[str, Any]) -> bool:
 
 
 def telling(data: dict[str, Any]) -> bool:
-    """Return True if the data has keys that only training arguments have."""
+    """Return True if the data has a key of the config, the output folder or a knob."""
     return any(find(data, (name,)) is not None for name in _TELLING)
 
 

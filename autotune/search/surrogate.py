@@ -47,7 +47,7 @@ class Trust:
     credit: float = CREDIT
 
     def charge(self, predictor: float, surrogate: float) -> None:
-        """Add the difference of two errors to the credit, within bounds."""
+        """Add the predictor's gain over the surrogate to the credit, within bounds."""
         gained = max(-ONE_SURPRISE, min(ONE_SURPRISE, predictor - surrogate))
         self.credit = max(-MOST_DEBT, min(MOST_CREDIT, self.credit + gained))
 

@@ -172,7 +172,7 @@ class Agent:
         return {"there": is_there(manifest)}
 
     def on_part(self, *, data: str) -> None:
-        """Store a part of a payload that is too large for a message."""
+        """Store a received piece of a folder."""
         self._parts.append(base64.b64decode(data))
 
     def on_unpack(self, *, manifest: dict[str, Any], lasting: bool) -> dict[str, Any]:
