@@ -90,6 +90,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/prose.py
 
 .PHONY: docs picture
 docs: setup  # the site with its generated pages, into build/docs; a missing page or link ends it

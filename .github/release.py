@@ -1,6 +1,6 @@
-"""Whether a tag may be published: `python .github/release.py v0.2.0`. Needs nothing but Python.
+"""Check that a tag may be published: `python .github/release.py v0.2.0`. Needs nothing but Python.
 
-The tag is the package's version, the changelog's first section is of that version and has a date, and the citation names it.
+The tag is the package's version. The changelog's first section has that version and a date, and the citation names it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def troubles(tag: str, version_file: str, changelog: str, citation: str) -> list[str]:
-    """What keeps the tag from being published, a line each."""
+    """Return the reasons why the tag may not be published, a line each."""
     version = (re.findall(r'__version__ = "([^"]+)"', version_file) or ["none"])[0]
     heading = (re.findall(r"^## (.+)$", changelog, re.MULTILINE) or ["none"])[0]
     cited = (re.findall(r"^version: (.+)$", citation, re.MULTILINE) or ["none"])[0]

@@ -110,8 +110,9 @@ app.add_typer(gallery_app, name="gallery")
 
 
 def typed(parameters: dict[str, Any]) -> Request:
-    """Return the Request of a command's `locals()`, whose parameters have the names of its fields. None keeps a field's
-    default.
+    """Return the Request of a command's `locals()`, whose parameters have the names of its fields.
+
+    None keeps a field's default.
     """
     load_numpy()
     from autotune.commands.request import Request
@@ -325,6 +326,7 @@ app.command(hidden=True)(agent)
 
 @app.callback(invoke_without_command=True)
 def top(version: Annotated[bool, option("Print the version.", "--version")] = False) -> None:
+    """Print the version if `--version` is given."""
     if version:
         print(__version__)
         raise typer.Exit

@@ -48,6 +48,7 @@ def load_numpy() -> None:
 
 
 def option(help: str, *names: str) -> Any:
+    """Declare a command-line option with its help and names."""
     return typer.Option(*names, help=help)
 
 
@@ -72,6 +73,7 @@ def asking(as_json: bool = False) -> Callable[[str], bool] | None:
 
 
 def emit(data: Any) -> None:
+    """Print data as JSON, with secrets masked."""
     text = json.dumps(masked_data(json.loads(json.dumps(data, default=str))), indent=2)
     print(text.replace("\x7f", "\\u007f"))
 
@@ -82,11 +84,13 @@ def typed_command() -> str:
 
 
 def say(text: str) -> None:
+    """Print a message to standard error."""
     with suppress(OSError):  # if nothing can be written, the exit code still reports the failure
         print(f"autotune: {text}", file=sys.stderr, flush=True)
 
 
 def fail(text: str, code: int) -> None:
+    """Print an error and exit with the code. Code 2 (bad input) is printed in one line."""
     say(" ".join(map(str.strip, text.splitlines())) if code == 2 else text)  # bad input is reported in one line
     sys.exit(code)
 

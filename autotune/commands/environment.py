@@ -1,4 +1,4 @@
-"""Where ranks run: Python, hostfile, Slurm or Ray, up to the connected Cluster."""
+"""Places of ranks: Python, hostfile, Slurm or Ray, up to the connected Cluster."""
 
 from __future__ import annotations
 

@@ -461,7 +461,7 @@ def _said(script: Script, knob: str) -> int | None:
 
 
 def _said_to_trainer(script: Script, knob: str) -> bool:
-    """Check that a Trainer's own argument sets it, with a known default. Only the script knows the default of its own flag."""
+    """Check that a Trainer's own argument sets it, with a known default. Only the script knows the defaults of its flags."""
     name = KNOWN_FLAGS[knob].removeprefix("--")
     flags = (word.removeprefix("--").replace("-", "_") for word in given(script.argv) if word.startswith("--"))
     return name in flags or any(find(file.data, (name,)) is not None for file in own_files(script))

@@ -83,6 +83,7 @@ class RunSummary:
     used_seconds: float
 
     def to_json(self) -> dict[str, Any]:
+        """Return the summary as JSON data, as `--json` prints it."""
         return {
             "study": self.study,
             "folder": str(self.folder),
@@ -221,8 +222,9 @@ def _open(executor: LocalExecutor, say: Callable[[str], None]) -> None:
 def _with_ops(
     executor: LocalExecutor, candidates: list[Candidate], store: StudyStore, say: Callable[[str], None]
 ) -> list[Candidate]:
-    """Return the candidates whose DeepSpeed ops can be loaded here. Missing ops are built now, and the study stores their
-    folder.
+    """Return the candidates whose DeepSpeed ops can be loaded here.
+
+    Missing ops are built now, and the study stores their folder.
     """
     executor.load_ops(candidates)
     left, lines = executor.ops.left(candidates, executor.job, executor.hardware.device)
@@ -460,6 +462,7 @@ def with_agreed_protection(setup: Setup, work: Path, confirm: Callable[[str], bo
 
 
 def first_executor(setup: Setup, work: Path, cancelled: Callable[[], bool]) -> LocalExecutor | ReplayExecutor:
+    """Return the executor of the first worker: a replay if a table was given, else a local one."""
     if setup.landscape is not None:
         return ReplayExecutor(setup.landscape, setup.seed, setup.hardware.headroom)
     return _local(setup, setup.hardware, work, cancelled, setup.slots[0].variables if setup.slots else None)

@@ -76,7 +76,7 @@ class Probe:
     """Findings of a probe run."""
 
     script: Script  # includes its profile
-    baseline: Outcome | None  # measurement of its own config; None if that ran out of memory
+    baseline: Outcome | None  # measurement of the script's config; None if that ran out of memory
     kept: str = ""  # text to store in the study's folder; empty if it was loaded from there
 
 
@@ -126,7 +126,7 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
     if note:
         say(f"{note}; its batch is left as it is, and all else is tuned")
         profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)
-        if not own:  # the counts of its own steps were not observed
+        if not own:  # the script's steps were not counted
             profile |= {"held": {}, "beside": dict.fromkeys(profile.get("beside", {}), 0)}
     profile["batch_note"] = note
     used = facts.get(SOURCES, ())
@@ -138,8 +138,9 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
 
 
 def remember(probed: Probe, folder: Path) -> None:
-    """Store a script's findings in a study's folder. This happens after the study accepted them, so that a refusal changes
-    nothing.
+    """Store a script's findings in a study's folder.
+
+    This happens after the study accepted them, so that a refusal changes nothing.
     """
     if probed.kept:
         write_atomically(folder / MEMORY, probed.kept, private=True)
@@ -238,8 +239,9 @@ def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: floa
 
 
 def _in_one_line(outcome: Outcome, target: str, reached: bool) -> str:
-    """Return the error and its fix in one line if the cause is known, so that the script's traceback is not needed; else
-    empty.
+    """Return the error and its fix in one line if the cause is known, else an empty text.
+
+    The script's traceback is then not needed.
 
     Args:
         reached: it has called `deepspeed.initialize`.
@@ -349,7 +351,7 @@ def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:
 
 _TWO_STEPS = Effort(min_steps=2, max_steps=2, min_seconds=0.0)
 _MOST_TRIES = 2  # batches that the script may refuse before its own is kept
-_MOST_TIMES = 4  # multiple of its own micro-batch that is assumed to fit in memory
+_MOST_TIMES = 4  # multiple of the script's micro-batch that is assumed to fit in memory
 
 
 def batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:

@@ -126,8 +126,9 @@ def open_in_browser(path: Path) -> bool:
 
 
 def record_study(study: str, storage: str | None, out: Path | None) -> tuple[Path, Path, int]:
-    """Write a study's measured candidates as a table that `--executor replay:TABLE` searches: to `out`, or into the study's
-    folder.
+    """Write a study's measured candidates as a table for `--executor replay:TABLE`.
+
+    The table goes to `out`, or into the study's folder.
 
     The peak of a candidate with an OOM is unknown. The table has its lower bound: the capacity plus the missing bytes.
 
@@ -213,6 +214,7 @@ class Shared:
         return f"{model}_{machine.count}x{machine.gpu or machine.device}_{key}.json"
 
     def lines(self) -> list[str]:
+        """Return the lines that the command prints after it wrote the entry."""
         model = (
             self.entry.job.model or f"a model of {(self.entry.job.parameters or 0) / 1e6:.4g}M parameters, not named"
         )
@@ -225,6 +227,7 @@ class Shared:
         ]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the written file, the suggested name and the number of candidates as JSON data."""
         return {"files": [str(self.path)], "suggested": self.suggested, "candidates": len(self.entry.candidates)}
 
 

@@ -183,8 +183,9 @@ def accepted_table(setup: Setup, request: Request, ask: Ask | None) -> Setup:
 
 
 def _store(request: Request) -> StudyStore | None:
-    """Return the study of a request, or None. Another part of the command reports a missing study, after it has checked the
-    options.
+    """Return the study of a request, or None.
+
+    Another part of the command reports a missing study, after it has checked the options.
     """
     if request.study is not None:
         with suppress(UserError):

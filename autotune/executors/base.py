@@ -45,14 +45,16 @@ class Session(Protocol):
         A failed trial never raises.
         """
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the session and its processes."""
 
 
 class Ground(Protocol):
     """Place that starts groups of ranks: this machine (`machine.Station`), or several (`nodes.cluster.Cluster`)."""
 
     @property
-    def ops(self) -> Ops: ...
+    def ops(self) -> Ops:
+        """Return the DeepSpeed ops that were built or failed."""
 
     @property
     def launcher(self) -> Launcher | Spread:
@@ -87,7 +89,8 @@ class Ground(Protocol):
     def all_see(self, path: Path) -> bool:
         """Return True if all ranks see the same file at this path."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the machines."""
 
 
 class Executor(Protocol):
@@ -122,4 +125,5 @@ class Executor(Protocol):
     def now(self) -> float:
         """Return seconds on the executor's clock, which is the machine's or a simulated one."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End all processes and release the machines."""

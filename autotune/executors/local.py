@@ -107,10 +107,12 @@ class LocalExecutor:
 
     @property
     def launcher(self) -> Launcher | Spread:
+        """Return the launcher of the ranks."""
         return self.ground.launcher
 
     @property
     def ops(self) -> Ops:
+        """Return the DeepSpeed ops that were built or failed."""
         return self.ground.ops
 
     @property
@@ -119,9 +121,11 @@ class LocalExecutor:
         return self.hardware.threads or threads_per_rank(self.hardware.processes)
 
     def begin(self) -> None:
+        """Start slow preparations in the background."""
         self.ground.begin(self._needs())
 
     def open(self, say: Callable[[str], None]) -> None:
+        """Remove checkpoints of killed tuners, connect the machines and load the first ops."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in self.folder.glob(f"trials/*/{CHECKPOINT}"):  # left by a killed tuner
             shutil.rmtree(left, ignore_errors=True)
@@ -141,6 +145,7 @@ class LocalExecutor:
             self._start_cold(self.say)
 
     def check(self, say: Callable[[str], None]) -> None:
+        """Run the self-test of the ranks, cold if forked ranks find CUDA already initialized."""
         try:
             self._check()
         except MachineTrouble as trouble:
@@ -175,16 +180,20 @@ class LocalExecutor:
 
     @property
     def resumes(self) -> bool:
+        """Return True if trials can resume from a checkpoint: all ranks see the folder, and none is missing."""
         # a slice saves only its own part of a checkpoint, and no other ranks exist to complete it
         return not self.hardware.sliced and self.ground.all_see(self.folder.resolve())
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> LocalSession:
+        """Return a session for the candidate's family."""
         return LocalSession(self, candidate, name, patience)
 
     def now(self) -> float:
+        """Return the clock in seconds."""
         return time.monotonic()
 
     def close(self) -> None:
+        """End all processes and release the machines."""
         self.ground.close()
 
 
@@ -205,6 +214,7 @@ class LocalSession:
 
     @property
     def alive(self) -> bool:
+        """Return False after the session has ended."""
         return not self._ended
 
     @property
@@ -213,6 +223,11 @@ class LocalSession:
         return self._group.failed_at if self._group is not None else None
 
     def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+        """Start the ranks if needed, measure the candidate, and return its outcome.
+
+        Raises:
+            ValueError: The candidate belongs to another family.
+        """
         if candidate.family != self._candidate.family:
             raise ValueError("a session holds one family")
         began, started = time.monotonic(), self._group is None
@@ -667,6 +682,7 @@ class Deadlines:
     step: float = 60.0
 
     def of(self, phase: Phase) -> float:
+        """Return the seconds that a phase may take."""
         return {Phase.START: self.start, Phase.INIT: self.init}.get(phase, self.step)
 
     def allowing(self, seconds: float, patience: float) -> Callable[[Phase], float]:

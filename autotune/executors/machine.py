@@ -79,6 +79,11 @@ class Station:
 
     @property
     def launcher(self) -> Launcher:
+        """Return the launcher.
+
+        Raises:
+            RuntimeError: The station is not open.
+        """
         if self.found is None:
             raise RuntimeError("open() comes first")
         return self.found
@@ -133,6 +138,7 @@ class Station:
         return True
 
     def close(self) -> None:
+        """Stop the launcher, also one that is still starting."""
         begun, found = self._begun, self.found
         self._begun = self.found = None
         if begun is not None:

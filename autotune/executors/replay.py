@@ -64,11 +64,13 @@ class Landscape:
         return min(self.seconds_per_sample(c) for c, row in self.rows.items() if row.kind is Kind.OK)
 
     def seconds_per_sample(self, candidate: Candidate) -> float:
+        """Return the recorded seconds per sample of a candidate that ran."""
         row = self.rows[candidate]
         assert row.step_seconds is not None
         return row.step_seconds / (candidate.micro_batch * candidate.accumulation * int(self.facts["n_gpus"]))
 
     def job(self) -> Job:
+        """Return the job that the table was recorded for."""
         facts = self.facts
         if "job" in facts:
             return recorded_job(facts["job"])
@@ -273,29 +275,33 @@ class ReplayExecutor:
         self._now = 0.0
 
     def begin(self) -> None:
-        pass
+        """Do nothing: a table needs no preparation."""
 
     def open(self, say: Callable[[str], None]) -> None:
-        pass
+        """Do nothing: a table needs no machine."""
 
     @property
     def resumes(self) -> bool:
+        """Return False: a table has no checkpoints."""
         return False
 
     def check(self, say: Callable[[str], None]) -> None:
-        pass
+        """Do nothing: a table has no ranks."""
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
+        """Return a session that replays rows of the candidate's family."""
         return ReplaySession(self, candidate)
 
     def now(self) -> float:
+        """Return the simulated clock in seconds."""
         return self._now
 
     def advance(self, seconds: float) -> None:
+        """Advance the simulated clock by seconds."""
         self._now += seconds
 
     def close(self) -> None:
-        pass
+        """Do nothing: a table has no processes."""
 
 
 class ReplaySession:
@@ -307,9 +313,16 @@ class ReplaySession:
 
     @property
     def alive(self) -> bool:
+        """Return False after the session has ended."""
         return not self._ended
 
     def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+        """Return the recorded outcome of the candidate, and advance the simulated clock.
+
+        Raises:
+            ValueError: The candidate belongs to another family.
+            UserError: The table has no row for the candidate.
+        """
         if candidate.family != self._candidate.family:
             raise ValueError("a session holds one family")
         executor = self._executor
@@ -389,4 +402,5 @@ class ReplaySession:
         )
 
     def close(self) -> None:
+        """End the session."""
         self._ended = True

@@ -16,7 +16,10 @@ from autotune.util.files import write_atomically
 
 
 def taught(entry: Entry) -> Evidence | None:
-    """What a predictor learns of the entry's steps; None of one that is not of a GPU, or whose model its sizes do not make."""
+    """Return the evidence of the entry's steps.
+
+    None if the entry has no GPU, or if its model cannot be built from its sizes.
+    """
     tried = [one for one in entry.candidates if one.step_seconds is not None]
     if entry.machine.gpu is None or not tried:
         return None
@@ -33,6 +36,7 @@ def taught(entry: Entry) -> Evidence | None:
 
 
 def main() -> None:
+    """Write `data/gallery_rates.json` from the shipped entries."""
     learnt = {name: taught(entry) for name, entry in shipped_entries().items()}
     entries = {name: dataclasses.asdict(one) for name, one in sorted(learnt.items()) if one is not None}
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in entries.items())

@@ -74,6 +74,7 @@ def page(before: str) -> str:
 
 
 def main() -> None:
+    """Write the gallery page and the JSON schema."""
     write_atomically(ROOT / PAGE, page((ROOT / PAGE).read_text(encoding="utf-8")))
     write_atomically(ROOT / SCHEMA, schema())
 

@@ -95,8 +95,10 @@ def _is_number(value: Value) -> bool:
 
 
 def lora_trouble(value: Value) -> str | None:
-    """Return the reason why a LoRA is not allowed in an entry, or None. Its layers must exist in public architectures, and no
-    part may appear twice."""
+    """Return the reason why a LoRA is not allowed in an entry, or None.
+
+    Its layers must exist in public architectures, and no part may appear twice.
+    """
     if not isinstance(value, str):
         return f"expected none, or r=16,targets=all-linear, found {value!r}"
     try:
@@ -113,12 +115,22 @@ def lora_trouble(value: Value) -> str | None:
 
 
 def known_lora(text: str | None) -> str | None:
+    """Return the LoRA text if it is allowed in an entry.
+
+    Raises:
+        ValueError: The LoRA is not allowed.
+    """
     if text is not None and (why := lora_trouble(text)):
         raise ValueError(why)
     return text
 
 
 def known_sizes(shape: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's sizes if all are plausible.
+
+    Raises:
+        ValueError: A size is unknown or implausible.
+    """
     for key, value in shape.items():
         if why := size_trouble(key, value):
             raise ValueError(f"{key!r} {why}" if key not in SHAPE_KEYS else f"{key}: {why}")
@@ -126,6 +138,11 @@ def known_sizes(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def known_knobs(knobs: dict[str, Any]) -> dict[str, Any]:
+    """Return the knobs if all names and values are known.
+
+    Raises:
+        ValueError: A knob or its value is unknown.
+    """
     for name, value in knobs.items():
         if why := knob_trouble(name, value):
             raise ValueError(f"{name}: {why}")
@@ -133,6 +150,11 @@ def known_knobs(knobs: dict[str, Any]) -> dict[str, Any]:
 
 
 def known_domains(space: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the search space if all names and values are known.
+
+    Raises:
+        ValueError: A knob or one of its values is unknown.
+    """
     for name, values in space.items():
         for value in values:
             known_knobs({name: value})
@@ -215,9 +237,11 @@ class Machine(Part):
 
     @property
     def facts(self) -> GpuFacts | None:
+        """Return the table row of the GPU, or None if it is not listed."""
         return gpu_table().get(self.gpu or "")
 
     def hardware(self) -> Hardware:
+        """Return the machine as Hardware, in bytes."""
         return Hardware(
             device=self.device,
             name=self.name,
@@ -298,6 +322,7 @@ class Tried(Part):
 
     @property
     def candidate(self) -> Candidate:
+        """Return the candidate of the knobs."""
         return Candidate.of(self.knobs)
 
 
@@ -334,6 +359,7 @@ class Entry(Part):
 
     @property
     def best(self) -> Tried | None:
+        """Return the winning candidate's trial, or None."""
         return None if self.winner is None else self.candidates[self.winner]
 
     def text(self) -> str:
@@ -496,8 +522,10 @@ def _least_flops(entry: Entry) -> float | None:
 
 
 def _peak_tflops(entry: Entry) -> float:
-    """Return the peak of 16-bit arithmetic, which 32-bit matrices may use too (TF32). An unknown card gets the peak of the
-    fastest known one."""
+    """Return the peak of 16-bit arithmetic, which 32-bit matrices may use too (TF32).
+
+    An unknown card gets the peak of the fastest known one.
+    """
     if entry.machine.device == "cpu":
         return CPU_TFLOPS
     facts = entry.machine.facts

@@ -131,7 +131,9 @@ def _between_jobs(trained: Trained, job: Job) -> float:
 
 def _sizes(trained: Trained, job: Job) -> tuple[float, float] | None:
     """Return a comparable size of the entry's model and of the job's: parameters in matrix products, else all parameters.
-    None if neither is known for both."""
+
+    None if neither is known for both.
+    """
     multiplied = matmul_parameters(trained.config(), trained.task), matmul_parameters(job.model.config, job.task)
     for theirs, ours in (multiplied, (trained.parameters, job.model.parameters)):
         if theirs and ours:
@@ -146,8 +148,10 @@ def _doublings(one: float, other: float) -> float:
 def start_from(
     entries: Mapping[str, Entry], job: Job, hardware: Hardware, candidates: Sequence[Candidate]
 ) -> Near | None:
-    """Return the candidate that matches the winner of the nearest entry. None if no entry is near, or no candidate is
-    similar."""
+    """Return the candidate that matches the winner of the nearest entry.
+
+    None if no entry is near, or no candidate is similar.
+    """
     for _, name in nearest(entries, job, hardware):
         entry = entries[name]
         assert entry.best is not None
@@ -188,8 +192,8 @@ _KINDS = {"study": "a study that was shared", "recorded": "recorded by this proj
 # Card rates that the gallery's entries teach. Predictions for a job near an entry start from them.
 #
 # `python -m autotune.gallery.card_rates` has a predictor observe each entry and writes what it has learnt to
-# `data/gallery_rates.json`: to trace an entry's model takes longer than a run may wait. It is of steps alone, since
-# what memory takes is not the card's.
+# `data/gallery_rates.json`: to trace an entry's model takes longer than a run may wait. The rates hold for steps
+# alone, since memory does not depend on the card.
 
 FILE = "gallery_rates.json"
 

@@ -38,8 +38,10 @@ class Posterior:
     noise: float  # standard deviation of one observation, in the residual's unit
 
     def spread(self, jacobian: Floats) -> Floats:
-        """Return (n,) standard deviations that the constants leave to predictions with the derivatives `jacobian` (n,
-        constants)."""
+        """Return (n,) standard deviations of predictions that the constants cause.
+
+        `jacobian` (n, constants) has the derivatives of the predictions.
+        """
         square = np.einsum("ij,ij->i", jacobian @ self.covariance, jacobian)
         return np.asarray(np.sqrt(np.maximum(square, 0.0)))
 
@@ -148,6 +150,7 @@ class Evidence:
 
     @classmethod
     def of(cls, priors: Sequence[Prior], posterior: Posterior) -> Evidence:
+        """Return the information that a posterior adds to the priors, without negligible directions."""
         values, vectors = np.linalg.eigh(np.linalg.inv(posterior.covariance) - _precision(priors))
         told = values > _NOTHING * values.max()
         return cls(_short(posterior.mean), _short((vectors[:, told] * np.sqrt(values[told])).T))
@@ -376,8 +379,10 @@ def fit_host(bill: Floats, outcomes: Sequence[Outcome], hardware: Hardware) -> P
 
 
 def _held(outcome: Outcome) -> float:
-    """Return the bytes of one rank. Pinned memory is added: it is the driver's, and the kernel does not count it for a
-    process."""
+    """Return the bytes of one rank.
+
+    Pinned memory is added: it is the driver's, and the kernel does not count it for a process.
+    """
     measured = outcome.measurement
     return (
         float(measured.host_peak_bytes + (measured.pinned_bytes or 0)) if measured and measured.host_peak_bytes else 0.0

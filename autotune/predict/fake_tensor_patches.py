@@ -57,8 +57,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def with_values(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the tensors that `make` returns as fake tensors with known values. Results computed only from these are known,
-    too.
+    """Return the tensors that `make` returns as fake tensors with known values.
+
+    Results computed only from these are known, too.
 
     Models with images cut their features by the values of a batch.
     """
@@ -183,8 +184,10 @@ def _fused_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _grouped_products() -> Iterator[None]:
-    """Run products of experts in dtypes other than bf16. torch runs these but has no shapes for them, so transformers'
-    fallback operator replaces them with equal results."""
+    """Run products of experts in dtypes other than bf16.
+
+    torch runs these but has no shapes for them. The fallback operator of transformers replaces them with equal results.
+    """
     with _in_place_of(
         experts_module(),
         "_can_use_grouped_mm",
@@ -195,8 +198,11 @@ def _grouped_products() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _even_experts() -> Iterator[None]:
-    """Spread tokens evenly over experts. Older models run one expert after the other, each with the tokens that chose it, and
-    find these by `one_hot` of the choices."""
+    """Spread tokens evenly over experts.
+
+    Older models run one expert after the other, each with the tokens that chose it, and find these by `one_hot` of the
+    choices.
+    """
     functional = torch.nn.functional
     original = functional.one_hot
 
@@ -437,8 +443,10 @@ _AT_ONCE = release(version_of("transformers")) >= (5,)
 
 @contextlib.contextmanager
 def liger_kernels(model: torch.nn.Module, version: str | None = None) -> Iterator[None]:
-    """Replace parts of the model with stand-ins for a version of Liger (default: the newest). Parts that Liger does not know
-    stay. A known decoder inside an unknown model stays, too."""
+    """Replace parts of the model with stand-ins for a version of Liger (default: the newest).
+
+    Parts that Liger does not know stay. A known decoder inside an unknown model stays, too.
+    """
     with contextlib.ExitStack() as stack:
         for part in model.modules() if is_known(_type_of(model), version) else ():
             kernels = kernels_of(_type_of(part), version)
@@ -596,11 +604,13 @@ class LossInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Any) -> Any:
+        """Save the logits for backward; return a loss of shape ()."""
         ctx.save_for_backward(logits)
         return torch.zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
+        """Return the saved logits as the gradient, since it overwrites them."""
         return ctx.saved_tensors
 
 
@@ -618,6 +628,7 @@ class FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, apart: bool, chunk: int) -> Any:
+        """Allocate the tensors of Liger's fused linear loss in chunks; return a loss of shape ()."""
         tokens, width = hidden.shape
         chunks = -(-weight.shape[0] // (chunk * width))
         of_hidden = torch.zeros_like(hidden)
@@ -637,6 +648,7 @@ class FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
+        """Return the gradients that forward computed: hidden states (tokens, width), weight (vocabulary, width)."""
         return *ctx.saved_tensors, None, None
 
 

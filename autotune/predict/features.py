@@ -33,32 +33,43 @@ def installed_deepspeed() -> Release:
 
 
 def sums_in_32_bits(deepspeed: Release) -> bool:
-    """Check that stage 0 in bf16 uses BF16_Optimizer, with gradients summed in 32 bits and partitioned masters, like stage 1
-    with `grad_accum_dtype: fp32`. From 0.17.6 on, `engine.get_data_types` keeps bf16 and FP16_Optimizer runs."""
+    """Check that stage 0 in bf16 uses BF16_Optimizer.
+
+    Gradients are then summed in 32 bits and masters are partitioned, like stage 1 with `grad_accum_dtype: fp32`. From
+    0.17.6 on, `engine.get_data_types` keeps bf16 and FP16_Optimizer runs.
+    """
     return deepspeed < (0, 17, 6)
 
 
 def makes_buckets_first(deepspeed: Release) -> bool:
-    """Check that stages 1 and 2 allocate their buckets before backward, in addition to all activations, as 0.17.0 does
-    (stage_1_and_2.py, `backward`). 0.17.3 allocates them with the first gradient."""
+    """Check that stages 1 and 2 allocate their buckets before backward, in addition to all activations.
+
+    0.17.0 does (stage_1_and_2.py, `backward`). 0.17.3 allocates them with the first gradient.
+    """
     return deepspeed < (0, 17, 3)
 
 
 def keeps_gradients_at_stage_0(deepspeed: Release) -> bool:
-    """Check that gradients of stage 0 in bf16 stay allocated from step to step, set to zero. `engine._take_model_step` of
-    0.18.4 keeps them; that of 0.18.6 frees them as at other stages."""
+    """Check that gradients of stage 0 in bf16 stay allocated from step to step, set to zero.
+
+    `engine._take_model_step` of 0.18.4 keeps them; that of 0.18.6 frees them as at other stages.
+    """
     return deepspeed < (0, 18, 6)
 
 
 def pins_unless_told(deepspeed: Release) -> bool:
-    """Check that `pin_memory` of the offload sections defaults to true (runtime/zero/offload_config.py): not yet in 0.19.3,
-    but in 0.19.5."""
+    """Check that `pin_memory` of the offload sections defaults to true.
+
+    Source: runtime/zero/offload_config.py. The default is false in 0.19.3 and true in 0.19.5.
+    """
     return deepspeed >= (0, 19, 5)
 
 
 def has_low_masters(deepspeed: Release) -> bool:
-    """Check that `bf16_master_weights_and_grads` and `bf16_optimizer_states` are read: from 0.18.3 on. 0.16 ignores them, and
-    0.17 refuses the config."""
+    """Check that `bf16_master_weights_and_grads` and `bf16_optimizer_states` are read: from 0.18.3 on.
+
+    0.16 ignores them, and 0.17 refuses the config.
+    """
     return deepspeed >= (0, 18, 3)
 
 
@@ -116,7 +127,7 @@ class Columns:
     pinned_param: Floats
     round_robin: Floats
     own_linear: Floats  # stage 3 replaces torch's linear by one that saves its input even if the weight is frozen
-    immediate: Floats  # BF16_Optimizer adds each gradient to its 32-bit sum as soon as it is made
+    immediate: Floats  # BF16_Optimizer adds each gradient to its 32-bit sum as soon as backward makes it
     early_buckets: Floats  # stages 1 and 2 make their buckets before backward, not with its first gradient
     keeps_gradients: Floats  # gradients are set to zero after a step, and stay allocated
     allgather_bucket: Floats
@@ -146,8 +157,9 @@ _STAGE3 = (
 
 
 def columns_of(candidates: Sequence[Candidate], job: Job, deepspeed: Release = READ) -> Columns:
-    """Return the knobs that decide memory and time. Missing ones come from the user's own config, then from DeepSpeed's
-    defaults.
+    """Return the knobs that decide memory and time.
+
+    Missing ones come from the user's own config, then from DeepSpeed's defaults.
 
     Args:
         deepspeed: version whose defaults apply.
@@ -221,8 +233,10 @@ def _of_old_stage_0(columns: Columns, deepspeed: Release) -> Columns:
 
 
 def _precisions(raws: list[dict[str, Any]], job: Job, deepspeed: Release) -> dict[str, Floats]:
-    """Return the columns of the dtypes that DeepSpeed keeps values in (deepspeed 0.19.8, engine.get_data_types,
-    base_optimizer.py)."""
+    """Return the columns of the dtypes that DeepSpeed keeps values in.
+
+    Source: deepspeed 0.19.8, engine.get_data_types, base_optimizer.py.
+    """
     width = job.element_bytes
 
     def of(path: str) -> Floats:
@@ -295,8 +309,10 @@ def _flags(raws: list[dict[str, Any]], job: Job, path: str, default: bool = Fals
 
 
 def padded_tokens(lengths: Sequence[tuple[int, int]], micro_batch: Floats) -> Floats:
-    """Return the mean of the longest of `micro_batch` sequences, to which a collator pads. They are drawn from (tokens,
-    count)."""
+    """Return the mean of the longest of `micro_batch` sequences, to which a collator pads.
+
+    They are drawn from (tokens, count).
+    """
     tokens, counts = np.array(sorted(lengths), dtype=np.float64).T
     below = np.concatenate([[0.0], np.cumsum(counts) / counts.sum()])
     sizes, place = np.unique(micro_batch, return_inverse=True)

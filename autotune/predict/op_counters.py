@@ -124,7 +124,6 @@ def follow(model: Any, counters: Counters) -> None:
 
 def follow_encoder(encoder: Any, counters: Counters) -> None:
     """Begin a section after the encoder's forward, and another when the gradient of an output exists."""
-
     awaited = False
 
     def backward_begins(*_: Any) -> None:
@@ -264,8 +263,11 @@ class CountedTensors(LiveTensors):
 
 
 def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
-    """Return the FLOPs of attention: 2 products in forward, and 5 in backward, which computes the scores again (Dao 2023,
-    FlashAttention-2). Attention without a causal mask counts twice: see `Pass.attention`."""
+    """Return the FLOPs of attention: 2 products in forward, and 5 in backward.
+
+    Backward computes the scores again (Dao 2023, FlashAttention-2). Attention without a causal mask counts twice: see
+    `Pass.attention`.
+    """
     backward = "backward" in func.name()
     query, key = (args[1], args[2]) if backward else (args[0], args[1])
     batch, heads, length, width = query.shape
@@ -276,8 +278,10 @@ def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
 
 
 def _routed_flops(rows: Any, other: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """Return the FLOPs of `grouped_mm`: every row is multiplied with the weights of its expert. With two matrices of rows, as
-    for the weights' gradient, the sum runs over each expert's rows."""
+    """Return the FLOPs of `grouped_mm`: every row is multiplied with the weights of its expert.
+
+    With two matrices of rows, as for the weights' gradient, the sum runs over each expert's rows.
+    """
     return int(2 * rows.shape[-2] * rows.shape[-1] * other.shape[-1])
 
 

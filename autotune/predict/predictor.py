@@ -253,8 +253,10 @@ class Predictor:
         return self.prepared_table(self.prepare(candidates))
 
     def prepare(self, candidates: Sequence[Candidate]) -> Prepared:
-        """Compute the parts of predictions that do not depend on the calibration. Knobs that change the model cost a trace
-        each."""
+        """Compute the parts of predictions that do not depend on the calibration.
+
+        Knobs that change the model cost a trace each.
+        """
         ways: dict[tuple[object, ...], list[int]] = {}
         for i, candidate in enumerate(candidates):
             ways.setdefault(_way(self.job, candidate), []).append(i)
@@ -293,7 +295,9 @@ class Predictor:
 
     def _trace(self, way: tuple[object, ...], candidate: Candidate) -> Trace:
         """Return the trace for a way of making the model, or the job's own trace if the model cannot be built that way.
-        `candidate` is one example of that way."""
+
+        `candidate` is one example of that way.
+        """
         if way not in self._traces:
             try:
                 self._traces[way] = self.tracer(under(self.job, candidate), device=self.hardware.device)
@@ -339,15 +343,19 @@ class Predictor:
         return self.margins(table) >= 0
 
     def margins(self, table: Table) -> Floats:
-        """Return the standard deviations by which each candidate is expected to stay under the device's ceiling; minus
-        infinity if it exceeds the host's limit."""
+        """Return each candidate's expected distance below the device's ceiling, in standard deviations.
+
+        Minus infinity if a candidate exceeds the host's limit.
+        """
         host_all = table.host * self.job.ranks / self.hardware.nodes  # bytes of one node
         under_it = (self.hardware.ceiling_bytes - table.needed) / table.peak_sigma
         return np.where(host_all <= host_limit_bytes(self.hardware), under_it, -np.inf)
 
     def ranked(self, table: Table, among: Flags | bool = True) -> list[int]:
-        """Return the indices of the candidates to recommend, best first: the fastest that fit with the probability SURE. If
-        there are none, return those that are expected to fit, likeliest first."""
+        """Return the indices of the candidates to recommend, best first: the fastest that fit with the probability SURE.
+
+        If there are none, return those that are expected to fit, likeliest first.
+        """
         margins = self.margins(table)
         sure = np.flatnonzero(among & (margins >= SURE_SIGMAS))
         if len(sure):
@@ -402,8 +410,10 @@ def _way(job: Job, knobs: Candidate | Mapping[str, object]) -> tuple[object, ...
 def _corrected(
     posterior: Posterior, jacobian: Floats, near: Neighbours | None, features: Floats, doubt: Floats | float = 0.0
 ) -> tuple[Floats, Floats]:
-    """Return (shift, standard deviation) of predictions, from the constants, measured neighbours and `doubt`, which no
-    constant covers."""
+    """Return (shift, standard deviation) of predictions.
+
+    Sources are the constants, measured neighbours and `doubt`, which no constant covers.
+    """
     by_constants = np.hypot(posterior.spread(jacobian), doubt)
     if near is None:
         return np.zeros(len(features)), np.hypot(by_constants, posterior.noise)
@@ -681,8 +691,10 @@ def quirks_of(c: Columns, nodes: int = 1) -> Floats:
 
 
 def job_features(job: Job, hardware: Hardware, trace: Trace) -> Floats:
-    """Return (job features,): their distance measures the similarity of two jobs and machines. They are equal within a study
-    and change no distance there."""
+    """Return (job features,): their distance measures the similarity of two jobs and machines.
+
+    They are equal within a study and change no distance there.
+    """
     elements = max(sum(trace.parameters) + trace.frozen, 1)
     sizes = [0.5 * np.log2(elements), 0.3 * np.log2(job.seq_len), 0.3 * np.log2(job.ranks)]
     facts = hardware.gpu_facts
@@ -730,7 +742,7 @@ def features_of(c: Columns) -> Floats:
 # size.
 
 BATCHES = 100  # batches of a training before its memory is read; later records are rare and hardly ever observed
-# Blocks of at least this size have a segment of their own; smaller ones share segments that any length can use.
+# Blocks of at least this size have a separate segment; smaller ones share segments that any length can use.
 OWN_SEGMENT_BYTES = 10 * MIB
 # A layer's blocks have many sizes, and the larger ones of a shorter batch serve as smaller ones of a longer batch.
 # Replays of layers alone keep 0.7 to 1.4 times the bytes in use; tensors of one size would keep 2.7.
@@ -740,8 +752,10 @@ _LOSS_BYTES = 12.0
 
 
 def uneven_shares(job: Job, c: Columns, activations: Floats) -> tuple[Floats, Floats]:
-    """Return (mean, standard deviation), (n,) each, of the kept blocks of the longest batches, as a share of `activations`
-    (bytes of the longest batch, (n,))."""
+    """Return (mean, standard deviation), (n,) each, of the kept blocks of the longest batches.
+
+    Both are shares of `activations` (bytes of the longest batch, (n,)).
+    """
     if not c.many_lengths.any():
         return np.zeros(len(c)), np.zeros(len(c))
     large = c.many_lengths * _in_large_blocks(job, c, activations)
@@ -772,8 +786,10 @@ def kept_records(
 
 
 def _in_large_blocks(job: Job, c: Columns, activations: Floats) -> Floats:
-    """Return (n,) the share of the activations whose record blocks cannot be reused: all of the loss and a part of the
-    layers, if they are too large to share a segment."""
+    """Return (n,) the share of the activations whose record blocks cannot be reused.
+
+    These are all of the loss, and a part of the layers if they are too large to share a segment.
+    """
     shape = dense_shape(job.model.config)
     if shape is None:
         return np.full(len(c), MIXED)
@@ -806,8 +822,10 @@ class Peaks:
 
 
 def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return (allocated, cached, uneven) in bytes: (..., moments, n) at constants (..., constants). `uneven` is cached, too,
-    in whole segments that only shorter batches use."""
+    """Return (allocated, cached, uneven) in bytes: (..., moments, n) at constants (..., constants).
+
+    `uneven` is cached, too, in whole segments that only shorter batches use.
+    """
     k = {name: constants[..., i, None, None] for i, name in enumerate(MEMORY_CONSTANTS)}
     b = p.bill
     held = k["scale"] * k["states"] * (b.parameters + b.gradients + b.optimizer)
@@ -825,8 +843,11 @@ def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats
 
 
 def _elsewhere(b: Bill) -> Floats:
-    """Return (moments, n) bytes that FSDP gathers and reduces at other moments. A stream's cached blocks are closed to other
-    streams (torch 2.13, CUDACachingAllocator.cpp, get_free_block; torch/distributed/fsdp, _runtime_utils.py)."""
+    """Return (moments, n) bytes that FSDP gathers and reduces at other moments.
+
+    A stream's cached blocks are closed to other streams (torch 2.13, CUDACachingAllocator.cpp, get_free_block;
+    torch/distributed/fsdp, _runtime_utils.py).
+    """
     return np.asarray(b.sent.max(axis=0) - b.sent)
 
 
@@ -847,10 +868,10 @@ def peaks(p: Prepared, hardware: Hardware, constants: Floats) -> Peaks:
 
 
 def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats]:
-    """Return (n, constants) derivatives by the constants, first of NVML's bytes on a card of unlimited memory, then of the
-    bytes that torch allocates.
+    """Return (n, constants) derivatives by the constants, of two predictions.
 
-    Both are linear in each constant, except where another moment becomes the peak.
+    The predictions are NVML's bytes on a card of unlimited memory, and the bytes that torch allocates. Both are linear in
+    each constant, except where another moment becomes the peak.
     """
     allocated, cached, whole = _moments(p, hardware, constants)
     k, b = dict(zip(MEMORY_CONSTANTS, constants, strict=True)), p.bill

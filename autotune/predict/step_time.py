@@ -82,6 +82,7 @@ class Rates:
 
     @classmethod
     def of(cls, hardware: Hardware, precision: str) -> Rates:
+        """Return the rates of a machine's GPUs for a precision, or those of CPU ranks."""
         facts: GpuFacts | None = hardware.gpu_facts
         if facts is None:  # CPU ranks
             cpu = CPU_TFLOPS * 1e12
@@ -236,8 +237,10 @@ def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Rate
 
 
 def _hops_seconds(hardware: Hardware) -> float:
-    """Return the seconds that passing every rank adds to a collective beyond one node. Within a node, BUCKET_SECONDS includes
-    them."""
+    """Return the seconds that passing every rank adds to a collective beyond one node.
+
+    Within a node, BUCKET_SECONDS includes them.
+    """
     extra = hardware.nodes - 1
     return extra * (NODE_HOP_SECONDS + (hardware.per_node - 1) * HOP_SECONDS)
 
@@ -272,6 +275,7 @@ class Spent:
 
     @property
     def step(self) -> Floats:
+        """Return the seconds of a step: the sum of all parts."""
         computation = self.forward + self.backward + self.recompute
         return computation + self.communication + self.optimizer + self.offload + self.loop
 
@@ -327,8 +331,10 @@ def _larger(a: Floats, b: Floats) -> Floats:
 
 
 def host_limit_bytes(hardware: Hardware) -> float:
-    """Return the bytes that the ranks of one node together may offload to its host. The rest is for processes and their
-    libraries: 2 GiB per rank, and at least 4 GiB."""
+    """Return the bytes that the ranks of one node together may offload to its host.
+
+    The rest is for processes and their libraries: 2 GiB per rank, and at least 4 GiB.
+    """
     own = max(4, 2 * hardware.per_node) * GIB
     return max(0.0, hardware.host_memory_bytes - own) if hardware.device == "cuda" else np.inf
 
@@ -394,8 +400,10 @@ def dense_shape(config: Config) -> tuple[int, int, int] | None:
 
 
 def matmul_parameters(config: Config, task: str = CAUSAL) -> int | None:
-    """Return the parameters in a matrix product for every token: all but the embedding look-up. Only the experts that a token
-    uses count, and the head only if it is as wide as the vocabulary."""
+    """Return the parameters in a matrix product for every token: all but the embedding look-up.
+
+    Only the experts that a token uses count, and the head only if it is as wide as the vocabulary.
+    """
     text = config.get("text_config") or config
     shape = dense_shape(config)
     hidden = _first(text, _HIDDEN)
@@ -431,8 +439,9 @@ def _mlp_parameters(text: Config, hidden: int, layers: int) -> int:
 
 
 def model_flops_per_token(job: Job) -> float | None:
-    """Return the FLOPs of forward and backward per token: 6 x matmul parameters + 12 x layers x attention width x sequence
-    (Chowdhery et al. 2022, PaLM, appendix B).
+    """Return the FLOPs of forward and backward per token.
+
+    6 x matmul parameters + 12 x layers x attention width x sequence (Chowdhery et al. 2022, PaLM, appendix B).
 
     Recomputation is not counted. Frozen weights take 4 instead of 6, as they have no gradients. An image tower's FLOPs are
     divided among the tokens of its sequence. The two stacks of an encoder-decoder are divided among the tokens of source and
@@ -513,8 +522,10 @@ def parameter_count(job: Job) -> int:
 
 
 def size_seconds(job: Job, candidate: Candidate) -> float:
-    """Return the seconds that the candidate's engine needs to start because of its size. Importing and connecting are not
-    included."""
+    """Return the seconds that the candidate's engine needs to start because of its size.
+
+    Importing and connecting are not included.
+    """
     parameters = parameter_count(job)
     seconds = parameters / INITIALISED_PER_SECOND + SECONDS_PER_RANK * job.ranks
     for place, element_bytes in (

@@ -237,8 +237,10 @@ class _TooLong(TimeoutError):
 
 
 def _outputs(tracing: subprocess.Popen[str], asked: str | None, timeout_seconds: float) -> tuple[str, str]:
-    """Return the process's output when it ends. The time limit starts after the imports, which take minutes from a network
-    disk."""
+    """Return the process's output when it ends.
+
+    The time limit starts after the imports, which take minutes from a network disk.
+    """
     imported, until = False, time.monotonic() + IMPORT_SECONDS
     while True:
         try:
@@ -268,7 +270,7 @@ def _worked_seconds(pid: int) -> float:
 
 # -- traced ------------------------------------------------------------------------------------------------------------
 #
-# Predictor of a job that this process may run: its model is traced in a process of its own if no trace is known.
+# Predictor of a job that this process may run: its model is traced in a separate process if no trace is known.
 
 
 def traced_predictor(job: Job, hardware: Hardware, trace: Trace | None = None) -> Predictor:

@@ -34,6 +34,7 @@ _RUNS_ANYWHERE = (None, "eager", "sdpa")
 
 
 def cache_folder() -> Path:
+    """Return the folder of cached traces."""
     return cache_root() / "traces"
 
 
@@ -72,6 +73,7 @@ def runnable(job: Job) -> tuple[Job, bool]:
 
 
 def cache_path(job: Job, loss: str, device: str = "cuda", versions: Mapping[str, str] | None = None) -> Path:
+    """Return the file of a job's cached trace."""
     return cache_folder() / f"{cache_key(job, loss, device, versions)}.json"
 
 
@@ -102,7 +104,7 @@ def stored_trace(job: Job, *, device: str = "cuda", versions: Mapping[str, str] 
 
 
 def traceable(profile: dict[str, Any]) -> bool:
-    """Whether a script trains what a trace runs: the whole of a causal model, on the model's own loss."""
+    """Check that a script trains what a trace runs: a whole causal model, on the model's own loss."""
     one_row = profile.get("rows_per_sample") == 1 or profile.get("counted") == "tokens"  # those are packed end to end
     return bool(profile.get("causal") and not profile.get("frozen") and one_row)
 
@@ -227,6 +229,7 @@ def told_by_shape(job: Job) -> bool:
 
 def profile_trace(job: Job) -> Trace:
     """Build a Trace from the probe run of a user's script: parameter sizes, and bytes that one forward saved for backward.
+
     `exact` is False.
 
     Raises:
@@ -244,14 +247,18 @@ def profile_trace(job: Job) -> Trace:
 
 
 def _saved_by(elements: int, tokens: float) -> float:
-    """Estimate the bytes that a forward saves from the parameter count alone: 34 per token and unit of width (Korthikanti et
-    al. 2022, equation 2), in one layer of 12 x width^2 elements."""
+    """Estimate the bytes that a forward saves from the parameter count alone: 34 per token and unit of width (Korthikanti et al.
+
+    2022, equation 2), in one layer of 12 x width^2 elements.
+    """
     return 34 * tokens * math.sqrt(elements / 12)
 
 
 def _saved_by_layers(text: dict[str, Any], tokens: float) -> float | None:
     """Estimate the bytes that a forward of a model without attention saves, from its layers and width, with 10 bytes a logit.
-    Return None if the configuration has no layer count or width."""
+
+    Return None if the configuration has no layer count or width.
+    """
     layers, hidden, vocabulary = (text.get(name) for name in ("num_hidden_layers", "hidden_size", "vocab_size"))
     if not isinstance(layers, int) or not isinstance(hidden, int):
         return None

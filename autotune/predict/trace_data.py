@@ -50,8 +50,10 @@ class Pass:
         )
 
     def reduced(self) -> Pass:
-        """Keep only the entries that can be the peak for some micro-batch, weight of gradients and weight of parameters in
-        use."""
+        """Keep only the entries that can be the peak for some micro-batch and weights.
+
+        The weights are those of gradients and of parameters in use.
+        """
         keep: list[int] = []
         values = np.array([self.fixed, self.per_sequence, self.gradients, self.in_use])
         phases = np.array(self.phase)
@@ -109,13 +111,17 @@ class Trace:
         return [*self.parameters, *self.every_frozen_size]
 
     def of(self, checkpointing: bool) -> Pass:
+        """Return the checkpointed pass if requested and traced, else the plain one."""
         return self.checkpointed if checkpointing and self.checkpointed is not None else self.plain
 
     def to_json(self) -> dict[str, Any]:
+        """Return the trace as JSON data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Trace:
+        """Return the trace of JSON data."""
+
         def restore(value: dict[str, Any] | None) -> Pass | None:
             if value is None:
                 return None

@@ -120,8 +120,10 @@ def trace_model(
 
 
 def allocations(job: Job, checkpointing: bool, micro_batch: int, layers: int) -> list[tuple[int, int]]:
-    """Return (storage, bytes) of every allocation in a forward and backward of the job's model cut to `layers` layers. Bytes
-    are negative when the storage is freed. A model of an allocator can replay the list."""
+    """Return (storage, bytes) of every allocation in a forward and backward of the job's model cut to `layers` layers.
+
+    Bytes are negative when the storage is freed. A model of an allocator can replay the list.
+    """
     config = transformers_config(job.model)
     config = at_depth(config, dict.fromkeys(depths_of(config) or (), layers))
     return _run(job, config, checkpointing, _Options(), micro_batch, keep_events=True).allocations
@@ -215,8 +217,11 @@ def _run_both(job: Job, config: Any, checkpointing: bool, options: _Options) -> 
 
 
 class _Passed(torch.autograd.Function):
-    """Pass a tensor through, and call `made` when its gradient is made. DeepSpeed's hooks do the same, which separates the
-    gradient of one module from those of other modules that read the tensor."""
+    """Pass a tensor through, and call `made` when its gradient is made.
+
+    DeepSpeed's hooks do the same, which separates the gradient of one module from those of other modules that read the
+    tensor.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, made: Any) -> Any:
@@ -344,15 +349,19 @@ def _line(error: BaseException) -> str:
 
 
 def answer_all(asked: list[dict[str, Any]], workers: int) -> Iterator[dict[str, Any]]:
-    """Yield an answer for each `{"job", "options"}` as it arrives, with its index as `at`. Each worker traces one job at a
-    time; torch and transformers are imported once."""
+    """Yield an answer for each `{"job", "options"}` as it arrives, with its index as `at`.
+
+    Each worker traces one job at a time; torch and transformers are imported once.
+    """
     with _children(workers) as pool:
         yield from pool.imap_unordered(_answer_at, enumerate(asked))
 
 
 def _children(workers: int) -> Any:
-    """Create a pool of forked processes that end with this one. A caller that gives up a trace only has to end the process
-    that it started."""
+    """Create a pool of forked processes that end with this one.
+
+    A caller that gives up a trace only has to end the process that it started.
+    """
     return multiprocessing.get_context("fork").Pool(workers, die_with_parent, (os.getpid(),))
 
 
@@ -373,6 +382,7 @@ def _too_long(*_: Any) -> None:
 
 
 def main() -> None:
+    """Trace the job on standard input, or many jobs with `--many`; print JSON lines."""
     if "--many" in sys.argv:
         for answer in answer_all(json.loads(sys.stdin.read()), workers=2):
             print(json.dumps(answer), flush=True)
@@ -429,8 +439,11 @@ def loss_of(job: Job, model: Any, batches: Any, micro_batch: int, loss: str, liv
 
 
 def _chunked_loss(model: Any, batch: dict[str, Any], apart: bool) -> Any:
-    """Run a head and loss that are one kernel (liger-kernel, ops/fused_linear_cross_entropy.py; Hsu et al. 2024). Forward
-    handles a part of the tokens at a time, with logits about as large as the hidden states, and already makes both gradients."""
+    """Run a head and loss that are one kernel (liger-kernel, ops/fused_linear_cross_entropy.py; Hsu et al.
+
+    2024). Forward handles a part of the tokens at a time, with logits about as large as the hidden states, and already
+    makes both gradients.
+    """
     head, read = model.get_output_embeddings(), []
 
     def forward_of_head(hidden: Any) -> Any:
@@ -449,9 +462,11 @@ def _chunk_of(model: Any) -> int:
 
 
 def bytes_of_head(job: Job, model: Any, loss: str) -> float:
-    """Return the bytes of a head that the loss reads from outside its module, else 0. ZeRO-3 then registers it as a parameter
-    of the whole model (`register_external_parameter`, runtime/zero/parameter_offload.py), and releases it when the model has
-    finished a pass."""
+    """Return the bytes of a head that the loss reads from outside its module, else 0.
+
+    ZeRO-3 then registers it as a parameter of the whole model (`register_external_parameter`,
+    runtime/zero/parameter_offload.py), and releases it when the model has finished a pass.
+    """
     if loss not in IN_CHUNKS or job.task not in DECODED:
         return 0.0
     weight = model.get_output_embeddings().weight
@@ -468,8 +483,10 @@ class Uncounted:
 
     @classmethod
     def of(cls, job: Job, model: Any, micro_batch: int, loss: str) -> Uncounted:
-        """Return the work of a fused kernel's loss, which reads the logits twice and writes their gradient once. In parts,
-        add logits and both gradients for all parts except the one that runs."""
+        """Return the work of a fused kernel's loss, which reads the logits twice and writes their gradient once.
+
+        In parts, add logits and both gradients for all parts except the one that runs.
+        """
         if loss not in (*IN_CHUNKS, "fused32") or job.task not in DECODED:
             return cls()
         weight = model.get_output_embeddings().weight
@@ -586,8 +603,11 @@ def _place(config: Any, name: str) -> tuple[Any, str]:
 
 
 def _least_layers(config: Any, name: str) -> int:
-    """Return the fewest layers of a shallow stack. A text's first layers may take features of an image each (Qwen3-VL), and
-    two more are alike. A tower's last layers may be unused."""
+    """Return the fewest layers of a shallow stack.
+
+    A text's first layers may take features of an image each (Qwen3-VL), and two more are alike. A tower's last layers
+    may be unused.
+    """
     if "." in name:
         return 1 - int(getattr(config, "vision_feature_layer", -1)) + 1
     return 2 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
@@ -622,8 +642,9 @@ def _switch(value: Any) -> Any:
 
 
 def _small_depths(text: Any, name: str, least: int, kinds: Sequence[Any] | None = None) -> tuple[int, int] | None:
-    """Return two depths that differ by whole periods of the layers' pattern. Return None if all layers must run, for example
-    if the two have more layers together than the whole model.
+    """Return two depths that differ by whole periods of the layers' pattern.
+
+    Return None if all layers must run, for example if the two have more layers together than the whole model.
 
     Args:
         kinds: value per layer from `layer_kinds`; None if unknown.

@@ -1,4 +1,4 @@
-"""The same job on other hardware, and the predictor's published error."""
+"""Predictions of a job on other hardware, and the predictor's published error."""
 
 from __future__ import annotations
 
@@ -157,6 +157,7 @@ class JobKind:
 
     @classmethod
     def of(cls, job: Job, candidate: Candidate, hardware: Hardware) -> JobKind:
+        """Return the kind of a candidate's training on the hardware."""
         training = "lora" if under(job, candidate).lora else "full"
         offloaded = bool(candidate.offloaded)
         devices = "nodes" if hardware.nodes > 1 else "several" if hardware.count > 1 else "one"

@@ -123,8 +123,11 @@ class _Terms:
         self._buckets()
 
     def _gradients(self, job: Job) -> None:
-        """Set the gradients that are kept in another precision than backward makes (`grad_accum_dtype`). In bf16 at stage 1
-        DeepSpeed uses BF16_Optimizer. Otherwise stages 1 and 2 add them up in one flat buffer of a rank's part."""
+        """Set the gradients that are kept in another precision than backward makes (`grad_accum_dtype`).
+
+        In bf16 at stage 1 DeepSpeed uses BF16_Optimizer. Otherwise stages 1 and 2 add them up in one flat buffer of a
+        rank's part.
+        """
         apart = self.accumulated != self.width
         self.bf16_optimizer = self.one & apart & ~self.out & (job.precision == "bf16")
         self.compact = self.two & apart & ~self.bf16_optimizer
@@ -173,8 +176,10 @@ def bill(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> Bill:
 
 
 def trained_width(job: Job, trace: Trace) -> float:
-    """Return the mean bytes per element of trained parameters and their gradients. peft makes 32-bit adapters in 16-bit
-    models. Modules that it saves whole (the largest: embedding, head) keep their type (peft 0.21, cast_adapter_dtype)."""
+    """Return the mean bytes per element of trained parameters and their gradients. peft makes 32-bit adapters in 16-bit models.
+
+    Modules that it saves whole (the largest: embedding, head) keep their type (peft 0.21, cast_adapter_dtype).
+    """
     if job.lora is None or not job.lora.saved or job.trained_bytes == job.element_bytes or not trace.parameters:
         return job.trained_bytes
     saved = sum(sorted(trace.parameters)[-len(job.lora.saved) :]) / sum(trace.parameters)
@@ -238,8 +243,11 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
 
 
 def _kept_inputs(t: _Terms, run: Pass, each: float) -> Floats:
-    """Return the input bytes that DeepSpeed's own linear keeps for frozen layers at stage 3 (runtime/zero/linear.py,
-    LinearFunctionForZeroStage3.forward). A sequence holds `each` bytes of activations at that point."""
+    """Return the input bytes that DeepSpeed's own linear keeps for frozen layers at stage 3.
+
+    Source: runtime/zero/linear.py, LinearFunctionForZeroStage3.forward. A sequence holds `each` bytes of activations at
+    that point.
+    """
     fixed, per_sequence = run.frozen_only
     share = min(1.0, max(0.0, each / run.after_forward[1])) if run.after_forward[1] > 0 else 1.0
     return np.where(t.three & (t.columns.own_linear > 0), share * (fixed + per_sequence * t.columns.micro_batch), 0.0)
@@ -285,9 +293,11 @@ def _left(t: _Terms) -> Floats:
 
 
 def _holes(t: _Terms) -> Floats:
-    """Return the unused bytes between frozen partitions at stage 3, each of which was cut out of the block of its whole
-    parameter. Partitions of trainable parameters are moved together (stage3.py,
-    _create_fp16_partitions_with_defragmentation)."""
+    """Return the unused bytes between frozen partitions at stage 3.
+
+    Each partition was cut out of the block of its whole parameter. Partitions of trainable parameters are moved
+    together (stage3.py, _create_fp16_partitions_with_defragmentation).
+    """
     frozen = HOLES * t.frozen_width * t.trace.frozen / t.ranks
     return np.where(t.three & ~t.parameters_out & (t.ranks > 1) & ~t.plain & ~t.fsdp, frozen, 0.0)
 
@@ -389,16 +399,20 @@ def _pending(t: _Terms, grads: float, done: bool = False) -> tuple[Floats, Float
 
 
 def _shards(t: _Terms, grads: float, stepping: bool = False) -> Floats:
-    """Return the bytes of gradients that FSDP has reduced when backward has made `grads`. A unit is reduced when it is
-    complete."""
+    """Return the bytes of gradients that FSDP has reduced when backward has made `grads`.
+
+    A unit is reduced when it is complete.
+    """
     waiting = 0.0 if stepping else t.columns.reduce_bucket
     done = np.maximum(0.0, grads / t.width - waiting)
     return np.where(t.fsdp & ~t.out & ~t.accumulates, t.shard * done / t.ranks, 0.0)
 
 
 def bypassing(trace: Trace, c: Columns, width: float | Floats, grads: float | Floats, where: Any) -> Floats:
-    """Return the gradient bytes of parameters larger than the bucket, if `where` is true. They are reduced in place; stage 1
-    keeps them until the step."""
+    """Return the gradient bytes of parameters larger than the bucket, if `where` is true.
+
+    They are reduced in place; stage 1 keeps them until the step.
+    """
     sizes = np.sort(np.array(trace.parameters, dtype=np.float64))
     above = np.concatenate([np.cumsum(sizes[::-1])[::-1], [0.0]])  # elements in parameters of at least each size
     over = above[np.searchsorted(sizes, c.reduce_bucket, side="right")]
@@ -431,14 +445,18 @@ def gathered_bytes(trace: Trace, c: Columns, width: float, ranks: float) -> Floa
 
 
 def kept_at_turn(trace: Trace, c: Columns) -> Floats:
-    """Return the elements that stage 3 still holds when backward begins, so that it need not gather them again. They are used
-    again within `max_reuse_distance`, half of which lies on either side of the turn."""
+    """Return the elements that stage 3 still holds when backward begins, so that it need not gather them again.
+
+    They are used again within `max_reuse_distance`, half of which lies on either side of the turn.
+    """
     return np.minimum(c.max_reuse / 2, float(sum(trace.every_size)))
 
 
 def persistent(trace: Trace, c: Columns) -> Floats:
-    """Return the elements of parameters that stage 3 always holds whole: those of at most
-    `stage3_param_persistence_threshold` elements."""
+    """Return the elements of parameters that stage 3 always holds whole.
+
+    Such parameters have at most `stage3_param_persistence_threshold` elements.
+    """
     sizes = np.sort(np.array(trace.every_size, dtype=np.float64))
     upwards = np.concatenate([[0.0], np.cumsum(sizes)])
     return np.asarray(upwards[np.searchsorted(sizes, c.persistence, side="right")])
@@ -465,8 +483,10 @@ def saved_bytes(job: Job, trace: Trace, c: Columns) -> Floats:
 
 
 def sub_groups(c: Columns, part: float, largest: float, ranks: float) -> Floats:
-    """Return the elements of a sub-group of a rank with `part` elements. No parameter is cut; the largest has `largest`
-    elements over all ranks."""
+    """Return the elements of a sub-group of a rank with `part` elements.
+
+    No parameter is cut; the largest has `largest` elements over all ranks.
+    """
     return np.minimum(part, np.maximum(c.sub_group, largest / ranks))
 
 
@@ -578,8 +598,9 @@ def stepper(job: Job) -> Stepper:
 
 
 def _of_script(job: Job) -> tuple[float, bool, bool] | None:
-    """Return (bytes of intermediates, `flattens`, `loops`) of the script's own optimizer, which steps regardless of the
-    config. None if the profile has no optimizer.
+    """Return (bytes of intermediates, `flattens`, `loops`) of the script's own optimizer, which steps regardless of the config.
+
+    None if the profile has no optimizer.
 
     torch uses `foreach` on CUDA if a script sets neither option (torch 2.13, torch/optim/adam.py, `adam`).
     """

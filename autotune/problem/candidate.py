@@ -104,9 +104,11 @@ class Candidate:
 
     @functools.cached_property
     def as_dict(self) -> dict[str, Value]:
+        """Return the knobs as a dict."""
         return dict(self.knobs)
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Return a knob's value, or the default if it is not set."""
         return self.as_dict.get(name, default)
 
     def but(self, **changes: Value) -> Candidate:
@@ -115,26 +117,32 @@ class Candidate:
 
     @property
     def stage(self) -> int:
+        """Return the ZeRO stage."""
         return int(self.get("zero_stage", 0))
 
     @property
     def micro_batch(self) -> int:
+        """Return the micro-batch size in samples per rank."""
         return int(self.get(MICRO_BATCH, 1))
 
     @property
     def accumulation(self) -> int:
+        """Return the number of accumulation steps."""
         return int(self.get(ACCUMULATION, 1))
 
     @property
     def checkpointing(self) -> bool:
+        """Return True if activations are checkpointed."""
         return bool(self.get(CHECKPOINTING, False))
 
     @property
     def offload_optimizer(self) -> str:
+        """Return the device of the optimizer states: none, cpu or nvme."""
         return str(self.get("offload_optimizer", "none"))
 
     @property
     def offload_param(self) -> str:
+        """Return the device of the offloaded parameters: none, cpu or nvme."""
         return str(self.get("offload_param", "none"))
 
     @property
@@ -198,7 +206,7 @@ def trial_environment(candidate: Candidate, job: Job, own: Mapping[str, str]) ->
 
 
 def under(job: Job, candidate: Candidate) -> Job:
-    """Return the job with the candidate's attention, compilation, LoRA, packing and kernels in place of its own."""
+    """Return the job with its attention, compilation, LoRA, packing and kernels replaced by the candidate's."""
     lora = candidate.get(LORA)
     return dataclasses.replace(
         job,

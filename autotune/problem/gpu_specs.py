@@ -44,6 +44,7 @@ class GpuFacts:
 
 @cache
 def gpu_table() -> dict[str, GpuFacts]:
+    """Return the rows of `data/gpus.json` by name."""
     text = (resources.files("autotune") / "data" / "gpus.json").read_text(encoding="utf-8")
     return {row["name"]: GpuFacts(**row) for row in json.loads(text)["gpus"]}
 

@@ -155,10 +155,12 @@ class Hardware:
         return gpu_table().get(self.facts or "") or unlisted(self.name, self.memory_bytes, unified=self.unified)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the hardware as JSON data."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Hardware:
+        """Return the hardware of JSON data; ignore unknown keys."""
         known = {f.name for f in dataclasses.fields(cls)}
         values = {key: value for key, value in data.items() if key in known}
         return cls(**{**values, "gpus": tuple(values.get("gpus", ()))})

@@ -61,8 +61,9 @@ def host_available_bytes() -> int:
 
 
 def kernel_oom_kills() -> int:
-    """Return the number of processes that the kernel killed for lack of memory, in this process's own cgroup or else on the
-    machine.
+    """Return the number of processes that the kernel killed for lack of memory.
+
+    The counter is that of the process's own cgroup, else that of the machine.
     """
     for file in (*(folder / controller.events for folder, controller in _groups()), Path("/proc/vmstat")):
         for line in _lines(file):

@@ -45,6 +45,7 @@ class Lora:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Lora:
+        """Return the LoRA settings of JSON data."""
         return cls(
             data["rank"],
             tuple(data["targets"]),
@@ -129,6 +130,7 @@ class Script:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Script:
+        """Return the script of JSON data."""
         made: dict[str, Any] = {"argv": tuple(data["argv"]), "launcher": tuple(data.get("launcher", ()))}
         for name in ("flags", "environment"):
             made[name] = tuple((first, second) for first, second in data.get(name, ()))
@@ -137,6 +139,7 @@ class Script:
 
     @property
     def is_module(self) -> bool:
+        """Return True if the script is started with `-m`."""
         return self.argv[0] == "-m"
 
     @property
@@ -235,6 +238,7 @@ class Job:
                 )
 
     def to_json(self) -> dict[str, Any]:
+        """Return the job as JSON data, without unused fields."""
         data = dataclasses.asdict(self)
         unused = "script workload lora attention compiled lengths packed liger image_size torch_alone"
         for name in unused.split():
@@ -256,6 +260,7 @@ class Job:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:
+        """Return the job of JSON data; ignore unknown keys."""
         known = {f.name for f in dataclasses.fields(cls)}
         values = {key: value for key, value in data.items() if key in known}
         script = Script.from_json(values["script"]) if values.get("script") else None

@@ -49,6 +49,7 @@ Need = Callable[[Value, Circumstances], str]  # returns what is missing, or an e
 
 
 def cuda(value: Value, c: Circumstances) -> str:
+    """Require CUDA devices. Return the reason of a refusal, else an empty text."""
     return "" if c.hardware.device == "cuda" else "is for CUDA alone"
 
 
@@ -62,11 +63,16 @@ def own_allocator(value: Value, c: Circumstances) -> str:
 
 
 def several_ranks(value: Value, c: Circumstances) -> str:
+    """Require several ranks. Return the reason of a refusal, else an empty text."""
     return "" if c.job.ranks > 1 else "needs more than one rank"
 
 
 def several_nodes(value: Value, c: Circumstances) -> str:
-    """hpZ's second partition lies within a node. On a single node it would hold the memory that ZeRO-3 saves, without a gain."""
+    """Require several nodes for hpZ.
+
+    The second partition of hpZ lies within a node. On a single node it would hold the memory that ZeRO-3 saves, without a
+    gain.
+    """
     if c.hardware.nodes < 2:
         return "needs more than one node"
     if not 1 <= int(value) <= c.hardware.per_node or c.hardware.per_node % int(value):
@@ -75,10 +81,12 @@ def several_nodes(value: Value, c: Circumstances) -> str:
 
 
 def bf16(value: Value, c: Circumstances) -> str:
+    """Require bf16. Return the reason of a refusal, else an empty text."""
     return "" if c.job.precision == "bf16" else f"needs --precision bf16, not {c.job.precision}"
 
 
 def fp16(value: Value, c: Circumstances) -> str:
+    """Require fp16. Return the reason of a refusal, else an empty text."""
     return "" if c.job.precision == "fp16" else f"needs --precision fp16, not {c.job.precision}"
 
 
@@ -146,6 +154,7 @@ def a_script(value: Value, c: Circumstances) -> str:
 
 
 def mics_init(value: Value, c: Circumstances) -> str:
+    """Refuse MiCS, whose model must be built in its own context. Return the reason."""
     return "needs a model made under deepspeed.zero.MiCS_Init, which neither transformers nor the tuner does"
 
 
@@ -180,8 +189,9 @@ def liger_kernel(value: Value, c: Circumstances) -> str:
 
 
 def liger_model(value: Value, c: Circumstances) -> str:
-    """Check that Liger knows the model and that the task has a language-model head: Liger replaces any head's forward by that
-    head's.
+    """Check that Liger knows the model and that the task has a language-model head.
+
+    Liger replaces the forward of any head by that of a language model.
     """
     kind = c.job.model.config.get("model_type")
     if since(kind) is None:
@@ -256,10 +266,12 @@ class Read:
     of: str | None = None  # the knob that it depends on, besides stage and offloading
 
     def __call__(self, knobs: Knobs) -> bool:
+        """Return True if the requirement holds for the knobs."""
         return self.holds(knobs)
 
 
 def stage_of(knobs: Knobs) -> int:
+    """Return the ZeRO stage of knobs."""
     return int(knobs.get("zero_stage", 0))
 
 
@@ -267,6 +279,7 @@ OFFLOADING = ("offload_optimizer", "offload_param")
 
 
 def offloads(knobs: Knobs, what: str) -> bool:
+    """Return True if the knobs offload the optimizer or the parameters, as `what` names."""
     return knobs.get(what, "none") != "none"
 
 

@@ -108,8 +108,9 @@ def _from_hub(name: str, trust_remote_code: bool) -> ModelSpec:
 
 
 def workload_spec(reference: str) -> ModelSpec:
-    """Return a user's function `package.module:function` as a model. Its source holds a hash of the file, so that an edit makes
-    another model.
+    """Return a user's function `package.module:function` as a model.
+
+    Its source holds a hash of the file, so that an edit makes another model.
 
     Raises:
         UserError: there is no such module, or it does not define the function.

@@ -65,8 +65,9 @@ class Gpu:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that processes hold, including those that NVML does not show. If the memory is main memory, only processes that
-        NVML shows count.
+        """Bytes that processes hold, including those that NVML does not show.
+
+        If the memory is main memory, only processes that NVML shows count.
         """
         if self.unified:
             return sum(self.holders.values())
@@ -396,7 +397,7 @@ def memory(lib: Any, handle: Any) -> Sizes:
 
 
 def shared_memory() -> Sizes:
-    """Return main memory as this process can have it, for a device without memory of its own."""
+    """Return main memory as this process can have it, for a device without dedicated memory."""
     return host_total_bytes(), host_available_bytes(), 0
 
 

@@ -25,6 +25,7 @@ class Kind(StrEnum):
 
     @property
     def is_oom(self) -> bool:
+        """Return True for an OOM of a device or of the host."""
         return self in (Kind.OOM_DEVICE, Kind.OOM_HOST)
 
     @property
@@ -145,6 +146,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
+        """Return True if the candidate was measured."""
         return self.kind is Kind.OK
 
     @property

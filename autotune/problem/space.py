@@ -68,6 +68,7 @@ class Domain:
     fixed: bool = False  # set by the user: the tuner must not drop it
 
     def applies(self, knobs: dict[str, Value]) -> bool:
+        """Return True if the knobs satisfy the domain's conditions."""
         return all(knobs.get(name) in allowed for name, allowed in self.when)
 
 
@@ -209,6 +210,7 @@ def spaces_folder() -> Path:
 
 
 def shipped_spaces() -> dict[str, Path]:
+    """Return the files of the shipped search spaces by name."""
     return {path.stem: path for path in sorted(spaces_folder().glob("*.yaml"))}
 
 

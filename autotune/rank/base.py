@@ -472,9 +472,11 @@ class Pulse:
         self._thread = threading.Thread(target=self._beat, name="autotune-pulse", daemon=True)
 
     def start(self) -> None:
+        """Start the heartbeat thread."""
         self._thread.start()
 
     def stop(self) -> None:
+        """Request the heartbeat thread to stop."""
         self._stopped.set()
 
     def _beat(self) -> None:

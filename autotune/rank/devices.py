@@ -51,14 +51,18 @@ class Device(Protocol):
     def engine_built(self) -> None:
         """Update overhead and cap after DeepSpeed created its process groups, whose communicators allocate late."""
 
-    def torch_device(self) -> torch.device: ...
+    def torch_device(self) -> torch.device:
+        """Return the device for torch."""
+
     def synchronize(self) -> None:
         """Wait until all work queued on the device is done."""
 
     def note(self) -> None:
         """Sample memory for `peaks`. The parent's memory monitor samples independently."""
 
-    def reset_peaks(self) -> None: ...
+    def reset_peaks(self) -> None:
+        """Reset all recorded peaks."""
+
     def peaks(self) -> dict[str, Any]:
         """Return peak bytes since `reset_peaks` by name, and `retries`: how often the allocator freed its cache."""
 
@@ -75,6 +79,11 @@ class CudaDevice:
     name, backend = "cuda", "nccl"
 
     def setup(self, local_rank: int, cap_bytes: int | None, threads: int) -> None:
+        """Take the GPU of the rank and record its UUID and its free memory.
+
+        Raises:
+            RuntimeError: CUDA was initialized before the fork, or the rank has no GPU.
+        """
         if in_bad_fork():
             raise RuntimeError("autotune: CUDA was woken before the fork")
         torch.set_num_threads(threads)
@@ -90,6 +99,7 @@ class CudaDevice:
         self._retries = retries()
 
     def joined(self) -> dict[str, Any]:
+        """Limit the allocator; return the UUID, and bytes of CUDA context and other processes."""
         self._overhead = self._current_overhead()
         free, total = free_and_total()
         self._limit_allocator(total)
@@ -97,6 +107,7 @@ class CudaDevice:
         return {"uuid": self.uuid, "overhead_bytes": self._overhead, "outside_bytes": outside}
 
     def engine_built(self) -> None:
+        """Limit the allocator again, since building the engine may grow the context."""
         self._overhead = max(self._overhead, self._current_overhead())
         self._limit_allocator(free_and_total()[1])
 
@@ -125,20 +136,24 @@ class CudaDevice:
         return max(0, min(self._free_before - free - reserved(), MOST_OVERHEAD_BYTES))
 
     def torch_device(self) -> torch.device:
+        """Return the rank's CUDA device."""
         return torch.device("cuda", self.index)
 
     def synchronize(self) -> None:
+        """Wait until the GPU has finished all queued work."""
         synchronize()
 
     def note(self) -> None:
-        pass
+        """Do nothing: torch records peaks."""
 
     def reset_peaks(self) -> None:
+        """Reset torch's peaks, the counter of allocator retries, and the host's high-water mark."""
         forget_peaks()
         self._retries = retries()
         _reset_high_water()
 
     def peaks(self) -> dict[str, Any]:
+        """Return the peaks since the last reset in bytes, and the number of allocator retries."""
         self._overhead = max(self._overhead, self._shown_overhead() or 0)  # NCCL and CUDA load more at first use
         return {
             "allocated_bytes": most_allocated(),
@@ -150,7 +165,7 @@ class CudaDevice:
         }
 
     def lift_cap(self) -> None:
-        pass
+        """Do nothing: the allocator's limit stays."""
 
 
 class CpuDevice:
@@ -164,6 +179,7 @@ class CpuDevice:
     name, backend = "cpu", "gloo"
 
     def setup(self, local_rank: int, cap_bytes: int | None, threads: int) -> None:
+        """Open the process's memory counter and limit its data segment to the cap in bytes."""
         torch.set_num_threads(threads)
         self._peak = 0
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)  # kept open: read several times per micro-step
@@ -172,22 +188,26 @@ class CpuDevice:
             resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, hard))
 
     def joined(self) -> dict[str, Any]:
+        """Return no facts."""
         return {}
 
     def engine_built(self) -> None:
-        pass
+        """Do nothing."""
 
     def torch_device(self) -> torch.device:
+        """Return the CPU device."""
         return torch.device("cpu")
 
     def synchronize(self) -> None:
-        pass
+        """Do nothing: CPU work is synchronous."""
 
     def note(self) -> None:
+        """Record the current memory if it is a new peak."""
         pages = int(os.pread(self._statm, 256, 0).split()[5])  # the same field as in `data_bytes`
         self._peak = max(self._peak, pages * _PAGE)
 
     def reset_peaks(self) -> None:
+        """Reset the peak and the host's high-water mark."""
         self._peak = 0
         _reset_high_water()
 
@@ -209,11 +229,13 @@ class CpuDevice:
         return {"data_bytes": max(self._peak, most), "host_bytes": status["VmHWM"], "retries": 0, "pinned_bytes": 0}
 
     def lift_cap(self) -> None:
+        """Raise the limit of the data segment to the hard limit."""
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
 def make_device(name: str) -> Device:
+    """Return the device of a name: cuda, else cpu."""
     return CudaDevice() if name == "cuda" else CpuDevice()
 
 
@@ -267,6 +289,7 @@ def _reset_high_water() -> None:
 
 
 def available() -> bool:
+    """Return True if torch can use CUDA."""
     return bool(torch.cuda.is_available())
 
 
@@ -276,10 +299,12 @@ def in_bad_fork() -> bool:
 
 
 def nccl_version() -> tuple[int, ...]:
+    """Return the version of torch's NCCL."""
     return tuple(torch.cuda.nccl.version())
 
 
 def device_count() -> int:
+    """Return the number of visible GPUs."""
     return torch.cuda.device_count()
 
 
@@ -306,6 +331,7 @@ def reserved() -> int:
 
 
 def most_allocated() -> int:
+    """Return the peak of allocated bytes."""
     return int(torch.cuda.max_memory_allocated())
 
 
@@ -334,6 +360,7 @@ def forget_peaks() -> None:
 
 
 def synchronize() -> None:
+    """Wait until the GPU has finished all queued work."""
     torch.cuda.synchronize()
 
 
@@ -426,5 +453,6 @@ class LiveTensors(TorchDispatchMode):
             self.watch(self.bytes)
 
     def reset_peak(self) -> None:
+        """Set the peak to the current bytes."""
         self._settle()
         self.peak = self.bytes

@@ -1,4 +1,4 @@
-"""Print the configuration of a Hub model, in a process of its own because the tuner imports no transformers.
+"""Print the configuration of a Hub model, in a separate process because the tuner imports no transformers.
 
 Run as `python -m autotune.rank.hub_config [--trust-remote-code] NAME`. The last line of standard output is JSON: {"config":
 {…}}, or {"error": "…"} with one line that gives the reason.
@@ -37,6 +37,7 @@ def answer(name: str, *, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Print the configuration of the named Hub model as JSON."""
     parser = argparse.ArgumentParser(prog="python -m autotune.rank.hub_config", description=__doc__)
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("name")

@@ -172,6 +172,7 @@ class Request:
 
     @classmethod
     def of(cls, message: dict[str, Any]) -> Request:
+        """Return the request of a message; ignore unknown fields."""
         return cls(**{field.name: message[field.name] for field in fields(cls) if field.name in message})
 
     @property
@@ -183,6 +184,7 @@ class Request:
 
     @property
     def extrapolated(self) -> bool:
+        """Return True if fewer micro-batches run than a step accumulates."""
         return self.micro_batches < self.accumulation
 
 

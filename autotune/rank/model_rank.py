@@ -22,6 +22,7 @@ class ModelRank(BaseRank):
     """Keep one engine for the whole life of the rank. Only micro-batch and accumulation change."""
 
     def run(self) -> None:
+        """Build the model and its engine, then measure on request of the tuner."""
         self.begin()
         self.torch.manual_seed(self.spec["seed"])
         self.live: Any = None  # counts the bytes of live tensors if the spec requests it

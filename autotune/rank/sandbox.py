@@ -72,10 +72,12 @@ class Sandbox:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Sandbox:
+        """Return the sandbox of JSON data."""
         kept = tuple(stored["writable"])
         return cls(Path(stored["folder"]), Path(stored["cwd"]), Protection(stored["protection"]), kept)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the sandbox as JSON data."""
         paths = {"folder": str(self.folder), "cwd": str(self.cwd), "writable": list(self.writable)}
         return {**paths, "protection": str(self.protection)}
 
@@ -167,8 +169,10 @@ class Sandbox:
 
 
 def remove(folder: Path) -> None:
-    """Remove a trial's folder and its layers, whatever modes a script has left in them. What cannot be removed yet (a network
-    disk keeps open files) gets another name, and is tried again by the next call."""
+    """Remove a trial's folder and its layers, whatever modes a script has left in them.
+
+    Folders that cannot be removed yet (a network disk keeps open files) are renamed, and the next call tries again.
+    """
     with suppress(FileNotFoundError):
         folder.rename(folder.with_name(f"{folder.name}-{os.urandom(8).hex()}"))
     for base in (*folder.parent.glob(f"{folder.name}-*"), *_spare_bases(folder)):
@@ -181,7 +185,7 @@ def remove(folder: Path) -> None:
 
 
 def available_protection(cwd: Path, folder: Path, command: Callable[..., list[str]]) -> Protection:
-    """Return the best mechanism that this machine offers, by entering a sandbox in a process of its own.
+    """Return the best mechanism that this machine offers, by entering a sandbox in a separate process.
 
     Args:
         cwd: the user's folder.
@@ -205,7 +209,7 @@ def available_protection(cwd: Path, folder: Path, command: Callable[..., list[st
 
 
 def main() -> None:
-    """Enter a sandbox; fail if a write beside the trial's folder is neither refused nor kept in a layer."""
+    """Enter a sandbox; fail if a write next to the trial's folder is neither refused nor kept in a layer."""
     trial, cwd, protection = sys.argv[1:]
     sandbox, beside = Sandbox(Path(trial), Path(cwd), Protection(protection)), Path(f"{trial}-written")
     device = os.stat(beside.parent).st_dev
@@ -302,8 +306,10 @@ class _Tree:
         shutil.copystat(path, at)
 
     def _adopt(self, path: str, upper: str) -> None:
-        """Make folders in a layer whose owner or group the user namespace lacks, and copy such files of the user's current
-        folder: copy-up refuses these with EOVERFLOW since Linux 6.4."""
+        """Make folders in a layer whose owner or group the user namespace lacks.
+
+        Such files of the user's current folder are copied, since copy-up refuses them with EOVERFLOW since Linux 6.4.
+        """
         inside = f"{path}/".startswith(f"{self._cwd}/")
         shared = os.stat(path).st_mode & stat.S_ISVTX and not inside
         for entry in islice(os.scandir(path), _MOST_ENTRIES):
@@ -325,7 +331,7 @@ class _Tree:
         return small and entry.path not in self._mounts and os.access(entry.path, os.R_OK | os.W_OK)
 
     def separate_shared_memory(self) -> None:
-        """Give the trial shared memory of its own, of the size that is free; what lies there already stays readable."""
+        """Give the trial private shared memory of the size that is free; existing files there stay readable."""
         free, layers = shutil.disk_usage(_SHARED_MEMORY).free, self._layers()
         with suppress(OSError):
             _mount("tmpfs", layers, 0, "tmpfs", f"size={free},mode=0700")
@@ -423,7 +429,7 @@ def _listening_sockets() -> list[str]:
 
 
 def _make_namespaces() -> None:
-    """Give this process mounts of its own, in a user namespace of its own if it may not mount."""
+    """Give this process private mounts, in a new user namespace if it may not mount."""
     user, group = os.getuid(), os.getgid()
     try:
         _call("unshare", _NEW_MOUNTS)
@@ -473,8 +479,10 @@ def _reopen_folders() -> None:
 
 
 def _copying_rename(rename: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `os.rename` so that it copies where an ordinary user's overlay cannot rename: folders of the layer below, and between
-    two overlays."""
+    """Wrap `os.rename` so that it copies if an ordinary user's overlay cannot rename.
+
+    Affected are folders of the layer below, and renames between two overlays.
+    """
 
     def renamed(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
         try:
@@ -533,8 +541,9 @@ _IO_URING_SETUP, _X32_CALLS = 425, 0x40000000  # ways to the same calls
 
 
 def _ignore_attribute_changes() -> None:
-    """Have changes of attributes do nothing and succeed, so that programs that copy them go on. A filter sees no paths: in the
-    trial's own folder they do nothing either.
+    """Have changes of attributes do nothing and succeed, so that programs that copy them go on.
+
+    A filter sees no paths: in the trial's own folder they do nothing either.
 
     Raises:
         OSError: the kernel has no seccomp filters, or the architecture is not known.
@@ -594,8 +603,10 @@ def _shown_names(cwd: Path) -> tuple[str, ...]:
 
 
 def _caches(environment: Mapping[str, str], cwd: str) -> Iterator[str]:
-    """Make and name the caches that libraries keep between runs, by the variables that they document. A folder that holds the
-    user's current one is none."""
+    """Make and name the caches that libraries keep between runs, by the variables that they document.
+
+    A folder that holds the user's current one is none.
+    """
     home = os.path.expanduser("~")
     general = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
     hub = environment.get("HF_HOME") or f"{general}/huggingface"

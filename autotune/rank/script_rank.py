@@ -83,6 +83,7 @@ class ScriptRank(BaseRank):
         self._pid = os.getpid()
 
     def run(self) -> None:
+        """Run the script under hooks and measure its steps on request of the tuner."""
         os.environ.update(_QUIET_ENVIRONMENT)
         self.begin()
         assert self.job.script is not None
@@ -145,15 +146,18 @@ class ScriptRank(BaseRank):
     # -- callbacks of the hooks --------------------------------------------------------------------------------------
 
     def configured(self, config: dict[str, Any]) -> None:
+        """Store the DeepSpeed config that the script passes."""
         self.config = config
 
     def planned(self, micro_batch: int, accumulation: int, optimizer: str = "") -> None:
+        """Report the script's own batch and optimizer to the tuner, before an engine is built."""
         if self.candidate is None and self.engine is None:
             own: dict[str, Any] = {"micro_batch": micro_batch, "accumulation": accumulation}
             own |= {"optimizer": optimizer} if optimizer else {}
             self.channel.send("facts", config=self.config, said=self.hooks.context.said, **own)
 
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
+        """Store the engine and load the checkpoint. A second engine restarts the measurement."""
         another = self.engine is not None
         self.engine, self.facts = engine, facts
         self.own_device.note()
@@ -175,12 +179,14 @@ class ScriptRank(BaseRank):
             self._begin_measuring()
 
     def forward(self, sizes: Sizes) -> None:
+        """Count the samples and tokens of a forward."""
         self._await_request()
         self.batch.add(sizes)
         if sizes.rows:
             self.widest_tokens = max(self.widest_tokens, sizes.tokens // sizes.rows)
 
     def entered(self, phase: Phase) -> None:
+        """Process the start of a phase; count micro-batches at their first backward."""
         if phase is Phase.INIT:
             self.enter(phase)
             self.fault(phase)
@@ -199,6 +205,7 @@ class ScriptRank(BaseRank):
         self.progress(_PROGRESS_SECONDS)
 
     def stepped(self) -> None:
+        """Record the time of an optimizer step."""
         assert self.request is not None
         device = self.own_device
         device.synchronize()
@@ -231,6 +238,7 @@ class ScriptRank(BaseRank):
             self._compare_clocks(request)
 
     def beside(self, number: int, rows: int) -> None:
+        """Record the rows of an auxiliary engine's optimizer step."""
         self.rows_beside.setdefault(str(number), []).append(rows)
 
     def _check(self, candidate: Candidate) -> None:
@@ -250,18 +258,21 @@ class ScriptRank(BaseRank):
             raise Unusable(f"too many steps are the last of their data ({short})", Cause.SHORT)
 
     def failed(self, error: BaseException) -> None:
+        """Process an exception that the script may catch. OOMs and repeated failures end the rank."""
         described = self.leave_if_out_of_memory(error)
         self._failure, self._failures = (id(error), described), self._failures + 1
         if isinstance(error, Unusable) or self._failures == _MOST_FAILURES:
             self._leave_if_failed()
 
     def unbuilt(self, builder: str) -> None:
+        """Report a DeepSpeed op that must be built first, and end the rank."""
         if self.candidate is None and builder not in self.spec["ops"]:
             self.channel.send("unbuilt", op=builder)  # the parent builds it first, outside the budget
             self.report(RuntimeError(f"DeepSpeed's {builder} is not built yet"))
             leave(EXIT_REPORTED)
 
     def strayed(self) -> None:
+        """Report that the script trains without DeepSpeed, and end the rank."""
         self.report(Unusable(f"{self.script.target} trains without {_MISSING_DEEPSPEED}"))
         leave(EXIT_REPORTED)
 
@@ -390,6 +401,7 @@ class Batch:
     rows_by_name: Counter[str] = field(default_factory=Counter)  # rows of each tensor
 
     def add(self, sizes: Sizes) -> None:
+        """Add the counts of a forward."""
         self.rows += sizes.rows
         self.sequences += sizes.sequences
         self.tokens += sizes.tokens
@@ -602,6 +614,7 @@ class SavedTensors:
         self._open = True
 
     def close(self) -> None:
+        """Remove the hooks of saved tensors, once."""
         if self._open:
             self._open = False
             self._hooks.__exit__(None, None, None)

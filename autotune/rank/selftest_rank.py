@@ -29,6 +29,7 @@ class CheckRank(BaseRank):
         super()._join_group(device)
 
     def run(self) -> None:
+        """Join the process group, all-reduce, and report the time in seconds."""
         self.begin()
         self.enter(Phase.INIT)
         self.fault(Phase.INIT)

@@ -29,6 +29,7 @@ class Pace:
 
     @property
     def settled(self) -> bool:
+        """Return True if no step is pending and the estimate is not vague."""
         return not (self.pending or self.vague)
 
 

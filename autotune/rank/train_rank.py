@@ -42,6 +42,7 @@ class TrainRank(BaseRank):
     _unloaded: tuple[Exception, str] | None = None  # error of a checkpoint that could not be loaded, and its folder
 
     def run(self) -> None:
+        """Run the user's script to its end under the candidate."""
         # The first function registered runs last: functions that the script registers may still need the group.
         atexit.register(self._leave_group)
         self.begin()
@@ -222,36 +223,41 @@ class TrainRank(BaseRank):
     # -- callbacks of the hooks --------------------------------------------------------------------------------------
 
     def configured(self, config: dict[str, Any]) -> None:
-        pass
+        """Do nothing."""
 
     def planned(self, micro_batch: int, accumulation: int, optimizer: str = "") -> None:
-        pass
+        """Do nothing."""
 
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
+        """Report the end of the initialization."""
         self.enter(Phase.FORWARD)
 
     def entered(self, phase: Phase) -> None:
+        """Store the phase, and report the initialization."""
         self.phase = phase
         if phase is Phase.INIT:
             self.enter(phase)
 
     def forward(self, sizes: Sizes) -> None:
-        pass
+        """Do nothing."""
 
     def stepped(self) -> None:
+        """Count a step and report progress."""
         self.steps += 1
         self.progress(0.0 if self.steps <= _FIRST_STEPS else _PROGRESS_SECONDS)
 
     def beside(self, number: int, rows: int) -> None:
-        pass
+        """Do nothing."""
 
     def failed(self, error: BaseException) -> None:
+        """Report an OOM and end the rank."""
         self.leave_if_out_of_memory(error)
 
     def unbuilt(self, builder: str) -> None:
-        pass
+        """Do nothing: DeepSpeed builds the op."""
 
     def strayed(self) -> None:
+        """Report that the script trains without DeepSpeed."""
         self.channel.send("strayed")
 
 

@@ -19,7 +19,7 @@ from autotune.problem.space import SearchSpace
 from autotune.rank.checkpoints import convertible, layout
 from autotune.util.files import write_atomically
 
-# Knobs that a rung may change. Of these only stage, sub-groups and NVMe determine the layout of checkpoints
+# Knobs that a rung may change. Only stage, sub-groups and NVMe determine the layout of checkpoints
 # (`autotune.rank.checkpoints.layout`). Other knobs, like round_robin_gradients, stay fixed.
 CROSSED = (
     MICRO_BATCH,
@@ -50,6 +50,7 @@ class Rung:
     measured: bool
 
     def to_json(self, job: Job) -> dict[str, Any]:
+        """Return the rung as JSON data, with its DeepSpeed config."""
         return {
             "candidate": self.candidate.as_dict,
             "measured": self.measured,
@@ -60,6 +61,7 @@ class Rung:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Rung:
+        """Return the rung of JSON data."""
         candidate = Candidate.of(data["candidate"])
         return cls(candidate, data["peak_bytes"], data["samples_per_second"], data["measured"])
 
@@ -74,8 +76,9 @@ def recovery_ladder(
     *,
     convert: bool = False,
 ) -> list[Rung]:
-    """Return the config to start from, then rungs of decreasing memory: the fastest at each step, and the smallest at the
-    end.
+    """Return the config to start from, then rungs of decreasing memory.
+
+    Each step has the fastest candidate, and the last rung has the smallest peak.
 
     Every rung keeps the global batch of `top` exactly and can load its checkpoints; with `convert`, after a conversion.
     Measured values take precedence over predicted ones. Candidates that have `failed` are left out.

@@ -71,6 +71,7 @@ class LaunchSummary:
     attempts: list[Attempt] = field(default_factory=list)
 
     def lines(self) -> list[str]:
+        """Return the summary as lines of text."""
         restarts = len(self.attempts) - 1
         seconds = sum(one.seconds for one in self.attempts)
         steps = sum(one.steps for one in self.attempts)
@@ -82,6 +83,7 @@ class LaunchSummary:
         return [text, f"{times}; the last config was {last.candidate}"]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the exit code and all attempts as JSON data."""
         return {"code": self.code, "attempts": [dataclasses.asdict(one) for one in self.attempts]}
 
 
@@ -163,6 +165,7 @@ class Supervisor:
         return self._signal is not None
 
     def say(self, text: str) -> None:
+        """Print a message and append it to `launch.log`."""
         self._say(text)
         with suppress(OSError), (self.folder / "launch.log").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {masked(text)}\n")
@@ -205,8 +208,10 @@ class Supervisor:
                 return LaunchSummary(128 + self._signal, attempts)
 
     def _sets_aside(self, end: End, *, first: bool) -> bool:
-        """Check that the restart failed to load its checkpoint, so that the next attempt must use an older one. This
-        happens once per checkpoint, and for few in a row, as more point to another cause."""
+        """Check that the restart failed to load its checkpoint, so that the next attempt must use an older one.
+
+        This happens once per checkpoint, and for few in a row, as more point to another cause.
+        """
         if end.steps:
             self._bad.clear()
         again = end.unloaded in self._bad or len(self._bad) >= MOST_UNLOADED
@@ -244,8 +249,9 @@ class Supervisor:
         return end
 
     def _prepare(self, rung: Rung, heard: Heard) -> End | None:
-        """Build the missing ops that a rung needs, and reconnect to lost nodes. Ranks would build the ops without any
-        message.
+        """Build the missing ops that a rung needs, and reconnect to lost nodes.
+
+        Ranks would build the ops without any message.
 
         Returns:
             The attempt's end if a signal stopped the preparation or it cannot be done; otherwise None.
@@ -420,6 +426,7 @@ class Heard:
     begun: set[str] = field(default_factory=set)  # output folders of Trainer's arguments
 
     def take(self, rank: int, message: Message) -> None:
+        """Process a message of a rank."""
         kind = message["type"]
         if kind == "resumed":
             # the last one counts, as a script may train in phases
@@ -439,6 +446,7 @@ class Heard:
         self.steps = max(self.steps, int(message.get("steps") or 0))
 
     def end(self, code: int, kind: Kind | None, reason: str) -> End:
+        """Return the end of an attempt, with the collected steps and checkpoint."""
         # A script with Trainer's arguments reports each load. Other scripts may load through torch alone.
         origin = self.origin or ("" if self.begun else None)
         return End(code, kind, reason, self.steps, self.resumed_from, origin=origin)
@@ -563,8 +571,11 @@ class Descent:
         return kind in _TOO_MUCH or self._barren >= _MOST_BARREN
 
     def _comes_alike(self, kind: Kind, steps: int, origin: str | None) -> bool:
-        """Check that enough attempts in a row ended at the same step in the same way. Attempts without a step do not count.
-        Without a known origin, a script may start from a different place each time."""
+        """Check that enough attempts in a row ended at the same step in the same way.
+
+        Attempts without a step do not count. Without a known origin, a script may start from a different place each
+        time.
+        """
         if not steps or origin is None or kind in _TOO_MUCH:
             return False
         place, near = (kind, origin), abs(steps - self._steps) <= max(1.0, _NEAR * steps)

@@ -43,6 +43,7 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
         self._peak = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the study on the first rank, so that a wrong path fails early."""
         if state.is_world_process_zero:  # other machines need not have the study
             self._study()
 
@@ -50,10 +51,12 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
         return StudyStore.load(self.study, self.storage, Path("runs"))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock at the first step."""
         if not self._began:
             self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Record the seconds and the memory of a step."""
         now = time.perf_counter()
         # measured from the end of the last step, so that data and logging are included
         self._seconds.append(now - self._began)
@@ -62,6 +65,7 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
             self._peak = max(self._peak, used_bytes())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Record the training in the study. A failure is printed and does not end the training."""
         seconds = self._seconds[WARMUP_STEPS:]
         config = getattr(getattr(args, "hf_deepspeed_config", None), "config", None)
         if config is None or len(seconds) < 2 or not state.is_world_process_zero:

@@ -78,30 +78,32 @@ class PlainObserver:
         self.console = console
 
     def start(self) -> None:
-        pass
+        """Do nothing: there is no live view."""
 
     def stop(self) -> None:
-        pass
+        """Do nothing: there is no live view."""
 
     def phase(self, name: str) -> None:
-        pass
+        """Do nothing: plain output has no phases."""
 
     def doing(self, text: str) -> None:
         """Show a long operation other than a trial; an empty text ends it."""
 
     def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
-        pass
+        """Do nothing: plain output reports ends."""
 
     def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
+        """Print a trial's outcome in one line."""
         what = role if role in (VERIFY, RESUME) else "trial"
         seconds = format_duration(outcome.seconds)
         self._print(f"{what} {number:>3}  {candidate}  ->  {outcome_line(outcome)}  [{seconds}]")
 
     def say(self, text: str) -> None:
+        """Print a message."""
         self._print(text)
 
     def clock(self, used_seconds: float, budget_seconds: float) -> None:
-        pass
+        """Do nothing: plain output has no clock."""
 
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
@@ -124,26 +126,32 @@ class LiveObserver(PlainObserver):
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render, transient=True)
 
     def start(self) -> None:
+        """Start the view and its clock."""
         self._began = time.monotonic()
         self._searching = True
         self._live.start()
 
     def stop(self) -> None:
+        """Stop the view."""
         self._live.stop()
 
     def doing(self, text: str) -> None:
+        """Show the current preparation; an empty text ends it."""
         self._doing = (text, time.monotonic()) if text else None
         if not self._searching:  # before the search there is no view yet
             (self._live.start if text else self._live.stop)()
 
     def phase(self, name: str) -> None:
+        """Show the name of the current phase."""
         self._phase = name
 
     def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
+        """Show a running trial."""
         what = {VERIFY: "verifying", RESUME: "resuming"}.get(role, "trial")
         self._running[number] = f"{what} {number}: {candidate}"
 
     def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
+        """Print a trial's outcome, and update the counts and the best candidate."""
         super().trial_finished(number, candidate, role, outcome)
         self._running.pop(number, None)
         self._counts[outcome.kind] += 1
@@ -174,6 +182,7 @@ class LiveObserver(PlainObserver):
 
 
 def make_observer(hardware: Hardware, budget_seconds: float, console: Console, quiet: bool) -> PlainObserver:
+    """Return a live view for a terminal, else plain output; nothing is printed if quiet."""
     if quiet:
         return PlainObserver(Console(quiet=True))
     if console.is_terminal and is_watched(console.file):  # colours may be forced into a pipe
@@ -225,6 +234,7 @@ def study_json(store: StudyStore) -> dict[str, Any]:
 
 
 def record_json(record: Record) -> dict[str, Any]:
+    """Return a record as JSON data."""
     return {
         "number": record.number,
         "role": record.role,
@@ -262,6 +272,7 @@ DOUBTFUL = 0.5  # share of a step's seconds; half the 95 % interval above it mak
 
 
 def speed(measured: Measurement) -> str:
+    """Return the text of a throughput."""
     tokens = format_count(measured.tokens_per_second)
     return f"{measured.samples_per_second:.4g} samples/s ({tokens.strip()} tokens/s)"
 
@@ -327,8 +338,10 @@ def _times_others(winner: Record, records: list[Record]) -> dict[Candidate, floa
 
 
 def measured_alike(winner: Record, records: list[Record]) -> dict[Candidate, tuple[Measurement, Measurement]]:
-    """Return (the winner's Measurement, its own) for each other config. Both come from verification, or both from the search,
-    as a machine's pace may change in between."""
+    """Return (the winner's Measurement, its own) for each other config.
+
+    Both come from verification, or both from the search, as a machine's pace may change in between.
+    """
     measured: dict[str, dict[Candidate, Measurement]] = {VERIFY: {}, SEARCH: {}}
     for record in records:
         if record.outcome and record.outcome.measurement and record.role in measured:
@@ -351,6 +364,7 @@ class HowToTrain:
     hints: tuple[str, ...] = ()  # further changes that the training needs
 
     def lines(self) -> list[str]:
+        """Return the commands and hints as lines of text."""
         besides = [self.instead] if self.instead else []
         return [
             *(f"  {name}: {text}" for name, text in self.commands),
@@ -414,8 +428,11 @@ def train_with(
 
 
 def _checkpointing(winner: Candidate, job: Job, script: Script) -> list[str]:
-    """Return the change of activation checkpointing that the script's code needs, if its command does not carry it. If the
-    script has it on and the winner off, the change is always listed: no flag can switch off what the code switches on."""
+    """Return the change of activation checkpointing that the script's code needs, if its command does not carry it.
+
+    If the script has it on and the winner off, the change is always listed: no flag can switch off what the code
+    switches on.
+    """
     if winner.checkpointing:
         known = script.profile.get("checkpointed") or carries_knob(script, CHECKPOINTING)
         return [] if known else [with_checkpointing(job)]
@@ -424,8 +441,10 @@ def _checkpointing(winner: Candidate, job: Job, script: Script) -> list[str]:
 
 
 def _missing_bytes(outcome: Outcome, hardware: Hardware) -> int | None:
-    """Return a lower bound of the bytes by which a config missed the ceiling; None if it did not, or failed for another
-    reason."""
+    """Return a lower bound of the bytes by which a config missed the ceiling.
+
+    None if the config did not miss it, or failed for another reason.
+    """
     if outcome.measurement is not None:
         over = outcome.measurement.peak_bytes - hardware.ceiling_bytes
         return over if over > 0 else None

@@ -148,8 +148,10 @@ def with_checkpointing(job: Job) -> str:
 
 
 def without_checkpointing(candidate: Candidate, job: Job) -> str:
-    """Describe how to remove activation checkpointing from the script's code, if the candidate has none; else return an empty
-    string."""
+    """Describe how to remove activation checkpointing from the script's code.
+
+    Return an empty text if the candidate has checkpointing.
+    """
     if job.script is None or not job.script.profile.get("checkpointed") or candidate.get(CHECKPOINTING) is not False:
         return ""
     if call := job.script.profile.get(CALL):
@@ -162,8 +164,10 @@ def without_checkpointing(candidate: Candidate, job: Job) -> str:
 
 
 def without_zero_init(candidate: Candidate, job: Job) -> str:
-    """Describe how to remove deepspeed.zero.Init from the script's code, if the candidate's stage trains whole models; else
-    return an empty string."""
+    """Describe how to remove deepspeed.zero.Init from the script's code.
+
+    Return an empty text unless the candidate's stage trains whole models.
+    """
     if job.script is None or not job.script.profile.get(ZERO_INIT) or candidate.stage == 3:
         return ""
     return (
@@ -366,8 +370,11 @@ def export_study(study: str, storage: str | None, style: str, out: Path | None, 
 
 
 def environment_of(store: StudyStore, candidate: Candidate) -> dict[str, str]:
-    """Return the variables that a training needs: those of the measurement, those that select the study's GPUs, and the
-    folder of DeepSpeed's ops if the config needs some."""
+    """Return the environment variables that a training needs.
+
+    These are the variables of the measurement, those that select the study's GPUs, and the folder of DeepSpeed's ops if
+    the config needs some.
+    """
     ops = store.extensions and all_ops([candidate], store.job, store.hardware.device)
     theirs = {**measured_under(store.fingerprint), **store.hardware.environment}
     return {**theirs, **({FOLDER: store.extensions} if ops else {})}
@@ -411,15 +418,18 @@ PORT = 29500  # torchrun's default (torch/distributed/run.py)
 
 
 def first_host(hostfile: Path | None) -> str:
-    """Return the host for the rendezvous: the first in the hostfile that `run` wrote next to its study, without ssh's user
-    name."""
+    """Return the host for the rendezvous, without ssh's user name.
+
+    The host is the first in the hostfile that `run` wrote next to its study.
+    """
     lines = hostfile.read_text(encoding="utf-8").split() if hostfile is not None and hostfile.is_file() else []
     return lines[0].rpartition("@")[2] if lines else "FIRST_NODE"
 
 
 def over_nodes(words: Sequence[str], nodes: int, per_node: int, hostfile: Path | None) -> tuple[list[str], bool]:
-    """Convert a command for one machine with `per_node` ranks to one of `nodes` machines. Also return True if each machine
-    must start it.
+    """Convert a command for one machine with `per_node` ranks to one of `nodes` machines.
+
+    Also return True if each machine must start it.
 
     Args:
         words: see `script.script.training_command`.

@@ -32,8 +32,10 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Outlook:
-    """Speed, time and cost of a training over `tokens`, from a prediction. Intervals hold 95 % and reflect the step time
-    alone."""
+    """Speed, time and cost of a training over `tokens`, from a prediction.
+
+    Intervals hold 95 % and reflect the step time alone.
+    """
 
     prediction: Prediction
     job: Job
@@ -55,8 +57,10 @@ class Outlook:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs as a share of the devices' peak, recomputation not counted; None if either is unknown or only
-        estimated."""
+        """Model FLOPs as a share of the devices' peak, recomputation not counted.
+
+        None if either is unknown or only estimated.
+        """
         flops = model_flops_per_token(under(self.job, self.prediction.candidate))
         card = self.hardware.gpu_facts
         if not flops or card is None or card.doubt:
@@ -76,6 +80,7 @@ class Outlook:
 
     @property
     def hours_interval(self) -> Interval:
+        """Return the bounds of the training time in hours."""
         slow, fast = self.tokens_interval
         return self.tokens / fast / 3600, self.tokens / slow / 3600
 
@@ -91,6 +96,7 @@ class Outlook:
 
     @property
     def usd_interval(self) -> Interval | None:
+        """Return the bounds of the cost in USD, or None without a price."""
         if self.usd_per_hour is None:
             return None
         low, high = self.hours_interval
@@ -137,8 +143,10 @@ class Outlook:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Largest micro-batch of one ZeRO stage that surely fits with the fewest memory savers, and changes that would let the
-    next size fit."""
+    """Largest micro-batch of one ZeRO stage that surely fits, and changes that would let the next size fit.
+
+    The micro-batch uses the fewest memory savers.
+    """
 
     stage: int
     fitting: Prediction | None  # None: not even one sequence fits
@@ -208,6 +216,7 @@ class Plan:
         return Outlook(self.best[0], self.job, self.hardware, self.tokens, self.price) if self.best else None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON data."""
         outlook = self.outlook
         return {
             "model": self.job.model.name,

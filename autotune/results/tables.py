@@ -25,19 +25,22 @@ class DataConsole(Console):
     """A Console that lets no control characters of a text reach the terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yield the segments of a renderable, with unprintable characters replaced."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
 class DataTable(Table):
-    """Table that shows its cells unchanged. Errors contain `[enforce fail at alloc_cpu.cpp:117]` and `[/src/gloo]`, which
-    look like markup.
+    """Table that shows its cells unchanged.
+
+    Errors contain `[enforce fail at alloc_cpu.cpp:117]` and `[/src/gloo]`, which look like markup.
 
     A long table without borders is laid out here with the same result. rich creates about ten objects per cell, which takes 4
     s for 5,000 rows.
     """
 
     def add_row(self, *cells: Any, **how: Any) -> None:
+        """Add a row; texts are masked and not parsed as markup."""
         super().add_row(*(Text(masked(cell)) if isinstance(cell, str) else cell for cell in cells), **how)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -104,6 +104,7 @@ def carries(script: Script, knob: str) -> bool:
 
 
 def carries_config(script: Script) -> bool:
+    """Return True if a script's argument file holds the DeepSpeed config."""
     return any(config_place(script, file.data) for file in own_files(script))
 
 
@@ -203,6 +204,7 @@ def is_ds_config(path: Path) -> bool:
 
 
 def own_files(script: Script) -> list[ArgumentFile]:
+    """Return the script's argument files, without the launcher's."""
     return [file for file in script.files if not file.launcher]
 
 
@@ -245,6 +247,7 @@ def _trainers(script: Script, data: dict[str, Any]) -> bool:
 
 
 def telling(data: dict[str, Any]) -> bool:
+    """Return True if the data has a key of the config, the output folder or a knob."""
     return any(find(data, (name,)) is not None for name in _TELLING)
 
 

@@ -267,6 +267,7 @@ def _one_machine(kind: str, launcher: str, options: Mapping[str, str]) -> None:
 
 
 def several_nodes(what: str) -> str:
+    """Return the error for a command that trains on several nodes."""
     return f"{what}: trainings over several nodes are autotune's to start: give it --hostfile FILE, and a command for one machine"
 
 
@@ -299,6 +300,7 @@ class Framework:
     negated: dict[str, str] = field(default_factory=dict)  # knob -> name of the setting that switches it off
 
     def environment(self, ranks: int) -> dict[str, str]:
+        """Return the framework's environment variables for a number of ranks."""
         return {name: value.replace("RANKS", str(ranks)) for name, value in self.variables.items()}
 
     def arguments(self, argv: Sequence[str], ranks: int) -> list[str]:

@@ -56,10 +56,12 @@ class Clock:
 
     @property
     def used_seconds(self) -> float:
+        """Return the seconds used."""
         return self.executor.now() - self._began
 
     @property
     def left_seconds(self) -> float:
+        """Return the seconds left."""
         return self.budget_seconds - self.used_seconds
 
     def note(self, candidate: Candidate, outcome: Outcome, role: str) -> None:
@@ -102,6 +104,7 @@ class Clock:
 
     @property
     def checkpoint_seconds(self) -> float:
+        """Return the estimated seconds to write and load a checkpoint."""
         trace = self.proposer.predictor.trace
         return checkpoint_seconds(sum(trace.parameters), trace.frozen)
 
@@ -116,6 +119,7 @@ class Clock:
 
     @property
     def tries_resuming(self) -> bool:
+        """Return True if resuming is possible and cheap enough to be tested."""
         return self.executor.resumes and self.checkpoint_seconds <= CHECKPOINT_SHARE * self.budget_seconds
 
     @property

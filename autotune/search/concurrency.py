@@ -169,12 +169,15 @@ class Company:
         return [record.candidate for record in self.elsewhere if record.role == SEARCH]
 
     def are_at(self, candidate: Candidate, role: str) -> bool:
+        """Return True if a peer tuner runs the candidate in the role."""
         return any((record.candidate, record.role) == (candidate, role) for record in self.elsewhere)
 
     def found(self, candidate: Candidate, role: str) -> Outcome | None:
+        """Return the outcome that a peer tuner measured, or None."""
         return self._found.get((candidate, role))
 
     def forget(self, candidate: Candidate, role: str) -> None:
+        """Remove an outcome of a peer tuner."""
         self._found.pop((candidate, role), None)
 
 

@@ -44,6 +44,7 @@ def name_of_this() -> str:
 
 
 def host_of(tuner: str) -> str:
+    """Return the host in a tuner's name."""
     return tuner.partition("/")[0]
 
 

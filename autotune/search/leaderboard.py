@@ -138,6 +138,7 @@ class Standings:
 
     @property
     def best(self) -> Candidate | None:
+        """Return the best feasible candidate, or None."""
         return next(iter(self.feasible()), None)
 
     def passed(self) -> list[Candidate]:

@@ -122,10 +122,12 @@ class Openings:
         return self.alike(candidate) | self._host.needs_no_less(candidate)
 
     def close(self, candidate: Candidate) -> None:
+        """Remove a candidate from the open ones."""
         if (at := self.index.get(candidate)) is not None:
             self.open[at] = False
 
     def rule_out(self, mask: Flags, reason: str) -> None:
+        """Exclude the open candidates in a mask, and count them under the reason."""
         if count := int((mask & self.open).sum()):
             self.open &= ~mask
             self.skipped[reason] += count

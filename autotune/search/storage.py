@@ -322,11 +322,21 @@ class JournalFile(JournalFileBackend):
         self._path = path
 
     def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:  # type: ignore[override]
+        """Yield the logs from a number on.
+
+        Raises:
+            StorageInternalError: The disk failed.
+        """
         with _failures():
             self._note_size()
             yield from super().read_logs(log_number_from)
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        """Append logs.
+
+        Raises:
+            StorageInternalError: The disk failed.
+        """
         with _failures():
             self._note_size()
             super().append_logs(logs)

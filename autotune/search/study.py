@@ -179,6 +179,7 @@ class StudyStore:
 
     @property
     def name(self) -> str:
+        """Return the study's name."""
         return self.study.study_name
 
     @property
@@ -188,21 +189,26 @@ class StudyStore:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
+        """Return the recorded fingerprint."""
         return dict(self.attributes["fingerprint"])
 
     @property
     def job(self) -> Job:
+        """Return the recorded job."""
         return recorded_job(self.fingerprint["job"])
 
     @property
     def hardware(self) -> Hardware:
+        """Return the recorded hardware."""
         return Hardware.from_json(self.attributes["hardware"])
 
     def note_hardware(self, hardware: Hardware) -> None:
+        """Store the hardware."""
         self._set("hardware", hardware.to_json())
 
     @property
     def versions(self) -> dict[str, str]:
+        """Return the recorded package versions."""
         return dict(self.fingerprint["versions"])
 
     @property
@@ -218,6 +224,7 @@ class StudyStore:
 
     @property
     def space_text(self) -> str:
+        """Return the recorded search space as YAML."""
         return str(self.attributes["space"])
 
     def searched_space(self) -> SearchSpace:
@@ -397,6 +404,7 @@ class StudyStore:
         self._set(*self._call)
 
     def update_call(self, used_seconds: float, ended: str = "") -> None:
+        """Store the seconds that the current call used, and the reason of its end."""
         if self._call is not None:
             key, call = self._call
             call |= {"used_seconds": round(used_seconds, 1), "ended": ended}
@@ -426,11 +434,13 @@ class StudyStore:
         return str(self.attributes.get("table", ""))
 
     def set_winner(self, number: int, why: str) -> None:
+        """Store the winner and the reason, and write the note for Optuna's dashboard."""
         self._set("winner", {"number": number, "why": why})
         save_note(self.study, winners_note(number, why, self.records(), best_shown(self.study), self.hardware))
 
     @property
     def winner(self) -> Record | None:
+        """Return the record of the winner, or None."""
         chosen = self.attributes.get("winner")
         return next((one for one in self.records() if one.number == chosen["number"]), None) if chosen else None
 
@@ -449,6 +459,7 @@ class StudyStore:
 
     @property
     def skips(self) -> dict[str, int]:
+        """Return the number of skipped candidates by reason."""
         return dict(self.attributes.get("skips", {}))
 
 

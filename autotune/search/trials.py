@@ -84,6 +84,7 @@ def _stored_distributions(study: optuna.Study) -> dict[str, BaseDistribution]:
 
 
 def confirm(trial: optuna.Trial, candidate: Candidate) -> None:
+    """Store the candidate in an Optuna trial."""
     trial.set_user_attr(CANDIDATE, dict(candidate.knobs))
 
 
@@ -165,6 +166,7 @@ def close(study: optuna.Study, left: FrozenTrial, hardware: Hardware, outcome: O
 
 
 def now() -> str:
+    """Return the time in UTC, in ISO format."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 

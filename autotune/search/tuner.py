@@ -505,6 +505,7 @@ class Blame:
 
     @property
     def machine_fails(self) -> bool:
+        """Return True if the infrastructure failed several times in a row."""
         return self.machine_failures >= MACHINE_FAILURES
 
     def take(self, candidate: Candidate, outcome: Outcome) -> None:
@@ -608,21 +609,30 @@ def forgiven(store: StudyStore, known: Collection[tuple[Record, Outcome]]) -> se
 class Observer(Protocol):
     """Receives events of a search. NullObserver ignores them."""
 
-    def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None: ...
-    def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None: ...
-    def say(self, text: str) -> None: ...
-    def clock(self, used_seconds: float, budget_seconds: float) -> None: ...
+    def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
+        """Receive the start of a trial."""
+
+    def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
+        """Receive the outcome of a trial."""
+
+    def say(self, text: str) -> None:
+        """Receive a message for the user."""
+
+    def clock(self, used_seconds: float, budget_seconds: float) -> None:
+        """Receive the seconds used and the budget in seconds."""
 
 
 class NullObserver:
+    """Observer that ignores all events."""
+
     def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
-        pass
+        """Do nothing."""
 
     def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
-        pass
+        """Do nothing."""
 
     def say(self, text: str) -> None:
-        pass
+        """Do nothing."""
 
     def clock(self, used_seconds: float, budget_seconds: float) -> None:
-        pass
+        """Do nothing."""

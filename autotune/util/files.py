@@ -152,6 +152,7 @@ class SocketFolder:
                 raise
 
     def close(self) -> None:
+        """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._held)
         os.close(self._kept)

@@ -22,8 +22,9 @@ PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "
 
 
 def version(package: str) -> str | None:
-    """Return the version of an installed distribution, or torch's from its own text: torch built from source need not be
-    installed.
+    """Return the version of an installed distribution.
+
+    torch's version comes from its own text, since torch built from source need not be installed.
     """
     found = _installed(package, tuple(sys.path), metadata.version)
     return _in_torchs_text("__version__") if found is None and package == "torch" else found

@@ -94,30 +94,38 @@ class Own:
 
     @property
     def path(self) -> str:
+        """Return the path of the tuner's Python."""
         return sys.executable
 
     @property
     def python(self) -> tuple[int, ...]:
+        """Return the version of the tuner's Python."""
         return tuple(sys.version_info[:3])
 
     @property
     def cuda(self) -> str | None:
+        """Return the CUDA version of the installed torch, or None."""
         return inquiry.cuda()
 
     @property
     def nccl(self) -> str | None:
+        """Return the NCCL version of the installed torch, or None."""
         return inquiry.nccl()
 
     def version(self, package: str) -> str | None:
+        """Return the version of a package, or None."""
         return inquiry.version(package)
 
     def has(self, module: str) -> bool:
+        """Return True if a module can be imported."""
         return inquiry.has(module)
 
     def origin(self, module: str) -> str | None:
+        """Return the file of a module, or None."""
         return inquiry.origin(module)
 
     def environment(self) -> dict[str, str]:
+        """Return the environment variables of a process that imports autotune."""
         found = dict(os.environ)
         # An installed package is found anyway. All of `site-packages` in PYTHONPATH would reach other Pythons that a script
         # starts.
@@ -141,17 +149,21 @@ class Beside:
         return hash(self.path)
 
     def version(self, package: str) -> str | None:
+        """Return the version of a package, or None."""
         return self.versions.get(package)
 
     @functools.cache  # noqa: B019  # there are one or two a process
     def has(self, module: str) -> bool:
+        """Return True if the other Python can import a module."""
         return bool(_asked(self.path, "has", module)[1])
 
     def origin(self, module: str) -> str | None:
+        """Return the file of a module in the other Python, or None."""
         found = _asked(self.path, "origin", module)[1]
         return str(found) if found else None
 
     def environment(self) -> dict[str, str]:
+        """Return the environment variables of a process of the other Python that imports autotune."""
         found = _with_path(dict(os.environ), _package_alone())
         own = found.get("VIRTUAL_ENV")
         if own and Path(own).resolve() == Path(sys.prefix).resolve():  # the tuner's environment is not the ranks'

@@ -21,7 +21,7 @@ _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)  # a pipe without reader, a termin
 
 
 def printable(text: str) -> str:
-    """Return the text with each character that moves a cursor, recolours a terminal or reorders text escaped, like `\\u001b`."""
+    r"""Return the text with characters escaped, like `\u001b`, that move a cursor, recolour a terminal or reorder text."""
     return text.replace("\r\n", "\n").translate(_SHOWN)
 
 
@@ -46,6 +46,7 @@ class Lasting:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        """Write text with secrets masked; return its length. A closed reader is ignored."""
         text = self._shown(masked(text))
         with self._outlasting():
             try:
@@ -55,10 +56,12 @@ class Lasting:
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
+        """Write all lines."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
+        """Flush the stream. A closed reader is ignored."""
         with self._outlasting():
             self._stream.flush()
 

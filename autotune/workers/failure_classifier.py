@@ -38,6 +38,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Verdict:
+    """Cause of a failure, with its evidence and source."""
+
     kind: Kind
     phase: Phase
     reason: str
@@ -339,6 +341,7 @@ class Account:
 
     @property
     def pins_much(self) -> bool:
+        """Return True if the rank has pinned so much host memory that it may cause an OOM."""
         return (self.pinned or 0) >= _MUCH_PINNED_BYTES
 
     @property

@@ -181,6 +181,7 @@ def _fork(order: Message, inherited: list[int]) -> int:
 
 
 def main() -> None:
+    """Run the fork server on the socket whose descriptor is the first argument."""
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the tuner decides
     use_own_folder()  # for builds of its ranks too

@@ -70,6 +70,7 @@ def holder_of(uuid: str) -> str:
 
 
 def lock_file(uuid: str) -> Path:
+    """Return the lock file of a GPU."""
     return FOLDER / f"autotune-{uuid}.lock"
 
 

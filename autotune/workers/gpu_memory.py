@@ -141,6 +141,7 @@ class NvmlMeter(Meter):
                 self._places[rank] = place
 
     def sample(self, pids: list[int], peaks: Peaks) -> None:
+        """Update the peaks with the memory of the ranks' GPUs."""
         listing = self._closely or time.monotonic() - self._listed_at >= _HOLDERS_SECONDS
         if listing:
             self._closely, self._listed_at = False, time.monotonic()
@@ -158,6 +159,7 @@ class NvmlMeter(Meter):
             peaks.lost = peaks.lost or str(error)
 
     def busy(self) -> bool:
+        """Return True if a GPU is computing."""
         for gpu in self._gpus:
             with suppress(self._lib.NVMLError):  # not available for a MIG slice
                 if self._lib.nvmlDeviceGetUtilizationRates(gpu.clock_handle).gpu > 0:
@@ -165,6 +167,7 @@ class NvmlMeter(Meter):
         return False
 
     def look_closely(self) -> None:
+        """List the GPU's processes in the next sample."""
         self._closely = True  # until the next sample begins, because a running one may miss the event
 
     def _sample(self, gpu: _Watched, ranks: dict[int, int], peaks: Peaks) -> None:
@@ -228,6 +231,7 @@ def clock_limits(peaks: Peaks) -> list[str]:
 
 
 def make_meter(hardware: Hardware) -> Meter:
+    """Return the memory meter of the hardware."""
     return NvmlMeter(hardware.gpus) if hardware.device == "cuda" else CpuMeter()
 
 

@@ -294,6 +294,7 @@ class Group:
         return merged(self._each(lambda squad: squad.peaks()))
 
     def reset_peaks(self) -> None:
+        """Reset the peaks on all hosts."""
         for squad in self._squads:
             squad.reset_peaks()
 
@@ -388,8 +389,8 @@ class Group:
     def end(self) -> None:
         """End every rank with all its descendants, and wait until processes and memory are released.
 
-        Processes that a finished training left running are kept on purpose. After a signal, only those in sessions of
-        their own are kept.
+        Processes that a finished training left running are kept on purpose. After a signal, only those in
+        separate sessions are kept.
         """
         if self._ended:
             return

@@ -105,7 +105,8 @@ class Squad(Protocol):
     def peaks(self) -> Peaks:
         """Return the peaks since the last `reset_peaks` including now; without a monitor, the current memory."""
 
-    def reset_peaks(self) -> None: ...
+    def reset_peaks(self) -> None:
+        """Reset the peaks of this host's ranks."""
 
     def last_words(self, greeted: bool) -> dict[int, str]:
         """Return the end of each rank's log; `greeted` determines the log file."""
@@ -181,6 +182,7 @@ class LocalSquad:
         deadline: float = math.inf,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
+        """Wait for free memory, then start the ranks."""
         self.numbers = numbers
         if self._meter is not None:
             self.waited_seconds = wait_for_room(self._meter, self._say, deadline=deadline, cancelled=cancelled)
@@ -192,6 +194,7 @@ class LocalSquad:
             self.pids.append(self._launcher.launch(entry, address, number))
 
     def brief(self, spec: Message, logs: Path | None) -> None:
+        """Send each rank its spec, with its log file."""
         self._close_listener()
         self._logs = logs
         here = {"local_world": len(self.numbers), "node": self._node[0], "nodes": self._node[1]}
@@ -201,6 +204,7 @@ class LocalSquad:
             self._channels[rank].send("spec", **{**own, **spec, "rank": rank, "local_rank": local, "log": log})
 
     def begin(self, workers: Sequence[int]) -> None:
+        """Start to sample the memory of the workers."""
         if self._meter is not None:
             self._gauge = Gauge(self._meter, list(workers))
 
@@ -212,10 +216,12 @@ class LocalSquad:
     # -- receiving messages ------------------------------------------------------------------------------------------
 
     def sources(self) -> list[Any]:
+        """Return the sockets to wait on."""
         open_ones = [channel for channel in self._channels.values() if not channel.closed]
         return [*open_ones, *self._strangers, *([self._listener] if self._listener else [])]
 
     def hear(self) -> list[tuple[int, Message]]:
+        """Return the ranks' messages, and accept new connections."""
         ranks = {channel: rank for rank, channel in self._channels.items()}
         heard: list[tuple[int, Message]] = []
         for source in select.select(self.sources(), [], [], 0)[0]:
@@ -242,28 +248,34 @@ class LocalSquad:
         return [(int(hello["rank"]), hello)]
 
     def tell(self, kind: str, **fields: Any) -> None:
+        """Send a message to all ranks."""
         for channel in self._channels.values():
             channel.send(kind, **fields)
 
     # -- results -----------------------------------------------------------------------------------------------------
 
     def statuses(self) -> dict[int, int]:
+        """Return the exit status of each rank that has ended."""
         found = {rank: self._launcher.status(pid) for rank, pid in zip(self.numbers, self.pids, strict=False)}
         return {rank: status for rank, status in found.items() if status is not None}
 
     @property
     def hung_up(self) -> bool:
+        """Return True if a rank closed its connection."""
         return any(channel.closed for channel in self._channels.values())
 
     @property
     def lost(self) -> str:
+        """Return the failure of a lost GPU, or an empty text."""
         return self._gauge.peaks().lost if self._gauge is not None else ""
 
     def get_on(self, waiting: set[int]) -> bool:
+        """Return True if the ranks make progress, given the ranks that others wait for."""
         known = self._known()
         return self._vitals.alive(known.values(), [known[rank] for rank in waiting & known.keys()])
 
     def look_anew(self) -> None:
+        """Restart the liveness check of the ranks."""
         self._vitals.forget()
 
     def _known(self) -> dict[int, int]:
@@ -271,9 +283,11 @@ class LocalSquad:
         return {rank: self._workers.get(rank, pid) for rank, pid in zip(self.numbers, self.pids, strict=False)}
 
     def place(self, rank: int, device: str) -> None:
+        """Register the device of a rank."""
         self._onlooker.place(self.numbers.index(rank), device)
 
     def peaks(self) -> Peaks:
+        """Return the peaks of the ranks, and the kernel's OOM kills since the launch."""
         peaks = self._gauge.look() if self._gauge is not None else self._memory_now()
         peaks.oom_kills = kernel_oom_kills() - self._oom_kills
         return peaks
@@ -285,10 +299,12 @@ class LocalSquad:
         return peaks
 
     def reset_peaks(self) -> None:
+        """Reset the peaks of the ranks."""
         if self._gauge is not None:
             self._gauge.reset()
 
     def last_words(self, greeted: bool) -> dict[int, str]:
+        """Return the end of each rank's log."""
         return {rank: log_tail(path) for rank in self.numbers if (path := self.log_of(rank, greeted)) is not None}
 
     def log_of(self, rank: int, greeted: bool) -> Path | None:
@@ -305,6 +321,7 @@ class LocalSquad:
                     os.kill(own, number)
 
     def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
+        """Send a signal to ranks; notices go to their scripts only."""
         if number in NOTICES:
             self._notify(number, pids)
             return
@@ -314,6 +331,7 @@ class LocalSquad:
                 os.killpg(pid, number)
 
     def end(self, *, done: bool) -> None:
+        """Stop sampling, kill the ranks that are left, and close all connections."""
         try:
             if self._gauge is not None:
                 self._gauge.stop()

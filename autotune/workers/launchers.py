@@ -78,6 +78,7 @@ class SpawnLauncher:
         self._mark = uuid.uuid4().hex  # inherited by all descendants of a rank
 
     def launch(self, entry: str, address: str, rank: int) -> int:
+        """Start a rank as a new process; return its process id."""
         output = self.log.open("ab") if self.log is not None else None
         try:
             process = subprocess.Popen(
@@ -96,13 +97,16 @@ class SpawnLauncher:
         return process.pid
 
     def status(self, pid: int) -> int | None:
+        """Return the exit status of a rank, or None while it runs."""
         process = self._processes.get(pid)
         return process.poll() if process else None
 
     def strays(self) -> list[psutil.Process]:
+        """Return the processes that ranks have started."""
         return [process for process in marked(MARK, self._mark) if process.pid not in self._processes]
 
     def close(self) -> None:
+        """Kill all ranks and wait for their end."""
         for process in self._processes.values():
             process.kill()
         until = time.monotonic() + REAP_SECONDS
@@ -202,6 +206,11 @@ class ForkLauncher:
         return message
 
     def launch(self, entry: str, address: str, rank: int) -> int:
+        """Fork a rank from the server; return its process id.
+
+        Raises:
+            OSError: The fork server does not answer.
+        """
         ticket = f"{address}#{rank}"
         self._channel.send("launch", entry=entry, address=address, rank=rank, ticket=ticket)
         until = time.monotonic() + _FORK_SECONDS
@@ -214,6 +223,7 @@ class ForkLauncher:
         return self._pids.pop(ticket)
 
     def status(self, pid: int) -> int | None:
+        """Return the exit status of a rank, or None while it runs."""
         for message in self._channel.drain():
             self._take(message)
         if pid not in self._statuses and self._channel.closed:
@@ -232,6 +242,7 @@ class ForkLauncher:
             self._statuses[message["pid"]] = message["status"]
 
     def strays(self) -> list[psutil.Process]:
+        """Return the processes below the fork server."""
         return below(self.server)  # the server adopts them; a killed server's children died with it
 
     @property
@@ -241,6 +252,7 @@ class ForkLauncher:
 
     @property
     def alive(self) -> bool:
+        """Return True while the fork server runs."""
         return self._process.poll() is None
 
     def _end_busy(self) -> None:
@@ -259,6 +271,7 @@ class ForkLauncher:
                     process.kill()
 
     def close(self) -> None:
+        """End the fork server, by a kill if needed."""
         self._channel.close()
         if self._busy:  # a busy server does not read, and its descendants do not end with it
             self._end_busy()
@@ -292,7 +305,7 @@ def training_environment(device: str, threads: int) -> dict[str, str]:
     env = {
         **current().environment(),
         # torch looks for ninja in PATH. pip installs it next to this Python, whose environment may not be activated.
-        # The same ninja must always be found, because another version's log would make it rebuild every op.
+        # All builds must find one ninja, because another version's log would make it rebuild every op.
         "PATH": os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]),
         "DS_ACCELERATOR": device,
         ORDER: os.environ.get(ORDER, BY_BUS),  # NVML's order, so that monitor and capacity match the rank's GPU

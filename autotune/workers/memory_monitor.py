@@ -103,6 +103,7 @@ class CpuMeter(Meter):
     interval_seconds = 0.25
 
     def sample(self, pids: list[int], peaks: Peaks) -> None:
+        """Update the peaks with the data segments of the processes, in bytes."""
         for index, pid in enumerate(pids):
             with suppress(OSError, IndexError, ValueError):
                 pages = int(Path(f"/proc/{pid}/statm").read_bytes().split()[5])
@@ -142,6 +143,7 @@ class Gauge:
             left_seconds -= seconds
 
     def reset(self) -> None:
+        """Reset the peaks."""
         self._peaks = Peaks(used=[0] * len(self._pids))
 
     def peaks(self) -> Peaks:
@@ -158,6 +160,7 @@ class Gauge:
         return self._peaks
 
     def stop(self) -> None:
+        """Stop the sampling thread."""
         self._stopped.set()
         self._wake.set()
         self._thread.join(timeout=2)

@@ -39,6 +39,7 @@ class Channel:
         return cls(ours), theirs
 
     def fileno(self) -> int:
+        """Return the file descriptor, for `select`."""
         return self.sock.fileno()
 
     def send(self, kind: str, **fields: Any) -> None:
@@ -95,6 +96,7 @@ class Channel:
         return None
 
     def close(self) -> None:
+        """Close the socket."""
         self.closed = True
         self.sock.close()
 
@@ -113,9 +115,11 @@ class Stream(Channel):
         os.set_blocking(writes, False)
 
     def fileno(self) -> int:
+        """Return the file descriptor that is read, for `select`."""
         return self._reads
 
     def send(self, kind: str, **fields: Any) -> None:
+        """Send a message."""
         self.give(json.dumps({"type": kind, **fields}, default=str).encode() + b"\n")
 
     def give(self, data: bytes, patience_seconds: float | None = None) -> bool:
@@ -149,4 +153,5 @@ class Stream(Channel):
         return os.read(self._reads, 65536)
 
     def close(self) -> None:
+        """Mark the stream as closed."""
         self.closed = True

@@ -1,4 +1,4 @@
-"""What mkdocs does to our documents when it builds the site (`hooks:` in mkdocs.yml).
+"""Hooks that convert documents when mkdocs builds the site (`hooks:` in mkdocs.yml).
 
 They are written to be read on GitHub, too. So `docs/search.md` in backticks is a link here and a path there, and pages
 that are made from the code are a marker there.

@@ -2,7 +2,7 @@
 
 `python docs/making/picture.py` draws `run.txt`, a command and what it printed, into docs/images/run.svg. `--record` runs the
 study first (three minutes, two CPU ranks) and keeps that. rich draws it; its link to a web font is taken out, so that the
-picture asks nobody for anything.
+picture loads nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pages that are made from the code when the site is built, so that they cannot lag behind it.
 
-`python docs/making/reference.py options|knobs|spaces|modules` prints one as Markdown. Where `<!-- made: NAME -->`
-stands in a document, `hooks.py` puts it.
+`python docs/making/reference.py options|knobs|spaces|modules` prints one as Markdown. `hooks.py` inserts it at
+`<!-- made: NAME -->` in a document.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 
 def kind_of(command: Any, parameter: Any) -> str:
-    """What an option takes, in a word; empty for a switch."""
+    """Return the kind of an option's value in a word; empty for a switch."""
     hint = typing.get_type_hints(command.callback)[parameter.name]
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     (kind,) = [one for one in options if one is not type(None)]
@@ -159,7 +159,7 @@ def changes_page() -> str:
 
 
 def examples_page() -> str:
-    """What `examples/README.md` says, and the files of each example."""
+    """Return the text of `examples/README.md`, and the files of each example."""
     folder = ROOT / "examples"
     lines = [(folder / "README.md").read_text().partition("\n")[2]]
     for path in sorted(folder.glob("*/*")):

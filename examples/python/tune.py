@@ -24,7 +24,7 @@ def main() -> None:
     first = autotune.tune(study="from-python", **job)
     print(f"after {first.used_seconds:.0f} s: {first.winner.candidate if first.winner else 'nothing yet'}")
 
-    # The same job and the same name go on where the first call stopped: in another process, on another day, after a crash.
+    # A call with the same job and name resumes the study: in another process, on another day, after a crash.
     second = autotune.tune(study="from-python", seed=1, **job)
     print("\n".join(second.lines))
 

@@ -172,6 +172,7 @@ class Agent:
         return {"there": is_there(manifest)}
 
     def on_part(self, *, data: str) -> None:
+        """Store a received piece of a folder."""
         self._parts.append(base64.b64decode(data))
 
     def on_unpack(self, *, manifest: dict[str, Any], lasting: bool) -> dict[str, Any]:
@@ -221,6 +222,7 @@ class Agent:
         self.station.open(self.needs)
 
     def on_ops(self, *, names: list[str]) -> dict[str, Any]:
+        """Build and load DeepSpeed ops; return the failures, the folder and the build time in seconds."""
         assert self.needs is not None
         fork_safe = self.station.load_ops(names, self.needs)
         ops = self.station.ops
@@ -229,6 +231,7 @@ class Agent:
     def on_launch(
         self, *, entry: str, numbers: list[int], gauged: bool, node: list[int], left_seconds: float | None
     ) -> dict[str, Any]:
+        """Start the ranks of this node; return their process ids and the seconds waited for memory."""
         assert self.hardware is not None
         self._end_squad(done=False)
         meter = self.meter if gauged else None
@@ -274,31 +277,39 @@ class Agent:
         return self.squad
 
     def on_pass_on(self, *, what: str, fields: dict[str, Any]) -> None:
+        """Forward a message to all ranks of this node."""
         if self.squad is not None:
             self.squad.tell(what, **self._moved.all_of(fields))
 
     def on_look_anew(self) -> None:
+        """Restart the liveness check of the ranks."""
         if self.squad is not None:
             self.squad.look_anew()
 
     def on_get_on(self, *, waiting: list[int]) -> dict[str, Any]:
+        """Return the liveness of the ranks, given the ranks that others wait for."""
         return {"alive": self._running().get_on(set(waiting))}
 
     def on_place(self, *, rank: int, device: str) -> None:
+        """Register the device of a rank."""
         self._running().place(rank, device)
 
     def on_peaks(self) -> dict[str, Any]:
+        """Return the peaks of this node's ranks."""
         return {"peaks": dataclasses.asdict(self._running().peaks())}
 
     def on_reset_peaks(self) -> None:
+        """Reset the peaks of this node's ranks."""
         self._running().reset_peaks()
 
     def on_last_words(self, *, greeted: bool) -> dict[str, Any]:
+        """Return the ends of the ranks' logs."""
         squad = self._running()
         self._pass_on()
         return {"logs": squad.last_words(greeted)}
 
     def on_signal(self, *, number: int, pids: list[int]) -> None:
+        """Send a signal to ranks of this node."""
         if self.squad is not None:
             self.squad.signal(signal.Signals(number), pids)
 
@@ -316,6 +327,7 @@ class Agent:
         return {"logs": {rank: text for rank, text in logs.items() if text}}
 
     def on_exists(self, *, path: str) -> dict[str, Any]:
+        """Return True under `there` if a path exists on this node."""
         return {"there": Path(path).exists()}
 
     # -- the end -----------------------------------------------------------------------------------------------------

@@ -114,6 +114,7 @@ class Node:
 
     @property
     def name(self) -> str:
+        """Return the node's host name."""
         return self.host.name
 
 
@@ -234,6 +235,7 @@ class Cluster:
 
     @property
     def launcher(self) -> Spread:
+        """Return the launcher that starts ranks on all nodes."""
         assert self._meeting is not None
         return Spread(self._squads, self._meeting.host)
 

@@ -62,6 +62,7 @@ class Parcel:
 
     @property
     def manifest(self) -> dict[str, Any]:
+        """Return the folder, its files and its links as JSON data."""
         return {"folder": str(self.folder), "files": self.files, "links": self.links}
 
     def __str__(self) -> str:

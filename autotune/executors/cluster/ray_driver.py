@@ -283,6 +283,7 @@ def bundle_of(
 
 
 def in_words(bundle: dict[str, float]) -> str:
+    """Return the text of a bundle of Ray resources."""
     return "{" + ", ".join(f"{value:g} {what}" for what, value in bundle.items()) + "}"
 
 
@@ -320,6 +321,7 @@ def plainly(error: Exception) -> str:
 
 
 def main() -> None:
+    """Serve a tuner's request for nodes until its stream closes."""
     from autotune.executors.cluster.rpc import SILENT_SECONDS, own_stream
 
     stream = own_stream(SILENT_SECONDS)

@@ -150,6 +150,7 @@ class RayNodes:
         return [self.python, "-S", "-E", str(_RELAY), str(self._socket), str(bundle)]
 
     def complaint(self, node: str, failure: NotGreeted) -> str:
+        """Return the reason why a node's agent did not start."""
         said = [line for line in failure.log.splitlines() if line.startswith("ray: ")]
         if said and not failure.said:
             return f"node {node}: Ray carries no agent there ({said[-1].removeprefix('ray: ')[:300]})"

@@ -130,6 +130,7 @@ def peaks_of(data: dict[str, Any]) -> Peaks:
 
 
 def by_rank(data: dict[str, Any]) -> dict[int, Any]:
+    """Return JSON data keyed by rank, with integer keys."""
     return {int(rank): value for rank, value in data.items()}
 
 
@@ -481,6 +482,7 @@ class RemoteSquad:
 
     @property
     def cut_off(self) -> str:
+        """Return the name of the lost node, or an empty text while its agent is connected."""
         down = self._wire.down or self._failed
         return f"node {down}" if down else ""
 
@@ -492,6 +494,7 @@ class RemoteSquad:
         deadline: float = math.inf,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
+        """Request the start of the node's ranks. The answer is awaited later."""
         self.numbers = numbers
         left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
         asked = {"entry": entry, "numbers": list(numbers), "gauged": self._gauged, "node": self._node}
@@ -509,9 +512,11 @@ class RemoteSquad:
         self.pids, self.waited_seconds = answer["pids"], answer["waited_seconds"]
 
     def sources(self) -> list[Any]:
+        """Return the streams to wait on: the agent's, while it is connected."""
         return [] if self.cut_off else [self._wire]
 
     def hear(self) -> list[tuple[int, Message]]:
+        """Return the ranks' messages, and process the agent's events."""
         heard = []
         for event in self._wire.events():
             kind = event["type"]
@@ -534,37 +539,47 @@ class RemoteSquad:
         return heard
 
     def brief(self, spec: Message, logs: Path | None) -> None:
+        """Store the spec that each rank receives, and the folder of the logs."""
         self._spec, self._logs = spec, logs
 
     def begin(self, workers: Sequence[int]) -> None:
+        """Send the stored spec to the node's ranks."""
         self._wire.tell("brief", spec=self._spec, workers=list(workers), logs=self._logs is not None)
 
     def tell(self, kind: str, **fields: Any) -> None:
+        """Send a message to the node's ranks."""
         self._wire.tell("pass_on", what=kind, fields=fields)
 
     def statuses(self) -> dict[int, int]:
+        """Return the exit status of each rank that has ended."""
         return dict(self._statuses)
 
     def look_anew(self) -> None:
+        """Restart the liveness check of the ranks."""
         self._wire.tell("look_anew")
 
     def get_on(self, waiting: set[int]) -> bool:
+        """Return True if the ranks make progress, given the ranks that others wait for."""
         if self._launching is not None:  # the launch waits for memory or forks; the agent's heartbeat proves life
             return not self.cut_off
         answer = self._ask("get_on", waiting=sorted(waiting & set(self.numbers)))
         return bool(answer and answer["alive"])
 
     def place(self, rank: int, device: str) -> None:
+        """Register the device of a rank."""
         self._wire.tell("place", rank=rank, device=device)
 
     def peaks(self) -> Peaks:
+        """Return the peaks of the node's ranks: zeros if the node is lost."""
         answer = self._ask("peaks")
         return peaks_of(answer["peaks"]) if answer else Peaks(used=[0] * len(self.numbers))
 
     def reset_peaks(self) -> None:
+        """Reset the peaks of the node's ranks."""
         self._wire.tell("reset_peaks")
 
     def last_words(self, greeted: bool) -> dict[int, str]:
+        """Return the end of each rank's log: empty if the node is lost."""
         answer = self._ask("last_words", greeted=greeted)
         return by_rank(answer["logs"]) if answer else {}
 
@@ -581,11 +596,13 @@ class RemoteSquad:
         return None
 
     def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
+        """Send a signal to ranks of the node."""
         said = {"number": int(number), "pids": list(pids)}
         # Sent by another thread, because a signal handler may have interrupted a `tell` that holds the stream's lock.
         threading.Thread(target=self._wire.tell, args=("signal",), kwargs=said, daemon=True).start()
 
     def end(self, *, done: bool) -> None:
+        """End the node's ranks and collect the ends of their logs."""
         if self._wire.down:  # the agent ends its ranks, or has done so
             return
         try:

@@ -67,6 +67,7 @@ class Ssh:
     sync: bool = False
 
     def command(self, node: str) -> list[str]:
+        """Return the ssh command that starts a node's agent."""
         options = {
             "BatchMode": "yes",  # no prompts
             "ConnectTimeout": str(CONNECT_SECONDS),
@@ -90,6 +91,7 @@ class Ssh:
         ]
 
     def complaint(self, node: str, failure: NotGreeted) -> str:
+        """Return the reason why a node's agent did not start, from ssh's messages if ssh failed."""
         log = failure.log.splitlines()
         last = log[-1].strip() if log else ""
         for pattern, what in _SSH_SAYS:
@@ -164,11 +166,13 @@ class Srun:
     sync: bool = False
 
     def command(self, node: str) -> list[str]:
+        """Return the srun command that starts a node's agent inside the Slurm job."""
         where = ["--jobid", self.job, "--nodelist", node, "--nodes=1", "--ntasks=1"]
         how = ["--overlap", "--mem=0", "--mpi=none", "--cpu-bind=none", "--unbuffered", f"--export={_KEPT}"]
         return ["srun", *where, *how, "--", *agent_words(self.python, self.package, sync=self.sync)]
 
     def complaint(self, node: str, failure: NotGreeted) -> str:
+        """Return the reason why a node's agent did not start, from srun's messages if srun failed."""
         said = [line for line in failure.log.splitlines() if line.startswith("srun: ")]
         if said and not failure.said and "exited" not in said[-1].lower() and "task" not in said[-1]:
             return f"node {node}: Slurm starts no agent there ({said[-1].removeprefix('srun: ')[:200]})"

@@ -125,6 +125,7 @@ class Patches:
         return found
 
     def set_environment(self, name: str, value: str) -> None:
+        """Set an environment variable until the patches are undone."""
         before = os.environ.get(name)
         os.environ[name] = value
         if before is None:
@@ -133,6 +134,7 @@ class Patches:
             self._undo.callback(os.environ.__setitem__, name, before)
 
     def on_undo(self, callback: Callable[[], Any]) -> None:
+        """Register a callback that runs when the patches are undone."""
         self._undo.callback(callback)
 
     def undo(self) -> None:
@@ -190,6 +192,7 @@ class Context:
 
     @property
     def script(self) -> Script:
+        """Return the job's script."""
         assert self.job.script is not None
         return self.job.script
 
@@ -213,7 +216,7 @@ class Context:
 # Measure a batch: its sizes from a DeepSpeed config, its sequences and tokens from tensors; pad it.
 
 _BORDERS = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens", "cu_seqlens_q")  # borders of concatenated sequences
-_FROM_ZERO = ("ptr", *_BORDERS)  # one more entry than samples; the first name is of PyTorch Geometric's graphs
+_FROM_ZERO = ("ptr", *_BORDERS)  # one more entry than samples; PyTorch Geometric's graphs use the first name
 _CHANNELS = (1, 3, 4)  # channels of an image
 _VALUED = ("position_ids", *_BORDERS)  # tensors whose values matter in addition to their shapes
 _MOST_KNOWN = 1024

@@ -142,7 +142,7 @@ class _Takeover:
         patches.set_environment("TORCHELASTIC_RUN_ID", "none")
 
     def _starts_itself(self, target: Sequence[str]) -> bool:
-        """Return True if an installed command starts a file or a module of its own package."""
+        """Return True if an installed command starts a file or a module of its package."""
         if self._context.script.program is None:
             return False
         names = set(

@@ -192,8 +192,10 @@ def _skips(store: StudyStore, known: AbstractSet[Candidate]) -> tuple[tuple[str,
 
 
 def _searched_alike(records: Sequence[Record]) -> dict[Candidate, Measurement]:
-    """Return the measurements of the search. Verification runs later and more carefully, which would favour verified
-    candidates."""
+    """Return the measurements of the search.
+
+    Verification runs later and more carefully, which would favour verified candidates.
+    """
     return {
         record.candidate: record.outcome.measurement
         for record in records
@@ -499,6 +501,7 @@ def memory_bars(
     broken_down: Mapping[Candidate, Prediction],
     hardware: Hardware,
 ) -> Bars:
+    """Return the predicted and measured memory of a candidate as bars."""
     bars: list[Bar] = []
     if candidate in broken_down:
         bars.append(predicted_bar(broken_down[candidate], hardware))

@@ -168,8 +168,10 @@ def without_secrets(report: StudyReport) -> StudyReport:
 
 
 def confidential(report: StudyReport, job: Job, folder: Path | None) -> StudyReport:
-    """Return a study's page without paths, host names and the model's name. Ranks' messages are left out, as they may hold
-    any name; kinds, phases and sizes stay."""
+    """Return a study's page without paths, host names and the model's name.
+
+    Ranks' messages are left out, as they may hold any name; kinds, phases and sizes stay.
+    """
     mask = masker(job, report.study, folder)
     trials = tuple(dataclasses.replace(trial, log="", happened=_said(trial)) for trial in report.trials)
     winner = report.verdict.winner

@@ -67,6 +67,7 @@ class Axis:
 
     @property
     def ticks(self) -> list[float]:
+        """Return the ticks: logarithmic on a wide logarithmic axis, else round numbers."""
         wide = self.log and self.high > 8 * self.low
         return log_ticks(self.low, self.high) if wide else nice_ticks(self.low, self.high)
 
@@ -114,6 +115,7 @@ class Plot:
         )
 
     def line(self, x1: float, y1: float, x2: float, y2: float, classes: str, trial: int | None = None) -> None:
+        """Add a line, in data coordinates."""
         self._parts.append(
             Markup('<line x1="{}" y1="{:.0f}" x2="{}" y2="{:.0f}" class="{}"{}/>').format(
                 self._across(x1), self._down(y1), self._across(x2), self._down(y2), classes, _of(trial)
@@ -152,6 +154,7 @@ class Plot:
                 self.line(x2, y1, x2, y2, classes)
 
     def html(self) -> Markup:
+        """Return the figure with axes and grid as HTML."""
         bottom = TOP + self.height + self.lane
         across, left = [], []
         for tick in self.x.ticks:
@@ -209,8 +212,10 @@ class Part:
 def stacked(
     name: str, title: str, about: str, parts: Sequence[Part], whole: float, lines: Sequence[tuple[float, str]]
 ) -> Markup:
-    """Draw a bar of parts from left to right, with vertical lines at some sizes. A letter appears in parts that are wide
-    enough."""
+    """Draw a bar of parts from left to right, with vertical lines at some sizes.
+
+    A letter appears in parts that are wide enough.
+    """
     drawn, at = [], 0.0
     for part in parts:
         width = 100 * part.size / whole
@@ -274,6 +279,7 @@ def size_axis(name: str, low: float, high: float, log: bool = False) -> Axis:
 
 
 def unit_of(axis: Axis) -> float:
+    """Return the bytes per unit of an axis."""
     return GIB if axis.name.endswith("(GiB)") else MIB
 
 
@@ -288,8 +294,11 @@ def look(trial: Trial) -> tuple[str, str]:
 
 
 def speed_against_memory(report: StudyReport) -> Markup | None:
-    """Draw tokens per second over the peak for all trials. OOM trials are in a lane, at the least memory they would have
-    needed. None if no speed was measured, as there is no axis."""
+    """Draw tokens per second over the peak for all trials.
+
+    OOM trials are in a lane, at the least memory they would have needed. None if no speed was measured, as there is no
+    axis.
+    """
     ran = [t for t in report.trials if t.measured and t.peak_bytes]
     out = [t for t in report.trials if t.status is Status.RAN_OUT]
     if not ran:
@@ -347,8 +356,10 @@ def _front(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def over_time(report: StudyReport) -> Markup | None:
-    """Draw every trial as a line as long as its duration, at its speed, and the best so far. Trials are drawn in sequence,
-    without the time between them. None if no trial took time or measured a speed."""
+    """Draw every trial as a line as long as its duration, at its speed, and the best so far.
+
+    Trials are drawn in sequence, without the time between them. None if no trial took time or measured a speed.
+    """
     shown = [t for t in report.trials if t.role != TRAINING and t.status is not Status.RUNNING]
     whole = sum(t.seconds for t in shown)
     fastest = max((t.tokens_per_second or 0 for t in shown), default=0.0)
@@ -421,6 +432,7 @@ def predicted_against_measured(report: StudyReport) -> list[Markup]:
 
 
 def letter(part: str) -> str:
+    """Return the letter that marks a part."""
     return LETTERS.get(part, part[:1].upper())
 
 

@@ -173,8 +173,10 @@ _FORECAST = tuple(f.name for f in dataclasses.fields(Forecast))
 
 
 def study_data(report: StudyReport) -> dict[str, Any]:
-    """Return the data that the page offers as JSON and CSV: the study's settings, and its trials by columns, exact. Bytes and
-    seconds."""
+    """Return the data that the page offers as JSON and CSV: the study's settings, and its trials by columns, exact.
+
+    Bytes and seconds.
+    """
     knobs = sorted({name for trial in report.trials for name in trial.knobs})
     rows = [
         [
@@ -253,7 +255,7 @@ class PlanReport:
     job: str
     machine: str
     cards: tuple[Card, ...]  # one, or several side by side
-    memory: tuple[Bars, ...]  # fastest configs, each with the limits of its own card
+    memory: tuple[Bars, ...]  # fastest configs, each with the limits of its card
     text: str  # the whole plan as in the terminal
     data: Any  # the output of `--json`
     version: str = __version__

@@ -151,8 +151,10 @@ def steps_around(
 
 
 def _near(winner: Candidate, space: SearchSpace | None, allowed: Callable[[Candidate], bool]) -> dict[Candidate, str]:
-    """Return the neighbours in the space, with the knob of each: every other value of a choice, the next value of an ordered
-    knob."""
+    """Return the neighbours in the space, with the knob of each.
+
+    Neighbours have any other value of a choice, or the next value of an ordered knob.
+    """
     found: dict[Candidate, str] = {}
     for name, domain in (space.knobs if space else {}).items():
         if name not in winner.as_dict:
@@ -206,6 +208,7 @@ def what_mattered(
     allowed: Callable[[Candidate], bool],
     predictor: Predictor | None,
 ) -> Mattered:
+    """Return the effects of knobs in pairs, and around the winner if there is one."""
     pairs = paired(measured)
     if winner is None:
         return Mattered(pairs)

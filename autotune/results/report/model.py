@@ -61,6 +61,7 @@ class Trial:
 
     @property
     def measured(self) -> bool:
+        """Return True if the trial has a throughput."""
         return self.samples_per_second is not None
 
     def lacks_memory_on(self, hardware: Hardware) -> bool:
@@ -113,6 +114,7 @@ class Bar:
 
     @property
     def whole(self) -> float:
+        """Return the sum of the parts in bytes."""
         return sum(size for _, size in self.parts)
 
 
@@ -199,11 +201,14 @@ class Step:
 
     @property
     def fits(self) -> bool:
+        """Return True if the neighbour fits, measured or predicted."""
         return self.status is Status.FITS or self.cell is Cell.PREDICTED
 
 
 @dataclass(frozen=True)
 class Mattered:
+    """Effects of knobs, and the neighbours of the winner."""
+
     pairs: tuple[Pair, ...] = ()
     steps: tuple[Step, ...] = ()
     basin: str = ""  # sentence about how the winner's neighbours compare
