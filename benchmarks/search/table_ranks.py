@@ -1,9 +1,9 @@
 """Ranks of a training as torchrun starts them, but forked from a process that has imported everything already.
 
-`python benchmarks/search/table_ranks.py`, started by real_tables.py: each line of its input is `{"argv": […], "ranks": N}`, a
-script and its arguments; each line of its output is that training's `step_seconds`, `startup_seconds` and `data_bytes` (of the rank that
-has most), or `failed` and why. Nothing of autotune runs in a rank, and the environment is the caller's: a training's, with
-torchrun's variables.
+Started by real_tables.py as `python benchmarks/search/table_ranks.py`. Each line of its input is `{"argv": […], "ranks":
+N}`, a script and its arguments; each line of its output is that training's `step_seconds`, `startup_seconds` and
+`data_bytes` (of the rank that has most), or `failed` and why. Nothing of autotune runs in a rank, and the environment is
+the caller's: a training's, with torchrun's variables.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Commands of the most used fine-tuning frameworks, unmodified, tuned and trained with on two CPU ranks.
 
-`python benchmarks/trials/frameworks.py [--only swift,dpo] [--environments DIR] [--budget 4m] [--turns 20] [--json FILE]`, whose rows
-of other commands are kept
+`python benchmarks/trials/frameworks.py [--only swift,dpo] [--environments DIR] [--budget 4m] [--turns 20] [--json FILE]`, whose
+rows of other commands are kept
 
 Each runs from its released package in its own environment (`framework_environments.py` makes those that are missing). A
 command is tuned by `autotune run -- COMMAND`, its winner exported, and two trainings take turns (`inturn.py`): the command

@@ -7,13 +7,13 @@
 * `single` and `ddp` in bf16 without DeepSpeed train in the weights' own type: torch keeps no master weights.
 * FSDP in bf16 keeps 32-bit shards (torch.distributed.fsdp.MixedPrecision casts what it gathers), unless a row says `pure`.
 * fp16 without DeepSpeed is autocast: gradients in fp16 cannot be unscaled (torch.amp.GradScaler).
-* `fsdp` is stage 3 with a block as the unit (`published_models.as_fsdp`), stage 0 without DeepSpeed torch's DDP.
+* `fsdp` is stage 3 with a block as the unit (`models.as_fsdp`), stage 0 without DeepSpeed torch's DDP.
 * Without DeepSpeed transformers' Trainer runs forward under autocast also of 16-bit weights (`bf16=True`), unless a row says
   `pure`: cross entropy is then taken in 32 bits.
-* Logits are made 32-bit or not as the model's code of the figure's year did (`published_models.loss_of`).
+* Logits are made 32-bit or not as the model's code of the figure's year did (`models.loss_of`).
 * DeepSpeed's configs are those of transformers' examples: buckets `auto`, that is hidden_size^2, with `overlap_comm`.
 * Unknown checkpointing is off, unknown accumulation 1: every framework's default. Unknown attention is what transformers
-  chose for the architecture at the time (`published_models.eager_then`).
+  chose for the architecture at the time (`models.eager_then`).
 * A LoRA of unknown rank, targets or dropout has peft's defaults (8, query and value, none). Outside DeepSpeed its weights are
   fp32 since peft 0.12 (August 2024, `autocast_adapter_dtype`) and up to 0.5 (2023, tuners/lora.py), else of the model's type.
 """
