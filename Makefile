@@ -102,7 +102,7 @@ picture: setup  # the README's, of a new run: three minutes
 # In environments with the frameworks that people fine-tune with, made from environments/*.txt: ENVIRONMENTS, gigabytes.
 ENVIRONMENTS ?= $(CURDIR)/.venvs
 test-frameworks: setup
-	$(BIN)/python benchmarks/framework_environments.py --environments "$(ENVIRONMENTS)" $(ONLY)
+	$(BIN)/python benchmarks/trials/framework_environments.py --environments "$(ENVIRONMENTS)" $(ONLY)
 	AUTOTUNE_ENVIRONMENTS="$(ENVIRONMENTS)" $(BIN)/python -m pytest -n 0 -m frameworks tests/frameworks
 
 coverage: $(READY)
@@ -110,25 +110,25 @@ coverage: $(READY)
 	COVERAGE_PROCESS_START="$(CURDIR)/pyproject.toml" $(PYTEST) --cov --cov-report=term-missing
 
 flakes: $(READY)  # hours
-	$(BIN)/python benchmarks/flakes.py --beside --json benchmarks/results/flakes.json
+	$(BIN)/python benchmarks/reliability/flakes.py --beside --json benchmarks/results/flakes.json
 
 faults: setup  # an hour and a half; goes on where it was stopped
-	$(BIN)/python benchmarks/faults.py --json benchmarks/results/faults.json
+	$(BIN)/python benchmarks/reliability/faults.py --json benchmarks/results/faults.json
 
 gallery: setup  # docs/gallery.md, gallery/schema.json and what predictions begin with, of what lies in gallery/entries
 	$(BIN)/python -m autotune.gallery.page
 	$(BIN)/python -m autotune.gallery.card_rates
 
 mutants: setup
-	$(BIN)/python benchmarks/mutants.py --json benchmarks/results/mutants.json
+	$(BIN)/python benchmarks/reliability/mutants.py --json benchmarks/results/mutants.json
 
 gpu-acceptance: setup  # ONLY=overhead,ooms runs these steps; they are listed by `gpu_acceptance.py --list`; on a lent machine: benchmarks/gpu
-	$(BIN)/python benchmarks/gpu_acceptance.py $(if $(ONLY),--only $(ONLY)) $(if $(JSON),--json $(JSON))
+	$(BIN)/python benchmarks/gpu/gpu_acceptance.py $(if $(ONLY),--only $(ONLY)) $(if $(JSON),--json $(JSON))
 
 .PHONY: benchmarks benchmarks-small
 benchmarks: setup  # writes benchmarks/results anew but for what has a target of its own (faults, flakes, mutants, gpu-acceptance): hours
 	$(BIN)/python benchmarks/run_all.py
-	$(BIN)/python benchmarks/published_error.py  # the errors that `autotune plan` shows
+	$(BIN)/python benchmarks/predict/published/error.py  # the errors that `autotune plan` shows
 
 benchmarks-small: setup  # shows that each runs; the tests run them too
 	$(BIN)/python benchmarks/run_all.py --small

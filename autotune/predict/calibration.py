@@ -265,7 +265,7 @@ _CPU_SIGMA = 1.2  # a CPU's rates are guesses until the first trial
 # CPU ranks, in logarithms. `machine`: its rates together may be several times the assumed ones. `stageN`: how much
 # longer a step takes than predicted once stage 0 is measured, as ZeRO's hooks and copies into buckets cost a larger
 # share. Seven tables of real DeepSpeed set stages 1 and 2, and seven other tables confirm them; stage 3 has two
-# (benchmarks/cpu_ranks.py).
+# (benchmarks/predict/cpu_ranks.py).
 _CPU_QUIRKS = {
     "machine": Prior(0.0, _CPU_SIGMA),
     "stage1": Prior(0.09, 0.08),

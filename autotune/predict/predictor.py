@@ -738,7 +738,7 @@ def features_of(c: Columns) -> Floats:
 # of its tensors and keeps the old ones, which only shorter batches can fill. The smallest sufficient block is split,
 # and segments never grow unless they are `expandable_segments` (torch, c10/cuda/CUDACachingAllocator.cpp). After many
 # batches the allocator holds the tensors of every record: as many times the longest batch as the records' lengths add
-# up to. A replay with the allocator's rules (`benchmarks/caching_allocator.py`) gives exactly that for tensors of one
+# up to. A replay with the allocator's rules (`benchmarks/predict/caching_allocator.py`) gives exactly that for tensors of one
 # size.
 
 BATCHES = 100  # batches of a training before its memory is read; later records are rare and hardly ever observed

@@ -141,7 +141,8 @@ def _families(candidates: Sequence[Candidate], table: Table) -> list[Family]:
 #
 # Errors of predictions against published measurements, by kind of job: `data/predictor_error.json`.
 #
-# `python benchmarks/published_error.py` writes that file from the output of `benchmarks/published.py --json`.
+# `python benchmarks/predict/published/error.py` writes that file from the output of
+# `benchmarks/predict/published/published.py --json`.
 
 FIGURES = ("peak", "step")
 

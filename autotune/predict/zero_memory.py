@@ -24,7 +24,7 @@ from autotune.util.units import MIB
 #
 # Source: deepspeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`, `bf16_optimizer.py`,
 # `fp16/unfused_optimizer.py` and `fused_optimizer.py`, `engine.py`), checked tensor by tensor against real engines:
-# `benchmarks/predictor.py` prints the errors. `versions.py` holds the differences of older versions.
+# `benchmarks/predict/predictor.py` prints the errors. `versions.py` holds the differences of older versions.
 
 # Share of the bytes of frozen partitions. Published figures of LoRA at stage 3 exceed the allocated bytes by 31 and
 # 30 % of these (QwenLM/Qwen, 72B on 4 GPUs; modelscope/ms-swift, 7B on 2).

@@ -450,7 +450,7 @@ class Proposer:
 SURE = 0.5  # probability of fitting; lower than usual, because the candidate fitted in another study
 # Sigmas of a start's prediction by which it may be below the most valuable candidate. With 1.0 a right start finds a
 # good config in 1.2 trials instead of 2.8 (3.7 without a start), and a wrong one costs up to 0.8 trials
-# (benchmarks/gallery_starts.py).
+# (benchmarks/search/gallery_starts.py).
 WITHIN_SIGMAS = 0.1
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autotune.util.units import GIB
-from gpu.ground import Ground, Row
-from gpu.predictions import CHECKPOINTED, OFFLOADED, Tried, predicted
-from gpu.rows import DEADLINE_SECONDS, effort
+from benchmarks.gpu.ground import Ground, Row
+from benchmarks.gpu.predictions import CHECKPOINTED, OFFLOADED, Tried, predicted
+from benchmarks.gpu.rows import DEADLINE_SECONDS, effort
 
 CAP_BYTES = 24 * GIB
 # the shortest first: little is lost if the time ends

@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
-from ranks import opened
-
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.workers.memory_monitor import Meter, Peaks
-from gpu.ground import EXPECTED, Ground, Row
-from gpu.rows import DEADLINE_SECONDS, as_row, beside, candidate, effort, trial
+from benchmarks.gpu.ground import EXPECTED, Ground, Row
+from benchmarks.gpu.rows import DEADLINE_SECONDS, as_row, beside, candidate, effort, trial
+from benchmarks.trials.ranks import opened
 
 MODEL, SEQ_LEN = "smollm2-360m", 1024
 FUSED_BYTES = 24  # a parameter, of FP16_Optimizer's step: docs/predictor.md

@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import HERE
-from ranks import plain_environment, run_limited
-
 from autotune.problem.models import resolve_model
-from gpu.ground import EXPECTED, Ground, Row
-from gpu.study import MODEL
+from benchmarks.common import HERE
+from benchmarks.gpu.ground import EXPECTED, Ground, Row
+from benchmarks.gpu.study import MODEL
+from benchmarks.trials.ranks import plain_environment, run_limited
 
 _SPARE_SECONDS = 15.0  # of the step, to report what was found until then
 _OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True, "fused": True}}
@@ -38,7 +37,7 @@ def run(ground: Ground) -> Iterator[Row]:
     Path("bin").mkdir()
     Path("bin/pdsh").write_text("#!/bin/sh\nexit 0\n", encoding="utf-8")
     Path("bin/pdsh").chmod(0o755)
-    words = ["deepspeed", "--autotuning", "tune", "--num_gpus", "1", str(HERE / "deepspeed_train.py")]
+    words = ["deepspeed", "--autotuning", "tune", "--num_gpus", "1", str(HERE / "search" / "deepspeed_train.py")]
     words += ["--model", str(ground.folder / "model.json"), "--tokens", ground.choose("1024", "32")]
     words += ["--deepspeed", "--deepspeed_config", "ds.json"]
     began = time.monotonic()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from gpu.ground import EXPECTED, Ground, Row
+from benchmarks.gpu.ground import EXPECTED, Ground, Row
 
 
 def run(ground: Ground) -> Iterator[Row]:

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 
 from autotune.util.linux import main_memory
-from gpu.ground import EXPECTED, Ground, Row, run_child
+from benchmarks.gpu.ground import EXPECTED, Ground, Row, run_child
 
 _TEXT = 6000  # characters of a command's output
 COMMANDS = {

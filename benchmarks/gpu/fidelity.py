@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 
 from autotune.search.study import StudyStore
-from gpu.ground import Ground, Row
-from gpu.product import against_torchrun
-from gpu.study import STUDY
+from benchmarks.gpu.ground import Ground, Row
+from benchmarks.gpu.product import against_torchrun
+from benchmarks.gpu.study import STUDY
 
 
 def run(ground: Ground) -> Iterator[Row]:

@@ -8,14 +8,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from common import HERE
-from ranks import Tuned, autotune_run
-
 from autotune.search.study import StudyStore
-from gpu.ground import EXPECTED, Ground, Row
+from benchmarks.common import HERE
+from benchmarks.gpu.ground import EXPECTED, Ground, Row
+from benchmarks.trials.ranks import Tuned, autotune_run
 
 MODEL, BUDGET = "qwen2.5-0.5b", "200s"  # one that DeepSpeed's defaults fit, too
-DEFAULTS = ("--space", str(HERE / "deepspeed_defaults.yaml"))
+DEFAULTS = ("--space", str(HERE / "gpu" / "deepspeed_defaults.yaml"))
 _CAPPED = ("--gpus", "1", "--memory-cap", "24GiB", "--seq-len", "768")
 _UNCAPPED = ("--gpus", "1", "--seq-len", "1024")
 _REHEARSED = ("--model", "tiny-llama", "--device", "cpu", "--gpus", "1", "--seq-len", "32", "--space", "small.yaml")

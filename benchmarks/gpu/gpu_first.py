@@ -15,15 +15,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-if __name__ == "__main__":
-    # the benchmarks import each other by their bare names; a lent machine has autotune in the checkout alone
-    sys.path[:1] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+if not __package__:
+    # started by its path: benchmarks import each other from the repository's root; a lent machine has autotune only there
+    sys.path[0] = str(Path(__file__).parents[2])
 
 from autotune.errors import UserError
 from autotune.workers.launchers import trial_environment
-from gpu.ground import Row
-from gpu.runner import EXIT_REFUSED, Call, run_steps, show, summary
-from gpu.steps import FIRST, Step, chosen
+from benchmarks.gpu.ground import Row
+from benchmarks.gpu.runner import EXIT_REFUSED, Call, run_steps, show, summary
+from benchmarks.gpu.steps import FIRST, Step, chosen
 
 _LARGEST_BYTES = 4 * 2**20  # of a file that is packed
 _BUILD = """

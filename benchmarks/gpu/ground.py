@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common import HERE
-
 from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
+from benchmarks.common import HERE
 
 Row = dict[str, Any]
 T = TypeVar("T")

@@ -13,16 +13,15 @@ import os
 import time
 from collections.abc import Iterator
 
-from ranks import launch
-from recovery import BATCH, SCRIPT, seen_samples
-from scripts import AUTO
-
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
 from autotune.recovery.ladder import Rung
 from autotune.util.units import GIB
-from gpu.ground import EXPECTED, Ground, Row
+from benchmarks.gpu.ground import EXPECTED, Ground, Row
+from benchmarks.reliability.recovery import BATCH, SCRIPT, seen_samples
+from benchmarks.trials.ranks import launch
+from benchmarks.trials.scripts import AUTO
 
 CAP_BYTES = 2 * GIB
 STEPS, LONG_STEPS, TOKENS = 30, "7,19", 4096

@@ -15,7 +15,7 @@ from autotune.problem.host_memory import host_available_bytes
 from autotune.util.units import GIB
 from autotune.workers.failure_classifier import Evidence, judge
 from autotune.workers.memory_monitor import Peaks
-from gpu.ground import EXPECTED, Child, Ground, Row, run_child
+from benchmarks.gpu.ground import EXPECTED, Child, Ground, Row, run_child
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 # name of the row: the case of provoke.py, what it is, and its environment

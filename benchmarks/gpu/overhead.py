@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator
 
 from autotune.util.units import GIB, MIB
-from gpu.ground import EXPECTED, Ground, Row, end_child, start_child
+from benchmarks.gpu.ground import EXPECTED, Ground, Row, end_child, start_child
 
 
 def run(ground: Ground) -> Iterator[Row]:

@@ -9,14 +9,13 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from ranks import opened
-
 from autotune.executors.base import Effort
 from autotune.predict.trace import traced_predictor
 from autotune.problem.job import Lora
 from autotune.problem.outcome import Kind
-from gpu.ground import EXPECTED, Ground, Row
-from gpu.rows import as_row, beside, candidate
+from benchmarks.gpu.ground import EXPECTED, Ground, Row
+from benchmarks.gpu.rows import as_row, beside, candidate
+from benchmarks.trials.ranks import opened
 
 CHECKPOINTED = {"activation_checkpointing": True}
 OFFLOADED = {"offload_optimizer": "cpu"}

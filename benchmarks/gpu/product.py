@@ -6,12 +6,11 @@ import dataclasses
 import os
 from collections.abc import Iterator
 
-from fidelity import EFFORT, RATIO_TARGET, SMALL_EFFORT, measured, trained
-from ranks import opened
-
 from autotune.search.study import StudyStore
-from gpu.gain import tuned
-from gpu.ground import EXPECTED, Ground, Row
+from benchmarks.gpu.gain import tuned
+from benchmarks.gpu.ground import EXPECTED, Ground, Row
+from benchmarks.trials.fidelity import EFFORT, RATIO_TARGET, SMALL_EFFORT, measured, trained
+from benchmarks.trials.ranks import opened
 
 MODEL, BUDGET = "gemma-2-2b", "5m"
 STUDY_TARGET = 0.05  # of a study's figure: it was measured minutes before

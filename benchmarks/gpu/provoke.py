@@ -138,7 +138,7 @@ def nccl(room: Room) -> None:
 def triton(room: Room) -> None:
     if room.device == "cpu":  # Triton compiles for none
         return
-    from gpu.kernel import add_one
+    from benchmarks.gpu.kernel import add_one
 
     values = room.torch.zeros(1024, device=room.device)
     room.fill()

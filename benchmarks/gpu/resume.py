@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from ranks import opened
-
 from autotune.executors.base import RESUME
-from gpu.ground import EXPECTED, Ground, Row
-from gpu.rows import as_row, candidate, effort, trial
+from benchmarks.gpu.ground import EXPECTED, Ground, Row
+from benchmarks.gpu.rows import as_row, candidate, effort, trial
+from benchmarks.trials.ranks import opened
 
 
 def run(ground: Ground) -> Iterator[Row]:

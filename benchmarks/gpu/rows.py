@@ -6,14 +6,13 @@ import uuid
 from contextlib import closing
 from typing import Any
 
-from ranks import LocalExecutor
-
 from autotune.executors.base import Effort
 from autotune.predict.predictor import Prediction
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.outcome import Outcome
 from autotune.util.units import GIB
-from gpu.ground import Ground, Row
+from benchmarks.gpu.ground import Ground, Row
+from benchmarks.trials.ranks import LocalExecutor
 
 DEADLINE_SECONDS = 150.0
 _CALM = Effort(min_steps=5, max_steps=40, min_seconds=3.0, max_seconds=15.0)

@@ -20,15 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import HERE, print_table
-from ranks import end_tree
-
 from autotune.errors import UserError
 from autotune.util.files import write_atomically
 from autotune.util.linux import die_with_parent
-from gpu.ground import EXPECTED, Ground, Row
-from gpu.machine import describe
-from gpu.steps import BY_NAME, Step
+from benchmarks.common import HERE, print_table
+from benchmarks.gpu.ground import EXPECTED, Ground, Row
+from benchmarks.gpu.machine import describe
+from benchmarks.gpu.steps import BY_NAME, Step
+from benchmarks.trials.ranks import end_tree
 
 EXIT_FAILED, EXIT_REFUSED = 1, 2
 UNFINISHED = "the call was ended while this step ran"
@@ -130,7 +129,7 @@ def run_step(spec: dict[str, Any]) -> int:
     path, folder = Path(spec["path"]), Path(spec["folder"])
     folder.mkdir(parents=True)
     try:
-        for row in importlib.import_module(f"gpu.{spec['step']}").run(
+        for row in importlib.import_module(f"benchmarks.gpu.{spec['step']}").run(
             Ground(folder, Path(spec["beside"]), spec["rehearse"], spec["seconds"])
         ):
             rows.append(row)

@@ -1,11 +1,12 @@
-"""`python step.py SPEC`: runs one step in this process, see `gpu.runner.run_step`."""
+"""`python step.py SPEC`: runs one step in this process, see `benchmarks.gpu.runner.run_step`."""
 
 import json
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).parents[1])  # the benchmarks import each other by their bare names
+if not __package__:  # started by its path: benchmarks import each other from the repository's root
+    sys.path[0] = str(Path(__file__).parents[2])
 
-from gpu.runner import run_step  # noqa: E402
+from benchmarks.gpu.runner import run_step
 
 raise SystemExit(run_step(json.loads(sys.argv[1])))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from gpu.gain import tuned
-from gpu.ground import EXPECTED, Ground, Row
+from benchmarks.gpu.gain import tuned
+from benchmarks.gpu.ground import EXPECTED, Ground, Row
 
 MODEL, STUDY, BUDGET = "smollm2-360m", "first", "150s"
 

@@ -8,9 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from common import HERE
-
-from gpu.ground import EXPECTED, Ground, Row
+from benchmarks.common import HERE
+from benchmarks.gpu.ground import EXPECTED, Ground, Row
 
 _LINE = re.compile(r"(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b")
 _TEXT = 12_000  # characters of pytest's last words

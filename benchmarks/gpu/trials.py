@@ -11,8 +11,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
-from ranks import LocalExecutor, opened
-
 from autotune.executors.base import Effort
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
@@ -20,8 +18,9 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.outcome import Kind, Outcome
 from autotune.util.units import GIB
-from gpu.ground import EXPECTED, Ground, Row
-from gpu.rows import as_row, beside, candidate
+from benchmarks.gpu.ground import EXPECTED, Ground, Row
+from benchmarks.gpu.rows import as_row, beside, candidate
+from benchmarks.trials.ranks import LocalExecutor, opened
 
 MODEL, TOKENS = "smollm2-360m", 2048
 QUICK = Effort(min_steps=5, max_steps=20, min_seconds=1.5, max_seconds=6.0)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from ranks import opened
-
 from autotune.predict.trace import traced_predictor
-from gpu.ground import EXPECTED, Ground, Row
-from gpu.rows import as_row, beside, candidate, effort, trial
+from benchmarks.gpu.ground import EXPECTED, Ground, Row
+from benchmarks.gpu.rows import as_row, beside, candidate, effort, trial
+from benchmarks.trials.ranks import opened
 
 MODEL, SEQ_LEN = "smollm2-360m", 2048
 ATTENTIONS = {"sdpa": None, "eager": None, "flash_attention_2": "flash_attn"}  # and the package that has it

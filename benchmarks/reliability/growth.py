@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # started by its path: benchmarks import each other from the repository's root
+    sys.path[0] = str(Path(__file__).parents[2])
+
 import psutil
 
-sys.path[0] = str(Path(__file__).parents[1])  # the benchmarks import each other by their bare names
-
-from common import command_line, kept_rows, parse, print_table, write_json  # noqa: E402
-from planting import SPACE  # noqa: E402
-from study_calls import COMMAND, RUN  # noqa: E402
-
-from autotune.util.units import KIB, MIB  # noqa: E402
-from reliability.large_study import NAME, write_table  # noqa: E402
+from autotune.util.units import KIB, MIB
+from benchmarks.common import command_line, kept_rows, parse, print_table, write_json
+from benchmarks.reliability.large_study import NAME, write_table
+from benchmarks.reliability.planting import SPACE
+from benchmarks.reliability.study_calls import COMMAND, RUN
 
 REPLAYED, LIVE = "replayed", "live, two CPU ranks"
 WARM_UP = 0.2  # share of the trials that are left out of the fit

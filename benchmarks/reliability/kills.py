@@ -19,17 +19,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # started by its path: benchmarks import each other from the repository's root
+    sys.path[0] = str(Path(__file__).parents[2])
+
 import psutil
 
-sys.path[0] = str(Path(__file__).parents[1])  # the benchmarks import each other by their bare names
-
-from common import command_line, kept_rows, parse, print_table, write_json  # noqa: E402
-from fault_ground import Ground  # noqa: E402
-from planting import SPACE, lost  # noqa: E402
-from study_calls import last_line, start, trial_folders, wait_for  # noqa: E402
-
-from autotune.problem.outcome import Outcome  # noqa: E402
-from autotune.search.study import StudyStore  # noqa: E402
+from autotune.problem.outcome import Outcome
+from autotune.search.study import StudyStore
+from benchmarks.common import command_line, kept_rows, parse, print_table, write_json
+from benchmarks.reliability.fault_ground import Ground
+from benchmarks.reliability.planting import SPACE, lost
+from benchmarks.reliability.study_calls import last_line, start, trial_folders, wait_for
 
 TUNER, SERVER, RANK = "tuner", "fork server", "rank"
 VICTIMS = [some for count in (3, 1, 2) for some in itertools.combinations((TUNER, SERVER, RANK), count)]

@@ -18,12 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).parents[1])  # the benchmarks import each other by their bare names
+if not __package__:  # started by its path: benchmarks import each other from the repository's root
+    sys.path[0] = str(Path(__file__).parents[2])
 
-from common import command_line, parse, print_table, write_json  # noqa: E402
-from study_calls import COMMAND  # noqa: E402
-
-from reliability.large_study import NAME, write_study, write_table  # noqa: E402
+from benchmarks.common import command_line, parse, print_table, write_json
+from benchmarks.reliability.large_study import NAME, write_study, write_table
+from benchmarks.reliability.study_calls import COMMAND
 
 RESUME = ["run", "--executor", f"replay:{NAME}.csv.gz", "--study", NAME, "--yes", "--budget", "30m", "--max-trials"]
 TARGETS = {"show": 3.0, "show --json": 3.0, "report": 5.0, "resume, to the first trial": 5.0}

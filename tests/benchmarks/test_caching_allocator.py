@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.util.units import MIB
-from benchmarks.caching_allocator import LARGE_SEGMENT, SMALL_SEGMENT, CachingAllocator, waste
+from benchmarks.predict.caching_allocator import LARGE_SEGMENT, SMALL_SEGMENT, CachingAllocator, waste
 
 
 def test_small_and_large_come_from_segments_of_their_own() -> None:

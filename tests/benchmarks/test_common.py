@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from common import RESULTS, WIDTH, command_line, fitting_widths, kept_rows, parse, print_table, write_json
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+
+from benchmarks.common import RESULTS, WIDTH, command_line, fitting_widths, kept_rows, parse, print_table, write_json
 
 BORDERS = re.compile("[─-╿]")
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cpu_ranks import INTERVAL, TABLES, errors
+
+from benchmarks.predict.cpu_ranks import INTERVAL, TABLES, errors
 
 OUTSIDE = "recorded after the priors were set: its later stages take longer than they say, 4 of 6 rows are inside; why is not known"
 EACH = [

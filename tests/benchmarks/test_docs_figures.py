@@ -1,15 +1,16 @@
-"""Figures in README and docs are what benchmarks/results has; `python benchmarks/docs_figures.py --write` corrects them."""
+"""Figures in README and docs are what benchmarks/results has; `python benchmarks/docs/figures.py --write` corrects them."""
 
 import json
 import re
 import shutil
 from pathlib import Path
 
-import docs_figures
-import docs_writing
 import pytest
-from common import RESULTS
-from docs_figures import FIGURES, MARKED, brought_up_to_date, documents
+
+from benchmarks.common import RESULTS
+from benchmarks.docs import figures as docs_figures
+from benchmarks.docs import writing as docs_writing
+from benchmarks.docs.figures import FIGURES, MARKED, brought_up_to_date, documents
 
 CODE = re.compile(r"```.*?```|`[^`]*`", re.DOTALL)
 MEASURED = re.compile(r"\d+\.\d+|\d+ %|\d(?:\.\d+)?x\b")
@@ -26,7 +27,7 @@ GIVEN = {
 @pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
 def test_the_documents_say_what_the_results_say(path: Path) -> None:
     text = path.read_text()
-    assert text == brought_up_to_date(text), "python benchmarks/docs_figures.py --write"
+    assert text == brought_up_to_date(text), "python benchmarks/docs/figures.py --write"
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from published import cases_in
-from published_rows import read_table
 
 from autotune.executors.replay import load_landscape
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Kind
 from autotune.search.pruning import Dominance, Rules
+from benchmarks.predict.published.published import cases_in
+from benchmarks.predict.published.rows import read_table
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 TABLES = sorted(DATA.glob("landscapes*/*.csv.gz"))

@@ -11,14 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import fault_ground
-import planting
 import pytest
-import stricken
-from common import HERE
-from fault_ground import TOKEN, Ground
-from faults import EPISODES, episode, opened, summary
-from planting import BY_ITSELF, PHASES, WEIGHTS, drawn, lost
 
 from autotune.executors.local import LocalExecutor
 from autotune.problem.outcome import Kind
@@ -26,6 +19,11 @@ from autotune.recovery import supervisor
 from autotune.search import storage
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY
+from benchmarks.common import HERE
+from benchmarks.reliability import fault_ground, planting, stricken
+from benchmarks.reliability.fault_ground import TOKEN, Ground
+from benchmarks.reliability.faults import EPISODES, episode, opened, summary
+from benchmarks.reliability.planting import BY_ITSELF, PHASES, WEIGHTS, drawn, lost
 from tests.studies import study_of_every_kind
 
 
@@ -133,7 +131,7 @@ def test_lost_trials_and_endless_ones_are_violations(tmp_path: Path) -> None:
 def test_the_summary_counts_by_kind() -> None:
     row = {"kind": "rank: SIGKILL", "phase": "init", "rank": 0, "share": 0.1, "outcome": "crash", "seconds": 0.5}
     other = {**row, "phase": "start", "seconds": None}
-    violation = {"text": "x is left", "again": "python benchmarks/faults.py --only 1"}
+    violation = {"text": "x is left", "again": "python benchmarks/reliability/faults.py --only 1"}
     each = [
         {"seed": 0, "episode": "study", "seconds": 1.0, "faults": [row, row], "violations": []},
         {"seed": 1, "episode": "study", "seconds": 1.0, "faults": [other], "violations": [violation]},
@@ -188,7 +186,16 @@ def test_a_training_under_faults_with_ranks_that_train_nothing(
 @pytest.mark.parametrize("first", [0, 8])  # seeds
 def test_thirty_faults_leave_nothing_and_lose_nothing(tmp_path: Path, first: int) -> None:
     path = tmp_path / "faults.json"
-    words = [sys.executable, str(HERE / "faults.py"), "--faults", "30", "--first", str(first), "--json", str(path)]
+    words = [
+        sys.executable,
+        str(HERE / "reliability" / "faults.py"),
+        "--faults",
+        "30",
+        "--first",
+        str(first),
+        "--json",
+        str(path),
+    ]
     done = subprocess.run(words, cwd=HERE.parent, capture_output=True, text=True, timeout=880)
     found = json.loads(path.read_text())
     assert found["violated"] == []

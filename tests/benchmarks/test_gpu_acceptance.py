@@ -14,15 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import gpu_acceptance
 import psutil
 import pytest
 import yaml
-from common import HERE, RESULTS, WIDTH
-from gpu import ground, machine, ooms, overhead, overhead_rank, provoke, rows, runner, variants
-from gpu import trials as trials_step
-from gpu.costs import Switched
-from gpu.steps import BY_NAME, FIRST, STEPS, Step, chosen
 
 from autotune.errors import UserError
 from autotune.predict.trace import traced_predictor
@@ -33,6 +27,22 @@ from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
 from autotune.util.units import GIB, MIB
 from autotune.workers.memory_monitor import Meter, Peaks
+from benchmarks.common import HERE, RESULTS, WIDTH
+from benchmarks.gpu import (
+    gpu_acceptance,
+    ground,
+    machine,
+    ooms,
+    overhead,
+    overhead_rank,
+    provoke,
+    rows,
+    runner,
+    variants,
+)
+from benchmarks.gpu import trials as trials_step
+from benchmarks.gpu.costs import Switched
+from benchmarks.gpu.steps import BY_NAME, FIRST, STEPS, Step, chosen
 from tests.conftest import has_cuda
 from tests.fake_driver import CUDA_LOG, Card, Driver, build, cuda_calls
 from tests.workers import failures
@@ -44,7 +54,7 @@ GPU = {"name": "NVIDIA H200", "device": "cuda"}
 
 
 def call(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(HERE / "gpu_acceptance.py"), *options]
+    command = [sys.executable, str(HERE / "gpu" / "gpu_acceptance.py"), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
@@ -202,11 +212,13 @@ def run(ground):
 @pytest.fixture
 def slow_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Step:
     """A step that measures one row and hangs, in a copy of the package."""
-    shutil.copytree(HERE / "gpu", tmp_path / "copy" / "gpu")
-    for name in ("common.py", "ranks.py"):
-        shutil.copy(HERE / name, tmp_path / "copy" / name)
-    (tmp_path / "copy" / "gpu" / "slow.py").write_text(_SLOW_STEP)
-    monkeypatch.setattr(runner, "HERE", tmp_path / "copy")
+    copy = tmp_path / "copy" / "benchmarks"
+    shutil.copytree(HERE / "gpu", copy / "gpu")
+    shutil.copytree(HERE / "trials", copy / "trials")
+    for name in ("__init__.py", "common.py"):
+        shutil.copy(HERE / name, copy / name)
+    (copy / "gpu" / "slow.py").write_text(_SLOW_STEP)
+    monkeypatch.setattr(runner, "HERE", copy)
     monkeypatch.setenv("PYTHONPATH", str(HERE.parent))
     return Step("slow", 300, 30, 60, "hangs")
 
@@ -371,11 +383,11 @@ def test_the_machine_is_described_without_torch_or_cuda(driver: Driver, tmp_path
     build(tmp_path, "libcuda.so.1")
     driver.cards = [Card("NVIDIA H200", 141, capability=(9, 0))]
     driver.write()
-    code = "import json, sys, gpu.runner; from gpu.machine import describe; found = describe('cuda');"
+    code = "import json, sys, benchmarks.gpu.runner; from benchmarks.gpu.machine import describe; found = describe('cuda');"
     code += "assert 'torch' not in sys.modules; print(json.dumps(found))"
     libraries = os.pathsep.join([str(tmp_path), driver.environment["LD_LIBRARY_PATH"]])
     env = {**os.environ, **driver.environment, "LD_LIBRARY_PATH": libraries, CUDA_LOG: str(tmp_path / "log")}
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
+    env["PYTHONPATH"] = str(HERE.parent)
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -8,8 +8,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from common import HERE
-from gpu import gpu_first, image
+
+from benchmarks.common import HERE
+from benchmarks.gpu import gpu_first, image
 
 COMMAND = HERE / "gpu" / "gpu_first.py"
 

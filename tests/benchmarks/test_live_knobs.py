@@ -1,4 +1,4 @@
-"""Live tensors of real engines under each knob that CPU ranks can turn (`benchmarks/live_tensors.py --knobs`), against the
+"""Live tensors of real engines under each knob that CPU ranks can turn (`benchmarks/predict/live_tensors.py --knobs`), against the
 prediction."""
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_error import live_error
 
 from autotune.problem.candidate import Candidate
+from benchmarks.predict.live_error import live_error
 
 ROWS: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[2] / "benchmarks" / "data" / "live_tensors_knobs_cpu.json").read_text()

@@ -1,4 +1,4 @@
-"""What benchmarks/nodes.py counts of a failure, and what it does of a list of them; real ones are in its small form."""
+"""What benchmarks/cluster/nodes.py counts of a failure, and what it does of a list of them; real ones are in its small form."""
 
 import subprocess
 import sys
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import nodes
 import psutil
 import pytest
-from node_grounds import FAILURES, Blow, Ground
 
 from autotune.problem.outcome import Kind, Outcome
+from benchmarks.cluster import nodes
+from benchmarks.cluster.node_grounds import FAILURES, Blow, Ground
 
 CRASH, OK = Outcome(Kind.CRASH), Outcome(Kind.OK)
 

@@ -3,22 +3,22 @@ import dataclasses
 import sys
 from pathlib import Path
 
-import published
 import pytest
-from published_gpus import gpu_of
-from published_lora import targets_in
-from published_models import known_models, model_of, parameters_of
-from published_readers import cases_of, settings_of
-from published_rows import COLUMNS, Row, length, memory_bytes, read_table, step_seconds, value_of
-from published_scores import Scored, calibrated, spearman, summary, uncalibrated
-from published_sources import lognormal, read, source_of
-from published_words import DATA, LeftOut, Unreadable
 
 from autotune.errors import UserError
 from autotune.predict.trace_cache import closed_form_trace
 from autotune.predict.zero_memory import stepper
 from autotune.problem.models import ModelSpec
 from autotune.util.units import GIB
+from benchmarks.predict.published import published
+from benchmarks.predict.published.gpus import gpu_of
+from benchmarks.predict.published.lora import targets_in
+from benchmarks.predict.published.models import known_models, model_of, parameters_of
+from benchmarks.predict.published.readers import cases_of, settings_of
+from benchmarks.predict.published.rows import COLUMNS, Row, length, memory_bytes, read_table, step_seconds, value_of
+from benchmarks.predict.published.scores import Scored, calibrated, spearman, summary, uncalibrated
+from benchmarks.predict.published.sources import lognormal, read, source_of
+from benchmarks.predict.published.words import DATA, LeftOut, Unreadable
 
 PLAIN = {
     "id": "1",
@@ -56,8 +56,10 @@ def only(**cells: str) -> published.Case:
 @pytest.fixture
 def closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """No model is traced: estimates by shape stand in."""
-    monkeypatch.setattr("published_scores.trace_jobs", lambda jobs, told=None: None)
-    monkeypatch.setattr("published_scores.trace_job", lambda job, **_: closed_form_trace(job, "a test"))
+    monkeypatch.setattr("benchmarks.predict.published.scores.trace_jobs", lambda jobs, told=None: None)
+    monkeypatch.setattr(
+        "benchmarks.predict.published.scores.trace_job", lambda job, **_: closed_form_trace(job, "a test")
+    )
 
 
 # -- cells -----------------------------------------------------------------------------------------------------------

@@ -4,14 +4,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from published_error import errors
-from published_rows import Row
-from published_scores import Scored
-
 from autotune.predict.what_if import JobKind
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import parse_lora
+from benchmarks.predict.published.error import errors
+from benchmarks.predict.published.rows import Row
+from benchmarks.predict.published.scores import Scored
 from tests.conftest import make_job
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +43,7 @@ def test_errors_are_medians_by_kind_and_of_all() -> None:
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, str(ROOT / "benchmarks" / "published_error.py"), *arguments]
+    words = [sys.executable, str(ROOT / "benchmarks" / "predict" / "published" / "error.py"), *arguments]
     return subprocess.run(words, capture_output=True, text=True, timeout=120)
 
 

@@ -4,20 +4,20 @@ import csv
 import json
 from pathlib import Path
 
-import published
 import pytest
-from published_gpus import cards_in, gpu_of
-from published_lora import lora_of, targets_in
-from published_models import known_models
-from published_numbers import billions, count, length_of, printed
-from published_precision import precision_of
-from published_rows import COLUMNS, Row
-from published_scores import Scored, spearman
-from published_sources import read, source_of
-from published_words import LeftOut, Unreadable, cell_of, states, vocabulary
 
 from autotune.predict.trace_cache import closed_form_trace
 from autotune.problem.hardware import gpu_table
+from benchmarks.predict.published import published
+from benchmarks.predict.published.gpus import cards_in, gpu_of
+from benchmarks.predict.published.lora import lora_of, targets_in
+from benchmarks.predict.published.models import known_models
+from benchmarks.predict.published.number_formats import billions, count, length_of, printed
+from benchmarks.predict.published.precision import precision_of
+from benchmarks.predict.published.rows import COLUMNS, Row
+from benchmarks.predict.published.scores import Scored, spearman
+from benchmarks.predict.published.sources import read, source_of
+from benchmarks.predict.published.words import LeftOut, Unreadable, cell_of, states, vocabulary
 from tests.benchmarks.test_published import PLAIN, only, row, run, table
 
 COLUMNS_OF_WORDS = tuple(vocabulary()["columns"])
@@ -632,8 +632,10 @@ def test_trust_is_a_source_s_not_a_word_s(where: str, trust: str) -> None:
 @pytest.fixture
 def closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """No model is traced: estimates by shape stand in."""
-    monkeypatch.setattr("published_scores.trace_jobs", lambda jobs, told=None: None)
-    monkeypatch.setattr("published_scores.trace_job", lambda job, **_: closed_form_trace(job, "a test"))
+    monkeypatch.setattr("benchmarks.predict.published.scores.trace_jobs", lambda jobs, told=None: None)
+    monkeypatch.setattr(
+        "benchmarks.predict.published.scores.trace_job", lambda job, **_: closed_form_trace(job, "a test")
+    )
 
 
 def test_equal_figures_have_no_correlation_and_say_so(

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import ranks
 
 from autotune.util.linux import runs
+from benchmarks.trials import ranks
 from tests.conftest import wait_until
 
 _HANGS = """

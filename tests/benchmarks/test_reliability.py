@@ -6,11 +6,11 @@ import random
 from pathlib import Path
 
 import pytest
-from reliability.growth import slope
-from reliability.kills import RANK, SERVER, TUNER, VICTIMS
-from reliability.large_study import write_study, write_table
 
 from autotune.search.study import StudyStore
+from benchmarks.reliability.growth import slope
+from benchmarks.reliability.kills import RANK, SERVER, TUNER, VICTIMS
+from benchmarks.reliability.large_study import write_study, write_table
 from tests.cli_call import call
 
 

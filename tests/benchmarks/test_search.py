@@ -2,13 +2,13 @@ import math
 
 import numpy as np
 import pytest
-from search import DATA, one, times_fewer
-from search_parts import ABLATIONS, MISLED, WRONG, Biased
 
 from autotune.executors.replay import load_landscape
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace_cache import closed_form_trace
 from autotune.search.proposer import Proposer
+from benchmarks.search.parts import ABLATIONS, MISLED, WRONG, Biased
+from benchmarks.search.search import DATA, one, times_fewer
 
 LANDSCAPE = load_landscape(DATA / "landscapes" / "gemma-2-2b_4xrtx3090.csv.gz")
 

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from common import HERE
+from benchmarks.common import HERE
 
 ENGINE = """
     import torch
@@ -48,7 +48,7 @@ def run(folder: Path, log: str, text: str) -> str:
     for name in ("deepspeed/__init__.py", "deepspeed/runtime/__init__.py"):
         (folder / name).touch()
     (folder / "deepspeed" / "runtime" / "engine.py").write_text(textwrap.dedent(ENGINE))
-    env = {**os.environ, "PYTHONPATH": f"{HERE / 'steplog'}{os.pathsep}{folder}", "STEP_LOG": log}
+    env = {**os.environ, "PYTHONPATH": f"{HERE / 'trials' / 'steplog'}{os.pathsep}{folder}", "STEP_LOG": log}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(text)], env=env, capture_output=True, text=True, timeout=120
     )

@@ -5,19 +5,17 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
-from framework_commands import COMMANDS, Command, write_files
-from framework_environments import FRAMEWORKS, PINS, environment, python_of
+from benchmarks.trials.framework_commands import COMMANDS, Command, write_files
+from benchmarks.trials.framework_environments import FRAMEWORKS, PINS, environment, python_of
 
 SECONDS = 1800  # DeepSpeed's ops may be built first
-INPUTS = Path(__file__).parent.parent.parent / "benchmarks" / "framework_inputs.py"
+INPUTS = Path(__file__).parent.parent.parent / "benchmarks" / "trials" / "framework_inputs.py"
 SHORT = ["--device", "cpu", "--budget", "10m", "--yes", "--study", "study"]
 
 

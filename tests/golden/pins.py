@@ -36,7 +36,7 @@ ROOT = HERE.parent.parent
 PACKAGE = Path(autotune.__file__).parent
 EXPECTED = HERE / "expected"
 TABLES = ROOT / "benchmarks" / "data"
-SEARCH_BENCHMARK = ROOT / "benchmarks" / "search.py"
+SEARCH_BENCHMARK = ROOT / "benchmarks" / "search" / "search.py"
 FORMATS = ("deepspeed", "accelerate", "hf", "sbatch")
 
 Texts = dict[str, str]

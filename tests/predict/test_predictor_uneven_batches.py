@@ -9,7 +9,7 @@ from autotune.predict.predictor import Predictor, kept_records
 from autotune.problem.candidate import EXPANDABLE
 from autotune.problem.hardware import named_hardware
 from autotune.util.units import MIB
-from benchmarks.caching_allocator import CachingAllocator
+from benchmarks.predict.caching_allocator import CachingAllocator
 from tests.conftest import make_candidate, make_job
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 

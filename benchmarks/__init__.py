@@ -1,0 +1,1 @@
+"""Commands that print the project's figures: README.md."""

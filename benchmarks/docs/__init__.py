@@ -1,0 +1,1 @@
+"""Figures in the documents, taken from benchmarks/results."""

@@ -1,0 +1,377 @@
+"""Figures in the documents, taken from benchmarks/results: `python benchmarks/docs/figures.py [--write]`.
+
+A figure stands between `<!-- benchmark: NAME -->` and `<!-- end -->`, in a line of prose or as a table of its own; NAME is
+one of FIGURES. Without `--write` the command says what differs and exits with 1. A test does the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import difflib
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # started by its path: benchmarks import each other from the repository's root
+    sys.path[0] = str(Path(__file__).parents[2])
+
+import yaml
+
+from benchmarks.common import HERE
+from benchmarks.docs import search as docs_search
+from benchmarks.docs.stages import own_rows, published_rows
+from benchmarks.docs.writing import listed, number, percent, result, span, table
+
+ROOT = HERE.parent
+DATA = HERE / "data"
+LEANING = 15.0  # percent
+MARKED = re.compile(r"(<!-- benchmark: (?P<name>[\w-]+) -->)(?P<text>.*?)(<!-- end -->)", re.DOTALL)
+
+
+def documents() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+# -- the predictor ---------------------------------------------------------------------------------------------------
+
+
+def predictor() -> str:
+    """The whole table; a missed target is bold."""
+    rows, above = [], ""
+    for row in result("predictor"):
+        target = row["target"] if row["met"] else f"**{row['target']}**"
+        rows.append(["" if row["against"] == above else row["against"], row["measure"], row["ours"], target])
+        above = row["against"]
+    return table(["against", "measure", "ours", "target"], rows)
+
+
+def landscape_name(row: dict[str, Any]) -> str:
+    return str(row["against"]).split(",")[0].removeprefix("landscape ")
+
+
+def predictor_short() -> str:
+    """The targets that are missed."""
+    missed = [row for row in result("predictor") if not row["met"]]
+    by_measure: dict[str, list[str]] = {}
+    for row in missed:
+        where = f"`{landscape_name(row)}`" if row["part"] == "landscapes" else row["against"]
+        by_measure.setdefault(f"{row['measure']} (target {row['target']})", []).append(f"{row['ours']} on {where}")
+    return "; ".join(f"{measure}: {', '.join(cases)}" for measure, cases in by_measure.items()) or "none"
+
+
+def predictor_rows12() -> str:
+    rows = result("predictor-rows12")
+    spearman = [row["value"] for row in rows if row["measure"] == "Spearman"]
+    errors = {landscape_name(row): row for row in rows if row["measure"] == "peak error"}
+    fine = [row["value"] for row in errors.values() if row["met"]]
+    text = f"Spearman is {span(spearman, lambda v: f'{v:.3f}')} on all {len(spearman)} landscapes and the peak error "
+    text += f"{span([100 * v for v in fine], lambda v: f'{v:.1f}')} % on {len(fine)} of them"
+    missed = [f"{row['ours']} on `{name}`" for name, row in errors.items() if not row["met"]]
+    return text + (f"; it stays at {listed(missed)}" if missed else "")
+
+
+def predictor_older() -> str:
+    """Live tensors under earlier versions of DeepSpeed."""
+    rows: dict[str, list[str]] = {}
+    for row in result("predictor"):
+        if row["part"] == "live" and row["against"].startswith("real DeepSpeed 0."):
+            rows.setdefault(row["against"].removeprefix("real DeepSpeed "), []).append(row["ours"])
+    return table(["deepspeed", "median", "worst"], ([name, *errors] for name, errors in rows.items()))
+
+
+GROUPS = ("held-out sources", "fitted sources", "all")
+
+
+def _of(cell: str | None) -> str:
+    return (cell or "—").replace("/", " of ")
+
+
+def _published_rows(wanted: Callable[[str], bool]) -> str:
+    """Figures of sources before and after their first row calibrated."""
+    measured = result("published")
+    after = {(row["source"], row["kind"]): row for row in measured["calibrated"]}
+    names = ("mid %", "p90 %", "in %", "± %", "right", "rho")
+    rows = []
+    for row in measured["uncalibrated"]:
+        if wanted(row["source"]):
+            later = after.get((row["source"], row["kind"]), {})
+            both = [f"{_of(row[name])} / {_of(later.get(name))}" for name in names]
+            rows.append([row["source"], row["kind"], str(row["rows"]), *both])
+    header = ["source", "of", "rows", "median error %", "90th percentile %", "inside 95 % intervals", "half-width %"]
+    return table([*header, "fits right", "Spearman"], rows)
+
+
+def published() -> str:
+    """All rows, those of held-out sources and the others."""
+    return _published_rows(lambda source: source in GROUPS)
+
+
+def published_sources() -> str:
+    """Each source."""
+    return _published_rows(lambda source: source not in GROUPS)
+
+
+def published_count() -> str:
+    with (DATA / "published" / "gpu_published.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return f"{len(rows)} rows of {len({row['source_repo_or_url'] for row in rows})} places"
+
+
+def published_leaning() -> str:
+    """Sources whose steps are predicted too long or too short by more than LEANING, without calibration."""
+    told = []
+    for row in result("published")["uncalibrated"]:
+        bias = float(row["bias %"] or 0)
+        if row["kind"] == "step" and row["source"] not in GROUPS and abs(bias) > LEANING:
+            told.append(f"{row['source']} {abs(bias):.0f} % too {'long' if bias > 0 else 'short'}")
+    return listed(told)
+
+
+def published_targets() -> str:
+    """The targets beside what is reached; a missed one is bold."""
+    rows = [
+        [row["measure"], row["ours"], row["target"] if row["met"] == "yes" else f"**{row['target']}**"]
+        for row in result("published")["targets"]
+    ]
+    return table(["measure", "ours", "target"], rows)
+
+
+# -- real trainings --------------------------------------------------------------------------------------------------
+
+
+def launch_overhead() -> str:
+    (row,) = [row for row in result("recovery-cpu") if "launch / torchrun, step" in row]
+    turns = row["case"].split()[1]
+    return f"{turns} turns of each, {row['launch / torchrun, step']:.3f} ± {row['±']:.3f}"
+
+
+def launch_kills() -> str:
+    rows = [row for row in result("recovery-cpu") if "killed" in row["case"]]
+    kept = sum(row["every sample as without failures"] for row in rows)
+    return (
+        f"{sum(row['restarts'] for row in rows)} kills of a rank at random moments in {len(rows)} trainings, of which "
+        f"{kept} trained on every sample as often as without"
+    )
+
+
+# -- what a study is kept in -----------------------------------------------------------------------------------------
+
+
+def parallel() -> str:
+    alone, beside = result("parallel-cpu")
+    speed, least, most = (number(beside[name]) for name in ("speed of alone, median", "least", "most"))
+    near, whole = (
+        [number(one[name]) for one in (beside, alone)] for name in ("s until 95% of the best", "s until all")
+    )
+    return (
+        f"{beside['candidates']} candidates beside each other have {speed}x the speed they have alone ({least}x to {most}x), the "
+        f"same one is the fastest, and a study comes within 5 % of it in {near[0]} instead of {near[1]} s, through all in "
+        f"{whole[0]} instead of {whole[1]} s"
+    )
+
+
+def nodes() -> str:
+    def seconds(row: dict[str, Any], median: str, worst: str) -> str:
+        return f"{row[median]:.1f} ({row[worst]:.1f})"
+
+    header = [
+        "failure",
+        "over",
+        "times",
+        "s to the next trial",
+        "of it beyond the transport's own",
+        "left running",
+        "lost",
+    ]
+    rows = [
+        [
+            row["failure"],
+            row["over"],
+            str(row["count"]),
+            seconds(row, "next trial, s", "worst"),
+            seconds(row, "beyond, s", "worst beyond"),
+            str(row["left"]),
+            str(row["lost"]),
+        ]
+        for row in result("nodes")["failures"]
+    ]
+    return table(header, rows)
+
+
+def node_trials() -> str:
+    return listed([f"{row['more, s']:.2f} s over {row['over']}" for row in result("nodes")["trials"]])
+
+
+def storage() -> str:
+    rows = {row["kept in"]: row for row in result("storage")}
+    database, journal = rows["study.db"], rows["study.journal"]
+    ratio, read, written = "x of study.db", "resumed, s, median", "written, ms a trial"
+    return (
+        f"A study of {journal['trials']:,} trials is opened and read in {number(journal[ratio])}x the time of SQLite "
+        f"({number(journal[read])} against {number(database[read])} s), and a trial is written in "
+        f"{number(journal[written])} against {number(database[written])} ms"
+    )
+
+
+# -- stages ------------------------------------------------------------------------------------------------------------
+
+
+def stages_own() -> str:
+    """ZeRO stages in a recorded study."""
+    header = [
+        "stage",
+        "optimizer offloaded",
+        "ran",
+        "fastest, samples/s",
+        "micro-batch x accumulation",
+        "least peak, MiB",
+    ]
+    return table(header, own_rows())
+
+
+def stages_published() -> str:
+    """Published jobs under more than one stage."""
+    header = ["job", "figure", "plain data parallel", "stage 1", "stage 2", "stage 3", "source (trust)"]
+    return table(header, published_rows())
+
+
+# -- frameworks --------------------------------------------------------------------------------------------------------
+
+
+def gallery_starts() -> str:
+    """Of each start: how often it was taken, and trials and minutes until a good config was measured, mean of all tables."""
+    rows = [
+        [row["start"], percent(row["taken"]), f"{row['trials95']:.2f}", f"{row['minutes95']:.2f}", f"{row['ooms']:.2f}"]
+        for row in result("gallery-starts")["mean"]
+    ]
+    return table(["start", "taken", "trials to 95 %", "minutes", "out of memory"], rows)
+
+
+def gallery_constants() -> str:
+    """Published steps near an entry of another source, predicted without it and with its rates."""
+    rows = []
+    for row in result("gallery-constants"):
+        median, inside, width = row["median"], row["inside"], row["half_width"]
+        rows.append([row["of"], str(row["rows"]), f"{median:.1%}", f"{inside:.1%}", f"{width:.1%}"])
+    return table(["of", "rows", "median error", "inside 95 %", "half-width"], rows)
+
+
+def report() -> str:
+    """Seconds of the largest study's page, beside reading the study."""
+    row = result("report")[-1]
+    return (
+        f"The page of {row['trials']} trials takes {row['page_cpu_seconds']:.2g} s of a processor, {row['ratio']:.2g} times what "
+        f"reading them from the database takes ({row['read_cpu_seconds']:.2g} s), and has {row['kib']} KiB"
+    )
+
+
+def frameworks() -> str:
+    """The frameworks' commands: as they are, and as printed; one that failed with its reason."""
+    rows = []
+    for row in result("frameworks-cpu"):
+        if row["failed"]:
+            rows.append([row["framework"], f"`{shortened(row['command'])}`", "failed", "—", "—", "—", "—"])
+            continue
+        speeds = [f"{row[name]:.0f}" for name in ("own tokens/s", "tuned tokens/s")]
+        gain = f"{row['tuned / own']:.2f} ± {row['±']:.2f}"
+        first = [row["framework"], f"`{shortened(row['command'])}`"]
+        rows.append([*first, *speeds, gain, f"`{row['winner']}`", row["needed on CPU ranks"]])
+    header = [
+        "framework",
+        "command",
+        "own, tokens/s",
+        "tuned, tokens/s",
+        "tuned / own",
+        "winner",
+        "needed on CPU ranks",
+    ]
+    return table(header, rows)
+
+
+def shortened(command: str, most: int = 90) -> str:
+    return command if len(command) <= most else f"{command[:most].rpartition(' ')[0]} …"
+
+
+# -- tests -------------------------------------------------------------------------------------------------------------
+
+
+def failures() -> str:
+    """Texts of public threads that the judge is tested with."""
+    texts = yaml.safe_load((ROOT / "tests" / "data" / "failures.yaml").read_text())
+    return f"{len(texts)} texts, of which it has {sum('missed' in one for one in texts)} wrong"
+
+
+# Functions that have run before mutmut switches a mutant on: the table of knobs, and texts' patterns.
+IMPORTED = re.compile(r"\.(?:knobs\.x_(?:facts|_at|_under|_with|_stage3|_placed)|texts\.x__faces)__mutmut_")
+
+
+def mutants() -> str:
+    found = result("mutants")
+    return f"{found['killed']:,} of {found['total']:,} ({100 * found['share']:.1f} %)"
+
+
+def mutants_imported() -> str:
+    survivors = result("mutants")["survivors"]
+    return f"{sum(bool(IMPORTED.search(name)) for name in survivors)} of {len(survivors):,}"
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "predictor": predictor,
+    "predictor-short": predictor_short,
+    "predictor-rows12": predictor_rows12,
+    "predictor-older": predictor_older,
+    "published": published,
+    "published-sources": published_sources,
+    "published-targets": published_targets,
+    "published-rows": published_count,
+    "published-leaning": published_leaning,
+    **docs_search.FIGURES,
+    "launch-overhead": launch_overhead,
+    "launch-kills": launch_kills,
+    "parallel": parallel,
+    "nodes": nodes,
+    "node-trials": node_trials,
+    "storage": storage,
+    "stages-own": stages_own,
+    "stages-published": stages_published,
+    "gallery-starts": gallery_starts,
+    "gallery-constants": gallery_constants,
+    "report": report,
+    "frameworks": frameworks,
+    "failures": failures,
+    "mutants": mutants,
+    "mutants-imported": mutants_imported,
+}
+
+
+def brought_up_to_date(text: str) -> str:
+    """A document with every marked figure as the results have it.
+
+    Raises:
+        KeyError: a marker names no figure.
+    """
+    return MARKED.sub(lambda found: found[1] + FIGURES[found["name"]]() + found[4], text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="correct the documents")
+    arguments = parser.parse_args()
+    stale = False
+    for path in documents():
+        before = path.read_text()
+        after = brought_up_to_date(before)
+        if after != before:
+            stale = True
+            name = str(path.relative_to(ROOT))
+            print("\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), name, name, "", "", 0, "")))
+            if arguments.write:
+                path.write_text(after)
+    raise SystemExit(1 if stale and not arguments.write else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The predictor against measurements that others published."""

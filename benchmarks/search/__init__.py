@@ -1,0 +1,1 @@
+"""Benchmarks of searches: replayed, recorded and beside DeepSpeed's own tuner."""

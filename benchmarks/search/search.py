@@ -1,0 +1,265 @@
+"""How soon a search finds the best: `python benchmarks/search/search.py [--landscapes DIR…] [--seeds 20] [--json FILE]`.
+
+`--trials FILE` also writes each trial of each run. Tests compare these sequences byte for byte (tests/golden), so they read
+the models' traces with `--traces FILE`: what another torch traces does not change them.
+
+Every strategy is replayed against tables of candidates under one set of rules, on a simulated clock: a process costs its
+start, a rung its steps, an out-of-memory two seconds and its process. `autotune` is the real proposer and tuner with the
+replay executor; `tpe` is Optuna's TPE with memory as a constraint, `random` draws without repetition, `deepspeed`
+follows deepspeed/autotuning: stage by stage, micro-batch first, then a grid, five full steps in a process each.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import multiprocessing
+import random
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # started by its path: benchmarks import each other from the repository's root
+    sys.path[0] = str(Path(__file__).parents[2])
+
+import optuna
+
+from autotune.executors.base import SEARCH, Effort
+from autotune.executors.replay import Landscape, ReplayExecutor, load_landscape
+from autotune.predict.trace import trace_job
+from autotune.predict.trace_data import Trace
+from autotune.problem.candidate import Candidate
+from autotune.problem.outcome import Kind, Outcome
+from autotune.search.proposer import Start
+from autotune.search.study import StudyStore
+from autotune.search.tuner import Tuner
+from autotune.util.units import parse_duration
+from benchmarks.common import HERE, command_line, parse, print_table, write_json
+from benchmarks.search.baselines import STRATEGIES as BASELINES
+from benchmarks.search.baselines import Strategy
+from benchmarks.search.parts import ABLATIONS
+
+DATA = HERE / "data"
+
+
+def autotune(
+    landscape: Landscape,
+    trace: Trace,
+    seed: int,
+    budget: float,
+    parts: str,
+    until_found: bool = False,
+    start: Candidate | None = None,
+) -> dict[str, Any]:
+    executor = ReplayExecutor(landscape, seed)
+    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    store = StudyStore.in_memory(job, hardware, space)
+    make_predictor, make_proposer = ABLATIONS[parts]
+    predictor = make_predictor(job, hardware, trace)
+    candidates = sorted(landscape.rows, key=str)
+    random.Random(seed).shuffle(candidates)
+    proposer = make_proposer(candidates, space, job, hardware, seed, predictor)
+    taken = start is not None and proposer.begin_with(Start(start, "a start"))
+    began = time.perf_counter()
+    tuner = Tuner(
+        store,
+        executor,
+        proposer,
+        space,
+        hardware,
+        budget_seconds=budget,
+        cancelled=lambda: until_found and "trials98" in judge(landscape, executor, budget),
+    )
+    result = tuner.run()
+    trials = max(1, len(executor.ledger.trials))
+    return {
+        **judge(landscape, executor, budget),
+        "own_seconds": (time.perf_counter() - began) / trials,
+        "ended": result.ended,
+        "used": result.used_seconds,
+        "taken": taken,
+        "sequence": sequence(executor),
+    }
+
+
+def sequence(executor: ReplayExecutor) -> list[tuple[float, str, str]]:
+    """(simulated seconds at its end, candidate, outcome) of each trial. The clock's last bits depend on the machine's libm."""
+    return [(round(seconds, 6), str(candidate), kind.value) for seconds, candidate, kind in executor.ledger.trials]
+
+
+def baseline(landscape: Landscape, seed: int, budget: float, strategy: Strategy) -> dict[str, Any]:
+    """A strategy that starts a process for every trial."""
+    executor = ReplayExecutor(landscape, seed)
+
+    def run(candidate: Candidate, effort: Effort = SEARCH) -> Outcome:
+        session = executor.session(candidate, "")
+        outcome = session.measure(candidate, effort, budget - executor.now())
+        session.close()
+        return outcome
+
+    for _ in strategy(landscape, seed, run):
+        if executor.now() >= budget:
+            break
+    return {**judge(landscape, executor, budget), "sequence": sequence(executor)}
+
+
+def judge(landscape: Landscape, executor: ReplayExecutor, budget: float) -> dict[str, Any]:
+    """When the run first measured something within 5 % and 2 % of the table's best, and what that had cost."""
+    ledger, best = executor.ledger, landscape.best_step_seconds
+    found: dict[str, Any] = {
+        "ooms": sum(kind is not Kind.OK for _, _, kind in ledger.trials),
+        "oom_share": ledger.oom_seconds / budget,
+        "overrun": max(0.0, executor.now() - budget),
+        "trials": len(ledger.trials),
+    }
+    for name, tolerance in (("95", 0.95), ("98", 0.98)):
+        for at, (seconds, candidate, kind) in enumerate(ledger.trials):
+            if kind is Kind.OK and best / landscape.seconds_per_sample(candidate) >= tolerance and seconds <= budget:
+                found |= {
+                    f"minutes{name}": seconds / 60,
+                    f"trials{name}": at + 1,
+                    f"processes{name}": sum(start < seconds for start in ledger.process_starts),
+                    f"ooms{name}": sum(k is not Kind.OK for _, _, k in ledger.trials[:at]),
+                }
+                break
+    return found
+
+
+def one(task: tuple[Path, str, int, float, bool], traces: Path | None = None) -> dict[str, Any]:
+    path, strategy, seed, budget, until_found = task
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.simplefilter("ignore")
+    landscape = load_landscape(path)
+    if strategy in ABLATIONS:
+        return autotune(landscape, traced(landscape, traces), seed, budget, strategy, until_found)
+    return baseline(landscape, seed, budget, BASELINES[strategy])
+
+
+def table_name(path: Path) -> str:
+    return path.name.split(".csv")[0]
+
+
+def of_table(path: Path) -> dict[str, Any]:
+    """Candidates of a table, how many of them fit, and the minutes to 95 % that no search can undercut."""
+    landscape = load_landscape(path)
+    kinds = [row.kind for row in landscape.rows.values()]
+    return {"candidates": len(kinds), "fit": kinds.count(Kind.OK), "least_minutes": round(least_minutes(landscape), 3)}
+
+
+def least_minutes(landscape: Landscape) -> float:
+    """Of a search that is told the answer: one process, and one measurement of a candidate within 5 % of the best."""
+    good = landscape.best_step_seconds / 0.95
+    minutes = []
+    for candidate, row in landscape.rows.items():
+        if row.kind is Kind.OK and landscape.seconds_per_sample(candidate) <= good:
+            executor = ReplayExecutor(landscape)
+            executor.session(candidate, "").measure(candidate, SEARCH, math.inf)
+            minutes.append(executor.now() / 60)
+    return min(minutes)
+
+
+def traced(landscape: Landscape, traces: Path | None = None) -> Trace:
+    """The trace of the table's job: from a file that has one by each table's name, else made here."""
+    if traces is not None:
+        return Trace.from_json(json.loads(traces.read_text())[landscape.name])
+    return trace_job(landscape.job(), device=landscape.hardware().device)
+
+
+def middle(values: list[float], share: float = 0.5) -> float | None:
+    """The quantile over all seeds, those that never arrived counted as infinite."""
+    value = sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
+    return None if math.isinf(value) else round(value, 3)
+
+
+def summarise(name: str, strategy: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    def column(key: str) -> list[float]:
+        return [run.get(key, math.inf) for run in runs]
+
+    return {
+        "landscape": name,
+        "strategy": strategy,
+        "seeds": len(runs),
+        "share95": sum("minutes95" in run for run in runs) / len(runs),
+        "share98": sum("minutes98" in run for run in runs) / len(runs),
+        "trials95": middle(column("trials95")),
+        "processes95": middle(column("processes95")),
+        "ooms95": middle(column("ooms95")),
+        "minutes95": middle(column("minutes95")),
+        "minutes95_p90": middle(column("minutes95"), 0.9),
+        "ooms": statistics.median(run["ooms"] for run in runs),
+        "oom_share": round(statistics.median(run["oom_share"] for run in runs), 4),
+        "overrun_seconds": max(run["overrun"] for run in runs),
+        "own_seconds": statistics.median(run["own_seconds"] for run in runs) if "own_seconds" in runs[0] else None,
+    }
+
+
+STRATEGIES = (*ABLATIONS, *BASELINES)
+
+
+def times_fewer(rows: list[dict[str, Any]]) -> float | None:
+    """Minutes to 95 % of the best baseline of each landscape against ours, geometric mean; None without both."""
+    minutes: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["minutes95"]:
+            minutes.setdefault(row["landscape"], {})[row["strategy"]] = row["minutes95"]
+    ratios = []
+    for mine in minutes.values():
+        others = [mine[name] for name in BASELINES if name in mine]
+        if "autotune" in mine and others:
+            ratios.append(min(others) / mine["autotune"])
+    return statistics.geometric_mean(ratios) if ratios else None
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--landscapes", type=Path, nargs="+", default=[DATA / "landscapes"], help="folders of tables")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--strategies", default="autotune,tpe,random,deepspeed")
+    parser.add_argument("--budget", default="30m")
+    parser.add_argument("--until-found", action="store_true", help="end a study of ours once 98 %% was measured")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--trials", type=Path, metavar="FILE", help="where every trial of every run is written")
+    parser.add_argument(
+        "--traces", type=Path, metavar="FILE", help="JSON with the trace of each table's job, by its name"
+    )
+    arguments = parse(parser, landscapes=[DATA / "landscapes_own"], seeds=1, budget="5m", jobs=1)
+    strategies = arguments.strategies.split(",")
+    if unknown := set(strategies) - set(STRATEGIES):
+        parser.error(f"unknown strategy {', '.join(sorted(unknown))}; expected some of {', '.join(STRATEGIES)}")
+    every = [path for folder in arguments.landscapes for path in sorted(folder.glob("*.csv*"))]
+    tables = [path for path in every if path.name.endswith((".csv", ".csv.gz"))]
+    if not tables:
+        parser.error(f"no tables (*.csv.gz) in {' '.join(map(str, arguments.landscapes))}")
+    budget = parse_duration(arguments.budget)
+    for path in tables:
+        traced(load_landscape(path), arguments.traces)  # once, before the processes share the cache
+    tasks = [
+        (path, s, seed, budget, arguments.until_found)
+        for path in tables
+        for s in strategies
+        for seed in range(arguments.seeds)
+    ]
+    with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
+        runs = pool.map(functools.partial(one, traces=arguments.traces), tasks, chunksize=1)
+    rows = []
+    for path in tables:
+        for strategy in strategies:
+            mine = [run for task, run in zip(tasks, runs, strict=True) if task[:2] == (path, strategy)]
+            rows.append({**summarise(table_name(path), strategy, mine), **of_table(path)})
+    print_table(f"simulated, {arguments.seeds} seeds, {arguments.budget} each", rows, keys=2)
+    if times := times_fewer(rows):
+        print(f"minutes to 95 %, best other strategy / autotune, geometric mean: {times:.2f}")
+    write_json(arguments.json, rows)
+    trials = [
+        {"table": table_name(path), "strategy": strategy, "seed": seed, "trials": run["sequence"]}
+        for (path, strategy, seed, *_), run in zip(tasks, runs, strict=True)
+    ]
+    write_json(arguments.trials, trials)
+
+
+if __name__ == "__main__":
+    main()

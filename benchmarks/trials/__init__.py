@@ -1,0 +1,1 @@
+"""Benchmarks of trials: their cost, and their agreement with plain training."""

@@ -1,0 +1,157 @@
+"""Cost of a trial's sandbox: `python benchmarks/trials/sandbox.py [--rounds 30] [--steps 200] [--json FILE]`.
+
+Entering is measured in forked processes of one thread, as ranks are: the first rank of a host makes the sandbox, a second one
+joins it. Steps train a small network on one thread, read a file of the project and append a line to a log; runs with and
+without a sandbox take turns. As root, an ordinary user is measured too, with the system's Python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # started by its path: benchmarks import each other from the repository's root
+    sys.path[0] = str(Path(__file__).parents[2])
+
+from autotune.rank.sandbox import Protection, Sandbox, remove
+from benchmarks.common import HERE, command_line, parse, print_table, write_json
+
+ORDINARY = 1234  # a user that owns nothing else
+SYSTEM_PYTHON = "/usr/bin/python3"
+ENTER = """
+import json, os, sys, time
+from pathlib import Path
+from autotune.rank.sandbox import Protection, Sandbox, remove
+base, rounds = Path(sys.argv[1]), int(sys.argv[2])
+os.environ["HOME"] = str(base)
+def entered(sandbox, until):  # ms, measured in a process of its own
+    here, there = os.pipe()
+    if not os.fork():
+        began = time.perf_counter()
+        sandbox.enter(str(sandbox.files), os.environ)
+        os.write(there, str(1000 * (time.perf_counter() - began)).encode())
+        os.close(there)
+        os.read(until, 1)
+        os._exit(0)
+    os.close(there)
+    return float(os.read(here, 99))
+found = []
+for protection in (Protection.OVERLAY, Protection.LANDLOCK):
+    for number in range(rounds + 1):
+        until, end = os.pipe()
+        os.set_inheritable(end, False)
+        sandbox = Sandbox(base / "runs/study/scratch", base, protection)
+        began = time.perf_counter()
+        sandbox.create(base / "runs/study")
+        created = 1000 * (time.perf_counter() - began)
+        first, joining = entered(sandbox, until), entered(sandbox, until)
+        os.write(end, b"xx")
+        os.wait(), os.wait()
+        os.close(until), os.close(end)
+        began = time.perf_counter()
+        remove(sandbox.folder)
+        if number:  # the first makes the caches' folders
+            found.append([protection, created, first, joining, 1000 * (time.perf_counter() - began)])
+print(json.dumps(found))
+"""
+COLUMNS = ("created, ms", "first rank enters, ms", "joining rank enters, ms", "removed, ms")
+
+
+def entering(base: Path, rounds: int, user: int) -> list[dict[str, Any]]:
+    """Return medians of each protection's parts, for root (0) or an ordinary user."""
+    folder = base / f"user-{user}"
+    folder.mkdir()
+    os.chown(folder, user or os.getuid(), -1)
+    words = [SYSTEM_PYTHON if user else sys.executable, "-c", ENTER, str(folder), str(rounds)]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(HERE.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    if user:
+        done = subprocess.check_output(words, env=environment, cwd="/", user=user, group=user, extra_groups=[])
+    else:
+        done = subprocess.check_output(words, env=environment, cwd="/")
+    found = json.loads(done)
+    rows = []
+    for protection in (Protection.OVERLAY, Protection.LANDLOCK):
+        parts = zip(*(row[1:] for row in found if row[0] == protection), strict=True)
+        medians = dict(zip(COLUMNS, map(statistics.median, parts), strict=True))
+        rows.append({"protection": str(protection), "user": user or os.getuid(), "rounds": rounds, **medians})
+    return rows
+
+
+STEPS = """
+import json, os, statistics, sys, time
+from pathlib import Path
+from autotune.rank.sandbox import Sandbox
+sandbox, steps = json.loads(sys.argv[1]), int(sys.argv[2])
+if sandbox["protection"] == "none":
+    os.chdir(sandbox["cwd"])
+else:
+    Sandbox.from_json(sandbox).enter(sandbox["folder"] + "/files", os.environ)
+import torch
+torch.set_num_threads(1)
+net, data = torch.nn.Linear(1024, 1024), torch.ones(256, 1024)
+optimizer, seconds = torch.optim.SGD(net.parameters(), 0.01), []
+for _ in range(steps):
+    began = time.perf_counter()
+    Path("data.bin").read_bytes()
+    net(data).sum().backward()
+    optimizer.step()
+    with open("log.txt", "a") as log:
+        log.write("step")
+    seconds.append(time.perf_counter() - began)
+print(statistics.median(seconds))
+"""
+
+
+def step_seconds(base: Path, steps: int, protection: Protection) -> float:
+    """Return the median step of a training in a process of its own."""
+    sandbox = Sandbox(base / "runs/study/scratch", base, protection)
+    sandbox.create(base / "runs/study")
+    words = [sys.executable, "-c", STEPS, json.dumps(sandbox.to_json()), str(steps)]
+    found = float(subprocess.check_output(words, env={**os.environ, "PYTHONPATH": str(HERE.parent)}))
+    remove(sandbox.folder)
+    (base / "log.txt").unlink(missing_ok=True)
+    return found
+
+
+def stepping(base: Path, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Return the median ratio of steps with and without a sandbox, pair by pair."""
+    (base / "data.bin").write_bytes(bytes(65536))
+    rows = []
+    for protection in (Protection.OVERLAY, Protection.LANDLOCK):
+        pairs = [
+            (step_seconds(base, steps, Protection.NONE), step_seconds(base, steps, protection)) for _ in range(rounds)
+        ]
+        ratio = statistics.median(confined / free for free, confined in pairs)
+        free, confined = (1000 * statistics.median(column) for column in zip(*pairs, strict=True))
+        row = {"protection": str(protection), "rounds": rounds, "steps": steps, "step without, ms": free}
+        rows.append({**row, "step within, ms": confined, "median ratio": ratio})
+    return rows
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=200)
+    arguments = parse(parser, rounds=1, steps=3)
+    users = [0, ORDINARY] if os.getuid() == 0 and Path(SYSTEM_PYTHON).exists() else [0]
+    base = Path(tempfile.mkdtemp(prefix="sandbox-", dir="/var/tmp"))
+    try:
+        base.chmod(0o755)
+        rows = [row for user in users for row in entering(base, arguments.rounds, user)]
+        print_table("what entering a sandbox takes", rows, keys=2)
+        steps = stepping(base, max(1, arguments.rounds // 3), arguments.steps)
+        print_table("what a step takes in a sandbox", steps)
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+    write_json(arguments.json, {"entering": rows, "steps": steps})
+
+
+if __name__ == "__main__":
+    main()
