@@ -42,7 +42,7 @@ from autotune.results.output_files import secrets_note
 from autotune.results.report.build import Searched
 from autotune.script.profile import own_candidate
 from autotune.script.recorded import knob_names
-from autotune.search.concurrency import Crew, agree_on_memory, host_bound
+from autotune.search.concurrency import SearchWorkers, agree_on_memory, host_bound
 from autotune.search.heartbeat import host_of
 from autotune.search.proposer import Proposer
 from autotune.search.storage import (
@@ -57,7 +57,7 @@ from autotune.search.storage import (
 )
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, SEARCH, Record
-from autotune.search.tuner import SearchSummary, Tuner, rivals
+from autotune.search.tuner import SearchSummary, Tuner, comparable_trials
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import other_python
 from autotune.util.units import format_bytes, format_duration
@@ -185,9 +185,9 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
             proposer = _proposer(setup, predictor)
             begin_with_gallery(setup, store, proposer, observer.say)
-            crew = Crew((lambda candidate: False) if setup.parallel_offload else host_bound)
-            beside = [kept.enter_context(closing(one)) for one in executors_beside(setup, work, local, crew)]
-            found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set, beside, crew)
+            workers = SearchWorkers((lambda candidate: False) if setup.parallel_offload else host_bound)
+            beside = [kept.enter_context(closing(one)) for one in executors_beside(setup, work, local, workers)]
+            found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set, beside, workers)
         return _summary(setup, store, found, proposer.open, predictor, observer.say)
 
 
@@ -310,7 +310,7 @@ def _search(
     spent_seconds: float,
     cancelled: Callable[[], bool],
     beside: Sequence[Executor],
-    crew: Crew,
+    workers: SearchWorkers,
 ) -> SearchSummary:
     tuner = Tuner(
         store,
@@ -324,7 +324,7 @@ def _search(
         observer=observer,
         cancelled=cancelled,
         beside=beside,
-        crew=crew,
+        workers=workers,
     )
     try:
         observer.start()
@@ -354,7 +354,7 @@ def _summary(
             ladder = ladder_path(setup.folder, setup.name)
             files.append(_write_ladder(setup, store, predictor, found.winner.candidate, ladder))
         files += _write_report(setup, store, predictor, say)
-        lines = winner_lines(found.winner, rivals(store), store.job, store.hardware)
+        lines = winner_lines(found.winner, comparable_trials(store), store.job, store.hardware)
         if not found.verified:
             lines.append("  not verified: the budget or the call ended first; run again to verify it")
         given = (store.threads, environment_of(store, found.winner.candidate))
@@ -484,12 +484,14 @@ def _local(
     )
 
 
-def executors_beside(setup: Setup, work: Path, first: LocalExecutor | None, crew: Crew) -> list[LocalExecutor]:
+def executors_beside(
+    setup: Setup, work: Path, first: LocalExecutor | None, workers: SearchWorkers
+) -> list[LocalExecutor]:
     """Return the executors that measure in parallel to the first, each in its own folder. If one fails, the trials of all end."""
     if first is None or not setup.slots:
         return []
     stopped = first.cancelled
-    first.cancelled = lambda: stopped() or crew.failed
+    first.cancelled = lambda: stopped() or workers.failed
     return [
         _local(setup, slot.hardware, work / f"beside-{number}", lambda: first.cancelled(), slot.variables)
         for number, slot in enumerate(setup.slots[1:], 2)

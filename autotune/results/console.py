@@ -36,7 +36,7 @@ from autotune.script.profile import SPLIT, other_batch
 from autotune.script.script import RELAUNCHED, carried, carries_knob, half_told, training_command, typed, variables_for
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, SEARCH, VERIFY, Record, resumed_peak_bytes, uncollected
-from autotune.search.tuner import rivals
+from autotune.search.tuner import comparable_trials
 from autotune.util.interpreter import launched
 from autotune.util.streams import is_watched
 from autotune.util.units import format_bytes, format_count, format_duration
@@ -249,7 +249,7 @@ def show_study(store: StudyStore, out: Console) -> None:
             f"({last.ended or 'not ended'})"
         )
     winner = store.winner
-    lines = winner_lines(winner, rivals(store), store.job, store.hardware) if winner else ["no winner yet"]
+    lines = winner_lines(winner, comparable_trials(store), store.job, store.hardware) if winner else ["no winner yet"]
     for line in lines:
         print(line)
 

@@ -12,7 +12,7 @@ from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
 from autotune.problem.space import parse_space
 from autotune.search.proposer import Proposer
 from autotune.search.pruning import Dominance
-from autotune.search.surrogate import kind_of
+from autotune.search.surrogate import first_order_key
 from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
 
@@ -25,7 +25,7 @@ def landscape() -> Landscape:
 
 
 def needs_no_less(candidate: Candidate, other: Candidate) -> bool:
-    return bool(Dominance([candidate, other]).needs_no_less(other)[0])
+    return bool(Dominance([candidate, other]).at_least_as_large(other)[0])
 
 
 def make_proposer(landscape: Landscape, **options: object) -> Proposer:
@@ -146,8 +146,8 @@ def test_dominance_compares_memory_only_where_it_holds_for_every_model() -> None
 
 def test_hopeless_candidates_are_skipped_and_counted(landscape: Landscape) -> None:
     proposer = make_proposer(landscape)
-    table = proposer._beliefs.table()
-    hopeless = proposer._beliefs.forecast().hopeless
+    table = proposer._model.table()
+    hopeless = proposer._model.forecast().hopeless
     assert hopeless.any()
     worth, _ = proposer._worth()
     assert np.isneginf(worth[hopeless]).all()
@@ -225,7 +225,7 @@ def test_what_matters_most_is_seen_at_every_level_before_anything_else_is_turned
         proposal = proposer.next()
         if proposal is None:
             break
-        kind = kind_of(proposal.candidate)
+        kind = first_order_key(proposal.candidate)
         if kind in kinds and refined_at is None:
             refined_at = trial
         kinds.append(kind)

@@ -16,7 +16,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
-from autotune.search.surrogate import Beliefs
+from autotune.search.surrogate import SpeedMemoryModel
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.units import GIB
@@ -156,9 +156,9 @@ def test_predictions_learn_that_more_was_needed_than_there_was_then(landscape: L
 
     def after(capacity_bytes: int | None) -> tuple[float, float]:
         """Its peak as the predictor believes it, and as measurements alone do."""
-        beliefs = Beliefs(Predictor(job, hardware, trace_job(job)), job, hardware, candidates)
-        beliefs.observe(candidates[at], at, Outcome(Kind.OOM_DEVICE, capacity_bytes=capacity_bytes))
-        return float(beliefs.table().peak[at]), math.exp(beliefs._peaks.predict()[0][at])
+        speed_memory_model = SpeedMemoryModel(Predictor(job, hardware, trace_job(job)), job, hardware, candidates)
+        speed_memory_model.observe(candidates[at], at, Outcome(Kind.OOM_DEVICE, capacity_bytes=capacity_bytes))
+        return float(speed_memory_model.table().peak[at]), math.exp(speed_memory_model._peaks.predict()[0][at])
 
     then, now, unknown = after(LITTLE), after(MUCH), after(None)
     assert then[0] == pytest.approx(before, rel=0.02), "it was predicted to need more than that"
@@ -205,4 +205,4 @@ def test_what_ran_out_of_less_main_memory_is_tried_again_and_teaches_nothing(
     executor = Shared(landscape, LITTLE, says=True)
     Tuner(store, executor, proposer, space, hardware, budget_seconds=60, cancelled=lambda: True).run()
     assert (len(proposer.open) == len(landscape.rows)) is again
-    assert proposer._beliefs._host_ran_out is not again
+    assert proposer._model._host_ran_out is not again

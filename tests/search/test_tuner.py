@@ -16,11 +16,11 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
 from autotune.search.budget import too_short
-from autotune.search.leaderboard import Standings, averaged, overlap
+from autotune.search.leaderboard import Leaderboard, averaged, overlap
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY
-from autotune.search.tuner import MACHINE_FAILURES, MAX_VERIFIED, SearchSummary, Tuner, teach
+from autotune.search.tuner import MACHINE_FAILURES, MAX_VERIFIED, SearchSummary, Tuner, apply_verification_result
 from autotune.util.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
 
@@ -420,7 +420,7 @@ def test_more_than_one_round_of_verifications_may_fail(landscape: Landscape) -> 
 def test_what_fails_verification_is_not_what_gains_are_measured_against(landscape: Landscape) -> None:
     job, hardware, candidates = landscape.job(), landscape.hardware(), sorted(landscape.rows, key=str)
     proposer = Proposer(candidates, landscape.space(), job, hardware, 0, Predictor(job, hardware, trace_job(job)))
-    standings = Standings(hardware)
+    leaderboard = Leaderboard(hardware)
     ran = sorted(
         (c for c, row in landscape.rows.items() if row.kind is Kind.OK and c.stage == 2),
         key=lambda c: landscape.rows[c].peak_gib,
@@ -428,16 +428,16 @@ def test_what_fails_verification_is_not_what_gains_are_measured_against(landscap
     thrifty, tight, tighter = ran[0], ran[-2], ran[-1]
     for number, (candidate, share) in enumerate(((tight, 0.9), (tighter, 0.95), (thrifty, 0.4))):
         outcome = measured_at(landscape, candidate, share)
-        standings.learn(number, candidate, outcome, SEARCH)
+        leaderboard.learn(number, candidate, outcome, SEARCH)
         proposer.observe(candidate, outcome)
-    fits = proposer._beliefs.forecast().fits
-    before = standings.measured[tight]
+    fits = proposer._model.forecast().fits
+    before = leaderboard.measured[tight]
     out = Outcome(Kind.OOM_DEVICE, Phase.SAVE, missing_bytes=GIB)
-    standings.learn(3, tight, out, RESUME)
-    teach(tight, out, before, standings, proposer)
+    leaderboard.learn(3, tight, out, RESUME)
+    apply_verification_result(tight, out, before, leaderboard, proposer)
     assert list(proposer.speed) == [thrifty], "what holds no less in the search is doubted, too"
-    assert standings.best == thrifty
-    after = proposer._beliefs.forecast().fits
+    assert leaderboard.best == thrifty
+    after = proposer._model.forecast().fits
     mine = np.array([c.stage == tight.stage for c in candidates])
     assert (after <= fits)[mine].all(), "its stage is believed to have less room"
     assert (after == fits)[~mine].all()
@@ -472,24 +472,24 @@ def test_rivals_are_measured_in_turn(landscape: Landscape) -> None:
     rival = next(c for c in rows if c.family != fastest.family)
     pace = rows[fastest].step_seconds
     assert pace is not None
-    standings = Standings(landscape.hardware())
+    leaderboard = Leaderboard(landscape.hardware())
 
     def verified(candidate: Candidate, seconds: float) -> None:
         measurement = Measurement(seconds, 0.01 * seconds, 9, 1 / seconds, 512 / seconds, 10**9)
-        standings.learn(0, candidate, Outcome(Kind.OK, measurement=measurement), VERIFY)
+        leaderboard.learn(0, candidate, Outcome(Kind.OK, measurement=measurement), VERIFY)
 
     verified(fastest, pace)
-    standings.begin_call()
+    leaderboard.begin_call()
     verified(rival, 1.0)
-    assert standings.next_turn() is None, "what an earlier call verified was not measured in turn"
+    assert leaderboard.next_turn() is None, "what an earlier call verified was not measured in turn"
     verified(fastest, 1.03)
-    assert standings.next_turn() == rival, "the first of the two, once more"
+    assert leaderboard.next_turn() == rival, "the first of the two, once more"
     verified(rival, 1.08)
-    assert standings.next_turn() is None
-    assert standings.verified[rival][1].step_seconds == pytest.approx(1.04)
-    assert standings.thriftiest([rival, fastest]) in (rival, fastest)
-    slow = Standings(landscape.hardware())
-    standings = slow
+    assert leaderboard.next_turn() is None
+    assert leaderboard.verified[rival][1].step_seconds == pytest.approx(1.04)
+    assert leaderboard.thriftiest([rival, fastest]) in (rival, fastest)
+    slow = Leaderboard(landscape.hardware())
+    leaderboard = slow
     verified(fastest, 1.0)
     verified(rival, 1.2)
     assert slow.next_turn() is None, "one is clearly faster"
@@ -535,45 +535,45 @@ def test_turns_keep_the_lowest_clock_and_all_that_limited_one() -> None:
     assert (none.sm_clock_mhz, none.clock_limits) == (None, [])
 
 
-def of_peak(standings: Standings, candidate: Candidate, speed: float, mib: int, role: str = VERIFY) -> None:
+def of_peak(leaderboard: Leaderboard, candidate: Candidate, speed: float, mib: int, role: str = VERIFY) -> None:
     measurement = Measurement(1 / speed, 0.1 / speed, 9, speed, speed, mib * MIB)
-    standings.learn(0, candidate, Outcome(Kind.OK, measurement=measurement), role)
+    leaderboard.learn(0, candidate, Outcome(Kind.OK, measurement=measurement), role)
 
 
 def test_a_rival_that_is_nearer_than_a_search_is_sure_of_has_its_turn(landscape: Landscape) -> None:
     winner, near, far = (make_candidate(0, size) for size in (1, 2, 4))
-    standings = Standings(landscape.hardware())
-    of_peak(standings, near, 108.0, 500, SEARCH)
-    of_peak(standings, far, 90.0, 500, SEARCH)
-    of_peak(standings, winner, 110.0, 500)
-    assert standings.contender() == near
-    of_peak(standings, near, 100.0, 500)
-    of_peak(standings, far, 105.0, 500, SEARCH)
-    assert standings.contender() is None, "one such rival is enough, and none is faster than what has passed"
+    leaderboard = Leaderboard(landscape.hardware())
+    of_peak(leaderboard, near, 108.0, 500, SEARCH)
+    of_peak(leaderboard, far, 90.0, 500, SEARCH)
+    of_peak(leaderboard, winner, 110.0, 500)
+    assert leaderboard.contender() == near
+    of_peak(leaderboard, near, 100.0, 500)
+    of_peak(leaderboard, far, 105.0, 500, SEARCH)
+    assert leaderboard.contender() is None, "one such rival is enough, and none is faster than what has passed"
 
 
 def test_thrift_is_worth_something_only_where_something_is_saved(landscape: Landscape) -> None:
     fast, slower = make_candidate(0, 1), make_candidate(0, 2)
-    standings = Standings(landscape.hardware())
-    of_peak(standings, fast, 105.0, 500)
-    of_peak(standings, slower, 103.0, 499)
-    assert standings.thriftiest([fast, slower]) == fast
-    of_peak(standings, slower, 103.0, 400)
-    assert standings.thriftiest([fast, slower]) == fast, "the highest peak of any turn counts"
+    leaderboard = Leaderboard(landscape.hardware())
+    of_peak(leaderboard, fast, 105.0, 500)
+    of_peak(leaderboard, slower, 103.0, 499)
+    assert leaderboard.thriftiest([fast, slower]) == fast
+    of_peak(leaderboard, slower, 103.0, 400)
+    assert leaderboard.thriftiest([fast, slower]) == fast, "the highest peak of any turn counts"
     frugal = make_candidate(0, 4)
-    of_peak(standings, frugal, 103.0, 400)
-    assert standings.thriftiest([fast, frugal]) == frugal
+    of_peak(leaderboard, frugal, 103.0, 400)
+    assert leaderboard.thriftiest([fast, frugal]) == frugal
 
 
 def test_a_script_as_it_is_does_not_win_with_another_global_batch() -> None:
     own, asked = make_candidate(1, 4, 1), make_candidate(1, 4, 2)
     for total, best in ((16, asked), (8, own), (None, own)):
-        standings = Standings(detect("cpu", 2), make_job(2, global_batch_size=total))
+        leaderboard = Leaderboard(detect("cpu", 2), make_job(2, global_batch_size=total))
         for candidate, speed in ((own, 9.0), (asked, 5.0)):
-            standings.learn(
+            leaderboard.learn(
                 0, candidate, Outcome(Kind.OK, measurement=Measurement(1.0, 0.0, 9, speed, 512.0, 1)), SEARCH
             )
-        assert standings.best == best
+        assert leaderboard.best == best
 
 
 class Inverted(Predictor):
@@ -598,8 +598,8 @@ def test_a_resumed_study_believes_whom_it_believed_before(landscape: Landscape, 
         Tuner(store, executor, proposer, space, hardware, budget_seconds=1800, max_trials=trials).run()
         return proposer
 
-    before = call(12)._beliefs
-    assert before.speed.refuted == (kind is Inverted)
-    after = call(0)._beliefs  # learns, and tries nothing
-    assert after.speed.refuted == before.speed.refuted
-    assert after.memory.refuted == before.memory.refuted
+    before = call(12)._model
+    assert before.speed.predictor_rejected == (kind is Inverted)
+    after = call(0)._model  # learns, and tries nothing
+    assert after.speed.predictor_rejected == before.speed.predictor_rejected
+    assert after.memory.predictor_rejected == before.memory.predictor_rejected

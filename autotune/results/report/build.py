@@ -42,10 +42,10 @@ from autotune.results.report.model import (
     Trial,
     Verdict,
 )
-from autotune.search.leaderboard import Standings
+from autotune.search.leaderboard import Leaderboard
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record
-from autotune.search.tuner import rivals
+from autotune.search.tuner import comparable_trials
 from autotune.util.units import format_bytes
 from autotune.workers.launchers import variables_of
 
@@ -255,7 +255,7 @@ def _verdict(
         head="The fastest config that fits" if verified else "The fastest config that fits so far, not verified yet",
         verified=verified,
         checks=_checks(winner, records, store.hardware, store.job),
-        gains=_gains(winner, rivals(store), job, store.hardware),
+        gains=_gains(winner, comparable_trials(store), job, store.hardware),
         run_now=(*(Code(name, text) for name, text in commands), exported),
         instead=instead,
         needs=tuple(dict.fromkeys([*(hint.strip() for hint in hints), *needs(winner.candidate, job, variables)])),
@@ -474,14 +474,14 @@ def accuracy(trials: Sequence[Trial]) -> Accuracy | None:
 
 def of_interest(records: Sequence[Record], winner: Record | None, hardware: Hardware) -> dict[str, Candidate]:
     """Return the configs whose memory is shown: the winner, the next best that fits, and the probe run's."""
-    standings = Standings(hardware)
+    leaderboard = Leaderboard(hardware)
     for record in records:
         if record.outcome is not None and record.role != TRAINING:
-            standings.learn(record.number, record.candidate, record.outcome, record.role)
+            leaderboard.learn(record.number, record.candidate, record.outcome, record.role)
     found: dict[str, Candidate] = {}
     if winner is not None:
         found["winner"] = winner.candidate
-    rest = [candidate for candidate in standings.feasible() if winner is None or candidate != winner.candidate]
+    rest = [candidate for candidate in leaderboard.feasible() if winner is None or candidate != winner.candidate]
     if rest:
         found["runner-up" if winner else "fastest so far"] = rest[0]
     own = next((record.candidate for record in records if record.note == AS_IS), None)
