@@ -19,7 +19,7 @@ from autotune.executors.replay import Landscape, load_landscape
 from autotune.predict.calibration import QUIRKS, TIME, time_priors
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 
 TABLES = tuple(
     path for name in ("landscapes_real", "landscapes_own") for path in sorted((HERE / "data" / name).glob("*.json"))
@@ -30,7 +30,7 @@ INTERVAL = 1.96  # standard deviations
 def measured(landscape: Landscape, seconds: float, candidate: Candidate) -> Outcome:
     """A step of the table, as a trial would report it."""
     samples = candidate.micro_batch * candidate.accumulation * landscape.job().ranks / seconds
-    return Outcome(Kind.OK, measurement=Measurement(seconds, 0.0, 5, samples, samples, 2**30))
+    return Outcome(OutcomeKind.OK, measurement=Measurement(seconds, 0.0, 5, samples, samples, 2**30))
 
 
 def errors(path: Path, slower: float = 1.0) -> tuple[list[Candidate], Any, Any]:

@@ -20,20 +20,20 @@ from published_rows import read_table
 from published_scores import Scored, figure, learnt, predictor_of, summary, traced
 from published_sources import source_of
 
-from autotune.gallery.warm_start import Rates, rates_for, shipped_entries
+from autotune.gallery.warm_start import WarmStartRates, rates_for, shipped_entries
 from autotune.predict.predictor import Predictor
 
 TABLE = HERE / "data" / "published" / "gpu_published.csv"
 
 
-def rates_of(case: Case) -> Rates | None:
+def rates_of(case: Case) -> WarmStartRates | None:
     """Of the nearest entry of another source on the case's card."""
     there = shipped_entries().items()
     others = {name: entry for name, entry in there if entry.origin.source != address(case.row)}
     return rates_for(others, case.job, case.hardware)
 
 
-def begun(case: Case, rates: Rates | None) -> Predictor:
+def begun(case: Case, rates: WarmStartRates | None) -> Predictor:
     predictor = predictor_of(case)
     if rates is not None:
         predictor.begin_with(rates.learnt)

@@ -19,7 +19,7 @@ from autotune.predict.trace import trace_job, trace_jobs
 from autotune.predict.trace_data import Trace
 from autotune.predict.what_if import JobKind
 from autotune.problem.hardware import Hardware
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 
 LEAST_FOR_SPEARMAN = 8  # rows of a source
 MEMORY = ("allocated", "reserved", "nvml")
@@ -177,7 +177,7 @@ def learnt(case: Case, predictor: Predictor) -> Predictor:
         peak += case.value - figure(case, before)[0]
     allocated: dict[str, Any] = {"torch_allocated_bytes": int(case.value)} if case.quantity == "allocated" else {}
     measured = Measurement(step, 0.0, 4, 1.0, 1.0, int(peak), **allocated)
-    predictor.observe(case.candidate, Outcome(Kind.OK, measurement=measured))
+    predictor.observe(case.candidate, Outcome(OutcomeKind.OK, measurement=measured))
     return predictor
 
 

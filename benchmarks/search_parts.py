@@ -142,7 +142,7 @@ class WithoutDominance(Proposer):
         super().observe(candidate, outcome, outdated=outdated)
         self._pool.open_mask[:] = before
         self._pool.too_large[:] = False
-        if outcome.kind.says_something_of_the_candidate and not outdated:
+        if outcome.kind.is_attributable_to_candidate and not outdated:
             self._pool.close(candidate)
 
 

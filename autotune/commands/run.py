@@ -25,7 +25,7 @@ from autotune.commands.trust import Ask, accepted_table, grant, named_by, rememb
 from autotune.errors import NothingFits, UserError, one_line, readable
 from autotune.executors.base import Executor
 from autotune.executors.cluster.transports import hostfile_of, hostfile_text
-from autotune.executors.local import LocalExecutor, Rest
+from autotune.executors.local import LocalExecutor, SliceExtrapolator
 from autotune.executors.machine import UNPROTECTED, protection_of
 from autotune.executors.replay import ReplayExecutor
 from autotune.masking import hide_password
@@ -33,7 +33,7 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.rank.sandbox import Protection
 from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
 from autotune.results.console import PlainObserver, closest_lines, make_observer, record_json, train_with, winner_lines
@@ -50,8 +50,8 @@ from autotune.search.storage import (
     default_storage,
     failures_in_one_line,
     hold,
-    hold_a_place,
     is_server,
+    lock_log_dir,
     make_study_folder,
     open_storage,
 )
@@ -142,7 +142,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
         if setup.storage is not None and is_server(setup.storage):
             open_storage(setup.storage)  # a server that refuses does so before anything is built or started
         make_study_folder(setup.folder)
-        work = kept.enter_context(place(setup))
+        work = kept.enter_context(acquire_log_dir(setup))
         setup = with_agreed_protection(setup, work, confirm)
         if setup.nodes is not None:
             write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
@@ -160,7 +160,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
                 setup = after_probe(setup, probed)
                 local.job = setup.job
             if local is not None and setup.hardware.sliced:
-                local.completed = Rest(setup.job, setup.hardware).completed
+                local.completed = SliceExtrapolator(setup.job, setup.hardware).extrapolate
                 if probed is not None and probed.baseline is not None:
                     baseline = local.completed(own_candidate(probed.script), probed.baseline)
                     probed = dataclasses.replace(probed, baseline=baseline)
@@ -279,7 +279,11 @@ def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed:
     observer.say(f"space {setup.space.name}: {len(setup.candidates)} candidates; winners use at most {ceiling} a rank")
     if resumed:
         used = sum(call.used_seconds for call in store.calls())
-        done = [record for record in store.records() if record.outcome and record.outcome.kind is not Kind.INTERRUPTED]
+        done = [
+            record
+            for record in store.records()
+            if record.outcome and record.outcome.kind is not OutcomeKind.INTERRUPTED
+        ]
         interrupted = f", {closed} closed as interrupted" if closed else ""
         observer.say(f"study {store.name} goes on: {len(done)} trials in {format_duration(used)} so far{interrupted}")
         if others := store.tuners.others():
@@ -423,7 +427,7 @@ def _write_ladder(setup: Setup, store: StudyStore, predictor: Predictor, top: Ca
 
 
 @contextmanager
-def place(setup: Setup) -> Iterator[Path]:
+def acquire_log_dir(setup: Setup) -> Iterator[Path]:
     """Lock and return the folder where this call keeps logs, until the call ends.
 
     The folder is the study's, or, if several calls share a study, a subfolder for this call.
@@ -434,7 +438,7 @@ def place(setup: Setup) -> Iterator[Path]:
     if setup.storage is None:
         place, held = setup.folder, hold(setup.folder, setup.name)
     else:
-        place, held = hold_a_place(setup.folder, setup.name)
+        place, held = lock_log_dir(setup.folder, setup.name)
     try:
         yield place
     finally:

@@ -138,7 +138,7 @@ class Neighbours:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class CalibrationEvidence:
     """Information that observations gave about constants, without any priors. Small enough for a file."""
 
     mean: list[float]  # (constants,) after the fit
@@ -147,7 +147,7 @@ class Evidence:
     ]  # (rows, constants); their squares are what observations added to the priors' precision
 
     @classmethod
-    def of(cls, priors: Sequence[Prior], posterior: Posterior) -> Evidence:
+    def of(cls, priors: Sequence[Prior], posterior: Posterior) -> CalibrationEvidence:
         values, vectors = np.linalg.eigh(np.linalg.inv(posterior.covariance) - _precision(priors))
         told = values > _NOTHING * values.max()
         return cls(_short(posterior.mean), _short((vectors[:, told] * np.sqrt(values[told])).T))

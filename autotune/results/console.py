@@ -20,7 +20,7 @@ from autotune.masking import MASK, NOTE, masked, masked_data, masked_words
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script, under_lightning
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.results.export import (
     lightnings_own,
     lossy_settings,
@@ -47,15 +47,15 @@ from autotune.workers.launchers import assignments, variables_of
 # Terminal output: the live view of a run, and tables of a study.
 
 _STYLE = {
-    Kind.OK: "green",
-    Kind.OOM_DEVICE: "yellow",
-    Kind.OOM_HOST: "yellow",
-    Kind.TIMEOUT: "red",
-    Kind.INVALID: "magenta",
-    Kind.CRASH: "red",
-    Kind.INFRASTRUCTURE: "cyan",
-    Kind.FOREIGN: "cyan",
-    Kind.INTERRUPTED: "dim",
+    OutcomeKind.OK: "green",
+    OutcomeKind.OOM_DEVICE: "yellow",
+    OutcomeKind.OOM_HOST: "yellow",
+    OutcomeKind.TIMEOUT: "red",
+    OutcomeKind.INVALID: "magenta",
+    OutcomeKind.CRASH: "red",
+    OutcomeKind.INFRASTRUCTURE: "cyan",
+    OutcomeKind.GPU_CONTENTION: "cyan",
+    OutcomeKind.INTERRUPTED: "dim",
 }
 
 
@@ -114,7 +114,7 @@ class LiveObserver(PlainObserver):
         super().__init__(console)
         self._hardware, self._budget = hardware, budget_seconds
         self._began = time.monotonic()
-        self._counts: Counter[Kind] = Counter()
+        self._counts: Counter[OutcomeKind] = Counter()
         self._best: tuple[float, Candidate, Outcome] | None = None
         self._running: dict[int, str] = {}  # by trial number
         self._phase = ""
@@ -429,7 +429,7 @@ def _missing_bytes(outcome: Outcome, hardware: Hardware) -> int | None:
     if outcome.measurement is not None:
         over = outcome.measurement.peak_bytes - hardware.ceiling_bytes
         return over if over > 0 else None
-    headroom = _headroom_bytes(hardware) if outcome.kind is not Kind.OOM_HOST else 0
+    headroom = _headroom_bytes(hardware) if outcome.kind is not OutcomeKind.OOM_HOST else 0
     return (outcome.missing_bytes or 0) + headroom if outcome.kind.is_oom else None
 
 
@@ -445,7 +445,7 @@ def short_of(outcome: Outcome, hardware: Hardware) -> str:
     if outcome.measurement is not None:
         return f"over the headroom, short of {format_bytes(missing)}"
     asked, headroom = outcome.missing_bytes or 0, _headroom_bytes(hardware)
-    if outcome.kind is Kind.OOM_HOST:  # host memory has no headroom
+    if outcome.kind is OutcomeKind.OOM_HOST:  # host memory has no headroom
         lacked = f", short of at least {format_bytes(asked)}" if asked else ""
         return f"ran out of main memory in {outcome.phase.value}{lacked}"
     parts = [f"{format_bytes(asked)} beyond what there is" if asked else "how much an allocation lacked is not known"]

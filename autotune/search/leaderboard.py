@@ -62,7 +62,7 @@ class Leaderboard:
                 self.reject(candidate, f"it does not go on from a checkpoint: {outcome.reason}")
             return
         if outcome.measurement is None:
-            if role == VERIFY and outcome.kind.says_something_of_the_candidate:
+            if role == VERIFY and outcome.kind.is_attributable_to_candidate:
                 self._why_not[candidate] = f"{outcome.kind.value}: {outcome.reason}"
             return
         if role == VERIFY:

@@ -17,7 +17,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.knobs import OFFLOADING
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.pruning import CandidatePool, DominanceRules
 from autotune.search.surrogate import (
@@ -119,7 +119,7 @@ class Proposer:
             outcome: its outcome.
             outdated: the failure is retryable and excludes nothing.
         """
-        if not outcome.kind.says_something_of_the_candidate:
+        if not outcome.kind.is_attributable_to_candidate:
             return
         at = self._index.get(candidate)
         self._model.observe(candidate, at, outcome)
@@ -176,10 +176,10 @@ class Proposer:
             return
         self._groups.note_tight(at)
         self._answers[at] = 0.0, FAILED
-        if searched is not None and outcome.kind is not Kind.OOM_HOST:
+        if searched is not None and outcome.kind is not OutcomeKind.OOM_HOST:
             self._model.raise_fit_threshold(at, searched, share)
 
-    def at_least_as_large(self, candidate: Candidate, kind: Kind) -> set[Candidate]:
+    def at_least_as_large(self, candidate: Candidate, kind: OutcomeKind) -> set[Candidate]:
         """Return the candidates that need at least as much of the exhausted memory, including this one."""
         return {self.candidates[i] for i in np.flatnonzero(self._pool.at_least_as_large(candidate, kind))}
 
@@ -514,9 +514,9 @@ class FallbackSchedule:
         self._offloads = np.array([len(candidate.offloaded) for candidate in candidates])
         self._most_offloads = np.full(4, len(OFFLOADING))  # by stage
         self._tried: set[tuple[int, bool]] = set()
-        self._failed: Counter[Kind] = Counter()
+        self._failed: Counter[OutcomeKind] = Counter()
 
-    def take(self, at: int | None, kind: Kind, fitted: bool) -> None:
+    def take(self, at: int | None, kind: OutcomeKind, fitted: bool) -> None:
         """Record a trial.
 
         A stage whose fallback candidate failed for another reason than device memory gets another turn with less
@@ -532,7 +532,7 @@ class FallbackSchedule:
             self._tried.clear()
             return
         self._failed[kind] += 1
-        if at is not None and kind is not Kind.OOM_DEVICE and self._offloads[at]:
+        if at is not None and kind is not OutcomeKind.OOM_DEVICE and self._offloads[at]:
             stage = int(self._stage[at])
             if turns := {turn for turn in self._tried if turn[0] == stage}:
                 self._most_offloads[stage] = min(self._most_offloads[stage], self._offloads[at] - 1)
@@ -565,7 +565,7 @@ class FallbackSchedule:
     def stop_reason(self) -> str:
         """Reason for the end of the search, if no candidate is left."""
         tried = f"{self._failed.total()} candidates, the thriftiest of every stage among them"
-        if all(kind.is_oom or kind is Kind.OK for kind in self._failed):
+        if all(kind.is_oom or kind is OutcomeKind.OK for kind in self._failed):
             return f"nothing fits: memory was too small for {tried} (--exhaustive goes on)"
         kinds = ", ".join(f"{count} {kind.value}" for kind, count in self._failed.most_common())
         return f"nothing runs: {tried}, have failed ({kinds}; --exhaustive goes on)"
@@ -617,11 +617,11 @@ class Costs:
         """Record the duration of an attributable trial."""
         if outcome.measurement is not None:
             self._most_step = max(self._most_step, 4 * outcome.measurement.step_seconds)
-        if outcome.kind is Kind.TIMEOUT:
+        if outcome.kind is OutcomeKind.TIMEOUT:
             self.note_slow_start(outcome)
         # studies of earlier versions do not record which trials started an engine
         started = outcome.started or outcome.outside_seconds > 1.0
-        if started and outcome.kind in (Kind.OK, Kind.OOM_DEVICE):
+        if started and outcome.kind in (OutcomeKind.OK, OutcomeKind.OOM_DEVICE):
             self._starts.append(outcome.outside_seconds)
 
     def note_slow_start(self, outcome: Outcome) -> None:

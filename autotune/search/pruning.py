@@ -14,7 +14,7 @@ from autotune.predict.features import Flags, Floats
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate, Value
 from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO, OFFLOADING
-from autotune.problem.outcome import Kind, Outcome, Source
+from autotune.problem.outcome import Outcome, OutcomeKind, Source
 
 # -- candidate pool ----------------------------------------------------------------------------------------------------
 #
@@ -78,24 +78,24 @@ class CandidatePool:
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
         """Close the candidate, and exclude the candidates that its outcome speaks against."""
         self.close(candidate)
-        if outcome.kind is Kind.OK:
+        if outcome.kind is OutcomeKind.OK:
             self._worked.append(candidate)
             if (at := self.index.get(candidate)) is not None:
                 self._shared_causes.record_success(at)
-        elif outcome.kind is Kind.OOM_DEVICE:
+        elif outcome.kind is OutcomeKind.OOM_DEVICE:
             self._rule_out_larger(candidate)
         elif outcome.source is Source.DEATH:
             self.rule_out(self.alike(candidate), f"same engine as {candidate}, which the tuner did not survive")
             self._blame_place(candidate, outcome)
         elif outcome.source is Source.STEPS:
             self._rule_out_larger_batches(candidate)
-        elif outcome.kind is Kind.INVALID:
+        elif outcome.kind is OutcomeKind.INVALID:
             self._learn_refusal(candidate, outcome.reason, "DeepSpeed refuses")
-        elif outcome.kind is Kind.CRASH and outcome.source is Source.EXCEPTION:
+        elif outcome.kind is OutcomeKind.CRASH and outcome.source is Source.EXCEPTION:
             self._learn_refusal(candidate, outcome.reason, "crashes")
             self._blame_place(candidate, outcome)
         else:  # a hang, a signal or a host OOM would recur in the same engine
-            if outcome.kind is Kind.OOM_HOST:
+            if outcome.kind is OutcomeKind.OOM_HOST:
                 self._rule_out_hungrier(candidate)
             self.rule_out(self.alike(candidate), f"same engine as {candidate}: {outcome.kind.value}")
             self._blame_place(candidate, outcome)
@@ -105,7 +105,7 @@ class CandidatePool:
 
         A second hang or crash closes the candidate without excluding any other, so that repeated calls make progress.
         """
-        if outcome.kind.may_be_mended:
+        if outcome.kind.is_retryable:
             if candidate in self._forgiven:
                 self.close(candidate)
             self._forgiven.add(candidate)
@@ -115,9 +115,9 @@ class CandidatePool:
         at = self.index.get(candidate)
         return np.zeros_like(self.open_mask) if at is None else self.family == self.family[at]
 
-    def at_least_as_large(self, candidate: Candidate, kind: Kind) -> Flags:
+    def at_least_as_large(self, candidate: Candidate, kind: OutcomeKind) -> Flags:
         """Return whether each candidate needs at least as much of the exhausted memory as the given one, (n,)."""
-        if kind is Kind.OOM_DEVICE:
+        if kind is OutcomeKind.OOM_DEVICE:
             return self._dominance.at_least_as_large(candidate)
         return self.alike(candidate) | self._host.at_least_as_large(candidate)
 

@@ -283,7 +283,7 @@ class StudyStore:
         ended = [(r.candidate, r.outcome) for r in self.records() if r.outcome]
         told = [one for one in ended if not machine.outgrew(one[1].kind, one[1].capacity_bytes)]
         measured = {candidate for candidate, outcome in told if outcome.measurement}
-        return {candidate for candidate, outcome in told if outcome.kind.says_something_of_the_candidate} - measured
+        return {candidate for candidate, outcome in told if outcome.kind.is_attributable_to_candidate} - measured
 
     def start(self, candidate: Candidate, space: SearchSpace | None, role: str = SEARCH, note: str = "") -> int:
         """Store the start of a trial and return its number.

@@ -18,7 +18,7 @@ from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate, Val
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.knobs import FIRST_ORDER
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 
 # -- speed and memory model --------------------------------------------------------------------------------------------
 #
@@ -152,9 +152,9 @@ class SpeedMemoryModel:
         """
         if at is not None and outcome.measurement is not None:
             self._observe(at, outcome.measurement)
-        elif at is not None and outcome.kind is Kind.OOM_DEVICE:
+        elif at is not None and outcome.kind is OutcomeKind.OOM_DEVICE:
             self._observe_oom(at, outcome)
-        self._host_ran_out |= outcome.kind is Kind.OOM_HOST
+        self._host_ran_out |= outcome.kind is OutcomeKind.OOM_HOST
         self.predictor.observe(candidate, outcome)
         self._table = None
         self._forecasts.clear()

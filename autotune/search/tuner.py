@@ -19,9 +19,9 @@ from autotune.executors.base import VERIFY as VERIFY_EFFORT
 from autotune.executors.base import Effort, Executor, Session
 from autotune.problem.candidate import MODEL_KNOBS, Candidate
 from autotune.problem.hardware import Hardware
-from autotune.problem.outcome import Kind, Measurement, Outcome, Source
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace
-from autotune.search.budget import Clock
+from autotune.search.budget import Budget
 from autotune.search.concurrency import PeerTrials, SearchWorkers
 from autotune.search.leaderboard import NOT_VERIFIED, Leaderboard, Measured, held_bytes
 from autotune.search.proposer import Proposal, Proposer
@@ -77,7 +77,7 @@ class Tuner:
         self.observer: Observer = observer or NullObserver()
         self.search_effort, self.verify_effort = search_effort, verify_effort
         self.leaderboard = Leaderboard(hardware, proposer.job, proposer.candidates)
-        self.clock = Clock(executor, proposer, verify_effort, budget_seconds, spent_seconds, self._best)
+        self.clock = Budget(executor, proposer, verify_effort, budget_seconds, spent_seconds, self._best)
         self.blame = Blame(proposer, self.leaderboard, space)
         self.workers, self._beside = workers or SearchWorkers(), beside
         self._counts: Counter[str] = Counter()
@@ -119,7 +119,7 @@ class Tuner:
             self.store.set_winner(winner.number, "verified" if verified else "measured, not verified")
         self.store.note_skips(self.proposer.skips())
         self._save_call(ended)
-        used, measured = self.clock.used_seconds, self._counts[Kind.OK.value]
+        used, measured = self.clock.used_seconds, self._counts[OutcomeKind.OK.value]
         return SearchSummary(winner, verified, ended, self.cancelled(), used, measured, self._counts)
 
     def _save_call(self, ended: str = "") -> None:
@@ -284,11 +284,11 @@ class Tuner:
         """
         if not (mended or self.hardware.outgrew(outcome.kind, outcome.capacity_bytes)):
             self._learn(record.number, record.candidate, outcome, record.role)
-        elif outcome.kind is not Kind.OOM_HOST and record.role not in (VERIFY, RESUME):
+        elif outcome.kind is not OutcomeKind.OOM_HOST and record.role not in (VERIFY, RESUME):
             self.proposer.observe(record.candidate, outcome, outdated=True)
 
     def _learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
-        if outcome.kind is Kind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE):
+        if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE):
             self.proposer.allow_longer(candidate, outcome)
         searched = self.leaderboard.measured.get(candidate)
         self.leaderboard.learn(number, candidate, outcome, role)
@@ -331,7 +331,7 @@ class Tuner:
             if why := leaderboard.why_not(candidate):
                 why = why if why != NOT_VERIFIED else f"{outcome.kind.value}: {outcome.reason}"
                 self.observer.say(f"verification of {candidate} failed: {why}")
-                if not outcome.kind.says_something_of_the_candidate:
+                if not outcome.kind.is_attributable_to_candidate:
                     break
         if passed := leaderboard.passed():
             chosen = leaderboard.thriftiest(passed)
@@ -394,7 +394,9 @@ class Tuner:
         try:
             outcome = session.measure(candidate, effort, min(left, limit))
         except Unusable as error:  # a script may end early after it has loaded its previous training state
-            outcome = Outcome(Kind.INTERRUPTED, reason=str(error), evidence="the script", source=Source.EXCEPTION)
+            outcome = Outcome(
+                OutcomeKind.INTERRUPTED, reason=str(error), evidence="the script", source=Source.EXCEPTION
+            )
         finally:
             session.close()
         outcome = downgrade_first_timeout(candidate, outcome, self._limited(limit, left), self.proposer, self.workers)
@@ -407,15 +409,17 @@ class Tuner:
         while True:
             self._poll_peers()
             if (found := self.peers.result_for(candidate, role)) is not None:
-                return found if found.kind.says_something_of_the_candidate else None
+                return found if found.kind.is_attributable_to_candidate else None
             if self.cancelled() or self.clock.left_seconds < 1.0:
-                return Outcome(Kind.INTERRUPTED, reason="ended while another tuner was at it", source=Source.STOP)
+                return Outcome(
+                    OutcomeKind.INTERRUPTED, reason="ended while another tuner was at it", source=Source.STOP
+                )
             if not self.peers.are_at(candidate, role):
                 return None
             time.sleep(_LOOK_SECONDS)
 
     def _as_record(self, candidate: Candidate, measured: tuple[int, Measurement], role: str) -> Record:
-        made = Record(measured[0], candidate, Outcome(Kind.OK, measurement=measured[1]), role)
+        made = Record(measured[0], candidate, Outcome(OutcomeKind.OK, measurement=measured[1]), role)
         return next((record for record in self.store.records() if record.number == made.number), made)
 
 
@@ -439,18 +443,18 @@ def downgrade_first_timeout(
         proposer: knows the candidate's earlier timeouts.
         workers: knows the parallel trials.
     """
-    if outcome.kind is Kind.INTERRUPTED and outcome.source is Source.BUDGET and limit:
+    if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.BUDGET and limit:
         why = f"took over {format_duration(limit)}, far more than what similar trials took"
         outcome = dataclasses.replace(
-            outcome, kind=Kind.TIMEOUT, reason=why, evidence="deadline of the trial", source=Source.LIMIT
+            outcome, kind=OutcomeKind.TIMEOUT, reason=why, evidence="deadline of the trial", source=Source.LIMIT
         )
-    if outcome.kind is Kind.OOM_HOST and workers.set_apart(candidate):
+    if outcome.kind is OutcomeKind.OOM_HOST and workers.set_apart(candidate):
         again = f"{outcome.reason}, while others ran beside it; it is tried again alone"
-        outcome = dataclasses.replace(outcome, kind=Kind.INTERRUPTED, reason=again, capacity_bytes=None)
+        outcome = dataclasses.replace(outcome, kind=OutcomeKind.INTERRUPTED, reason=again, capacity_bytes=None)
     ours = outcome.source in (Source.LIMIT, Source.SILENCE)  # more time does not help against other causes
-    if outcome.kind is Kind.TIMEOUT and ours and proposer.patience(candidate) == 1.0:
+    if outcome.kind is OutcomeKind.TIMEOUT and ours and proposer.patience(candidate) == 1.0:
         again = f"{outcome.reason}; it is tried again with twice the time"
-        outcome = dataclasses.replace(outcome, kind=Kind.INTERRUPTED, reason=again)
+        outcome = dataclasses.replace(outcome, kind=OutcomeKind.INTERRUPTED, reason=again)
     return outcome
 
 
@@ -487,7 +491,7 @@ def apply_verification_result(
     proposer.raise_fit_threshold(candidate, outcome, searched[1] if searched else None, share)
     if verified is None:
         leaderboard.deprioritize(proposer.at_least_as_large(candidate, outcome.kind))
-    if searched is not None and outcome.kind is not Kind.OOM_HOST:
+    if searched is not None and outcome.kind is not OutcomeKind.OOM_HOST:
         leaderboard.deprioritize_stage(candidate.stage, share * held_bytes(searched[1]))
     for other in filter(leaderboard.is_deprioritized, list(proposer.speed)):
         proposer.exclude(other)
@@ -520,17 +524,17 @@ class Blame:
             MachineTrouble: the machine failed repeatedly before the first measurement.
             UserError: the model or the script fails with any candidate.
         """
-        if outcome.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN):
+        if outcome.kind in (OutcomeKind.INFRASTRUCTURE, OutcomeKind.GPU_CONTENTION):
             if candidate in self._retried:
                 self._proposer.give_up(candidate)
             self._retried.add(candidate)
-        self.machine_failures = self.machine_failures + 1 if outcome.kind is Kind.INFRASTRUCTURE else 0
+        self.machine_failures = self.machine_failures + 1 if outcome.kind is OutcomeKind.INFRASTRUCTURE else 0
         if self.machine_fails and not self._leaderboard.measured:
             raise MachineTrouble(
                 f"the machine failed {self.machine_failures} times in a row, before anything was measured: "
                 f"{outcome.reason} (logs: {outcome.log}); `autotune doctor` looks at the machine"
             )
-        if outcome.kind is Kind.CRASH and outcome.source is Source.EXCEPTION:
+        if outcome.kind is OutcomeKind.CRASH and outcome.source is Source.EXCEPTION:
             crashed = self._crashes.setdefault(outcome.reason, set())
             crashed.add(candidate)
             if (
@@ -600,7 +604,7 @@ def retryable_trial_numbers(store: StudyStore, known: Collection[tuple[Record, O
     numbers: set[int] = set(store.attributes.get(_FORGIVEN, ()))
     if any(outcome.ok for _, outcome in known) or store.tuners.others():
         return numbers
-    found = numbers | {record.number for record, outcome in known if outcome.kind.may_be_mended}
+    found = numbers | {record.number for record, outcome in known if outcome.kind.is_retryable}
     if found != numbers:
         set_attribute(store.study, _FORGIVEN, sorted(found))
     return found

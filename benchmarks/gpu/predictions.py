@@ -14,7 +14,7 @@ from ranks import opened
 from autotune.executors.base import Effort
 from autotune.predict.trace import traced_predictor
 from autotune.problem.job import Lora
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from gpu.ground import EXPECTED, Ground, Row
 from gpu.rows import as_row, beside, candidate
 
@@ -66,4 +66,4 @@ def predicted(
                 name = f"{job.model.name}{f' LoRA r={rank}' if rank else ''}"
                 row: Row = {"job": name, "candidate": str(one), **as_row(outcome), **beside(prior, outcome)}
                 row["calibrated"] = beside(calibrated, outcome)
-                yield {**row, EXPECTED: outcome.kind in (Kind.OK, Kind.OOM_DEVICE)}
+                yield {**row, EXPECTED: outcome.kind in (OutcomeKind.OK, OutcomeKind.OOM_DEVICE)}

@@ -16,7 +16,7 @@ from published_rows import read_table
 
 from autotune.executors.replay import load_landscape
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.search.pruning import Dominance, DominanceRules
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
@@ -39,10 +39,10 @@ def test_what_ran_out_rules_out_nothing_that_ran(path: Path) -> None:
     rules = DominanceRules() if landscape.hardware().device == "cuda" else DominanceRules.for_device("cpu")
     candidates = list(landscape.rows)
     dominance = Dominance(candidates, rules)
-    fits = np.array([landscape.rows[candidate].kind is Kind.OK for candidate in candidates])
+    fits = np.array([landscape.rows[candidate].kind is OutcomeKind.OK for candidate in candidates])
     ruled_out = np.zeros_like(fits)
     for candidate in candidates:
-        if landscape.rows[candidate].kind is Kind.OOM_DEVICE:
+        if landscape.rows[candidate].kind is OutcomeKind.OOM_DEVICE:
             larger = dominance.at_least_as_large(candidate)
             assert not [candidates[at] for at in np.flatnonzero(larger & fits)], candidate
             ruled_out |= larger

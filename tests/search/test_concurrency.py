@@ -18,7 +18,7 @@ from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, 
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Kind, Outcome, Source
+from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.search.concurrency import SearchWorkers, host_bound
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
@@ -271,7 +271,7 @@ def test_what_runs_elsewhere_is_not_handed_out(landscape: Landscape) -> None:
 def test_with_nobody_beside_it_nothing_is_kept_back(landscape: Landscape) -> None:
     one, store = search(landscape, [Slow(landscape, seconds=0.0)])
     assert one.verified
-    assert all(r.outcome and r.outcome.kind in (Kind.OK, Kind.OOM_DEVICE) for r in store.records())
+    assert all(r.outcome and r.outcome.kind in (OutcomeKind.OK, OutcomeKind.OOM_DEVICE) for r in store.records())
 
 
 class Crowded(Slow):
@@ -299,7 +299,7 @@ class Crowded(Slow):
             try:
                 outcome = measure(candidate, effort, deadline_seconds)
                 if len(executor._running) > 1 or candidate.family == executor._hungry.family:
-                    return Outcome(Kind.OOM_HOST, reason="killed", evidence="SIGKILL", source=Source.SIGNAL)
+                    return Outcome(OutcomeKind.OOM_HOST, reason="killed", evidence="SIGKILL", source=Source.SIGNAL)
             finally:
                 executor._running.remove(candidate)
             return outcome
@@ -310,17 +310,17 @@ class Crowded(Slow):
 
 def test_main_memory_that_ran_out_beside_others_speaks_against_nobody(landscape: Landscape) -> None:
     running: list[Candidate] = []
-    hungry = next(one for one in sorted(landscape.rows, key=str) if landscape.rows[one].kind is Kind.OK)
+    hungry = next(one for one in sorted(landscape.rows, key=str) if landscape.rows[one].kind is OutcomeKind.OK)
     meeting = threading.Barrier(2)
     executors: list[Slow] = [Crowded(landscape, running, hungry, meeting) for _ in range(2)]
     _, store = search(landscape, executors, SearchWorkers(lambda candidate: False), max_trials=40)
     outcomes = [(r.candidate, r.outcome) for r in store.records() if r.role == SEARCH and r.outcome]
-    excused = [one for one, outcome in outcomes if outcome.kind is Kind.INTERRUPTED]
+    excused = [one for one, outcome in outcomes if outcome.kind is OutcomeKind.INTERRUPTED]
     assert excused, "it ran out"
-    assert {outcome.reason for _, outcome in outcomes if outcome.kind is Kind.INTERRUPTED} == {
+    assert {outcome.reason for _, outcome in outcomes if outcome.kind is OutcomeKind.INTERRUPTED} == {
         "killed, while others ran beside it; it is tried again alone"
     }
     assert len(excused) == len(set(excused)), "once"
-    assert {one.family for one, outcome in outcomes if outcome.kind is Kind.OOM_HOST} <= {hungry.family}
-    again = [one for one, outcome in outcomes if one in excused and outcome.kind is Kind.OK]
+    assert {one.family for one, outcome in outcomes if outcome.kind is OutcomeKind.OOM_HOST} <= {hungry.family}
+    again = [one for one, outcome in outcomes if one in excused and outcome.kind is OutcomeKind.OK]
     assert again, "alone it runs"

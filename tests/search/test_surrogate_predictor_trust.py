@@ -10,7 +10,7 @@ from autotune.executors.replay import load_landscape
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.hardware import named_hardware
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.search import surrogate as module
 from autotune.search.surrogate import SpeedMemoryModel
 from autotune.util.units import GIB
@@ -19,7 +19,7 @@ from tests.predict.recorded import SEQ_LEN, recorded_trace
 
 TABLE = load_landscape(Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz")
 JOB, HARDWARE, CANDIDATES = TABLE.job(), TABLE.hardware(), sorted(TABLE.rows, key=str)
-FITTING = [at for at, c in enumerate(CANDIDATES) if TABLE.rows[c].kind is Kind.OK]
+FITTING = [at for at, c in enumerate(CANDIDATES) if TABLE.rows[c].kind is OutcomeKind.OK]
 Lie = Callable[[float], float]
 
 
@@ -33,7 +33,7 @@ def believed(speed: Lie = float, peak: Lie = float) -> SpeedMemoryModel:
         rate = speed(float(honest.samples[at]))
         step = candidate.micro_batch * candidate.accumulation * JOB.ranks / rate
         measured = Measurement(step, 0.0, 4, rate, rate, int(peak(float(honest.peak[at]))))
-        speed_memory_model.observe(candidate, int(at), Outcome(Kind.OK, measurement=measured))
+        speed_memory_model.observe(candidate, int(at), Outcome(OutcomeKind.OK, measurement=measured))
     return speed_memory_model
 
 
