@@ -239,7 +239,7 @@ class ScriptRank(BaseRank):
         if not self._steps_left:
             self._compare_clocks(request)
 
-    def on_auxiliary_step(self, number: int, rows: int) -> None:
+    def auxiliary_stepped(self, number: int, rows: int) -> None:
         self.rows_beside.setdefault(str(number), []).append(rows)
 
     def _check(self, candidate: Candidate) -> None:
@@ -264,13 +264,13 @@ class ScriptRank(BaseRank):
         if isinstance(error, Unusable) or self._failures == _MOST_FAILURES:
             self._leave_if_failed()
 
-    def on_missing_op(self, builder: str) -> None:
+    def op_missing(self, builder: str) -> None:
         if self.candidate is None and builder not in self.spec["ops"]:
             self.channel.send("unbuilt", op=builder)  # the parent builds it first, outside the budget
             self.report(RuntimeError(f"DeepSpeed's {builder} is not built yet"))
             leave(EXIT_REPORTED)
 
-    def on_no_engine(self) -> None:
+    def no_engine_found(self) -> None:
         self.report(Unusable(f"{self.script.target} trains without {_MISSING_DEEPSPEED}"))
         leave(EXIT_REPORTED)
 

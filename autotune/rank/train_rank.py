@@ -251,16 +251,16 @@ class TrainRank(BaseRank):
         self.steps += 1
         self.progress(0.0 if self.steps <= _FIRST_STEPS else _PROGRESS_SECONDS)
 
-    def on_auxiliary_step(self, number: int, rows: int) -> None:
+    def auxiliary_stepped(self, number: int, rows: int) -> None:
         pass
 
     def failed(self, error: BaseException) -> None:
         self.leave_if_out_of_memory(error)
 
-    def on_missing_op(self, builder: str) -> None:
+    def op_missing(self, builder: str) -> None:
         pass
 
-    def on_no_engine(self) -> None:
+    def no_engine_found(self) -> None:
         self.channel.send("strayed")
 
 

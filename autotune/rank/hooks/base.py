@@ -64,7 +64,7 @@ class TrainingObserver(Protocol):
     def stepped(self) -> None:
         """Note the end of an optimizer step."""
 
-    def on_auxiliary_step(self, number: int, rows: int) -> None:
+    def auxiliary_stepped(self, number: int, rows: int) -> None:
         """Note an optimizer step of auxiliary engine `number`, made after the one that trains, on `rows` rows."""
 
     def failed(self, error: BaseException) -> None:
@@ -73,10 +73,10 @@ class TrainingObserver(Protocol):
         The script may catch it, so failures that decide a trial are reported here.
         """
 
-    def on_missing_op(self, builder: str) -> None:
+    def op_missing(self, builder: str) -> None:
         """Note that the script will load a DeepSpeed op that this environment has not built. Return to allow it."""
 
-    def on_no_engine(self) -> None:
+    def no_engine_found(self) -> None:
         """Note that the script trains without any DeepSpeed engine."""
 
 

@@ -51,16 +51,16 @@ class Recorder:
     def stepped(self) -> None:
         self.seen.append(["stepped"])
 
-    def on_auxiliary_step(self, number: int, rows: int) -> None:
+    def auxiliary_stepped(self, number: int, rows: int) -> None:
         self.seen.append(["beside", number, rows])
 
     def failed(self, error: BaseException) -> None:
         self.seen.append(["failed", type(error).__name__])
 
-    def on_missing_op(self, builder: str) -> None:
+    def op_missing(self, builder: str) -> None:
         self.seen.append(["unbuilt", builder])
 
-    def on_no_engine(self) -> None:
+    def no_engine_found(self) -> None:
         self.seen.append(["strayed"])
 
 
