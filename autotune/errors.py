@@ -13,14 +13,14 @@ from autotune.versions import StrEnum
 _ENDLESS = re.compile(r"\S{500,}")  # longer than any typed path, flag or number
 
 
-class Told(Exception):
+class DisplayedError(Exception):
     """Error with a text for display. The text holds no secrets."""
 
     def __init__(self, text: str = "") -> None:
         super().__init__(_ENDLESS.sub(lambda word: f"{word[0][:100]}…", masked(text)))
 
 
-class UserError(Told):
+class UserError(DisplayedError):
     """Bad input: the message names the problem, the expected input and the fix. The CLI exits with 2."""
 
 
@@ -45,15 +45,15 @@ class Unusable(UserError):
         self.cause = cause
 
 
-class NothingFits(Told):
+class NothingFits(DisplayedError):
     """Search without a feasible candidate. The CLI exits with 3."""
 
 
-class MachineTrouble(Told):
+class MachineTrouble(DisplayedError):
     """Failure of the machine for any candidate: a driver, a network interface, shared memory. The CLI exits with 4."""
 
 
-class Stopped(Told):
+class Stopped(DisplayedError):
     """Stop by the user before there was a result. The CLI exits with 130."""
 
 

@@ -16,7 +16,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from tests.studies import study_of_every_kind
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x7f\u202etxt.exe\u2066"
@@ -116,7 +116,7 @@ def lay(folder: Path) -> Trap:
     (hooks / "sitecustomize.py").write_text(_HOOK.format(log=str(log), planted=str(theirs)))
     for name in SHADOWS:
         module(theirs / f"{name}.py", marks)
-    study_of_every_kind(theirs / "runs", (Kind.OK, Kind.CRASH, Kind.OOM_DEVICE))
+    study_of_every_kind(theirs / "runs", (OutcomeKind.OK, OutcomeKind.CRASH, OutcomeKind.OOM_DEVICE))
     trap = Trap(theirs, marks, hooks, log, theirs / "runs" / "s")
     poison(trap)
     return trap

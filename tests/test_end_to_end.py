@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.search.study import StudyStore
 from autotune.search.trials import SEARCH, VERIFY
 from tests import plain_training
@@ -143,11 +143,9 @@ def test_resumed_it_ends_with_a_verified_winner(finished_study: FinishedStudy) -
     assert report["used_seconds"] > stored_seconds - 0.1 > 0
     records = [record for record in store.records() if record.outcome]
     kinds = {record.outcome.kind for record in records if record.outcome}
-    assert Kind.OOM_DEVICE in kinds, "256 sequences do not fit into 700 MiB"
+    assert OutcomeKind.OOM_DEVICE in kinds, "256 sequences do not fit into 700 MiB"
     searched = [
-        r.candidate
-        for r in records
-        if r.role == SEARCH and r.outcome and r.outcome.kind.says_something_of_the_candidate
+        r.candidate for r in records if r.role == SEARCH and r.outcome and r.outcome.kind.is_attributable_to_candidate
     ]
     assert len(set(searched)) == len(searched), "nothing is measured twice"
     assert store.winner is not None

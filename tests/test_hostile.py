@@ -22,7 +22,7 @@ from autotune.commands.request import Request
 from autotune.commands.trust import grant, named_by, remembered, remembered_python
 from autotune.errors import UserError
 from autotune.problem.models import resolve_model
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.recovery.ladder import stored_ladder
 from autotune.script.recorded import knob_names
 from autotune.search.study import StudyStore
@@ -236,7 +236,7 @@ def test_a_malformed_value_of_a_study_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], owner: str, nested: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    study_of_every_kind(tmp_path / "runs", (Kind.OK, Kind.CRASH))
+    study_of_every_kind(tmp_path / "runs", (OutcomeKind.OK, OutcomeKind.CRASH))
     base, refused = tmp_path / "runs" / "s" / "study.db", 0
     good = base.read_bytes()
     with closing(sqlite3.connect(base)) as connection:
@@ -286,7 +286,7 @@ def test_a_study_of_another_user_is_asked_for_by_run_and_launch(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    study_of_every_kind(tmp_path / "runs", (Kind.OK,))
+    study_of_every_kind(tmp_path / "runs", (OutcomeKind.OK,))
     reader = os.geteuid() + 1
     assert remembered_python(Request(study="s"), None) is None, "the reader's own"
     assert remembered(Request(study="s"), None).job is not None
@@ -302,7 +302,7 @@ def test_a_study_of_another_user_is_asked_for_by_run_and_launch(
 def test_a_linked_folder_of_a_study_is_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    study_of_every_kind(tmp_path / "runs", (Kind.OK,))
+    study_of_every_kind(tmp_path / "runs", (OutcomeKind.OK,))
     (tmp_path / "disk").mkdir()
     (tmp_path / "runs" / "s" / "logs").symlink_to(tmp_path / "disk")
     with pytest.raises(UserError, match=r"linked folder runs/s/logs to .*disk"):

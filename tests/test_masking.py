@@ -27,7 +27,7 @@ from autotune.masking import (
 )
 from autotune.problem.candidate import KNOBS
 from autotune.problem.job import ArgumentFile, Script
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.problem.space import DS_SECTIONS, DS_TOP_LEVEL, DS_ZERO_KEYS
 from autotune.util.files import write_atomically
 from tests.cli_call import call
@@ -211,7 +211,7 @@ def test_no_file_and_no_line_of_a_study_holds_a_secret(
     )
     job = make_job(script=script, base_config={"comet": {"enabled": True, "api_key": seventh}})
     monkeypatch.setattr("tests.studies.make_job", lambda: job)
-    store = study_of_every_kind(folder / "runs", (Kind.OK, Kind.CRASH, Kind.OOM_DEVICE))
+    store = study_of_every_kind(folder / "runs", (OutcomeKind.OK, OutcomeKind.CRASH, OutcomeKind.OOM_DEVICE))
     monkeypatch.setattr("sys.argv", ["autotune", "run", "--", "WANDB_API_KEY=" + third, *script.argv])
     from autotune.cli.options import typed_command
 

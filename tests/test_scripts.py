@@ -19,7 +19,7 @@ from autotune.executors.base import Effort
 from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
-from autotune.problem.outcome import Kind, Source
+from autotune.problem.outcome import OutcomeKind, Source
 from autotune.problem.space import for_job, load_space
 from autotune.recovery.ladder import Rung
 from autotune.recovery.supervisor import LaunchSummary, Supervisor
@@ -308,7 +308,7 @@ def test_out_of_memory_of_a_script_is_a_measurement(scripts: Scripts, tmp_path: 
     argv = [str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json", "--longest", "1024"]
     found = scripts.probe(argv, tmp_path, (("train_micro_batch_size_per_gpu", "--batch_size"),))
     outcome = scripts.measure(found, make_candidate(1, 2048))
-    assert outcome.kind is Kind.OOM_DEVICE, outcome
+    assert outcome.kind is OutcomeKind.OOM_DEVICE, outcome
 
 
 def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: 
     space = for_job(load_space("cpu_demo"), job_of(found.script, scripts.hardware, None))
     assert space.knobs["train_micro_batch_size_per_gpu"].values == (2,)
     outcome = scripts.measure(found, make_candidate(1, 8, 2))
-    assert (outcome.kind, outcome.source) == (Kind.INVALID, Source.BATCH)
+    assert (outcome.kind, outcome.source) == (OutcomeKind.INVALID, Source.BATCH)
     assert "--map train_micro_batch_size_per_gpu" in outcome.reason
 
 
@@ -606,7 +606,7 @@ def test_training_survives_its_longest_batches(
     summary = launch(tmp_path, argv, ladder, cap=cap, says=says, convert=convert, scripts=scripts)
     assert summary.code == 0, says
     assert len(summary.attempts) == 2, says
-    assert summary.attempts[0].ended.startswith(Kind.OOM_DEVICE.value)
+    assert summary.attempts[0].ended.startswith(OutcomeKind.OOM_DEVICE.value)
     assert "checkpoint-5" in summary.attempts[1].resumed_from
     assert seen_samples(tmp_path) == {step: set(range(8 * step, 8 * step + 8)) for step in range(steps)}
 
@@ -823,7 +823,7 @@ def test_memory_that_runs_out_beside_the_engine_of_a_program_that_ends_itself(sc
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     argv = [write(tmp_path, "gives_up.py", GIVES_UP.format(scripts=str(SCRIPTS))), "--deepspeed_config", "ds.json"]
     found = scripts.probe(argv, tmp_path, (("train_micro_batch_size_per_gpu", "--batch_size"),))
-    assert scripts.measure(found, make_candidate(1, 4, 1)).kind is Kind.OOM_DEVICE
+    assert scripts.measure(found, make_candidate(1, 4, 1)).kind is OutcomeKind.OOM_DEVICE
     summary = launch(
         tmp_path, [*argv, "--steps", "4"], [make_candidate(1, 4, 1), make_candidate(1, 2, 2)], scripts=scripts
     )

@@ -9,7 +9,7 @@ import torch
 
 from autotune.errors import UserError
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH
-from autotune.problem.outcome import Kind, Source
+from autotune.problem.outcome import OutcomeKind, Source
 from autotune.script.profile import own_candidate
 from autotune.script.script import command as printed_command
 from tests.conftest import SCRIPTS, Scripts
@@ -123,7 +123,7 @@ def test_a_batch_that_cannot_be_changed_is_left(scripts: Scripts, tmp_path: Path
     last = (4, 4) if way == "critic_of_another_batch" else (4, 2)
     assert batch_of_the_engine(tmp_path) == last, "as its config says"
     told = scripts.measure(found, own.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))
-    assert (told.kind, told.source) == (Kind.INVALID, Source.BATCH), "measured on another batch than it was told"
+    assert (told.kind, told.source) == (OutcomeKind.INVALID, Source.BATCH), "measured on another batch than it was told"
 
 
 def test_a_script_that_fails_at_another_batch_keeps_its_own(scripts: Scripts, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_batch_that_leaves_too_few_steps_is_only_that_candidates(scripts: Scri
     assert found.script.profile["batch_note"] == ""
     own = own_candidate(found.script)
     outcome = scripts.measure(found, own.but(**{MICRO_BATCH: 64, ACCUMULATION: 1}))
-    assert (outcome.kind, outcome.source) == (Kind.INVALID, Source.STEPS)
+    assert (outcome.kind, outcome.source) == (OutcomeKind.INVALID, Source.STEPS)
     assert "ended after 3 optimizer steps" in outcome.reason
     assert scripts.measure(found, own.but(**{MICRO_BATCH: 8, ACCUMULATION: 1})).ok
 
@@ -217,7 +217,7 @@ def test_the_last_step_of_an_epoch_may_have_fewer_micro_batches(scripts: Scripts
     outcome = scripts.measure(found, own.but(**{MICRO_BATCH: 1, ACCUMULATION: 8}))  # 116 are 14 steps and a half
     assert outcome.ok, outcome
     outcome = scripts.measure(found, own.but(**{MICRO_BATCH: 1, ACCUMULATION: 80}))
-    assert (outcome.kind, outcome.source) == (Kind.INVALID, Source.SHORT), "every other step trains on fewer"
+    assert (outcome.kind, outcome.source) == (OutcomeKind.INVALID, Source.SHORT), "every other step trains on fewer"
 
 
 @pytest.mark.slow

@@ -238,7 +238,7 @@ class Nodes:
         return self.cluster.reach()
 
 
-class Named(Protocol):
+class NodeOptions(Protocol):
     """Options about nodes: fields of Request."""
 
     executor: str
@@ -254,7 +254,7 @@ class Named(Protocol):
 
 
 @contextmanager
-def named_nodes(named: Named, say: Callable[[str], None], budget: str | None = None) -> Iterator[Nodes | None]:
+def named_nodes(named: NodeOptions, say: Callable[[str], None], budget: str | None = None) -> Iterator[Nodes | None]:
     """Yield the named nodes before any is reached, and end each agent at the end. None: this machine is used.
 
     Args:
@@ -296,7 +296,7 @@ def named_nodes(named: Named, say: Callable[[str], None], budget: str | None = N
                 made.cluster.close()
 
 
-def _refuse_strays(named: Named, scheduled: bool, slices: bool) -> None:
+def _refuse_strays(named: NodeOptions, scheduled: bool, slices: bool) -> None:
     """Raise UserError for options without meaning in this combination.
 
     Args:

@@ -15,12 +15,12 @@ from autotune.errors import UserError
 from autotune.predict.predictor import Prediction, Predictor, Table
 from autotune.predict.trace import traced_predictor
 from autotune.predict.trace_data import Trace
-from autotune.predict.what_if import PLENTY, Elsewhere, Tried, host_bytes_per_node, known_errors
+from autotune.predict.what_if import PLENTY, Elsewhere, JobPredictions, host_bytes_per_node, known_errors
 from autotune.problem.candidate import CHECKPOINTING, Candidate
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_hardware
 from autotune.problem.job import Job
-from autotune.results.plan import CardPlan, Gain, HostNeed, Outlook, Plan, StagePlan, short, token_speed
+from autotune.results.plan import CardPlan, HostNeed, Outlook, Plan, PlannedGain, StagePlan, short, token_speed
 from autotune.util.units import GIB, format_bytes
 
 # -- plan --------------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Machines:
 
     def __init__(self, setup: PlanSetup, elsewhere: Elsewhere) -> None:
         self.setup, self.elsewhere = setup, elsewhere
-        self._tried: dict[tuple[str, int, int], Tried | None] = {}
+        self._tried: dict[tuple[str, int, int], JobPredictions | None] = {}
 
     def cards(self) -> tuple[CardPlan, ...]:
         """Return every card of the table: by cost per token, then those without a price, then those on which nothing fits."""
@@ -233,14 +233,14 @@ class Machines:
             fewest_offloading = fewest_offloading or self.outlook(one, one.fastest(any_host=True))
         return CardPlan(hardware.facts, fewest, fewest_offloading, None)
 
-    def outlook(self, tried: Tried | None, place: int | None) -> Outlook | None:
+    def outlook(self, tried: JobPredictions | None, place: int | None) -> Outlook | None:
         """Return the outlook of one candidate of a trial setup."""
         if tried is None or place is None:
             return None
         price = self.price(tried.hardware)
         return Outlook(tried.prediction(place), tried.job, tried.hardware, self.setup.tokens, price)
 
-    def fastest(self, tried: Tried | None) -> Outlook | None:
+    def fastest(self, tried: JobPredictions | None) -> Outlook | None:
         """Return the outlook of the fastest candidate that fits."""
         return self.outlook(tried, tried.fastest() if tried else None)
 
@@ -269,7 +269,7 @@ class Machines:
     def _plan(self, name: str, sizes: Iterable[tuple[int, int]]) -> CardPlan:
         """Return the card's plan in machines of these sizes, in ascending order."""
         fewest = fewest_offloading = None
-        best: tuple[tuple[bool, float], Tried, int] | None = None
+        best: tuple[tuple[bool, float], JobPredictions, int] | None = None
         for one in self._sizes(name, sizes):
             fewest = fewest or self.outlook(one, one.fastest(offload=False))
             fewest_offloading = fewest_offloading or fewest or self.outlook(one, one.fastest(any_host=True))
@@ -285,7 +285,7 @@ class Machines:
             fewest_offloading = None
         return CardPlan(name, fewest, fewest_offloading, self.outlook(best[1], best[2]) if best else None)
 
-    def tried(self, name: str, gpus: int, nodes: int) -> Tried | None:
+    def tried(self, name: str, gpus: int, nodes: int) -> JobPredictions | None:
         """Return the setup's job on `gpus` of a card; None if its global batch cannot be split over them."""
         job = self.setup.job
         if job.precision == "bf16" and not gpu_table()[name].bf16 and not self.setup.precision_typed:
@@ -295,7 +295,7 @@ class Machines:
             self._tried[key] = self.elsewhere.on(self.of(*key), job)
         return self._tried[key]
 
-    def _sizes(self, name: str, sizes: Iterable[tuple[int, int]]) -> Iterator[Tried]:
+    def _sizes(self, name: str, sizes: Iterable[tuple[int, int]]) -> Iterator[JobPredictions]:
         return (found for size in sizes if (found := self.tried(name, *size)))
 
 
@@ -314,14 +314,14 @@ MOST = 6
 _NVLINK_GB_PER_S = 300.0  # GB/s of one A100, one direction (NVIDIA's data sheet)
 
 
-def gains(base: Outlook, machines: Machines, cards: tuple[CardPlan, ...]) -> tuple[Gain, ...]:
+def gains(base: Outlook, machines: Machines, cards: tuple[CardPlan, ...]) -> tuple[PlannedGain, ...]:
     """Return single changes of the job or the machine that are predicted to raise speed, best first, one of each kind."""
     found = [*_of_the_machine(base, machines), *_of_the_job(base, machines), *_of_other_cards(base, machines, cards)]
     worth = sorted((gain for gain in found if gain.share >= WORTH), key=lambda gain: -gain.share)
     return tuple(worth[:MOST])
 
 
-def _of_the_machine(base: Outlook, machines: Machines) -> list[Gain]:
+def _of_the_machine(base: Outlook, machines: Machines) -> list[PlannedGain]:
     hardware, facts = base.hardware, base.hardware.gpu_facts
     found = [
         _gain(
@@ -342,7 +342,7 @@ def _of_the_machine(base: Outlook, machines: Machines) -> list[Gain]:
     return [gain for gain in found if gain]
 
 
-def _of_the_job(base: Outlook, machines: Machines) -> list[Gain]:
+def _of_the_job(base: Outlook, machines: Machines) -> list[PlannedGain]:
     job, found = base.job, []
     if job.global_batch_size is not None:
         larger = dataclasses.replace(job, global_batch_size=2 * job.global_batch_size)
@@ -359,7 +359,7 @@ def _on(base: Outlook, machines: Machines, hardware: Hardware | None = None, job
     return machines.fastest(machines.elsewhere.on(hardware or base.hardware, job or base.job))
 
 
-def _of_other_cards(base: Outlook, machines: Machines, cards: tuple[CardPlan, ...]) -> list[Gain]:
+def _of_other_cards(base: Outlook, machines: Machines, cards: tuple[CardPlan, ...]) -> list[PlannedGain]:
     """Return gains of the same number of another card: the fastest card, and the faster one with the lowest cost per token."""
     hardware, found = base.hardware, []
     for card in cards:
@@ -382,13 +382,15 @@ def _of_other_cards(base: Outlook, machines: Machines, cards: tuple[CardPlan, ..
     return list(dict.fromkeys(gain for gain in gains if gain))
 
 
-def _dollars(machines: Machines, tried: Tried) -> float:
+def _dollars(machines: Machines, tried: JobPredictions) -> float:
     """Return dollars per GPU hour; infinite if no price is known."""
     price = machines.price(tried.hardware)
     return price.usd_per_hour if price else float("inf")
 
 
-def _gain(base: Outlook, new: Outlook | None, what: str, *, a_gpu: bool = False, config: bool = False) -> Gain | None:
+def _gain(
+    base: Outlook, new: Outlook | None, what: str, *, a_gpu: bool = False, config: bool = False
+) -> PlannedGain | None:
     """Return the gain of a change, or None if nothing fits with it.
 
     Args:
@@ -405,7 +407,7 @@ def _gain(base: Outlook, new: Outlook | None, what: str, *, a_gpu: bool = False,
         detail = f"each {(1 + share) * base.hardware.count / new.hardware.count:.0%} as fast as now"
     elif config and short(new.prediction.candidate) != short(base.prediction.candidate):
         detail = short(new.prediction.candidate)
-    return Gain(what, share, new.usd / base.usd - 1 if known and new.usd and base.usd else None, detail)
+    return PlannedGain(what, share, new.usd / base.usd - 1 if known and new.usd and base.usd else None, detail)
 
 
 def _twice(hardware: Hardware) -> Hardware:

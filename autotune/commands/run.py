@@ -25,7 +25,7 @@ from autotune.commands.trust import Ask, accepted_table, grant, named_by, rememb
 from autotune.errors import NothingFits, UserError, one_line, readable
 from autotune.executors.base import Executor
 from autotune.executors.cluster.transports import hostfile_of, hostfile_text
-from autotune.executors.local import LocalExecutor, Rest
+from autotune.executors.local import LocalExecutor, SliceExtrapolator
 from autotune.executors.machine import UNPROTECTED, protection_of
 from autotune.executors.replay import ReplayExecutor
 from autotune.masking import hide_password
@@ -33,7 +33,7 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.rank.sandbox import Protection
 from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
 from autotune.results.console import PlainObserver, closest_lines, make_observer, record_json, train_with, winner_lines
@@ -42,7 +42,7 @@ from autotune.results.output_files import secrets_note
 from autotune.results.report.build import Searched
 from autotune.script.profile import own_candidate
 from autotune.script.recorded import knob_names
-from autotune.search.concurrency import Crew, agree_on_memory, host_bound
+from autotune.search.concurrency import SearchWorkers, agree_on_memory, host_bound
 from autotune.search.heartbeat import host_of
 from autotune.search.proposer import Proposer
 from autotune.search.storage import (
@@ -50,14 +50,14 @@ from autotune.search.storage import (
     default_storage,
     failures_in_one_line,
     hold,
-    hold_a_place,
     is_server,
+    lock_log_dir,
     make_study_folder,
     open_storage,
 )
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, SEARCH, Record
-from autotune.search.tuner import SearchSummary, Tuner, rivals
+from autotune.search.tuner import SearchSummary, Tuner, comparable_trials
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import other_python
 from autotune.util.units import format_bytes, format_duration
@@ -143,7 +143,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
         if setup.storage is not None and is_server(setup.storage):
             open_storage(setup.storage)  # a server that refuses does so before anything is built or started
         make_study_folder(setup.folder)
-        work = kept.enter_context(place(setup))
+        work = kept.enter_context(acquire_log_dir(setup))
         setup = with_agreed_protection(setup, work, confirm)
         if setup.nodes is not None:
             write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
@@ -161,7 +161,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
                 setup = after_probe(setup, probed)
                 local.job = setup.job
             if local is not None and setup.hardware.sliced:
-                local.completed = Rest(setup.job, setup.hardware).completed
+                local.completed = SliceExtrapolator(setup.job, setup.hardware).extrapolate
                 if probed is not None and probed.baseline is not None:
                     baseline = local.completed(own_candidate(probed.script), probed.baseline)
                     probed = dataclasses.replace(probed, baseline=baseline)
@@ -186,9 +186,9 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
             proposer = _proposer(setup, predictor)
             begin_with_gallery(setup, store, proposer, observer.say)
-            crew = Crew((lambda candidate: False) if setup.parallel_offload else host_bound)
-            beside = [kept.enter_context(closing(one)) for one in executors_beside(setup, work, local, crew)]
-            found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set, beside, crew)
+            workers = SearchWorkers((lambda candidate: False) if setup.parallel_offload else host_bound)
+            beside = [kept.enter_context(closing(one)) for one in executors_beside(setup, work, local, workers)]
+            found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set, beside, workers)
         return _summary(setup, store, found, proposer.open, predictor, observer.say)
 
 
@@ -281,7 +281,11 @@ def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed:
     observer.say(f"space {setup.space.name}: {len(setup.candidates)} candidates; winners use at most {ceiling} a rank")
     if resumed:
         used = sum(call.used_seconds for call in store.calls())
-        done = [record for record in store.records() if record.outcome and record.outcome.kind is not Kind.INTERRUPTED]
+        done = [
+            record
+            for record in store.records()
+            if record.outcome and record.outcome.kind is not OutcomeKind.INTERRUPTED
+        ]
         interrupted = f", {closed} closed as interrupted" if closed else ""
         observer.say(f"study {store.name} goes on: {len(done)} trials in {format_duration(used)} so far{interrupted}")
         if others := store.tuners.others():
@@ -312,7 +316,7 @@ def _search(
     spent_seconds: float,
     cancelled: Callable[[], bool],
     beside: Sequence[Executor],
-    crew: Crew,
+    workers: SearchWorkers,
 ) -> SearchSummary:
     tuner = Tuner(
         store,
@@ -326,7 +330,7 @@ def _search(
         observer=observer,
         cancelled=cancelled,
         beside=beside,
-        crew=crew,
+        workers=workers,
     )
     try:
         observer.start()
@@ -356,7 +360,7 @@ def _summary(
             ladder = ladder_path(setup.folder, setup.name)
             files.append(_write_ladder(setup, store, predictor, found.winner.candidate, ladder))
         files += _write_report(setup, store, predictor, say)
-        lines = winner_lines(found.winner, rivals(store), store.job, store.hardware)
+        lines = winner_lines(found.winner, comparable_trials(store), store.job, store.hardware)
         if not found.verified:
             lines.append("  not verified: the budget or the call ended first; run again to verify it")
         given = (store.threads, environment_of(store, found.winner.candidate))
@@ -425,7 +429,7 @@ def _write_ladder(setup: Setup, store: StudyStore, predictor: Predictor, top: Ca
 
 
 @contextmanager
-def place(setup: Setup) -> Iterator[Path]:
+def acquire_log_dir(setup: Setup) -> Iterator[Path]:
     """Lock and return the folder where this call keeps logs, until the call ends.
 
     The folder is the study's, or, if several calls share a study, a subfolder for this call.
@@ -436,7 +440,7 @@ def place(setup: Setup) -> Iterator[Path]:
     if setup.storage is None:
         place, held = setup.folder, hold(setup.folder, setup.name)
     else:
-        place, held = hold_a_place(setup.folder, setup.name)
+        place, held = lock_log_dir(setup.folder, setup.name)
     try:
         yield place
     finally:
@@ -486,12 +490,14 @@ def _local(
     )
 
 
-def executors_beside(setup: Setup, work: Path, first: LocalExecutor | None, crew: Crew) -> list[LocalExecutor]:
+def executors_beside(
+    setup: Setup, work: Path, first: LocalExecutor | None, workers: SearchWorkers
+) -> list[LocalExecutor]:
     """Return the executors that measure in parallel to the first, each in its own folder. If one fails, the trials of all end."""
     if first is None or not setup.slots:
         return []
     stopped = first.cancelled
-    first.cancelled = lambda: stopped() or crew.failed
+    first.cancelled = lambda: stopped() or workers.failed
     return [
         _local(setup, slot.hardware, work / f"beside-{number}", lambda: first.cancelled(), slot.variables)
         for number, slot in enumerate(setup.slots[1:], 2)

@@ -18,7 +18,7 @@ from autotune.executors.local import LocalExecutor
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.job import Script
 from autotune.problem.knobs import steps_on_gpu
-from autotune.problem.outcome import Kind, Outcome, Source
+from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.script.argument_files import said
 from autotune.script.profile import (
@@ -38,7 +38,7 @@ from autotune.script.profile import (
     job_of,
     own_candidate,
 )
-from autotune.script.recorded import Named, profile_names
+from autotune.script.recorded import RecordedItem, profile_names
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
 from autotune.util.files import write_atomically
 from autotune.util.units import format_duration
@@ -93,7 +93,7 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
         text = memory.read_text(encoding="utf-8")
         known = json.loads(text)
         profile = known["profile"]
-        believed = not profile_names(profile) or is_granted(Named(_FIRST_RUN, text))
+        believed = not profile_names(profile) or is_granted(RecordedItem(_FIRST_RUN, text))
         changed = edited_since(profile.get(SOURCES, {}), script.cwd)
         if known["key"] == key and believed and not changed and not _counted_otherwise(profile):
             baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
@@ -144,7 +144,7 @@ def remember(probed: Probe, folder: Path) -> None:
     """
     if probed.kept:
         write_atomically(folder / MEMORY, probed.kept, private=True)
-        grant([Named(_FIRST_RUN, probed.kept)])
+        grant([RecordedItem(_FIRST_RUN, probed.kept)])
 
 
 def _at_its_thriftiest(executor: LocalExecutor, script: Script, optimizer: str, seconds: float) -> dict[str, Any]:
@@ -226,11 +226,11 @@ def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: floa
     if outcome.ok or outcome.kind.is_oom:
         return outcome, {**session.facts, OPS: [op for op in ops if op not in executor.ops.failed]}
     assert executor.job.script is not None
-    if outcome.kind is Kind.INTERRUPTED and outcome.source is Source.STOP:
+    if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped before anything of the script was measured")
     if why := _in_one_line(outcome, executor.job.script.target, reached=bool(session.facts)):
         raise UserError(why)
-    if outcome.kind is Kind.INTERRUPTED:
+    if outcome.kind is OutcomeKind.INTERRUPTED:
         more = ": give a larger --budget" if outcome.source is Source.BUDGET else ""
         raise UserError(f"{outcome.reason}, before anything of the script was measured{more}")
     log = f"{outcome.log}/rank{outcome.rank or 0}.log"
@@ -263,7 +263,9 @@ def _in_one_line(outcome: Outcome, target: str, reached: bool) -> str:
         return (
             f"{target} cannot reach what it reads over the network ({outcome.reason}): put it on this machine ({log})"
         )
-    late = outcome.kind is Kind.TIMEOUT or (outcome.kind is Kind.INTERRUPTED and outcome.source is Source.BUDGET)
+    late = outcome.kind is OutcomeKind.TIMEOUT or (
+        outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.BUDGET
+    )
     if late and not reached:
         return (
             f"{target} had not called deepspeed.initialize after {format_duration(outcome.seconds)}: autotune tunes scripts "
@@ -369,7 +371,7 @@ def batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
     refused: list[tuple[Candidate, Outcome]] = []
     for number, other in enumerate(others(own)[:_MOST_TRIES], 1):
         outcome = _told(executor, script, other, f"probe-batch-{number}", seconds)
-        unknown = outcome.kind.is_oom or not outcome.kind.says_something_of_the_candidate
+        unknown = outcome.kind.is_oom or not outcome.kind.is_attributable_to_candidate
         if outcome.ok or (unknown and not refused):
             return ""
         if not unknown:
@@ -415,6 +417,6 @@ def _told(executor: LocalExecutor, script: Script, other: Candidate, name: str, 
             outcome = session.measure(other, _TWO_STEPS, seconds)
     finally:
         executor.job = before
-    if outcome.kind is Kind.INTERRUPTED and outcome.source is Source.STOP:
+    if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped before it was known whether the script takes another batch")
     return outcome

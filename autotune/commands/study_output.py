@@ -21,7 +21,7 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace_cache import stored_trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.models import CAUSAL
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.results.output_files import check_out
 from autotune.results.plan import Plan
 from autotune.results.report.build import Searched, study_report
@@ -146,7 +146,7 @@ def record_study(study: str, storage: str | None, out: Path | None) -> tuple[Pat
         )
     out = out or output_file(store.folder, f"{store.name}.table.csv.gz")  # NAME.json is the winner's
     rows = _rows(store)
-    if not any(row.kind is Kind.OK for row in rows.values()):
+    if not any(row.kind is OutcomeKind.OK for row in rows.values()):
         raise UserError(f"study {store.name} has measured nothing that could be replayed: run it first")
     return (*write_landscape(out, _facts(store), rows), len(rows))
 
@@ -162,7 +162,7 @@ def _rows(store: StudyStore) -> dict[Candidate, Row]:
             continue
         if outcome.measurement is not None:
             measured = outcome.measurement
-            rows[record.candidate] = Row(measured.peak_bytes / GIB, measured.step_seconds, startup, Kind.OK)
+            rows[record.candidate] = Row(measured.peak_bytes / GIB, measured.step_seconds, startup, OutcomeKind.OK)
         elif outcome.kind.is_oom and not hardware.outgrew(outcome.kind, outcome.capacity_bytes):
             peak_gib = (hardware.capacity_bytes + (outcome.missing_bytes or 0)) / GIB
             rows[record.candidate] = Row(peak_gib, None, startup, outcome.kind)
@@ -244,7 +244,7 @@ def share_study(study: str, storage: str | None, out: Path | None) -> Shared:
     check_out(out, makes_folders=True)
     with failures_in_one_line():
         entry = entry_of(store)
-        tried = {r.candidate for r in store.records() if r.outcome and r.outcome.kind.says_something_of_the_candidate}
+        tried = {r.candidate for r in store.records() if r.outcome and r.outcome.kind.is_attributable_to_candidate}
     try:
         check(entry)
     except UserError as error:

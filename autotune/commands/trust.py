@@ -18,7 +18,7 @@ from autotune.errors import UserError, readable
 from autotune.problem.job import Job
 from autotune.recovery.ladder import stored_ladder
 from autotune.script.parse_command import declared
-from autotune.script.recorded import Named, RecordedPython, code_of, knob_names, training_names
+from autotune.script.recorded import RecordedItem, RecordedPython, code_of, knob_names, training_names
 from autotune.search.storage import DATABASES
 from autotune.search.study import StudyStore
 
@@ -33,21 +33,21 @@ Ask = Callable[[str], bool]
 _SHOWN = 4  # shown in an error's one line
 
 
-def named_by(job: Job, python: str | RecordedPython | None) -> list[Named]:
+def named_by(job: Job, python: str | RecordedPython | None) -> list[RecordedItem]:
     """Return everything that a `launch` of a study of this job and Python would run, load or write."""
-    beside = [Named("Python", str(python))] if python is not None else []
+    beside = [RecordedItem("Python", str(python))] if python is not None else []
     return [*beside, *code_of(job), *training_names(job)]
 
 
-def owner_of(path: Path | None) -> list[Named]:
+def owner_of(path: Path | None) -> list[RecordedItem]:
     """Return the owner of a study's file, if that is another user than the reader."""
     with suppress(OSError):
         if path is not None and (owner := path.stat().st_uid) != os.geteuid():
-            return [Named("study of another user:", f"{path} (uid {owner})")]
+            return [RecordedItem("study of another user:", f"{path} (uid {owner})")]
     return []
 
 
-def accept(origin: str, named: Sequence[Named], *, trust: bool, ask: Ask | None) -> None:
+def accept(origin: str, named: Sequence[RecordedItem], *, trust: bool, ask: Ask | None) -> None:
     """Accept the things that a study names: by an earlier command line of the reader, by `--trust`, or by an answer.
 
     Args:
@@ -72,7 +72,7 @@ def accept(origin: str, named: Sequence[Named], *, trust: bool, ask: Ask | None)
     grant(unknown)
 
 
-def accept_job(origin: str, job: Job, *, trust: bool, ask: Ask | None, besides: Sequence[Named] = ()) -> Job:
+def accept_job(origin: str, job: Job, *, trust: bool, ask: Ask | None, besides: Sequence[RecordedItem] = ()) -> Job:
     """Return a recorded job as one that may run. No other function converts a RecordedJob.
 
     Args:
@@ -89,7 +89,7 @@ def accept_job(origin: str, job: Job, *, trust: bool, ask: Ask | None, besides: 
 # -- grants of earlier command lines ---------------------------------------------------------------------------------------
 
 
-def grant(named: Iterable[Named]) -> None:
+def grant(named: Iterable[RecordedItem]) -> None:
     """Store that the reader named these. If the home folder is not writable, the reader is asked again later."""
     folder = _folder()
     with suppress(OSError):
@@ -98,7 +98,7 @@ def grant(named: Iterable[Named]) -> None:
             (folder / _digest(one)).touch(mode=0o600)
 
 
-def is_granted(one: Named) -> bool:
+def is_granted(one: RecordedItem) -> bool:
     """Check that the reader named it before, by a file that only the reader can have created."""
     with suppress(OSError):
         folder, file = _folder().stat(), (_folder() / _digest(one)).lstat()
@@ -112,7 +112,7 @@ def _folder() -> Path:
     return Path(root).expanduser() / "autotune" / "trusted"
 
 
-def _digest(one: Named) -> str:
+def _digest(one: RecordedItem) -> str:
     return hashlib.sha256(f"{one.kind}\0{one.what}".encode(errors="surrogateescape")).hexdigest()
 
 
@@ -145,7 +145,7 @@ def remembered_python(request: Request, ask: Ask | None) -> str | None:
         if store is None:
             return None
         python = None if _names_python(request) else store.python
-        beside = [Named("Python", str(python))] if python is not None else []
+        beside = [RecordedItem("Python", str(python))] if python is not None else []
         accept(f"study {store.name}", [*_origin(store), *beside], trust=request.trust, ask=ask)
         return python.shown if python is not None else None
 
@@ -161,7 +161,7 @@ def remembered(request: Request, ask: Ask | None) -> Remembered:
     if store is None:
         return Remembered()
     job, python = store.job, None if _names_python(request) else store.python
-    typed = [Named("option", text) for text in request.maps]
+    typed = [RecordedItem("option", text) for text in request.maps]
     rungs = stored_ladder(store.folder, store.name) if store.folder else []
     tried = [*(record.candidate for record in store.records()), *(rung.candidate for rung in rungs)]
     named = [*_origin(store), *(one for one in named_by(job, python) if one not in typed), *knob_names(tried)]
@@ -193,13 +193,13 @@ def _store(request: Request) -> StudyStore | None:
     return None
 
 
-def _origin(store: StudyStore) -> list[Named]:
+def _origin(store: StudyStore) -> list[RecordedItem]:
     """Return the owner of a study's file, if that is another user than the reader, and linked folders that trials write to."""
     if store.folder is None or not store.folder.is_dir():
         return []
     links = [entry for entry in sorted(store.folder.iterdir()) if entry.is_symlink() and entry.is_dir()]
     owners = owner_of(next((store.folder / file for file in DATABASES if (store.folder / file).exists()), None))
-    return [*owners, *(Named("linked folder", f"{link} to {link.resolve()}") for link in links)]
+    return [*owners, *(RecordedItem("linked folder", f"{link} to {link.resolve()}") for link in links)]
 
 
 def _names_python(request: Request) -> bool:

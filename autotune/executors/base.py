@@ -10,7 +10,7 @@ from typing import Protocol
 from autotune.executors.machine import Needs, Ops
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome
-from autotune.workers.host_workers import Spread
+from autotune.workers.host_workers import MultiHostLaunch
 from autotune.workers.launchers import Launcher
 
 
@@ -49,16 +49,16 @@ class Session(Protocol):
         """End the session and its processes."""
 
 
-class Ground(Protocol):
-    """Place that starts groups of ranks: this machine (`machine.Station`), or several (`nodes.cluster.Cluster`)."""
+class LaunchTarget(Protocol):
+    """Place that starts groups of ranks: this machine (`machine.LocalMachine`), or several (`cluster.cluster.Cluster`)."""
 
     @property
     def ops(self) -> Ops:
         """Return the DeepSpeed ops that were built or failed."""
 
     @property
-    def launcher(self) -> Launcher | Spread:
-        """Source of ranks for a Group, after `open`."""
+    def launcher(self) -> Launcher | MultiHostLaunch:
+        """Source of ranks for a WorkerGroup, after `open`."""
 
     def begin(self, needs: Needs) -> None:
         """Start the work that `open` waits for, if it can run in the background."""
@@ -78,7 +78,7 @@ class Ground(Protocol):
     def broken(self) -> bool:
         """True if the process that starts ranks was killed or cannot be reached."""
 
-    def mend(self) -> None:
+    def reconnect(self) -> None:
         """Reconnect, or prepare for a new start.
 
         Raises:

@@ -15,26 +15,26 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import Cause, MachineTrouble, Stopped, Unusable
-from autotune.executors.base import Effort, Ground
-from autotune.executors.machine import Needs, Ops, Station, clear, trial_sandbox
+from autotune.executors.base import Effort, LaunchTarget
+from autotune.executors.machine import LocalMachine, Needs, Ops, clear, trial_sandbox
 from autotune.predict.calibration import overhead_prior
 from autotune.predict.step_time import model_flops_per_token, size_seconds
 from autotune.predict.trace import traced_predictor
-from autotune.problem.candidate import Candidate, samples, trial_environment, under
+from autotune.problem.candidate import Candidate, job_with_candidate, samples, trial_environment
 from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.rank.ds_config import all_ops, trial_config
 from autotune.rank.step_statistics import Pace, median_spread, pace_of
 from autotune.script.script import heavy_imports
 from autotune.util.entry_points import MODEL_RANK, SCRIPT_RANK, SELFTEST_RANK
 from autotune.util.units import GIB
-from autotune.workers.failure_classifier import Account, Evidence, judge
+from autotune.workers.failure_classifier import FailureEvidence, MemorySnapshot, judge
 from autotune.workers.gpu_memory import clock_limits, clock_mhz, make_meter
-from autotune.workers.group import Group, Policy, Stop
-from autotune.workers.host_workers import Spread
+from autotune.workers.group import Policy, Stop, WorkerGroup
+from autotune.workers.host_workers import MultiHostLaunch
 from autotune.workers.launchers import IMPORT_SECONDS, Launcher
-from autotune.workers.memory_monitor import Meter, Peaks
+from autotune.workers.memory_monitor import MemoryPeaks, Meter
 from autotune.workers.protocol import Message
 
 # -- local -------------------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ class LocalExecutor:
         on_phase: Callable[[str], None] = lambda phase: None,
         fault: Callable[[str], dict[str, Any] | None] = lambda name: None,
         count_live_tensors: bool = False,
-        ground: Ground | None = None,
+        ground: LaunchTarget | None = None,
         variables: Mapping[str, str] | None = None,
         study: Path | None = None,
         unprotected: bool = False,
@@ -98,7 +98,7 @@ class LocalExecutor:
         self.here = ground is None
         self.meter = make_meter(hardware) if ground is None else Meter()  # nodes have their own meters
         ops = Ops(lambda text: self.say(text), lambda text: self.show(text))
-        self.ground = ground or Station(folder, ops, lambda: self.cancelled())
+        self.ground = ground or LocalMachine(folder, ops, lambda: self.cancelled())
 
     @property
     def entry(self) -> str:
@@ -174,7 +174,7 @@ class LocalExecutor:
     def ensure_launcher(self) -> None:
         """Restart a killed fork server, and reconnect to lost nodes."""
         if self.ground.broken:
-            self.ground.mend()
+            self.ground.reconnect()
             if self.here:
                 self.open(self.say)
 
@@ -203,7 +203,7 @@ class LocalSession:
     def __init__(self, executor: LocalExecutor, candidate: Candidate, name: str, patience: float = 1.0) -> None:
         self._executor, self._candidate, self._patience = executor, candidate, patience
         self._folder = executor.folder / "trials" / name
-        self._group: Group | None = None
+        self._group: WorkerGroup | None = None
         self._ended = False
         self._ready, self._answers = set[int](), dict[int, Message]()
         self._results: list[Message] = []  # results of the last measurement, by rank
@@ -292,7 +292,7 @@ class LocalSession:
                 return self._failed(stop)
             if not all(answer["checkpointed"] for answer in self._answers.values()):
                 why, said = f"{folder.parent} has no room for a checkpoint", "disk's free bytes"
-                return Outcome(Kind.INTERRUPTED, Phase.SAVE, reason=why, evidence=said, source=Source.LIMIT)
+                return Outcome(OutcomeKind.INTERRUPTED, Phase.SAVE, reason=why, evidence=said, source=Source.LIMIT)
             group.end()
             self._checkpoint = folder
             self._ready.clear()
@@ -314,12 +314,12 @@ class LocalSession:
         measurement = measurement_of(*seen, candidate=candidate, job=job, hardware=hardware, facts=self.facts)
         if self._beside_peak_bytes > measurement.peak_bytes:
             measurement = dataclasses.replace(measurement, peak_bytes=self._beside_peak_bytes)
-        found = Outcome(Kind.OK, Phase.STEP, measurement, peak_bytes=measurement.peak_bytes)
+        found = Outcome(OutcomeKind.OK, Phase.STEP, measurement, peak_bytes=measurement.peak_bytes)
         return self._executor.completed(candidate, found)
 
     # -- the group ---------------------------------------------------------------------------------------------------
 
-    def _running(self) -> Group:
+    def _running(self) -> WorkerGroup:
         assert self._group is not None
         return self._group
 
@@ -331,7 +331,7 @@ class LocalSession:
         policy = Policy(self._patience * deadlines.hello, silence, settle_seconds=0.25, may_leave=False)
         executor.ensure_launcher()
         self._folder.mkdir(parents=True, exist_ok=True)
-        group = self._group = Group(
+        group = self._group = WorkerGroup(
             executor.launcher,
             executor.hardware,
             executor.meter,
@@ -359,7 +359,7 @@ class LocalSession:
                 what["sandbox"] = trial_sandbox(executor.folder, job, candidate, executor.study, **how).to_json()
         return {
             **what,
-            "job": under(job, candidate).order(),
+            "job": job_with_candidate(job, candidate).order(),
             "device": executor.hardware.device,
             "cap_bytes": executor.hardware.memory_cap_bytes,
             "seed": executor.seed,
@@ -431,7 +431,7 @@ class LocalSession:
 
 def measurement_of(
     results: list[Message],
-    peaks: Peaks,
+    peaks: MemoryPeaks,
     phase_seconds: dict[str, float],
     *,
     candidate: Candidate,
@@ -512,7 +512,7 @@ def _rates(
     job: Job, candidate: Candidate, hardware: Hardware, tokens_per_second: float
 ) -> tuple[float | None, float | None]:
     """Return model TFLOP/s per GPU and MFU; None if the model's or the card's figures are unknown."""
-    flops_per_token = model_flops_per_token(under(job, candidate))
+    flops_per_token = model_flops_per_token(job_with_candidate(job, candidate))
     if not flops_per_token:
         return None, None
     tflops = flops_per_token * tokens_per_second / job.ranks / 1e12
@@ -522,7 +522,7 @@ def _rates(
     return tflops, tflops / (card.fp32_tflops if job.precision == "fp32" else card.tflops)
 
 
-def judged(evidence: Evidence, *, greeted: bool, server_lives: bool) -> Outcome:
+def judged(evidence: FailureEvidence, *, greeted: bool, server_lives: bool) -> Outcome:
     """Return the outcome of a trial whose ranks have failed.
 
     Args:
@@ -532,12 +532,12 @@ def judged(evidence: Evidence, *, greeted: bool, server_lives: bool) -> Outcome:
     """
     verdict = judge(evidence)
     kind, reason, said = verdict.kind, verdict.reason, verdict.evidence
-    if kind is Kind.FOREIGN and evidence.peaks.neighbours:
+    if kind is OutcomeKind.GPU_CONTENTION and evidence.peaks.neighbours:
         said = f"{said} ({evidence.peaks.neighbours})"
-    if kind is Kind.CRASH and not server_lives:
-        kind, reason = Kind.INFRASTRUCTURE, "the fork server was killed from outside, and its ranks with it"
+    if kind is OutcomeKind.CRASH and not server_lives:
+        kind, reason = OutcomeKind.INFRASTRUCTURE, "the fork server was killed from outside, and its ranks with it"
     if not greeted:
-        kind, reason = Kind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}"
+        kind, reason = OutcomeKind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}"
     return Outcome(
         kind,
         verdict.phase,
@@ -552,20 +552,20 @@ def judged(evidence: Evidence, *, greeted: bool, server_lives: bool) -> Outcome:
     )
 
 
-def _capacity_of(kind: Kind, evidence: Evidence) -> int | None:
+def _capacity_of(kind: OutcomeKind, evidence: FailureEvidence) -> int | None:
     """Return the capacity of the exhausted memory; None without an OOM or if unknown."""
-    if kind is Kind.OOM_DEVICE:
+    if kind is OutcomeKind.OOM_DEVICE:
         return evidence.capacity_bytes or None
-    return (evidence.host_total_bytes or None) if kind is Kind.OOM_HOST else None
+    return (evidence.host_total_bytes or None) if kind is OutcomeKind.OOM_HOST else None
 
 
-def _peak_of(evidence: Evidence) -> int | None:
+def _peak_of(evidence: FailureEvidence) -> int | None:
     """Return the highest peak that was sampled, or that failed ranks counted.
 
     Sampling misses most of a short trial. CPU ranks report after their memory cap was lifted, so their peak is limited
     to the cap.
     """
-    accounts = [Account.of(error.get("text", ""), error.get("numbers")) for error in evidence.errors]
+    accounts = [MemorySnapshot.of(error.get("text", ""), error.get("numbers")) for error in evidence.errors]
     counted = [size for one in accounts for size in (one.own, one.reserved_peak, one.reserved) if size is not None]
     worst_bytes = max([evidence.peaks.worst, *counted])
     if evidence.device == "cpu":
@@ -573,7 +573,7 @@ def _peak_of(evidence: Evidence) -> int | None:
     return worst_bytes or None
 
 
-def unusable(evidence: Evidence, phase: Phase, *, known: bool) -> Outcome | None:
+def unusable(evidence: FailureEvidence, phase: Phase, *, known: bool) -> Outcome | None:
     """Return the outcome of a trial whose ranks report an untunable script; None if they do not.
 
     Args:
@@ -591,28 +591,31 @@ def unusable(evidence: Evidence, phase: Phase, *, known: bool) -> Outcome | None
     if cause in (Cause.SCRIPT, Cause.STEPS) and not known:
         raise Unusable(text, cause)
     source = Source.EXCEPTION if cause is Cause.SCRIPT else Source(cause.value)
-    return Outcome(Kind.INVALID, phase, reason=text, evidence="its steps", source=source)
+    return Outcome(OutcomeKind.INVALID, phase, reason=text, evidence="its steps", source=source)
 
 
 def interrupted(phase: Phase) -> Outcome:
     """Return the outcome of a trial that the user stopped."""
     why, said = "the study was stopped", "stop requested"
-    return Outcome(Kind.INTERRUPTED, phase, reason=why, evidence=said, source=Source.STOP)
+    return Outcome(OutcomeKind.INTERRUPTED, phase, reason=why, evidence=said, source=Source.STOP)
 
 
 def machines_fault(phase: Phase, error: Exception, source: Source) -> Outcome:
     """Return the outcome of a trial that the machine prevented: a full disk, no free process, a lost node."""
     why = str(error)
     said = f"exception OSError: {why}" if isinstance(error, OSError) else why
-    return Outcome(Kind.INFRASTRUCTURE, phase, reason=why, evidence=said, source=source)
+    return Outcome(OutcomeKind.INFRASTRUCTURE, phase, reason=why, evidence=said, source=source)
 
 
 def out_of_time(phase: Phase, waited_seconds: float) -> Outcome:
     """Return the outcome of a trial whose share of the budget ended. The candidate may be retried with more time."""
     why, said = f"its share of the budget ended in {phase.value}", "deadline of the budget"
-    kind = Kind.INTERRUPTED
+    kind = OutcomeKind.INTERRUPTED
     if waited_seconds:  # GPU contention must not count as a slow candidate
-        kind, why = Kind.FOREIGN, f"{why}, after {waited_seconds:.0f} s of waiting for the device's memory"
+        kind, why = (
+            OutcomeKind.GPU_CONTENTION,
+            f"{why}, after {waited_seconds:.0f} s of waiting for the device's memory",
+        )
     return Outcome(kind, phase, reason=why, evidence=said, source=Source.BUDGET)
 
 
@@ -625,7 +628,7 @@ def out_of_time(phase: Phase, waited_seconds: float) -> Outcome:
 # docs/nodes.md.
 
 
-class Rest:
+class SliceExtrapolator:
     """Adds predicted communication to a slice's measurement.
 
     Its predictor does not learn, so that all trials are treated alike.
@@ -655,7 +658,7 @@ class Rest:
             measured, step_seconds=step_seconds, peak_bytes=peak_bytes, predicted_seconds=seconds, **rates
         )
 
-    def completed(self, candidate: Candidate, outcome: Outcome) -> Outcome:
+    def extrapolate(self, candidate: Candidate, outcome: Outcome) -> Outcome:
         """Complete the measurement of an outcome, if it has one."""
         if outcome.measurement is None:
             return outcome
@@ -725,7 +728,7 @@ _REMEDY_OF_IMPORTS = (
 
 
 def check_group(
-    launcher: Launcher | Spread,
+    launcher: Launcher | MultiHostLaunch,
     hardware: Hardware,
     spec: dict[str, Any],
     ranks: int,
@@ -755,7 +758,7 @@ def check_group(
             answers.add(rank)
 
     folder.mkdir(parents=True, exist_ok=True)
-    group = Group(launcher, hardware, None, _POLICY, cancelled=cancelled, on_message=take)
+    group = WorkerGroup(launcher, hardware, None, _POLICY, cancelled=cancelled, on_message=take)
     deadline = time.monotonic() + IMPORT_SECONDS
     try:
         stop = group.start(SELFTEST_RANK, ranks, spec, deadline=deadline, logs=folder)
@@ -772,7 +775,7 @@ def check_group(
         group.end()
 
 
-def _complaint(stop: Stop, group: Group, folder: Path, importing: bool) -> str:
+def _complaint(stop: Stop, group: WorkerGroup, folder: Path, importing: bool) -> str:
     """Return the failure in one line.
 
     Args:

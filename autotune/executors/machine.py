@@ -63,7 +63,7 @@ class Needs:
         return {**make(self.device, self.threads), **self.variables}
 
 
-class Station:
+class LocalMachine:
     """Starts ranks on this machine.
 
     Args:
@@ -129,7 +129,7 @@ class Station:
         """True if the fork server was killed or could not be restarted."""
         return self.found is None or (isinstance(self.found, ForkLauncher) and not self.found.alive)
 
-    def mend(self) -> None:
+    def reconnect(self) -> None:
         """Close the launcher; `open` creates another."""
         self.close()
 

@@ -25,7 +25,7 @@ from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_gpu
 from autotune.problem.job import Job, Lora
 from autotune.problem.knobs import knob_value
 from autotune.problem.models import CAUSAL, ModelSpec, resolve_model
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.problem.space import Domain, SearchSpace
 from autotune.script.recorded import recorded_job
 from autotune.util.bounds import parse_json, read_text
@@ -47,7 +47,7 @@ class Row:
     peak_gib: float
     step_seconds: float | None
     startup_seconds: float
-    kind: Kind
+    kind: OutcomeKind
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Landscape:
     @property
     def best_step_seconds(self) -> float:
         """Seconds of the fastest `ok` row, per sample."""
-        return min(self.seconds_per_sample(c) for c, row in self.rows.items() if row.kind is Kind.OK)
+        return min(self.seconds_per_sample(c) for c, row in self.rows.items() if row.kind is OutcomeKind.OK)
 
     def seconds_per_sample(self, candidate: Candidate) -> float:
         """Return the recorded seconds per sample of a candidate that ran."""
@@ -164,7 +164,7 @@ def load_landscape(path: Path) -> Landscape:
         rows = dict(_rows(text, table))
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{table} or its JSON cannot be read: {error}") from None
-    if not any(row.kind is Kind.OK for row in rows.values()):
+    if not any(row.kind is OutcomeKind.OK for row in rows.values()):
         raise UserError(
             f"{table}: no row with outcome ok, so nothing of it fits: record a study of which something ran"
         )
@@ -179,10 +179,10 @@ def _rows(text: str, table: Path) -> list[tuple[Candidate, Row]]:
     found = []
     for line in reader:
         try:
-            kind = Kind(line["outcome"])
+            kind = OutcomeKind(line["outcome"])
             seconds = float(line["step_seconds"]) if line["step_seconds"] else None
             row = Row(float(line["peak_gib"] or "nan"), seconds, float(line["startup_seconds"]), kind)
-            if kind is Kind.OK and not (seconds and seconds > 0):
+            if kind is OutcomeKind.OK and not (seconds and seconds > 0):
                 raise ValueError("an ok row without step_seconds")
             knobs = {name: read_value(name, word) for name, word in line.items() if name not in RESULTS and word}
         except (ValueError, TypeError) as error:
@@ -253,13 +253,13 @@ def read_value(name: str, word: str) -> Value:
 
 
 @dataclass
-class Ledger:
+class ReplayLog:
     """Record of a replay.
 
     One entry of `trials` per measured candidate: (simulated end in seconds, candidate, kind).
     """
 
-    trials: list[tuple[float, Candidate, Kind]] = field(default_factory=list)
+    trials: list[tuple[float, Candidate, OutcomeKind]] = field(default_factory=list)
     process_starts: list[float] = field(default_factory=list)
     oom_seconds: float = 0.0
 
@@ -268,7 +268,7 @@ class ReplayExecutor:
     """Executor that returns rows of a Landscape, on a simulated clock."""
 
     def __init__(self, landscape: Landscape, seed: int = 0, headroom: float = 0.0) -> None:
-        self.landscape, self.ledger = landscape, Ledger()
+        self.landscape, self.ledger = landscape, ReplayLog()
         self.build_seconds = 0.0
         self._job, self._hardware = landscape.job(), landscape.hardware(headroom)
         self._random = random.Random(seed)
@@ -333,7 +333,7 @@ class ReplaySession:
         if not self._started:
             executor.ledger.process_starts.append(executor.now())
             self._started = True
-        if row.kind is not Kind.OK:
+        if row.kind is not OutcomeKind.OK:
             outside += OOM_SECONDS
             measured = 0.0
         else:
@@ -344,7 +344,7 @@ class ReplaySession:
             executor.advance(max(0.0, deadline_seconds))
             self._ended = True
             return Outcome(
-                Kind.INTERRUPTED,
+                OutcomeKind.INTERRUPTED,
                 Phase.INIT if outside > deadline_seconds else Phase.STEP,
                 reason="its share of the budget ended",
                 evidence="deadline of the budget",
@@ -354,7 +354,7 @@ class ReplaySession:
             )
         executor.advance(seconds)
         executor.ledger.trials.append((executor.now(), candidate, row.kind))
-        if row.kind is not Kind.OK:
+        if row.kind is not OutcomeKind.OK:
             executor.ledger.oom_seconds += seconds
             self._ended = True
             return self._failed(row, seconds)
@@ -362,7 +362,7 @@ class ReplaySession:
 
     def _failed(self, row: Row, seconds: float) -> Outcome:
         missing = None
-        if row.kind is Kind.OOM_DEVICE:
+        if row.kind is OutcomeKind.OOM_DEVICE:
             capacity_gib = self._executor._hardware.memory_bytes / GIB
             missing = int(max(0.0, min(row.peak_gib - capacity_gib, 0.25 * row.peak_gib)) * GIB)
         return Outcome(
@@ -392,7 +392,7 @@ class ReplaySession:
             extrapolated=candidate.accumulation > 3,
         )
         return Outcome(
-            Kind.OK,
+            OutcomeKind.OK,
             Phase.STEP,
             measurement,
             peak_bytes=peak,

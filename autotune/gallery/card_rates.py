@@ -9,9 +9,9 @@ from pathlib import Path
 from autotune.errors import UserError
 from autotune.gallery.schema import Entry
 from autotune.gallery.warm_start import FILE, constants, shipped_entries
-from autotune.predict.calibration import Evidence
+from autotune.predict.calibration import CalibrationEvidence
 from autotune.predict.trace import traced_predictor
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.util.files import write_atomically
 
 
@@ -31,7 +31,7 @@ def taught(entry: Entry) -> Evidence | None:
     for one, peak in zip(tried, before.peak, strict=True):  # the peak as predicted: it teaches nothing
         assert one.step_seconds is not None
         measured = Measurement(one.step_seconds, one.spread or 0.0, 4, 1.0, 1.0, int(peak))
-        predictor.observe(one.candidate, Outcome(Kind.OK, measurement=measured))
+        predictor.observe(one.candidate, Outcome(OutcomeKind.OK, measurement=measured))
     return predictor.rates()
 
 

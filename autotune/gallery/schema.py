@@ -16,12 +16,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from autotune._version import __version__
 from autotune.errors import UserError
 from autotune.predict.step_time import matmul_parameters, model_flops_per_token
-from autotune.problem.candidate import KNOBS, LORA, Candidate, Value, is_read, under
+from autotune.problem.candidate import KNOBS, LORA, Candidate, Value, is_read, job_with_candidate
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table
 from autotune.problem.job import ATTENTIONS, OPTIMIZERS, PRECISIONS, Job, parse_lora
 from autotune.problem.knobs import Knob
 from autotune.problem.models import CAUSAL, SHAPE_KEYS, TASKS, ModelSpec, shipped_models, size_trouble
-from autotune.problem.outcome import Kind, Outcome, Phase
+from autotune.problem.outcome import Outcome, OutcomeKind, Phase
 from autotune.problem.space import DS_TOP_LEVEL, DS_ZERO_KEYS
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, VERIFY, Record
@@ -189,13 +189,13 @@ PeakOf = Literal["process", "torch_allocated", "torch_reserved"]
 Shape = Annotated[dict[str, bool | int | float], AfterValidator(known_sizes)]
 
 
-class Part(BaseModel):
+class EntryPart(BaseModel):
     """Base of all parts: unknown fields are refused, and so is a number in place of a string."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True, allow_inf_nan=False)
 
 
-class Origin(Part):
+class Origin(EntryPart):
     """Source of the figures."""
 
     # study: shared by a user; recorded: by the project; published: in a public place
@@ -214,7 +214,7 @@ class Origin(Part):
         return self
 
 
-class Machine(Part):
+class Machine(EntryPart):
     """The devices, all alike; memory in GiB of each."""
 
     device: Literal["cuda", "cpu"]
@@ -255,7 +255,7 @@ class Machine(Part):
         )
 
 
-class Trained(Part):
+class Trained(EntryPart):
     """The job: sizes of the model, and settings of the training."""
 
     model: Annotated[str, Field(pattern=NAME)] | None  # name of a public model; null: not shipped with autotune
@@ -295,11 +295,11 @@ class Trained(Part):
         )
 
 
-class Tried(Part):
+class Tried(EntryPart):
     """A candidate and its outcome. The peak is the process's, on a GPU as NVML shows it, unless `peak_of` differs."""
 
     knobs: Knobs
-    outcome: Annotated[str, _listed(*(kind.value for kind in Kind if kind.says_something_of_the_candidate))]
+    outcome: Annotated[str, _listed(*(kind.value for kind in OutcomeKind if kind.is_attributable_to_candidate))]
     phase: Annotated[str, _listed(*(phase.value for phase in Phase))] | None = None  # phase of the failure
     step_seconds: Finite | None = None
     spread: Annotated[float, Field(ge=0, le=10)] | None = None  # half the 95 % interval, as a share
@@ -311,9 +311,9 @@ class Tried(Part):
 
     @model_validator(mode="after")
     def _whole(self) -> Tried:
-        if (self.outcome == Kind.OK) != (self.step_seconds is not None):
+        if (self.outcome == OutcomeKind.OK) != (self.step_seconds is not None):
             raise ValueError("step_seconds: expected of what is ok, and of nothing else")
-        if self.outcome == Kind.OK and (self.samples_per_second is None or self.tokens_per_second is None):
+        if self.outcome == OutcomeKind.OK and (self.samples_per_second is None or self.tokens_per_second is None):
             raise ValueError("samples_per_second, tokens_per_second: expected of what is ok")
         for name in self.knobs:
             if not is_read(name, self.knobs):
@@ -326,7 +326,7 @@ class Tried(Part):
         return Candidate.of(self.knobs)
 
 
-class Versions(Part):
+class Versions(EntryPart):
     """Library versions of the ranks."""
 
     torch: Annotated[str, Field(pattern=VERSION)] | None = None
@@ -334,7 +334,7 @@ class Versions(Part):
     transformers: Annotated[str, Field(pattern=VERSION)] | None = None
 
 
-class Entry(Part):
+class Entry(EntryPart):
     """One job on one machine."""
 
     format: Literal[1] = FORMAT
@@ -353,7 +353,7 @@ class Entry(Part):
     def _has_its_winner(self) -> Entry:
         if self.winner is not None and self.winner >= len(self.candidates):
             raise ValueError(f"winner: {self.winner} is no place among {len(self.candidates)} candidates")
-        if self.winner is not None and self.candidates[self.winner].outcome != Kind.OK:
+        if self.winner is not None and self.candidates[self.winner].outcome != OutcomeKind.OK:
             raise ValueError(f"winner: candidate {self.winner} is not ok")
         return self
 
@@ -473,13 +473,17 @@ def _check_shape(entry: Entry) -> None:
 
 def _trouble(entry: Entry, one: Tried) -> str | None:
     """Return the impossible field and the reason, or None."""
-    if one.peak_gib is not None and one.outcome == Kind.OK and one.peak_gib > ABOVE_MEMORY * entry.machine.memory_gib:
+    if (
+        one.peak_gib is not None
+        and one.outcome == OutcomeKind.OK
+        and one.peak_gib > ABOVE_MEMORY * entry.machine.memory_gib
+    ):
         return f"peak_gib: {one.peak_gib:g} GiB are more than the card's {entry.machine.memory_gib:g}, and it ran"
     if one.step_seconds is None or one.tokens_per_second is None or one.samples_per_second is None:
         return None
     if why := _counted_otherwise(entry, one):
         return why
-    job = under(entry.job.job(entry.machine.count), one.candidate)
+    job = job_with_candidate(entry.job.job(entry.machine.count), one.candidate)
     flops = model_flops_per_token(job) or _least_flops(entry)
     if flops is None:
         return None
@@ -582,7 +586,7 @@ def _told(records: list[Record], winner: Record | None) -> dict[Candidate, Outco
     told: dict[Candidate, Outcome] = {}
     for record in records:
         outcome = record.outcome
-        if outcome is None or not record.candidate.knobs or not outcome.kind.says_something_of_the_candidate:
+        if outcome is None or not record.candidate.knobs or not outcome.kind.is_attributable_to_candidate:
             continue
         if record.role == RESUME and outcome.ok:
             continue

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from autotune.errors import UserError, one_line
 from autotune.gallery.schema import Entry, Machine, Trained, check, read_entry
-from autotune.predict.calibration import QUIRKS, TIME, Evidence
+from autotune.predict.calibration import QUIRKS, TIME, CalibrationEvidence
 from autotune.predict.step_time import matmul_parameters
 from autotune.problem.candidate import CHECKPOINTING, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.search.tpe import Distances
 
 # -- shipped entries ---------------------------------------------------------------------------------------------------
@@ -157,7 +157,9 @@ def start_from(
         assert entry.best is not None
         winner = entry.best.candidate
         if like := [candidate for candidate in candidates if _alike(winner, candidate)]:
-            told = "the best" if sum(one.outcome == Kind.OK for one in entry.candidates) > 1 else "the one config"
+            told = (
+                "the best" if sum(one.outcome == OutcomeKind.OK for one in entry.candidates) > 1 else "the one config"
+            )
             like_it = like[int(Distances(like).to(winner).argmin())]
             return Near(like_it, name, f"{told} known for {whose(entry)}")
     return None
@@ -199,30 +201,30 @@ FILE = "gallery_rates.json"
 
 
 @dataclass(frozen=True)
-class Rates:
+class WarmStartRates:
     """Rates learnt from one entry."""
 
     entry: str  # name of the entry
-    learnt: Evidence
+    learnt: CalibrationEvidence
     why: str  # for the user: source, job and machine
 
 
-def rates_for(entries: Mapping[str, Entry], job: Job, hardware: Hardware) -> Rates | None:
+def rates_for(entries: Mapping[str, Entry], job: Job, hardware: Hardware) -> WarmStartRates | None:
     """Return the rates of the nearest entry on the same card; None if none is near."""
     known = shipped_rates()
     for _, name in nearest(entries, job, hardware):
         entry = entries[name]
         if name in known and entry.machine.gpu == hardware.facts:
-            return Rates(name, known[name], whose(entry))
+            return WarmStartRates(name, known[name], whose(entry))
     return None
 
 
 @cache
-def shipped_rates() -> dict[str, Evidence]:
+def shipped_rates() -> dict[str, CalibrationEvidence]:
     """Read the learnt rates by entry name. The result is empty if they belong to other constants, or cannot be read."""
     try:
         data = json.loads(resources.files("autotune.data").joinpath(FILE).read_text(encoding="utf-8"))
-        learnt = {name: Evidence(**one) for name, one in data["entries"].items()}
+        learnt = {name: CalibrationEvidence(**one) for name, one in data["entries"].items()}
         return learnt if data["constants"] == constants() else {}
     except Exception:  # rates are optional, so reading them may not end a run
         return {}

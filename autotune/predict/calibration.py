@@ -140,7 +140,7 @@ class Neighbours:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class CalibrationEvidence:
     """Information that observations gave about constants, without any priors. Small enough for a file."""
 
     mean: list[float]  # (constants,) after the fit

@@ -27,7 +27,7 @@ from autotune.predict.calibration import (
     TIME_NOISE,
     UNREAD_STATES,
     UNTRACED,
-    Evidence,
+    CalibrationEvidence,
     Neighbours,
     Posterior,
     Prior,
@@ -42,10 +42,10 @@ from autotune.predict.features import Columns, Flags, Floats, Places, columns_of
 from autotune.predict.step_time import Spent, Work, dense_shape, host_limit_bytes, spend, work
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import SUMS, TABLES, Bill, bill, stepper, unread_keys, unread_knobs
-from autotune.problem.candidate import ATTENTION, LIGER, TRACED_KNOBS, Candidate, under
+from autotune.problem.candidate import ATTENTION, LIGER, TRACED_KNOBS, Candidate, job_with_candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.util.units import GIB, MIB
 
 __all__ = ["SIGMAS", "SURE_SIGMAS", "Prediction", "Predictor", "Prepared", "Table"]
@@ -115,10 +115,10 @@ class Predictor:
 
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
         """Record an Outcome. The next prediction fits the constants again."""
-        if outcome.measurement is not None or outcome.kind is Kind.OOM_DEVICE:
+        if outcome.measurement is not None or outcome.kind is OutcomeKind.OOM_DEVICE:
             self._seen[candidate] = outcome
             self._stale = True
-        ran = outcome.measurement is not None or outcome.kind is Kind.OOM_HOST
+        ran = outcome.measurement is not None or outcome.kind is OutcomeKind.OOM_HOST
         if ran and candidate.offloaded:
             self._host_seen[candidate] = outcome
             self._stale = True
@@ -136,7 +136,7 @@ class Predictor:
             time.calibrate()
             self._time, self._time_near = time._time, time._time_near
 
-    def begin_with(self, rates: Evidence) -> None:
+    def begin_with(self, rates: CalibrationEvidence) -> None:
         """Add rates measured on a like job and card to the priors.
 
         Raises:
@@ -146,13 +146,13 @@ class Predictor:
         self._time, self._time_near = fit(self._time_known, None, noise=self._time_noise), None
         self._stale = bool(self._seen)
 
-    def rates(self) -> Evidence | None:
+    def rates(self) -> CalibrationEvidence | None:
         """Return the card's rates from the measured steps, for other jobs on such a card; None without a measurement."""
         ran = {candidate: o.measurement for candidate, o in self._seen.items() if o.measurement}
         if not ran:
             return None
         residuals = self._time_residuals(self.prepare(list(ran)), list(ran.values()))
-        return Evidence.of(self._time_priors, fit(self._time_priors, residuals, noise=ELSEWHERE))
+        return CalibrationEvidence.of(self._time_priors, fit(self._time_priors, residuals, noise=ELSEWHERE))
 
     def calibrate(self) -> None:
         """Fit the constants to all observed Outcomes."""
@@ -300,7 +300,7 @@ class Predictor:
         """
         if way not in self._traces:
             try:
-                self._traces[way] = self.tracer(under(self.job, candidate), device=self.hardware.device)
+                self._traces[way] = self.tracer(job_with_candidate(self.job, candidate), device=self.hardware.device)
             except UserError as error:
                 self._refused[way] = str(error)
                 self._traces[way] = self.trace
@@ -813,7 +813,7 @@ def _in_large_blocks(job: Job, c: Columns, activations: Floats) -> Floats:
 
 
 @dataclass(frozen=True)
-class Peaks:
+class PredictedPeaks:
     """Bytes of a rank, each at its own peak; (..., n) each."""
 
     allocated: Floats  # by torch
@@ -857,14 +857,14 @@ def moments(p: Prepared, hardware: Hardware, constants: Floats) -> Floats:
     return np.asarray(allocated + cached + whole + GIB * constants[..., 0, None, None])
 
 
-def peaks(p: Prepared, hardware: Hardware, constants: Floats) -> Peaks:
+def peaks(p: Prepared, hardware: Hardware, constants: Floats) -> PredictedPeaks:
     """Return the peaks at constants (..., constants)."""
     allocated, cached, whole = _moments(p, hardware, constants)
     overhead = GIB * constants[..., 0, None]
     needed = (allocated + STUCK * cached + STUCK_UNEVEN * whole).max(axis=-2) + overhead
     shown = (allocated + cached + whole).max(axis=-2) + overhead
     shown = np.maximum(np.minimum(shown, float(hardware.capacity_bytes)), needed)
-    return Peaks(allocated.max(axis=-2), needed, shown)
+    return PredictedPeaks(allocated.max(axis=-2), needed, shown)
 
 
 def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, Floats]:

@@ -70,7 +70,7 @@ MICRO_SECONDS, STEP_SECONDS, TENSOR_SECONDS, PART_SECONDS = 4e-3, 1e-2, 6e-5, 2e
 
 
 @dataclass(frozen=True)
-class Rates:
+class DeviceRates:
     """Peaks of one device; bytes per second in one direction."""
 
     flops: float
@@ -141,7 +141,7 @@ class Work:
 
 def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
     """Return the work of every candidate."""
-    rates = Rates.of(hardware, {"float16": "fp16", "bfloat16": "bf16"}.get(job.autocast or "", job.precision))
+    rates = DeviceRates.of(hardware, {"float16": "fp16", "bfloat16": "bf16"}.get(job.autocast or "", job.precision))
     plain, again = trace.plain, trace.of(True)
 
     def either(of_plain: float, of_again: float) -> Floats:
@@ -171,7 +171,7 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
     )
 
 
-def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Rates) -> dict[str, Floats]:
+def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: DeviceRates) -> dict[str, Floats]:
     """Return the communication between ranks, as fields of Work.
 
     Stages 0 to 2 all-reduce buckets (use_multi_rank_bucket_allreduce), and stages 1 and 2 gather the updated weights. In
@@ -210,7 +210,7 @@ def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Rates) 
     }
 
 
-def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Rates) -> dict[str, Floats]:
+def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: DeviceRates) -> dict[str, Floats]:
     """Return the optimizer's step and the traffic of offloading, as fields of Work."""
     width, states, total = job.element_bytes, stepper(job).state_bytes, float(sum(trace.parameters))
     part, held = total / job.ranks, (total + trace.frozen) / job.ranks
@@ -245,7 +245,7 @@ def _hops_seconds(hardware: Hardware) -> float:
     return extra * (NODE_HOP_SECONDS + (hardware.per_node - 1) * HOP_SECONDS)
 
 
-def _starts(trace: Trace, c: Columns, rates: Rates) -> Floats:
+def _starts(trace: Trace, c: Columns, rates: DeviceRates) -> Floats:
     """Return the processor's seconds to start a micro-batch's kernels, ZeRO's hooks included."""
     plain, again = trace.plain.operators, trace.of(True).operators
     checkpointing = c.checkpointing > 0

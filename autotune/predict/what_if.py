@@ -15,7 +15,15 @@ import numpy as np
 from autotune.errors import UserError
 from autotune.predict.predictor import SURE_SIGMAS, Prediction, Predictor, Table
 from autotune.predict.step_time import host_limit_bytes
-from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, TRACED_KNOBS, Candidate, Value, under
+from autotune.problem.candidate import (
+    ACCUMULATION,
+    CHECKPOINTING,
+    MICRO_BATCH,
+    TRACED_KNOBS,
+    Candidate,
+    Value,
+    job_with_candidate,
+)
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.space import SearchSpace
@@ -66,7 +74,7 @@ class Elsewhere:
             for micro_batch, accumulation in pairs
         ]
 
-    def on(self, hardware: Hardware, job: Job | None = None) -> Tried | None:
+    def on(self, hardware: Hardware, job: Job | None = None) -> JobPredictions | None:
         """Predict all candidates on this hardware, for the job (default: the first one) with as many ranks.
 
         None if the global batch cannot be split over so many ranks. Sizes are equal in bf16 and fp16, so the first machine's
@@ -82,10 +90,10 @@ class Elsewhere:
         predictor = Predictor(
             job, dataclasses.replace(hardware, host_memory_bytes=PLENTY), self.first.trace, self.first.tracer
         )
-        return Tried(hardware, predictor, candidates, predictor.table(candidates))
+        return JobPredictions(hardware, predictor, candidates, predictor.table(candidates))
 
 
-class Tried:
+class JobPredictions:
     """Predictions of one job on one machine. Main memory limits nothing until a method checks it."""
 
     def __init__(self, hardware: Hardware, predictor: Predictor, candidates: list[Candidate], table: Table) -> None:

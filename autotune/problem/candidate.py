@@ -62,11 +62,11 @@ __all__ = [  # names of knobs are exported too: users of candidates need them
     "Value",
     "describe",
     "is_read",
+    "job_with_candidate",
     "knobs_of",
     "samples",
     "settings_of",
     "short_name",
-    "under",
 ]
 
 BATCH_KEYS = ("train_batch_size", MICRO_BATCH, ACCUMULATION)  # keys of a DeepSpeed config
@@ -220,7 +220,9 @@ def under(job: Job, candidate: Candidate) -> Job:
 
 def samples(job: Job, candidate: Candidate) -> float:
     """Return the sequences of one optimizer step over all ranks. Packed sequences are counted individually."""
-    return candidate.micro_batch * candidate.accumulation * job.ranks * under(job, candidate).samples_per_row
+    return (
+        candidate.micro_batch * candidate.accumulation * job.ranks * job_with_candidate(job, candidate).samples_per_row
+    )
 
 
 def knobs_of(config: dict[str, Any]) -> dict[str, Value]:

@@ -125,7 +125,7 @@ _DESKTOP = ("rtx", "gtx", "quadro", "titan")
 
 
 @dataclass(frozen=True)
-class Told:
+class NvmlFigures:
     """Figures of a card from NVML: peaks, one direction. None: not reported."""
 
     capability: tuple[int, int]
@@ -135,7 +135,7 @@ class Told:
     nvlink_gb_per_s: float | None = None
 
 
-def told_by_driver(uuid: str) -> Told | None:
+def told_by_driver(uuid: str) -> NvmlFigures | None:
     """Return the driver's figures of a whole card, or None if it does not answer. Nothing is started on the card."""
     with suppress(Exception):  # a failed estimate must not raise
         if (lib := open_nvml()) is not None:
@@ -143,7 +143,7 @@ def told_by_driver(uuid: str) -> Told | None:
     return None
 
 
-def _told(lib: Any, handle: Any) -> Told:
+def _told(lib: Any, handle: Any) -> NvmlFigures:
     def asked(name: str, *arguments: Any) -> float | None:
         with suppress(lib.NVMLError, AttributeError):  # an older driver, or old bindings
             return float(getattr(lib, name)(handle, *arguments)) or None
@@ -156,7 +156,7 @@ def _told(lib: Any, handle: Any) -> Told:
     links = sum(bool(asked("nvmlDeviceGetNvLinkState", link)) for link in range(_MOST_LINKS))
     a_link = 50.0 if capability >= (10, 0) else 25.0  # GB/s of NVLink 5, and of 2 to 4
     lane = _PCIE_GB_PER_S.get(int(generation), _PCIE_GB_PER_S[4]) / 16 if generation else None
-    return Told(
+    return NvmlFigures(
         capability,
         fp32_tflops=2 * cores * clock * 1e6 / 1e12 if cores and clock else None,
         memory_gb_per_s=2 * rate * 1e6 * width / 8 / 1e9 if rate and width else None,  # both edges of the clock
@@ -166,7 +166,7 @@ def _told(lib: Any, handle: Any) -> Told:
 
 
 @cache
-def unlisted(name: str, memory_bytes: int, told: Told | None = None, *, unified: bool = False) -> GpuFacts:
+def unlisted(name: str, memory_bytes: int, told: NvmlFigures | None = None, *, unified: bool = False) -> GpuFacts:
     """Return facts of a GPU from its NVML name, its memory and its driver's figures.
 
     Args:
@@ -232,7 +232,7 @@ def _card_of(part: re.Match[str]) -> GpuFacts | None:
     return None
 
 
-def _as_told(name: str, memory_bytes: int, told: Told, unified: bool) -> GpuFacts:
+def _as_told(name: str, memory_bytes: int, told: NvmlFigures, unified: bool) -> GpuFacts:
     assert told.fp32_tflops
     older = [tensor for capability, tensor in sorted(_TENSOR.items()) if capability <= told.capability]
     tensor = older[-1] if older else 1.0

@@ -25,7 +25,7 @@ from autotune.problem.nvml import (
     settled_gpus,
     unseen_gpu,
 )
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.util.units import GIB, format_bytes
 
 __all__ = [
@@ -135,12 +135,12 @@ class Hardware:
         """Bytes that a winner may use: the capacity less the headroom."""
         return int(self.capacity_bytes * (1 - self.headroom))
 
-    def outgrew(self, ran_out: Kind, capacity_bytes: int | None) -> bool:
+    def outgrew(self, ran_out: OutcomeKind, capacity_bytes: int | None) -> bool:
         """Check that the present capacity is clearly larger than `capacity_bytes`, so that a candidate with an OOM may fit now.
 
         The capacity is a rank's device, or for OOM_HOST a node's main memory. None means the present capacity.
         """
-        of_host = ran_out is Kind.OOM_HOST
+        of_host = ran_out is OutcomeKind.OOM_HOST
         apart = CARD_APART if self.device == "cuda" and not (self.unified or of_host) else MAIN_MEMORY_APART
         now = self.host_memory_bytes if of_host else self.capacity_bytes
         return capacity_bytes is not None and capacity_bytes < (1 - apart) * now

@@ -10,7 +10,7 @@ from autotune.masking import masked_data
 from autotune.versions import StrEnum
 
 
-class Kind(StrEnum):
+class OutcomeKind(StrEnum):
     """Class of an Outcome; each has its own policy in `search/`."""
 
     OK = "ok"
@@ -19,7 +19,7 @@ class Kind(StrEnum):
     TIMEOUT = "timeout"  # a phase passed its deadline
     INVALID = "invalid"  # DeepSpeed refused the config, or the script trained on another batch
     CRASH = "crash"  # the model's or the script's own error, or death by a signal
-    FOREIGN = "foreign"  # another process took the device's memory during the trial
+    GPU_CONTENTION = "foreign"  # another process took the device's memory during the trial
     INFRASTRUCTURE = "infrastructure"  # port, NCCL, disk: the machine, not the candidate
     INTERRUPTED = "interrupted"  # the tuner was stopped during the trial
 
@@ -29,14 +29,14 @@ class Kind(StrEnum):
         return self in (Kind.OOM_DEVICE, Kind.OOM_HOST)
 
     @property
-    def says_something_of_the_candidate(self) -> bool:
+    def is_attributable_to_candidate(self) -> bool:
         """True if a repeated trial would end the same way."""
-        return self not in (Kind.FOREIGN, Kind.INFRASTRUCTURE, Kind.INTERRUPTED)
+        return self not in (OutcomeKind.GPU_CONTENTION, OutcomeKind.INFRASTRUCTURE, OutcomeKind.INTERRUPTED)
 
     @property
-    def may_be_mended(self) -> bool:
+    def is_retryable(self) -> bool:
         """True if the machine or the job may be the cause, so that it can be fixed before the next call."""
-        return self in (Kind.TIMEOUT, Kind.CRASH)
+        return self in (OutcomeKind.TIMEOUT, OutcomeKind.CRASH)
 
 
 class Phase(StrEnum):
@@ -128,7 +128,7 @@ class Measurement:
 class Outcome:
     """End of one trial of one candidate."""
 
-    kind: Kind
+    kind: OutcomeKind
     phase: Phase = Phase.STEP
     measurement: Measurement | None = None
     reason: str = ""  # one line for display
@@ -152,14 +152,14 @@ class Outcome:
     @property
     def may_end_otherwise(self) -> bool:
         """True if the outcome is not attributable to the candidate, so that a retry may end differently."""
-        return self.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN) or (
-            self.kind is Kind.INTERRUPTED and self.source in (Source.LIMIT, Source.SILENCE)
+        return self.kind in (OutcomeKind.INFRASTRUCTURE, OutcomeKind.GPU_CONTENTION) or (
+            self.kind is OutcomeKind.INTERRUPTED and self.source in (Source.LIMIT, Source.SILENCE)
         )
 
     @property
     def device_capacity_bytes(self) -> int | None:
         """Bytes of a rank's device if that ran out; None: as much as today."""
-        return self.capacity_bytes if self.kind is Kind.OOM_DEVICE else None
+        return self.capacity_bytes if self.kind is OutcomeKind.OOM_DEVICE else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that are set; secrets in the ranks' texts are masked."""
@@ -174,7 +174,7 @@ class Outcome:
         """Read the output of `to_json`; fields of a newer version are dropped."""
         known = {f.name for f in dataclasses.fields(cls)}
         values = {key: value for key, value in data.items() if key in known}
-        values["kind"] = Kind(values["kind"])
+        values["kind"] = OutcomeKind(values["kind"])
         values["exceptions"] = tuple(values.get("exceptions", ()))
         values["phase"] = Phase(values.get("phase", Phase.STEP))
         said = values.get("source")

@@ -108,7 +108,7 @@ class BaseRank(ABC):
         if cpus := os.environ.get("AUTOTUNE_CPUS"):  # before any thread starts; the remaining CPUs belong to other jobs
             os.sched_setaffinity(0, map(int, cpus.split(",")))
         own_memory()  # after the affinity is set, so that pages are copied close to these CPUs
-        self.meeting = Meeting.of(self.spec["store"], self.number, self.world)
+        self.meeting = Rendezvous.from_spec(self.spec["store"], self.number, self.world)
         if (port := self.meeting.open()) is not None:
             self.channel.send("store", port=port, scripts_port=self.spec["port"])
         self.enter(Phase.START)
@@ -300,7 +300,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass
-class Meeting:
+class Rendezvous:
     """Rendezvous of one rank with its peers.
 
     On one machine the rendezvous is a file, so two studies cannot meet. On several machines it is torch's TCPStore,
@@ -317,7 +317,7 @@ class Meeting:
     _listener: socket.socket | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, told: str | dict[str, Any], number: int, world: int) -> Meeting:
+    def from_spec(cls, told: str | dict[str, Any], number: int, world: int) -> Rendezvous:
         """Build from the `store` of a spec: a file, or `host`, `port` and `token`."""
         if isinstance(told, str):
             return cls(number, world, file=told)

@@ -416,7 +416,7 @@ _TAIL_BYTES = 1024  # torch writes no comment after the mark, other writers a sh
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckpointShare:
     """Assign the files of a checkpoint to ranks for checking.
 
     A rank checks its own files. The first rank of each machine checks all files without an owner. Every file is thus
@@ -460,13 +460,13 @@ def tag_of(folder: Path) -> str | None:
         return None
 
 
-def is_damaged(folder: Path, part: Part) -> bool:
+def is_damaged(folder: Path, part: CheckpointShare) -> bool:
     """Return True if the tag's folder is empty, or a file there that this rank checks is truncated."""
     files = list(folder.glob(_SHARDS_STATES))
     return not files or any(is_cut_off(file) for file in files if part.has(file.name))
 
 
-def lacks(folder: Path, part: Part) -> bool:
+def lacks(folder: Path, part: CheckpointShare) -> bool:
     """Return True if other ranks have own files in the tag's folder and this rank has none.
 
     Nothing is missing if the first ranks have files as equal groups would, as with MiCS. Tensor parallel ranks (AutoTP)
@@ -494,7 +494,7 @@ class Tags:
     whole: dict[str, int]  # time of writing in ns (clock of the file server) of each tag that is whole for this rank
 
 
-def tags_in(folder: Path, part: Part) -> Tags:
+def tags_in(folder: Path, part: CheckpointShare) -> Tags:
     """Return this rank's view of the folder."""
     whole = {}
     for tag in {file.parent for file in folder.glob(f"*/{_SHARDS_STATES}")}:
@@ -534,7 +534,7 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass
-class Ledger:
+class CheckpointLedger:
     """Writers of the checkpoints in one output folder.
 
     Files are identified by their times. Because clocks differ and jump, these are never compared with a clock.
@@ -551,7 +551,7 @@ class Ledger:
     call: int = -1
 
     @classmethod
-    def of(cls, folder: Path, told: dict[str, Any] | None) -> Ledger:
+    def of(cls, folder: Path, told: dict[str, Any] | None) -> CheckpointLedger:
         """Restore from `told`; None starts without knowledge of the folder."""
         if told is None:
             return cls(folder)
@@ -572,7 +572,7 @@ class Ledger:
         self.call += 1
         self.found, self.last = found, self.call
 
-    def seen(self, part: Part, given: Any, bad: Collection[str] = ()) -> Seen:
+    def seen(self, part: CheckpointShare, given: Any, bad: Collection[str] = ()) -> Seen:
         """Return this rank's view of the folder after `begin`.
 
         Args:

@@ -158,7 +158,7 @@ StepParts = list[float]  # seconds of one optimizer step: the whole, or each mic
 
 
 @dataclass(frozen=True)
-class Request:
+class MeasureRequest:
     """Parameters of a `measure` message."""
 
     micro_batch: int
@@ -188,7 +188,7 @@ class Request:
         return self.micro_batches < self.accumulation
 
 
-def warmed_up(step_seconds: list[float], request: Request) -> bool:
+def warmed_up(step_seconds: list[float], request: MeasureRequest) -> bool:
     """Return True if the warm-up may end: step times have settled, or it took its share of the time."""
     count = len(step_seconds)
     if count >= MAX_WARMUP_STEPS:
@@ -199,14 +199,14 @@ def warmed_up(step_seconds: list[float], request: Request) -> bool:
     return count >= 2 and sum(step_seconds) > min(3 * request.min_seconds, 0.4 * request.max_seconds)
 
 
-def enough(request: Request, elapsed_seconds: float, steps: int) -> bool:
+def enough(request: MeasureRequest, elapsed_seconds: float, steps: int) -> bool:
     """Return True if the measured steps and seconds satisfy the request."""
     if steps >= request.max_steps or elapsed_seconds > request.max_seconds:
         return True
     return steps >= request.min_steps and elapsed_seconds > request.min_seconds
 
 
-def settled(request: Request, elapsed_seconds: float, step_seconds: list[float], warmup: list[float]) -> bool:
+def settled(request: MeasureRequest, elapsed_seconds: float, step_seconds: list[float], warmup: list[float]) -> bool:
     """Return True if the measured steps represent a script's step time, or the time for that is over.
 
     More steps are needed if a step had extra work (data generation, an evaluation), which may recur. Recurring work
@@ -225,7 +225,7 @@ def settled(request: Request, elapsed_seconds: float, step_seconds: list[float],
     return count >= times * request.max_steps or elapsed_seconds > most_seconds
 
 
-def stretch(request: Request, elapsed_seconds: float, steps: int, seconds_per_step: float) -> int:
+def stretch(request: MeasureRequest, elapsed_seconds: float, steps: int, seconds_per_step: float) -> int:
     """Return the number of steps, at least one, to run before the ranks compare their clocks again.
 
     A comparison after every step would make each step wait for the slowest rank, which training does not do.

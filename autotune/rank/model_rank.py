@@ -13,7 +13,7 @@ from typing import Any
 from autotune.problem.outcome import Phase
 from autotune.rank import measure
 from autotune.rank.base import BaseRank
-from autotune.rank.measure import Request, StepParts, certify_save, checkpoint, load, measure_as, run_as
+from autotune.rank.measure import MeasureRequest, StepParts, certify_save, checkpoint, load, measure_as, run_as
 from autotune.rank.script_rank import Overflows
 from autotune.workers.protocol import Message
 
@@ -40,7 +40,7 @@ class ModelRank(BaseRank):
         self.channel.send("phase", phase="ready")
         while (message := self.channel.receive()) is not None:
             if message["type"] == "measure":
-                self._measure(Request.of(message))
+                self._measure(MeasureRequest.of(message))
             elif message["type"] == "certify":
                 self._certify(message)
             elif message["type"] == "checkpoint":
@@ -71,7 +71,7 @@ class ModelRank(BaseRank):
     def _batches(self, micro_batch: int) -> Iterator[Any]:
         return self.source(micro_batch, self.own_device.torch_device(), self.spec["seed"] + self.number)
 
-    def _measure(self, request: Request) -> None:
+    def _measure(self, request: MeasureRequest) -> None:
         self._set_batch(request)
         device = self.own_device
         device.reset_peaks()
@@ -99,7 +99,7 @@ class ModelRank(BaseRank):
             **device.peaks(),
         )
 
-    def _timed_steps(self, batches: Iterator[Any], request: Request, pace: float) -> list[StepParts]:
+    def _timed_steps(self, batches: Iterator[Any], request: MeasureRequest, pace: float) -> list[StepParts]:
         """Run steps until all ranks have enough.
 
         Args:
@@ -114,7 +114,7 @@ class ModelRank(BaseRank):
             pace = elapsed / len(steps)
         return steps
 
-    def _set_batch(self, request: Request) -> None:
+    def _set_batch(self, request: MeasureRequest) -> None:
         engine = self.engine
         engine.set_train_micro_batch_size(request.micro_batch)
         engine.set_train_batch_size(request.micro_batch * request.accumulation * self.world)
@@ -122,7 +122,7 @@ class ModelRank(BaseRank):
             engine.optimizer.gradient_accumulation_steps = request.accumulation
         engine.micro_steps = 0
 
-    def _whole_step(self, batches: Iterator[Any], request: Request) -> StepParts:
+    def _whole_step(self, batches: Iterator[Any], request: MeasureRequest) -> StepParts:
         """Run a step in which the optimizer runs. Steps that DeepSpeed skips are discarded."""
         while True:
             parts = self._step(batches, request)
@@ -132,7 +132,7 @@ class ModelRank(BaseRank):
                 raise RuntimeError(self.overflows.endless)
             del self.live_steps[-1:]
 
-    def _step(self, batches: Iterator[Any], request: Request) -> StepParts:
+    def _step(self, batches: Iterator[Any], request: MeasureRequest) -> StepParts:
         """Run one optimizer step.
 
         Returns:

@@ -21,7 +21,16 @@ from autotune.rank import measure
 from autotune.rank.base import EXIT_REPORTED, BaseRank, leave
 from autotune.rank.hooks import Hooks
 from autotune.rank.hooks.base import Context, Sizes
-from autotune.rank.measure import Request, certify_save, checkpoint, load, measure_as, run_as, run_script, say_goodbye
+from autotune.rank.measure import (
+    MeasureRequest,
+    certify_save,
+    checkpoint,
+    load,
+    measure_as,
+    run_as,
+    run_script,
+    say_goodbye,
+)
 from autotune.rank.sandbox import Sandbox
 from autotune.script.profile import TOKENS, UNCOUNTED, Counted
 from autotune.script.source_digests import SOURCES
@@ -57,7 +66,7 @@ _QUIET_ENVIRONMENT = {
 class ScriptRank(BaseRank):
     """Run `spec["job"]["script"]` under `spec["candidate"]`, or unmodified (a probe run) if that is None.
 
-    The class is the `Watcher` of its hooks.
+    The class is the `TrainingObserver` of its hooks.
     """
 
     def __init__(self, channel: Channel, spec: Message) -> None:
@@ -66,7 +75,7 @@ class ScriptRank(BaseRank):
         self.config: dict[str, Any] = {}  # the script's own
         self.engine: Any = None
         self.facts: dict[str, Any] = {}  # facts of the engine
-        self.request: Request | None = None  # measurement request, received before the first batch
+        self.request: MeasureRequest | None = None  # measurement request, received before the first batch
         self.batch = Batch()  # batch of the running step
         self.overflows = Overflows(None)
         self.warmup: list[float] = []  # seconds of warm-up steps without skipped ones
@@ -223,7 +232,7 @@ class ScriptRank(BaseRank):
         self.batch = Batch()
         self._step_began = time.perf_counter()
 
-    def _count(self, seconds: float, request: Request) -> None:
+    def _count(self, seconds: float, request: MeasureRequest) -> None:
         """Count a step in which the optimizer ran."""
         if len(self.warmup) < WARMUP_STEPS:
             self.warmup.append(seconds)
@@ -287,7 +296,7 @@ class ScriptRank(BaseRank):
         message = self.channel.receive()
         if message is None or message["type"] != "measure":
             say_goodbye(self)
-        self.request = Request.of(message)
+        self.request = MeasureRequest.of(message)
         self._begin_measuring()
 
     def _tell_facts(self) -> None:
@@ -303,7 +312,7 @@ class ScriptRank(BaseRank):
         if self.candidate is None:
             self.saved_tensors = SavedTensors(self.engine)
 
-    def _compare_clocks(self, request: Request) -> None:
+    def _compare_clocks(self, request: MeasureRequest) -> None:
         """End the measurement on all ranks at once, or schedule the next comparison."""
         elapsed, steps = self.agree(time.perf_counter() - self._measuring_began), len(self.timed)
         if not measure.enough(request, elapsed, steps):

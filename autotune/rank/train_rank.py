@@ -20,7 +20,16 @@ from typing import Any, NoReturn, TypeVar
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Phase
 from autotune.rank.base import BaseRank, greet, handled, leave
-from autotune.rank.checkpoints import Ledger, Part, Seen, chosen, instead_of_latest, load_any, tag_of, tags_in
+from autotune.rank.checkpoints import (
+    CheckpointLedger,
+    CheckpointShare,
+    Seen,
+    chosen,
+    instead_of_latest,
+    load_any,
+    tag_of,
+    tags_in,
+)
 from autotune.rank.hooks import Hooks
 from autotune.rank.hooks.base import Context, Sizes
 from autotune.rank.measure import run_script
@@ -36,7 +45,7 @@ _FIRST_STEPS = 3  # each of these steps is reported at once
 class TrainRank(BaseRank):
     """Train until the script ends; report progress, and an OOM at once.
 
-    The class is the `Watcher` of its hooks.
+    The class is the `TrainingObserver` of its hooks.
     """
 
     _unloaded: tuple[Exception, str] | None = None  # error of a checkpoint that could not be loaded, and its folder
@@ -53,7 +62,7 @@ class TrainRank(BaseRank):
         context.collective_timeout = self.collective_timeout
         self.hooks = Hooks(context)
         self.hooks.install()
-        self._ledgers: dict[str, Ledger] = {}  # by output folder
+        self._ledgers: dict[str, CheckpointLedger] = {}  # by output folder
         self._begin_again()
         self._resume_trainer()
         self._note_checkpoints()
@@ -124,7 +133,7 @@ class TrainRank(BaseRank):
         """
         self.written.append(str(folder))
         told = self.spec["earlier"].get(str(folder))
-        ledger = self._ledgers.setdefault(str(folder), Ledger.of(folder, told))
+        ledger = self._ledgers.setdefault(str(folder), CheckpointLedger.of(folder, told))
         ledger.begin()
         if self.number == 0:
             self.channel.send("checkpoints", folder=str(folder), ledger=ledger.told())
@@ -149,7 +158,7 @@ class TrainRank(BaseRank):
             written = os.stat(path).st_mtime_ns
         self.channel.send("resumed", path=path, written=written)
 
-    def _tell_of_earlier(self, ledger: Ledger, seen: Seen) -> None:
+    def _tell_of_earlier(self, ledger: CheckpointLedger, seen: Seen) -> None:
         """Report that a restarted script does not resume from an earlier launch's checkpoint.
 
         The script decides this itself, but the user must see it.
@@ -162,8 +171,8 @@ class TrainRank(BaseRank):
             )
 
     @property
-    def _part(self) -> Part:
-        return Part(self.number, self.world, self.local)
+    def _part(self) -> CheckpointShare:
+        return CheckpointShare(self.number, self.world, self.local)
 
     def _of_all(self, mine: T) -> list[T]:
         """Gather every rank's value, the first rank's first. Every rank must call this."""

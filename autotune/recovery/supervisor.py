@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import MachineTrouble, Stopped, UserError, one_line
-from autotune.executors.base import Ground
+from autotune.executors.base import LaunchTarget
 from autotune.executors.machine import Needs, Ops, op_name
 from autotune.masking import masked, masked_data
 from autotune.problem.candidate import trial_environment
 from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
-from autotune.problem.outcome import Kind, Source
+from autotune.problem.outcome import OutcomeKind, Source
 from autotune.rank.ds_config import DISPENSABLE, all_ops, needed_ops
 from autotune.recovery.ladder import Rung
 from autotune.script.argument_writer import write_trial_files
@@ -32,7 +32,7 @@ from autotune.util.interpreter import current
 from autotune.util.linux import NOTICES
 from autotune.util.units import format_bytes, format_duration
 from autotune.workers.failure_classifier import judge
-from autotune.workers.group import Group, Policy, Stop
+from autotune.workers.group import Policy, Stop, WorkerGroup
 from autotune.workers.jit_ops import FOLDER, is_built, own_folder
 from autotune.workers.launchers import Launcher, SpawnLauncher, training_environment
 from autotune.workers.protocol import Message
@@ -115,7 +115,7 @@ class Supervisor:
         convert: bool = False,
         launcher: Launcher | None = None,
         threads: int | None = None,
-        ground: Ground | None = None,
+        ground: LaunchTarget | None = None,
     ) -> None:
         assert job.script is not None
         self.job, self.hardware, self.ladder, self.folder = job, hardware, ladder, folder
@@ -130,7 +130,7 @@ class Supervisor:
         self._ground, self._opened = ground, False
         self._needs = Needs(hardware.device, self.threads, training=True, cwd=job.script.cwd)
         self._signal: signal.Signals | None = None
-        self._group: Group | None = None
+        self._group: WorkerGroup | None = None
         self._earlier: dict[str, dict[str, Any]] = {}  # last messages about Trainer's output folders
         self._begun: set[str] = set()  # output folders into which an attempt may have written
         self._bad: list[str] = []  # folders of checkpoints that could not be loaded, since the last step
@@ -171,7 +171,7 @@ class Supervisor:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {masked(text)}\n")
 
     def _run(self) -> LaunchSummary:
-        way = Descent()
+        way = RestartPolicy()
         attempts: list[Attempt] = []
         tries = 0  # since the last newer checkpoint
         while True:
@@ -180,13 +180,13 @@ class Supervisor:
             self.say(f"starting under {rung.candidate} ({how} {format_bytes(rung.peak_bytes)} a rank)")
             attempts.append(attempt := Attempt(way.at, str(rung.candidate), peak_bytes=rung.peak_bytes))
             end = self._timed(rung, attempt, first=len(attempts) == 1)
-            tries = 1 if way.got_on(end.resumed_from) else tries + 1
+            tries = 1 if way.made_progress(end.resumed_from) else tries + 1
             if self._sets_aside(end, first=len(attempts) == 1) and tries <= self.max_restarts:
                 continue
-            if end.kind is None or self._signal is not None or (end.kind is Kind.INVALID and way.at == 0):
+            if end.kind is None or self._signal is not None or (end.kind is OutcomeKind.INVALID and way.at == 0):
                 return LaunchSummary(end.code, attempts)
             self.say(f"{end.kind.value} after {end.steps} steps: {end.reason}")
-            down = way.after(end.kind, end.steps, end.words, end.origin)
+            down = way.next_action(end.kind, end.steps, end.words, end.origin)
             if way.hopeless:
                 self.say(f"{way.hopeless}: giving up")
                 return LaunchSummary(end.code or 1, attempts)
@@ -270,21 +270,21 @@ class Supervisor:
             reason = f"stopped by {self._signal.name}, before DeepSpeed's ops were built"
             return heard.end(128 + self._signal, None, reason)
         except MachineTrouble as trouble:  # a node that restarts is away for minutes
-            return heard.end(MACHINES_CODE, Kind.INFRASTRUCTURE, str(trouble))
+            return heard.end(MACHINES_CODE, OutcomeKind.INFRASTRUCTURE, str(trouble))
         failed = (self._ground.ops if self._ground is not None else self._ops).failed
         for builder in needed_ops([rung.candidate], self.job, self.hardware.device):
             # its ranks would fail with an error that does not concern memory
             if builder in failed.keys() - DISPENSABLE:
                 why = f"DeepSpeed's {op_name(builder)} cannot be built ({failed[builder]})"
-                return heard.end(1, Kind.INVALID, why)
+                return heard.end(1, OutcomeKind.INVALID, why)
         return None
 
-    def _ready(self, ground: Ground, rung: Rung) -> None:
+    def _ready(self, ground: LaunchTarget, rung: Rung) -> None:
         if not self._opened:
             ground.open(self._needs)
             self._opened = True
         if ground.broken:
-            ground.mend()
+            ground.reconnect()
         ground.load_ops(all_ops([rung.candidate], self.job, self.hardware.device), self._needs)
 
     def _build(self, rung: Rung) -> None:
@@ -306,7 +306,7 @@ class Supervisor:
                 with suppress(Exception):  # a device that cannot be queried costs a point, not the training
                     course.note(heard.steps, lambda: group.peaks().worst)
 
-        group = self._group = Group(
+        group = self._group = WorkerGroup(
             self._ground.launcher if self._ground is not None else self._launcher,
             self.hardware,
             None,
@@ -340,14 +340,14 @@ class Supervisor:
             self._earlier |= heard.earlier
             self._begun |= heard.begun
 
-    def _end(self, group: Group) -> None:
+    def _end(self, group: WorkerGroup) -> None:
         """End the group. An OSError here does not change how the attempt ended."""
         try:
             group.end()
         except OSError as error:
             self.say(f"the ranks' end: {one_line(error)}")
 
-    def _leave(self, group: Group, heard: Heard) -> End:
+    def _leave(self, group: WorkerGroup, heard: Heard) -> End:
         """Pass a signal on and give the ranks time to end in their own way."""
         assert self._signal is not None
         group.signal(self._signal)
@@ -393,7 +393,13 @@ def check_script(study: str, job: Job, target: str) -> None:
 # Classify an attempt's end: the script's own end, or a failure after which training goes on.
 
 _NEAR_FULL = 0.97  # share of the capacity; a hang above it counts as an OOM
-_GOES_ON = (Kind.OOM_DEVICE, Kind.OOM_HOST, Kind.INVALID, Kind.INFRASTRUCTURE, Kind.FOREIGN)
+_GOES_ON = (
+    OutcomeKind.OOM_DEVICE,
+    OutcomeKind.OOM_HOST,
+    OutcomeKind.INVALID,
+    OutcomeKind.INFRASTRUCTURE,
+    OutcomeKind.GPU_CONTENTION,
+)
 
 
 @dataclass(frozen=True)
@@ -401,7 +407,7 @@ class End:
     """End of an attempt."""
 
     code: int
-    kind: Kind | None  # None: the script ended by itself
+    kind: OutcomeKind | None  # None: the script ended by itself
     reason: str
     steps: int
     resumed_from: str
@@ -422,7 +428,7 @@ class Heard:
     strayed: bool = False
     earlier: dict[str, dict[str, Any]] = field(
         default_factory=dict
-    )  # fields of `rank.checkpoints.Ledger` by output folder
+    )  # fields of `rank.checkpoints.CheckpointLedger` by output folder
     begun: set[str] = field(default_factory=set)  # output folders of Trainer's arguments
 
     def take(self, rank: int, message: Message) -> None:
@@ -454,10 +460,10 @@ class Heard:
     def broken(self, error: Exception) -> End:
         """Return the end of an attempt that this machine refuses to start."""
         words = one_line(error)
-        return replace(self.end(1, Kind.INFRASTRUCTURE, words), words=words)
+        return replace(self.end(1, OutcomeKind.INFRASTRUCTURE, words), words=words)
 
 
-def end_of(stop: Stop, group: Group, heard: Heard, hardware: Hardware) -> End:
+def end_of(stop: Stop, group: WorkerGroup, heard: Heard, hardware: Hardware) -> End:
     """Return the end of an attempt that was not stopped by a signal. The caller ends the group afterwards."""
     if stop is Stop.SILENT and group.greeted:
         return _hang(group, heard, hardware)
@@ -472,20 +478,20 @@ def end_of(stop: Stop, group: Group, heard: Heard, hardware: Hardware) -> End:
     code = codes[0] if codes else 1
     verdict = judge(evidence)
     if not group.greeted:  # neither the script nor its config has reached the ranks
-        end = heard.end(code, Kind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}")
+        end = heard.end(code, OutcomeKind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}")
         broken = verdict.source is Source.EXIT  # a half-upgraded environment ends each rank like this
         return replace(end, words=verdict.reason if broken else "")
     # torch ends a rank with SIGABRT when its collective times out.
     deadly = (signal.SIGKILL, signal.SIGABRT) if heard.steps else (signal.SIGKILL,)
-    killed = verdict.kind is Kind.CRASH and verdict.signal in deadly
+    killed = verdict.kind is OutcomeKind.CRASH and verdict.signal in deadly
     if killed or verdict.kind in _GOES_ON:
-        own = verdict.kind is Kind.INFRASTRUCTURE and verdict.source in (Source.EXCEPTION, Source.EXIT)
+        own = verdict.kind is OutcomeKind.INFRASTRUCTURE and verdict.source in (Source.EXCEPTION, Source.EXIT)
         return replace(heard.end(code, verdict.kind, verdict.reason), words=verdict.reason if own else "")
     end = heard.end(code, None, f"the script's own failure ({verdict.reason})")
     return replace(end, unloaded=next((error["unloaded"] for error in evidence.errors if error.get("unloaded")), ""))
 
 
-def _hang(group: Group, heard: Heard, hardware: Hardware) -> End:
+def _hang(group: WorkerGroup, heard: Heard, hardware: Hardware) -> End:
     """Return the end of an attempt without a heartbeat: an OOM if a device or the host is nearly full."""
     if (code := group.scripts_code) is not None:
         heard.say("the script is over, and ranks do not leave: ended")
@@ -493,10 +499,10 @@ def _hang(group: Group, heard: Heard, hardware: Hardware) -> End:
     peaks = group.peaks()
     text = f"hang in {group.silence}"
     if peaks.worst > _NEAR_FULL * hardware.capacity_bytes:
-        return heard.end(1, Kind.OOM_DEVICE, f"{text}, with the device's memory full")
+        return heard.end(1, OutcomeKind.OOM_DEVICE, f"{text}, with the device's memory full")
     if peaks.host_low < 0.03 * hardware.host_memory_bytes:
-        return heard.end(1, Kind.OOM_HOST, f"{text}, with main memory full")
-    return heard.end(1, Kind.TIMEOUT, f"{text}, with memory to spare")
+        return heard.end(1, OutcomeKind.OOM_HOST, f"{text}, with main memory full")
+    return heard.end(1, OutcomeKind.TIMEOUT, f"{text}, with memory to spare")
 
 
 # -- restart policy ----------------------------------------------------------------------------------------------------
@@ -504,15 +510,15 @@ def _hang(group: Group, heard: Heard, hardware: Hardware) -> End:
 # Decide from an attempt's end whether training retries, steps down the recovery ladder or gives up.
 
 PAUSES_SECONDS = (10.0, 30.0, 60.0, 120.0, 300.0)  # before the next attempt in an outage; the last one repeats
-_TOO_MUCH = (Kind.OOM_DEVICE, Kind.OOM_HOST, Kind.INVALID)
-_OUTAGES = (Kind.INFRASTRUCTURE, Kind.FOREIGN)
+_TOO_MUCH = (OutcomeKind.OOM_DEVICE, OutcomeKind.OOM_HOST, OutcomeKind.INVALID)
+_OUTAGES = (OutcomeKind.INFRASTRUCTURE, OutcomeKind.GPU_CONTENTION)
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)  # addresses, ports and process ids differ each time
 _MOST_ALIKE = 3  # attempts that end at the same step after the same checkpoint
 _NEAR = 0.02  # share of the steps; not every step is reported, so steps this close count as equal
 _MOST_BARREN = 2  # attempts under one config that were killed or hung without a step
 
 
-class Descent:
+class RestartPolicy:
     """Position of a training on the recovery ladder.
 
     Attributes:
@@ -531,16 +537,16 @@ class Descent:
         self.hopeless, self._stepped = "", False
         self._words = ""  # message of the last attempt
         self._alike = self._steps = 0  # for the last attempt that has stepped
-        self._place: tuple[Kind, str] | None = None
+        self._place: tuple[OutcomeKind, str] | None = None
         self._origins: set[str] = set()
 
-    def got_on(self, resumed_from: str) -> bool:
+    def made_progress(self, resumed_from: str) -> bool:
         """Record the checkpoint that an attempt resumed from. Return True if no earlier attempt resumed from it."""
         newer = bool(resumed_from) and resumed_from not in self._origins
         self._origins.add(resumed_from)
         return newer
 
-    def after(self, kind: Kind, steps: int, words: str = "", origin: str | None = None) -> bool:
+    def next_action(self, kind: OutcomeKind, steps: int, words: str = "", origin: str | None = None) -> bool:
         """Record an attempt's end. Return True if the failure is attributable to its config, so that the next rung is due.
 
         An infrastructure failure or GPU contention affects all configs alike, so it is followed by a pause and a retry.

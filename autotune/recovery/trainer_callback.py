@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from autotune.errors import one_line
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, samples
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.rank import devices
 from autotune.rank.devices import used_bytes
 from autotune.script.script import candidate_of_config
@@ -90,4 +90,4 @@ class StudyCallback(TrainerCallback):  # type: ignore[misc]
         spread = statistics.stdev(seconds) / len(seconds) ** 0.5
         measured = Measurement(step, spread, len(seconds), speed, speed * store.job.tokens_per_sample, self._peak)
         number = store.start(candidate, None, TRAINING, "real training")
-        return number, Outcome(Kind.OK, Phase.STEP, measured, peak_bytes=self._peak, seconds=sum(self._seconds))
+        return number, Outcome(OutcomeKind.OK, Phase.STEP, measured, peak_bytes=self._peak, seconds=sum(self._seconds))

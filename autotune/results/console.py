@@ -20,7 +20,7 @@ from autotune.masking import MASK, NOTE, masked, masked_data, masked_words
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script, under_lightning
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.results.export import (
     lightnings_own,
     lossy_settings,
@@ -36,7 +36,7 @@ from autotune.script.profile import SPLIT, other_batch
 from autotune.script.script import RELAUNCHED, carried, carries_knob, half_told, training_command, typed, variables_for
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, SEARCH, VERIFY, Record, resumed_peak_bytes, uncollected
-from autotune.search.tuner import rivals
+from autotune.search.tuner import comparable_trials
 from autotune.util.interpreter import launched
 from autotune.util.streams import is_watched
 from autotune.util.units import format_bytes, format_count, format_duration
@@ -47,15 +47,15 @@ from autotune.workers.launchers import assignments, variables_of
 # Terminal output: the live view of a run, and tables of a study.
 
 _STYLE = {
-    Kind.OK: "green",
-    Kind.OOM_DEVICE: "yellow",
-    Kind.OOM_HOST: "yellow",
-    Kind.TIMEOUT: "red",
-    Kind.INVALID: "magenta",
-    Kind.CRASH: "red",
-    Kind.INFRASTRUCTURE: "cyan",
-    Kind.FOREIGN: "cyan",
-    Kind.INTERRUPTED: "dim",
+    OutcomeKind.OK: "green",
+    OutcomeKind.OOM_DEVICE: "yellow",
+    OutcomeKind.OOM_HOST: "yellow",
+    OutcomeKind.TIMEOUT: "red",
+    OutcomeKind.INVALID: "magenta",
+    OutcomeKind.CRASH: "red",
+    OutcomeKind.INFRASTRUCTURE: "cyan",
+    OutcomeKind.GPU_CONTENTION: "cyan",
+    OutcomeKind.INTERRUPTED: "dim",
 }
 
 
@@ -116,7 +116,7 @@ class LiveObserver(PlainObserver):
         super().__init__(console)
         self._hardware, self._budget = hardware, budget_seconds
         self._began = time.monotonic()
-        self._counts: Counter[Kind] = Counter()
+        self._counts: Counter[OutcomeKind] = Counter()
         self._best: tuple[float, Candidate, Outcome] | None = None
         self._running: dict[int, str] = {}  # by trial number
         self._phase = ""
@@ -259,7 +259,7 @@ def show_study(store: StudyStore, out: Console) -> None:
             f"({last.ended or 'not ended'})"
         )
     winner = store.winner
-    lines = winner_lines(winner, rivals(store), store.job, store.hardware) if winner else ["no winner yet"]
+    lines = winner_lines(winner, comparable_trials(store), store.job, store.hardware) if winner else ["no winner yet"]
     for line in lines:
         print(line)
 
@@ -448,7 +448,7 @@ def _missing_bytes(outcome: Outcome, hardware: Hardware) -> int | None:
     if outcome.measurement is not None:
         over = outcome.measurement.peak_bytes - hardware.ceiling_bytes
         return over if over > 0 else None
-    headroom = _headroom_bytes(hardware) if outcome.kind is not Kind.OOM_HOST else 0
+    headroom = _headroom_bytes(hardware) if outcome.kind is not OutcomeKind.OOM_HOST else 0
     return (outcome.missing_bytes or 0) + headroom if outcome.kind.is_oom else None
 
 
@@ -464,7 +464,7 @@ def short_of(outcome: Outcome, hardware: Hardware) -> str:
     if outcome.measurement is not None:
         return f"over the headroom, short of {format_bytes(missing)}"
     asked, headroom = outcome.missing_bytes or 0, _headroom_bytes(hardware)
-    if outcome.kind is Kind.OOM_HOST:  # host memory has no headroom
+    if outcome.kind is OutcomeKind.OOM_HOST:  # host memory has no headroom
         lacked = f", short of at least {format_bytes(asked)}" if asked else ""
         return f"ran out of main memory in {outcome.phase.value}{lacked}"
     parts = [f"{format_bytes(asked)} beyond what there is" if asked else "how much an allocation lacked is not known"]

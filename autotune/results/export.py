@@ -14,7 +14,7 @@ import yaml
 from autotune._version import __version__
 from autotune.errors import UserError
 from autotune.masking import masked, masked_data, names_secret, shell_text
-from autotune.problem.candidate import CHECKPOINTING, Candidate, settings_of, under
+from autotune.problem.candidate import CHECKPOINTING, Candidate, job_with_candidate, settings_of
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, under_lightning
 from autotune.problem.knobs import lossy_of
@@ -94,9 +94,9 @@ def training_arguments(candidate: Candidate, job: Job, device: str = "cuda") -> 
     }
     if candidate.checkpointing:
         arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-    if under(job, candidate).compiled:
+    if job_with_candidate(job, candidate).compiled:
         arguments["torch_compile"] = True
-    if under(job, candidate).liger:
+    if job_with_candidate(job, candidate).liger:
         arguments["use_liger_kernel"] = True
     if device == "cpu":
         arguments["use_cpu"] = True
@@ -194,7 +194,7 @@ def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[
         lines.append(left)
     if whole := without_zero_init(candidate, job):
         lines.append(whole)
-    made = under(job, candidate)
+    made = job_with_candidate(job, candidate)
     if made.task != CAUSAL:
         lines.append(f"train the model with its head for {made.task}: it was measured with it")
     if made.attention:

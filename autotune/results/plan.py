@@ -14,7 +14,7 @@ from rich.text import Text
 from autotune.predict.predictor import Prediction
 from autotune.predict.step_time import model_flops_per_token
 from autotune.predict.what_if import KnownError, KnownErrors, host_bytes_per_node
-from autotune.problem.candidate import Candidate, describe, under
+from autotune.problem.candidate import Candidate, describe, job_with_candidate
 from autotune.problem.gpu_specs import Price
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
@@ -183,7 +183,7 @@ class CardPlan:
 
 
 @dataclass(frozen=True)
-class Gain:
+class PlannedGain:
     """A change to machine or job: its predicted speed relative to the speed without it, minus one."""
 
     what: str
@@ -207,7 +207,7 @@ class Plan:
     host_assumed: bool = False  # main memory was neither measured nor given
     own: CardPlan | None = None  # for the requested card, with an exact `fewest`
     cards: tuple[CardPlan, ...] = ()  # all cards, cheapest first, those without a price last
-    gains: tuple[Gain, ...] = ()  # best first
+    gains: tuple[PlannedGain, ...] = ()  # best first
     errors: KnownErrors | None = None  # for the fastest, or for the smallest that does not fit
 
     @property

@@ -22,7 +22,7 @@ _PLAIN = re.compile(r"\w*")  # transformers' own attention; a name with a slash 
 
 
 @dataclass(frozen=True)
-class Named:
+class RecordedItem:
     """A thing from a study that this machine would run, load or write."""
 
     kind: str  # for display: "workload"
@@ -73,61 +73,61 @@ def recorded_job(data: Mapping[str, Any]) -> Job:
         raise UserError(f"the job that was recorded cannot be read ({type(error).__name__}: {error})") from None
 
 
-def code_of(job: Job) -> list[Named]:
+def code_of(job: Job) -> list[RecordedItem]:
     """Return the code that runs when the job's model is built, except libraries: a workload and a model's remote code."""
     config = job.model.config
     found = []
     if job.workload is not None:
-        found.append(Named("workload", f"{job.workload} ({job.model.source}), called from {Path.cwd()}"))
+        found.append(RecordedItem("workload", f"{job.workload} ({job.model.source}), called from {Path.cwd()}"))
     if job.model.trust_remote_code:
-        found.append(Named("remote code of", str(config.get("_name_or_path") or job.model.source)))
+        found.append(RecordedItem("remote code of", str(config.get("_name_or_path") or job.model.source)))
     return [*found, *_code_in(config)]
 
 
-def training_names(job: Job) -> list[Named]:
+def training_names(job: Job) -> list[RecordedItem]:
     """Return what a training under the job's config takes from it, except code: variables, words, files and paths."""
     script = job.script
     found = _paths_in(job.base_config)
     if script is not None:
         found += profile_names(script.profile)
-        found += [Named("option", text) for text in declared(script)]
-        found += [Named("config file", script.ds_config)] if script.ds_config is not None else []
+        found += [RecordedItem("option", text) for text in declared(script)]
+        found += [RecordedItem("config file", script.ds_config)] if script.ds_config is not None else []
     return found
 
 
-def profile_names(profile: Mapping[str, Any]) -> list[Named]:
+def profile_names(profile: Mapping[str, Any]) -> list[RecordedItem]:
     """Return what ranks take from a script's profile: variables, words of the command, kernels and paths."""
     variables, spellings = (dict(profile.get(name) or {}) for name in ("variables", "spellings"))
     return [
-        *(Named("variable", f"{name}={value}") for name, value in variables.items()),
-        *(Named("option", f"{flag} {json.dumps(words)}") for flag, words in spellings.items()),
+        *(RecordedItem("variable", f"{name}={value}") for name, value in variables.items()),
+        *(RecordedItem("option", f"{flag} {json.dumps(words)}") for flag, words in spellings.items()),
         *_code_in(profile.get("model_config")),
         *_paths_in(profile.get("config")),
     ]
 
 
-def knob_names(candidates: Iterable[Candidate]) -> list[Named]:
+def knob_names(candidates: Iterable[Candidate]) -> list[RecordedItem]:
     """Return the paths among candidates' values."""
     return list(dict.fromkeys(one for candidate in candidates for one in _paths_in(candidate.as_dict)))
 
 
-def _code_in(config: Any) -> list[Named]:
+def _code_in(config: Any) -> list[RecordedItem]:
     """Return the code that a model's configuration names."""
     found = []
     for path, value in _leaves(config):
         key = path.rpartition(".")[2]
         kernel = key in ("use_kernels", "kernel_config") and value
         if key == "auto_map":
-            found.append(Named("remote code", f"{path}={value}"))
+            found.append(RecordedItem("remote code", f"{path}={value}"))
         elif kernel or (key.endswith("implementation") and value is not None and not _PLAIN.fullmatch(str(value))):
-            found.append(Named("kernel", f"{path}={value}"))
+            found.append(RecordedItem("kernel", f"{path}={value}"))
     return found
 
 
-def _paths_in(config: Any) -> list[Named]:
+def _paths_in(config: Any) -> list[RecordedItem]:
     """Return the paths that DeepSpeed reads or writes under a DeepSpeed config."""
     return [
-        Named("path of the DeepSpeed config", f"{path}={value}")
+        RecordedItem("path of the DeepSpeed config", f"{path}={value}")
         for path, value in _leaves(config)
         if isinstance(value, str) and (re.search(r"[/\\~]", value) or re.search(r"(path|file|dir)$", path))
     ]

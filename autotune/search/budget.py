@@ -20,7 +20,7 @@ LEAST_SAVE_SECONDS = 0.5  # evaluation and save in a verification, in addition t
 CHECKPOINT_SHARE = 0.2  # share of the budget, at most, for writing and reading a checkpoint
 
 
-class Clock:
+class Budget:
     """Seconds of one call, on the executor's clock.
 
     Args:

@@ -28,7 +28,7 @@ def host_bound(candidate: Candidate) -> bool:
     return bool(candidate.offloaded)
 
 
-class Crew:
+class SearchWorkers:
     """The workers of a search: threads, each with its own executor.
 
     Args:
@@ -47,8 +47,8 @@ class Crew:
         self._asking = 0  # workers that wait to measure alone; no other worker starts until they have
 
     @contextmanager
-    def thinking(self) -> Iterator[None]:
-        """Hold the lock, so that one worker at a time proposes and records. `measuring` and `wait` release it."""
+    def locked(self) -> Iterator[None]:
+        """Hold the lock, so that one worker at a time proposes and records. `device_section` and `wait` release it."""
         with self._turn:
             yield
 
@@ -58,7 +58,7 @@ class Crew:
         return bool(self._failures)
 
     @contextmanager
-    def failing(self) -> Iterator[None]:
+    def capture_failure(self) -> Iterator[None]:
         """Capture the exception of a worker."""
         try:
             yield
@@ -71,7 +71,7 @@ class Crew:
             raise self._failures[0]
 
     @contextmanager
-    def having(self, candidate: Candidate) -> Iterator[None]:
+    def claim(self, candidate: Candidate) -> Iterator[None]:
         """Mark the candidate as claimed by this worker, from the claim to the record."""
         self.at_work.append(candidate)
         try:
@@ -82,10 +82,10 @@ class Crew:
             self._turn.notify_all()
 
     @contextmanager
-    def measuring(self, candidate: Candidate) -> Iterator[None]:
+    def device_section(self, candidate: Candidate) -> Iterator[None]:
         """Wait until the candidate may run in parallel with the trials under way, then mark it as running.
 
-        The body releases the lock with `aside` while it measures.
+        The body releases the lock with `unlocked` while it measures.
         """
         alone = self._alone(candidate)
         self._asking += alone
@@ -111,18 +111,18 @@ class Crew:
         return candidate in self._accompanied
 
     @contextmanager
-    def ending(self, candidate: Candidate) -> Iterator[None]:
-        """Close a session under the rules of `measuring`, with the lock released.
+    def teardown_section(self, candidate: Candidate) -> Iterator[None]:
+        """Close a session under the rules of `device_section`, with the lock released.
 
         Closing frees device and host memory. Workers that wait to measure get the lock next.
         """
-        with self.measuring(candidate), self.aside():
+        with self.device_section(candidate), self.unlocked():
             yield
         if self._waiting:
             self._turn.wait(_WAY_SECONDS)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def unlocked(self) -> Iterator[None]:
         """Release the lock for the duration of the block."""
         self._turn.release()
         try:
@@ -142,20 +142,20 @@ class Crew:
 # Trials of peer tuners on a shared study.
 
 
-class Company:
+class PeerTrials:
     """This tuner's view of the study's trials. An unshared study has no peers."""
 
     def __init__(self, store: StudyStore) -> None:
         self._store = store
         self.known: set[int] = set()  # numbers of trials that were already processed
-        self.elsewhere: list[Record] = []  # running trials of peers
+        self.running_elsewhere: list[Record] = []  # running trials of peers
         self._found: dict[tuple[Candidate, str], Outcome] = {}  # outcomes of peers since this call began
 
-    def hear(self) -> list[tuple[Record, Outcome]]:
+    def poll(self) -> list[tuple[Record, Outcome]]:
         """Return outcomes that peers stored since the last poll."""
         if not self._store.tuners.shared:
             return []
-        ended, self.elsewhere = self._store.news(self.known)
+        ended, self.running_elsewhere = self._store.news(self.known)
         news = []
         for record in ended:
             self.known.add(record.number)
@@ -166,7 +166,7 @@ class Company:
 
     def searching(self) -> list[Candidate]:
         """Return the candidates that peers measure in their searches."""
-        return [record.candidate for record in self.elsewhere if record.role == SEARCH]
+        return [record.candidate for record in self.running_elsewhere if record.role == SEARCH]
 
     def are_at(self, candidate: Candidate, role: str) -> bool:
         """Return True if a peer tuner runs the candidate in the role."""

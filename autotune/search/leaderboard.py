@@ -22,7 +22,7 @@ NOT_VERIFIED = "not verified"
 Measured = tuple[int, Measurement]  # (trial number, measurement)
 
 
-class Standings:
+class Leaderboard:
     """Measured candidates of a study, as seen by one `run` call.
 
     Args:
@@ -62,7 +62,7 @@ class Standings:
                 self.reject(candidate, f"it does not go on from a checkpoint: {outcome.reason}")
             return
         if outcome.measurement is None:
-            if role == VERIFY and outcome.kind.says_something_of_the_candidate:
+            if role == VERIFY and outcome.kind.is_attributable_to_candidate:
                 self._why_not[candidate] = f"{outcome.kind.value}: {outcome.reason}"
             return
         if role == VERIFY:
@@ -85,15 +85,15 @@ class Standings:
         """Record why the candidate cannot win; the first reason is kept."""
         self._why_not.setdefault(candidate, why)
 
-    def doubt(self, candidates: Iterable[Candidate]) -> None:
+    def deprioritize(self, candidates: Iterable[Candidate]) -> None:
         """Rank these candidates last, because they will probably fail verification."""
         self._doubted.update(candidates)
 
-    def doubt_stage(self, stage: int, held: float) -> None:
+    def deprioritize_stage(self, stage: int, held: float) -> None:
         """Rank all candidates of the stage last that hold at least this many bytes in a search."""
         self._most_held[stage] = min(held, self._most_held.get(stage, held))
 
-    def is_doubted(self, candidate: Candidate) -> bool:
+    def is_deprioritized(self, candidate: Candidate) -> bool:
         """Return True if a measured candidate will probably fail verification."""
         if candidate in self.verified or candidate not in self.measured:
             return False
@@ -132,7 +132,7 @@ class Standings:
         def worth(candidate: Candidate) -> tuple[bool, float]:
             measured = self.measured[candidate][1]
             speed = measured.samples_per_second * (1 - RETRY_SHARE if measured.alloc_retries else 1)
-            return not self.is_doubted(candidate), speed
+            return not self.is_deprioritized(candidate), speed
 
         return sorted(good, key=worth, reverse=True)
 
@@ -163,7 +163,7 @@ class Standings:
         near = 1 - RIVAL_SHARE if len(self._turns) == 1 else 1.0
         for candidate in contenders:
             other = self.measured[candidate][1]
-            if self.is_doubted(candidate):
+            if self.is_deprioritized(candidate):
                 if (1 - RIVAL_SHARE) * other.samples_per_second > measured.samples_per_second:
                     return candidate
                 continue

@@ -17,10 +17,17 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.knobs import OFFLOADING
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.problem.space import SearchSpace
-from autotune.search.pruning import Openings, Rules
-from autotune.search.surrogate import RECALLED, Beliefs, Forecast, Kinds, Screen, expected_gain
+from autotune.search.pruning import CandidatePool, DominanceRules
+from autotune.search.surrogate import (
+    RECALLED,
+    FirstOrderGroups,
+    Forecast,
+    LevelCoverage,
+    SpeedMemoryModel,
+    expected_gain,
+)
 from autotune.search.tpe import FAILED, Answer, Sampler
 from autotune.util.units import GIB, format_bytes
 
@@ -66,13 +73,13 @@ class Proposer:
         self.space, self.job, self.hardware, self.predictor = space, job, hardware, predictor
         self.tolerance, self.exhaustive = tolerance, exhaustive
         self.candidates = candidates
-        self._beliefs = Beliefs(predictor, job, hardware, candidates)
-        rules = Rules.of(hardware.device, job.ranks, predictor.trace)
-        self._openings = Openings(candidates, rules, self._beliefs.host_bytes)
-        self._index, self._family = self._openings.index, self._openings.family
-        self._resorts = Resorts(candidates, hardware.device)
-        self._screen = Screen(candidates)
-        self._kinds = Kinds(candidates)
+        self._model = SpeedMemoryModel(predictor, job, hardware, candidates)
+        rules = DominanceRules.for_device(hardware.device, job.ranks, predictor.trace)
+        self._pool = CandidatePool(candidates, rules, self._model.host_bytes)
+        self._index, self._family = self._pool.index, self._pool.family
+        self._fallback = FallbackSchedule(candidates, hardware.device)
+        self._coverage = LevelCoverage(candidates)
+        self._groups = FirstOrderGroups(candidates)
         self._micro_batch = np.array([c.micro_batch for c in candidates])
         self._accumulation = np.array([c.accumulation for c in candidates])
         self.speed: dict[Candidate, float] = {}
@@ -92,15 +99,15 @@ class Proposer:
     @property
     def open(self) -> list[Candidate]:
         """Candidates that may still be tried."""
-        return [self.candidates[i] for i in np.flatnonzero(self._openings.open)]
+        return [self.candidates[i] for i in np.flatnonzero(self._pool.open_mask)]
 
     @property
     def _open(self) -> Flags:
-        return self._openings.free
+        return self._pool.available_mask
 
-    def keep_back(self, running: Iterable[Candidate]) -> None:
+    def reserve(self, running: Iterable[Candidate]) -> None:
         """Reserve candidates that run elsewhere. Similar ones are proposed only if nothing else is worth a trial."""
-        self._openings.keep_back(running, self._kinds.of)
+        self._pool.reserve(running, self._groups.of)
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
@@ -112,14 +119,14 @@ class Proposer:
             outcome: its outcome.
             outdated: the failure is retryable and excludes nothing.
         """
-        if not outcome.kind.says_something_of_the_candidate:
+        if not outcome.kind.is_attributable_to_candidate:
             return
         at = self._index.get(candidate)
-        self._beliefs.observe(candidate, at, outcome)
+        self._model.observe(candidate, at, outcome)
         self._costs.observe(outcome)
         if outdated:
-            return self._openings.forgive(candidate, outcome)
-        self._openings.observe(candidate, outcome)
+            return self._pool.forgive(candidate, outcome)
+        self._pool.observe(candidate, outcome)
         # the start candidate was not chosen by a prediction
         foreign = self._start is not None and candidate == self._start.candidate
         self._ran_out += outcome.kind.is_oom and not foreign
@@ -132,18 +139,18 @@ class Proposer:
             if speed > max(self.speed.values(), default=0.0) * (1 + self.tolerance):
                 self._improved_at, self._audited = self._proposed, 0
             self.speed[candidate] = speed
-        self._resorts.take(at, outcome.kind, fits)
+        self._fallback.take(at, outcome.kind, fits)
         if at is not None:
-            self._screen.see(at)
+            self._coverage.mark(at)
             self._answers[at] = speed, max(0.0, over / GIB)
             if measured:
-                self._kinds.note(at, math.log(speed))
+                self._groups.note(at, math.log(speed))
 
-    def settle(self, candidate: Candidate, samples_per_second: float) -> None:
+    def finish_search(self, candidate: Candidate, samples_per_second: float) -> None:
         """Replace the search's measurement of a candidate by that of its verification."""
         self.speed[candidate] = samples_per_second
 
-    def drop(self, candidate: Candidate) -> None:
+    def exclude(self, candidate: Candidate) -> None:
         """Remove a candidate that cannot win, or is unlikely to.
 
         Gains are then computed against the best of the rest.
@@ -151,7 +158,9 @@ class Proposer:
         if self.speed.pop(candidate, None) is not None:
             self._improved_at, self._audited = self._proposed, 0
 
-    def tighten(self, candidate: Candidate, outcome: Outcome, searched: Measurement | None, share: float) -> None:
+    def raise_fit_threshold(
+        self, candidate: Candidate, outcome: Outcome, searched: Measurement | None, share: float
+    ) -> None:
         """Lower the memory limits after a verification needed more memory than available.
 
         Args:
@@ -162,17 +171,17 @@ class Proposer:
         """
         self._ran_out += 1
         if outcome.kind.is_oom:
-            self._openings.observe(candidate, outcome)
+            self._pool.observe(candidate, outcome)
         if (at := self._index.get(candidate)) is None:
             return
-        self._kinds.note_tight(at)
+        self._groups.note_tight(at)
         self._answers[at] = 0.0, FAILED
-        if searched is not None and outcome.kind is not Kind.OOM_HOST:
-            self._beliefs.tighten(at, searched, share)
+        if searched is not None and outcome.kind is not OutcomeKind.OOM_HOST:
+            self._model.raise_fit_threshold(at, searched, share)
 
-    def needing_no_less(self, candidate: Candidate, kind: Kind) -> set[Candidate]:
+    def at_least_as_large(self, candidate: Candidate, kind: OutcomeKind) -> set[Candidate]:
         """Return the candidates that need at least as much of the exhausted memory, including this one."""
-        return {self.candidates[i] for i in np.flatnonzero(self._openings.needing_no_less(candidate, kind))}
+        return {self.candidates[i] for i in np.flatnonzero(self._pool.at_least_as_large(candidate, kind))}
 
     def expect(self, left: int) -> None:
         """Predict before an outcome is replayed, so that the prediction is scored.
@@ -183,7 +192,7 @@ class Proposer:
             left: number of outcomes that remain to be replayed.
         """
         if left <= RECALLED:
-            self._beliefs.table()
+            self._model.table()
 
     def allow_longer(self, candidate: Candidate, outcome: Outcome) -> None:
         """Double the candidate's time limit after a tuner's limit ended its trial. Slow starts raise all limits."""
@@ -196,12 +205,12 @@ class Proposer:
 
     def give_up(self, candidate: Candidate) -> None:
         """Exclude the candidate for this call."""
-        self._openings.close(candidate)
+        self._pool.close(candidate)
 
     def skips(self) -> dict[str, int]:
         """Return counts of untried candidates by reason, both measured and predicted."""
-        predicted = predicted_skips(self._open, self._beliefs.forecast(), self._beliefs.table(), self.hardware)
-        return {**self._openings.skipped, **predicted}
+        predicted = predicted_skips(self._open, self._model.forecast(), self._model.table(), self.hardware)
+        return {**self._pool.skipped, **predicted}
 
     # -- proposing ---------------------------------------------------------------------------------------------------
 
@@ -217,18 +226,18 @@ class Proposer:
             return False
         worth, gain = self._worth()
         worthwhile = not self.speed or gain[at] >= WORTHWHILE * self.tolerance
-        return bool(worthwhile and self._start.believed(at, self._beliefs.forecast(), worth))
+        return bool(worthwhile and self._start.believed(at, self._model.forecast(), worth))
 
     def next(self) -> Proposal | None:
         """Return a candidate for a new engine; None if none is left or worth its time (see `stopped_early`)."""
         proposal = self._next()
-        return self._next() if proposal is None and self._openings.let_alike() else proposal
+        return self._next() if proposal is None and self._pool.release_similar() else proposal
 
     def _next(self) -> Proposal | None:
         self.stopped_early = ""
         if not self._open.any():
             return None
-        if self._beliefs.refuted and self._is_stale and not self.exhaustive:
+        if self._model.predictor_rejected and self._is_stale and not self.exhaustive:
             self.stopped_early = (
                 f"nothing better in {self._proposed - self._improved_at} trials, of which half were the sampler's "
                 "(--exhaustive goes on)"
@@ -238,7 +247,7 @@ class Proposer:
         if self._start is not None and self._start_is_due:
             self._start.tried = True
             return Proposal(self._start.candidate, self._start.note)
-        if not self.speed and self._resorts.due and not self.exhaustive:
+        if not self.speed and self._fallback.is_due and not self.exhaustive:
             return self._last_resort()
         if self._sampler_is_due:
             return self._advised()
@@ -251,16 +260,23 @@ class Proposer:
         if not self.speed:
             return Proposal(self.candidates[best], "best predicted")
         worthwhile = some and gain[best] >= WORTHWHILE * self.tolerance
-        refines = not worthwhile or self._kinds.measured[best]
-        if refines and (unseen := self._unseen() or (self._bold() if self._beliefs.refuted else None)) is not None:
+        refines = not worthwhile or self._groups.measured[best]
+        if (
+            refines
+            and (unseen := self._unseen() or (self._bold() if self._model.predictor_rejected else None)) is not None
+        ):
             return unseen
         if worthwhile or (some and len(self.speed) < LEAST_EVIDENCE):
             return Proposal(self.candidates[best], f"predicted gain {100 * math.expm1(gain[best]):.1f} %")
         if (bold := self._bold()) is not None:
             return bold
-        if not self._beliefs.refuted and self._audited < AUDITS and (second := self._second_opinion()) is not None:
+        if (
+            not self._model.predictor_rejected
+            and self._audited < AUDITS
+            and (second := self._second_opinion()) is not None
+        ):
             return second
-        if self._beliefs.refuted or (self.exhaustive and some):
+        if self._model.predictor_rejected or (self.exhaustive and some):
             return self._advised()
         if some:
             least = f"{100 * self.tolerance:g} %"
@@ -278,7 +294,7 @@ class Proposer:
 
         The sampler catches up with at most CATCH_UP trials in a row.
         """
-        if not self._beliefs.refuted or self._proposed <= HEAD:
+        if not self._model.predictor_rejected or self._proposed <= HEAD:
             return False
         return 2 * self._sampled < self._proposed and self._in_a_row < CATCH_UP
 
@@ -288,9 +304,9 @@ class Proposer:
         Returns:
             None if every level was tried, is predicted not to fit, or is predicted to be far slower than the best.
         """
-        forecast = self._beliefs.forecast()
+        forecast = self._model.forecast()
         best = math.log(max(self.speed.values()))
-        mask = self._open & self._screen.unseen() & ~forecast.hopeless & ~forecast.host & (forecast.fits > 0.5)
+        mask = self._open & self._coverage.uncovered() & ~forecast.hopeless & ~forecast.host & (forecast.fits > 0.5)
         mask &= forecast.logs + DOUBTLESS_SIGMAS * forecast.sigma > best
         if among is not None:
             mask &= among
@@ -305,7 +321,7 @@ class Proposer:
 
     def _second_opinion(self) -> Proposal | None:
         """Return the candidate that the surrogate values most; None if it predicts no gain."""
-        worth, gain = self._worth(self._beliefs.forecast(rival=True))
+        worth, gain = self._worth(self._model.forecast(rival=True))
         best = int(worth.argmax())
         if not gain[best] >= WORTHWHILE * self.tolerance or not np.isfinite(worth[best]):
             return None
@@ -317,10 +333,10 @@ class Proposer:
 
         The candidate has an untried level, is predicted to be faster, and is the closest to fitting.
         """
-        if self._bold_tries >= MOST_BOLD and not self._beliefs.refuted:
+        if self._bold_tries >= MOST_BOLD and not self._model.predictor_rejected:
             return None
-        forecast = self._beliefs.forecast()
-        mask = self._open & self._screen.unseen() & (forecast.share < IMPLAUSIBLE) & ~forecast.host
+        forecast = self._model.forecast()
+        mask = self._open & self._coverage.uncovered() & (forecast.share < IMPLAUSIBLE) & ~forecast.host
         mask &= forecast.logs + DOUBTLESS_SIGMAS * forecast.sigma > math.log(max(self.speed.values()))
         if not mask.any():
             return None
@@ -333,13 +349,13 @@ class Proposer:
 
         The fallback applies after many failures, or if no candidate has fitted or is predicted to fit.
         """
-        forecast = self._beliefs.forecast()
+        forecast = self._model.forecast()
         need = np.maximum(forecast.share, forecast.held)
-        at = self._resorts.next(self._open, need, believed=not self._beliefs.memory.refuted)
+        at = self._fallback.next(self._open, need, believed=not self._model.memory.predictor_rejected)
         if at is None:
-            self.stopped_early = self._resorts.why
+            self.stopped_early = self._fallback.stop_reason
             return None
-        why = "has fitted" if self._resorts.due else "is predicted to fit"
+        why = "has fitted" if self._fallback.is_due else "is predicted to fit"
         return Proposal(self.candidates[at], f"least memory of its stage: nothing {why}")
 
     def next_rung(self, current: Candidate) -> Proposal | None:
@@ -365,7 +381,7 @@ class Proposer:
             higher = self._open & mine & (self._micro_batch > current.micro_batch)
             if higher.any():  # one OOM calibrates all predicted peaks
                 return Proposal(self._lowest(higher), "looks for where memory ends")
-        if self._beliefs.refuted and self._sampler_is_due and not self.exhaustive:
+        if self._model.predictor_rejected and self._sampler_is_due and not self.exhaustive:
             return None
         worth, gain = self._worth(alive=mine)
         rungs = np.where(mine, worth, -np.inf)
@@ -382,7 +398,7 @@ class Proposer:
     def trial_seconds(self, candidate: Candidate) -> float:
         """Return the candidate's time limit in seconds, from its size and earlier trials."""
         at = self._index.get(candidate)
-        forecast = self._beliefs.forecast()
+        forecast = self._model.forecast()
         step = float(forecast.step[at] * np.exp(2 * forecast.sigma[at])) if at is not None else 10.0
         return self._costs.limit_seconds(candidate, step, self.patience(candidate))
 
@@ -396,7 +412,7 @@ class Proposer:
             forecast: predictions; None takes the current ones.
             alive: candidates that the running engine can measure without a new start.
         """
-        forecast = forecast or self._beliefs.forecast()
+        forecast = forecast or self._model.forecast()
         barred = ~self._open | forecast.hopeless | forecast.host
         if not self.speed:
             # the first trial should fit, because it calibrates all predictions
@@ -404,12 +420,12 @@ class Proposer:
             return np.where(barred, -np.inf, gain), gain
         best = math.log(max(self.speed.values()))
         # only second-order knobs are left in a measured kind
-        seen, reach = self._kinds.measured, self._kinds.reach
-        logs = np.where(seen, np.minimum(forecast.logs, self._kinds.ceiling), forecast.logs)
+        seen, reach = self._groups.measured, self._groups.reach
+        logs = np.where(seen, np.minimum(forecast.logs, self._groups.ceiling), forecast.logs)
         sigma = np.where(seen, np.minimum(forecast.sigma, reach), forecast.sigma)
         gain = expected_gain(logs - best, sigma) * forecast.fits
         if not self.exhaustive:
-            barred = barred | ~self._kinds.fitted & (forecast.fits < min(MOST_CAUTIOUS, RISK_STEP * self._ran_out))
+            barred = barred | ~self._groups.fitted & (forecast.fits < min(MOST_CAUTIOUS, RISK_STEP * self._ran_out))
         startup = self._costs.startup_seconds
         measuring = self._costs.measuring_seconds(forecast.step, self._accumulation)
         seconds = measuring + np.where(alive, 0.0, startup) if alive is not None else measuring + startup
@@ -426,13 +442,13 @@ class Proposer:
         any.
         """
         allowed = self._open.copy()
-        if not self._beliefs.refuted:
-            forecast = self._beliefs.forecast()
+        if not self._model.predictor_rejected:
+            forecast = self._model.forecast()
             fitting = allowed & (forecast.fits > 0.5) & ~forecast.host
             allowed = fitting if fitting.any() else allowed
         self._sampled += 1
         self._in_a_row += 1
-        at = self._sampler.next(allowed, self._openings.too_large, self._openings.running)
+        at = self._sampler.next(allowed, self._pool.too_large, self._pool.running)
         candidate = self.candidates[at]
         if self.exhaustive:  # one start measures every rung of that engine
             candidate = self._lowest(allowed & (self._family == self._family[at]))
@@ -489,18 +505,18 @@ ENOUGH = 8  # failed trials after which only fallback candidates are tried
 _SPARED = 8.0  # doublings of the micro-batch that one memory-saving setting is worth
 
 
-class Resorts:
+class FallbackSchedule:
     """Fallback candidates tried so far, and failures since the last fit."""
 
     def __init__(self, candidates: Sequence[Candidate], device: str) -> None:
         self._stage = np.array([candidate.stage for candidate in candidates])
-        self._greed = np.array([_greed(candidate, device) for candidate in candidates])
+        self._greed = np.array([memory_demand_score(candidate, device) for candidate in candidates])
         self._offloads = np.array([len(candidate.offloaded) for candidate in candidates])
         self._most_offloads = np.full(4, len(OFFLOADING))  # by stage
         self._tried: set[tuple[int, bool]] = set()
-        self._failed: Counter[Kind] = Counter()
+        self._failed: Counter[OutcomeKind] = Counter()
 
-    def take(self, at: int | None, kind: Kind, fitted: bool) -> None:
+    def take(self, at: int | None, kind: OutcomeKind, fitted: bool) -> None:
         """Record a trial.
 
         A stage whose fallback candidate failed for another reason than device memory gets another turn with less
@@ -516,14 +532,14 @@ class Resorts:
             self._tried.clear()
             return
         self._failed[kind] += 1
-        if at is not None and kind is not Kind.OOM_DEVICE and self._offloads[at]:
+        if at is not None and kind is not OutcomeKind.OOM_DEVICE and self._offloads[at]:
             stage = int(self._stage[at])
             if turns := {turn for turn in self._tried if turn[0] == stage}:
                 self._most_offloads[stage] = min(self._most_offloads[stage], self._offloads[at] - 1)
                 self._tried -= turns
 
     @property
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """True after so many failures that only fallback candidates are tried."""
         return self._failed.total() >= ENOUGH
 
@@ -546,16 +562,16 @@ class Resorts:
         return None
 
     @property
-    def why(self) -> str:
+    def stop_reason(self) -> str:
         """Reason for the end of the search, if no candidate is left."""
         tried = f"{self._failed.total()} candidates, the thriftiest of every stage among them"
-        if all(kind.is_oom or kind is Kind.OK for kind in self._failed):
+        if all(kind.is_oom or kind is OutcomeKind.OK for kind in self._failed):
             return f"nothing fits: memory was too small for {tried} (--exhaustive goes on)"
         kinds = ", ".join(f"{count} {kind.value}" for kind, count in self._failed.most_common())
         return f"nothing runs: {tried}, have failed ({kinds}; --exhaustive goes on)"
 
 
-def _greed(candidate: Candidate, device: str) -> float:
+def memory_demand_score(candidate: Candidate, device: str) -> float:
     """Return a memory demand score from settings alone. On CPU ranks offloading saves no memory."""
     spends = (not candidate.checkpointing) + (len(OFFLOADING) - len(candidate.offloaded) if device == "cuda" else 0)
     return math.log2(candidate.micro_batch) + _SPARED * spends
@@ -601,11 +617,11 @@ class Costs:
         """Record the duration of an attributable trial."""
         if outcome.measurement is not None:
             self._most_step = max(self._most_step, 4 * outcome.measurement.step_seconds)
-        if outcome.kind is Kind.TIMEOUT:
+        if outcome.kind is OutcomeKind.TIMEOUT:
             self.note_slow_start(outcome)
         # studies of earlier versions do not record which trials started an engine
         started = outcome.started or outcome.outside_seconds > 1.0
-        if started and outcome.kind in (Kind.OK, Kind.OOM_DEVICE):
+        if started and outcome.kind in (OutcomeKind.OK, OutcomeKind.OOM_DEVICE):
             self._starts.append(outcome.outside_seconds)
 
     def note_slow_start(self, outcome: Outcome) -> None:

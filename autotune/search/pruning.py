@@ -14,17 +14,17 @@ from autotune.predict.features import Flags, Floats
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate, Value
 from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO, OFFLOADING
-from autotune.problem.outcome import Kind, Outcome, Source
+from autotune.problem.outcome import Outcome, OutcomeKind, Source
 
 # -- candidate pool ----------------------------------------------------------------------------------------------------
 #
 # Pool of candidates that may still be tried, and the reasons that exclude the others. Only measurements exclude.
 
 
-class Openings:
+class CandidatePool:
     """The candidates of a study, with the reason for each exclusion."""
 
-    def __init__(self, candidates: list[Candidate], rules: Rules, host: Floats | None = None) -> None:
+    def __init__(self, candidates: list[Candidate], rules: DominanceRules, host: Floats | None = None) -> None:
         """Index the candidates.
 
         Args:
@@ -35,7 +35,7 @@ class Openings:
         """
         self.candidates = candidates
         self.index = {candidate: i for i, candidate in enumerate(candidates)}
-        self.open = np.ones(len(candidates), dtype=bool)
+        self.open_mask = np.ones(len(candidates), dtype=bool)
         # need at least as much memory as a candidate with an OOM
         self.too_large = np.zeros(len(candidates), dtype=bool)
         self.running = np.zeros(len(candidates), dtype=bool)  # peer tuners or other workers measure them now
@@ -43,7 +43,7 @@ class Openings:
         self.skipped: Counter[str] = Counter()
         self._dominance = Dominance(candidates, rules)
         self._host = HostDominance(candidates, np.zeros(len(candidates)) if host is None else host)
-        self._places = Places(candidates)
+        self._shared_causes = SharedCauseDetector(candidates)
         families: dict[tuple[tuple[str, Value], ...], int] = {}
         self.family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
         self._refused: dict[str, list[Candidate]] = {}
@@ -51,12 +51,12 @@ class Openings:
         self._worked: list[Candidate] = []
 
     @property
-    def free(self) -> Flags:
+    def available_mask(self) -> Flags:
         """Return whether each candidate may be tried now, (n,)."""
-        return self.open & ~self._kept_back
+        return self.open_mask & ~self._kept_back
 
-    def keep_back(self, running: Iterable[Candidate], kinds: NDArray[np.intp]) -> None:
-        """Reserve candidates that run elsewhere and, until `let_alike`, candidates similar to them.
+    def reserve(self, running: Iterable[Candidate], kinds: NDArray[np.intp]) -> None:
+        """Reserve candidates that run elsewhere and, until `release_similar`, candidates similar to them.
 
         Similar candidates have the same engine, which measures them one after the other, or the same kind.
 
@@ -64,38 +64,38 @@ class Openings:
             running: the running candidates.
             kinds: (n,) kind of each candidate.
         """
-        self.running = np.zeros_like(self.open)
+        self.running = np.zeros_like(self.open_mask)
         at = [self.index[candidate] for candidate in running if candidate in self.index]
         self.running[at] = True
         self._kept_back = self.running | np.isin(self.family, self.family[at]) | np.isin(kinds, kinds[at])
 
-    def let_alike(self) -> bool:
+    def release_similar(self) -> bool:
         """Release candidates that are similar to running ones; return whether this adds any."""
-        more = bool((self.open & self._kept_back & ~self.running).any())
+        more = bool((self.open_mask & self._kept_back & ~self.running).any())
         self._kept_back = self.running
         return more
 
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
         """Close the candidate, and exclude the candidates that its outcome speaks against."""
         self.close(candidate)
-        if outcome.kind is Kind.OK:
+        if outcome.kind is OutcomeKind.OK:
             self._worked.append(candidate)
             if (at := self.index.get(candidate)) is not None:
-                self._places.work(at)
-        elif outcome.kind is Kind.OOM_DEVICE:
+                self._shared_causes.record_success(at)
+        elif outcome.kind is OutcomeKind.OOM_DEVICE:
             self._rule_out_larger(candidate)
         elif outcome.source is Source.DEATH:
             self.rule_out(self.alike(candidate), f"same engine as {candidate}, which the tuner did not survive")
             self._blame_place(candidate, outcome)
         elif outcome.source is Source.STEPS:
             self._rule_out_larger_batches(candidate)
-        elif outcome.kind is Kind.INVALID:
+        elif outcome.kind is OutcomeKind.INVALID:
             self._learn_refusal(candidate, outcome.reason, "DeepSpeed refuses")
-        elif outcome.kind is Kind.CRASH and outcome.source is Source.EXCEPTION:
+        elif outcome.kind is OutcomeKind.CRASH and outcome.source is Source.EXCEPTION:
             self._learn_refusal(candidate, outcome.reason, "crashes")
             self._blame_place(candidate, outcome)
         else:  # a hang, a signal or a host OOM would recur in the same engine
-            if outcome.kind is Kind.OOM_HOST:
+            if outcome.kind is OutcomeKind.OOM_HOST:
                 self._rule_out_hungrier(candidate)
             self.rule_out(self.alike(candidate), f"same engine as {candidate}: {outcome.kind.value}")
             self._blame_place(candidate, outcome)
@@ -105,7 +105,7 @@ class Openings:
 
         A second hang or crash closes the candidate without excluding any other, so that repeated calls make progress.
         """
-        if outcome.kind.may_be_mended:
+        if outcome.kind.is_retryable:
             if candidate in self._forgiven:
                 self.close(candidate)
             self._forgiven.add(candidate)
@@ -113,18 +113,18 @@ class Openings:
     def alike(self, candidate: Candidate) -> Flags:
         """Return a mask of the candidates with the same engine."""
         at = self.index.get(candidate)
-        return np.zeros_like(self.open) if at is None else self.family == self.family[at]
+        return np.zeros_like(self.open_mask) if at is None else self.family == self.family[at]
 
-    def needing_no_less(self, candidate: Candidate, kind: Kind) -> Flags:
+    def at_least_as_large(self, candidate: Candidate, kind: OutcomeKind) -> Flags:
         """Return whether each candidate needs at least as much of the exhausted memory as the given one, (n,)."""
-        if kind is Kind.OOM_DEVICE:
-            return self._dominance.needs_no_less(candidate)
-        return self.alike(candidate) | self._host.needs_no_less(candidate)
+        if kind is OutcomeKind.OOM_DEVICE:
+            return self._dominance.at_least_as_large(candidate)
+        return self.alike(candidate) | self._host.at_least_as_large(candidate)
 
     def close(self, candidate: Candidate) -> None:
         """Remove a candidate from the open ones."""
         if (at := self.index.get(candidate)) is not None:
-            self.open[at] = False
+            self.open_mask[at] = False
 
     def rule_out(self, mask: Flags, reason: str) -> None:
         """Exclude the open candidates in a mask, and count them under the reason."""
@@ -136,13 +136,13 @@ class Openings:
         at = self.index.get(candidate)
         if at is None or self.too_large[at]:  # the OOM that excluded it has already excluded all larger candidates
             return
-        larger = self._dominance.needs_no_less(candidate)
+        larger = self._dominance.at_least_as_large(candidate)
         self.too_large |= larger
         self.rule_out(larger, f"needs no less memory than {candidate}, which ran out")
 
     def _rule_out_hungrier(self, candidate: Candidate) -> None:
         """Exclude candidates that offload at least as much as one with a host OOM, unless one of them has worked."""
-        hungrier = self._host.needs_no_less(candidate)
+        hungrier = self._host.at_least_as_large(candidate)
         if not any(hungrier[self.index[one]] for one in self._worked if one in self.index):
             self.too_large |= hungrier
             self.rule_out(
@@ -151,7 +151,7 @@ class Openings:
 
     def _blame_place(self, candidate: Candidate, outcome: Outcome) -> None:
         if (at := self.index.get(candidate)) is not None:
-            blamed = self._places.fail(at, int(self.family[at]))
+            blamed = self._shared_causes.record_failure(at, int(self.family[at]))
             self.rule_out(blamed, f"first-order settings like those of {candidate} and others: {outcome.kind.value}")
 
     def _rule_out_larger_batches(self, candidate: Candidate) -> None:
@@ -212,7 +212,7 @@ _STATES, _STAGED = 12.0, 4.0
 
 
 @dataclass(frozen=True)
-class Rules:
+class DominanceRules:
     """Rules that hold for a job on a machine."""
 
     spared_by: tuple[str, ...] = OFFLOADING  # kinds of offloading that always save device memory
@@ -220,7 +220,7 @@ class Rules:
     overlap_doubles: bool = True  # True if the second bucket exceeds the variation of peaks
 
     @classmethod
-    def of(cls, device: str, ranks: int = 1, trace: Trace | None = None) -> Rules:
+    def for_device(cls, device: str, ranks: int = 1, trace: Trace | None = None) -> DominanceRules:
         """Return the rules of a device, "cuda" or "cpu".
 
         Args:
@@ -234,7 +234,7 @@ class Rules:
         return cls(OFFLOADING if trace and states / 2 > _STAGED * trace.largest else ("offload_param",))
 
 
-EVERY_RULE = Rules()
+EVERY_RULE = DominanceRules()
 
 
 class Dominance:
@@ -244,7 +244,7 @@ class Dominance:
     memory must be equal.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], rules: Rules = EVERY_RULE) -> None:
+    def __init__(self, candidates: Sequence[Candidate], rules: DominanceRules = EVERY_RULE) -> None:
         self._index = {candidate: i for i, candidate in enumerate(candidates)}
         spares = {name: kinds for name, kinds in _SPARES.items() if name not in OFFLOADING or name in rules.spared_by}
         handled = {*MORE_IS_MORE, *spares, ACCUMULATION, "overlap_comm"}  # the stage stays among the other knobs
@@ -259,7 +259,7 @@ class Dominance:
             np.array([kinds.index(c.get(name)) + 1 if c.get(name) in kinds else 0 for c in candidates])
             for name, kinds in spares.items()
         ]
-        self._leaves = np.array([_leaves(c) for c in candidates])
+        self._offload_ratios = np.array([_offload_ratio(c) for c in candidates])
         self._overlap = np.array([{True: 1.0, False: 0.0}.get(c.get("overlap_comm"), -1.0) for c in candidates])
         others: dict[tuple[object, ...], int] = {}
         self._others = np.array(
@@ -269,7 +269,7 @@ class Dominance:
             ]
         )
 
-    def needs_no_less(self, candidate: Candidate) -> Flags:
+    def at_least_as_large(self, candidate: Candidate) -> Flags:
         """Return whether each candidate needs at least as much memory as the given one, (n,).
 
         All values are False if the given candidate is not in the list.
@@ -298,9 +298,9 @@ class Dominance:
         A split optimizer keeps whole sub-groups on the device, rounded down. Shares are therefore compared only between
         equal sub-group sizes.
         """
-        groups, mine = self._more["sub_group_size"], self._leaves[at]
-        comparable = (groups == groups[at]) | (mine == 1) | (self._leaves == 0)
-        return np.asarray((self._leaves <= mine) & comparable)
+        groups, mine = self._more["sub_group_size"], self._offload_ratios[at]
+        comparable = (groups == groups[at]) | (mine == 1) | (self._offload_ratios == 0)
+        return np.asarray((self._offload_ratios <= mine) & comparable)
 
 
 class HostDominance:
@@ -320,7 +320,7 @@ class HostDominance:
         self._host, self._stage = host, np.array([c.stage for c in candidates])
         self._where = [np.array([str(c.get(name, "none")) for c in candidates]) for name in OFFLOADING]
 
-    def needs_no_less(self, candidate: Candidate) -> Flags:
+    def at_least_as_large(self, candidate: Candidate) -> Flags:
         """Return whether each candidate needs at least as much host memory as the given one, (n,).
 
         All values are False if the given candidate offloads nothing.
@@ -334,7 +334,7 @@ class HostDominance:
         return np.asarray(found)
 
 
-def _leaves(candidate: Candidate) -> float:
+def _offload_ratio(candidate: Candidate) -> float:
     """Return the requested share of the optimizer that goes to the host."""
     return float(candidate.get(OFFLOAD_RATIO, 1.0)) if candidate.offload_optimizer != "none" else 0.0
 
@@ -352,7 +352,7 @@ LEAST_FAILED = 2  # failed engines that agree in all of these knobs; one more fo
 _KNOBS = tuple(name for name in FIRST_ORDER if name not in (MICRO_BATCH, ACCUMULATION))
 
 
-class Places:
+class SharedCauseDetector:
     """First-order settings of engines, and the failed ones among them."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
@@ -367,19 +367,19 @@ class Places:
         self._worked = np.zeros(len(candidates), dtype=bool)
         self._failed: dict[int, int] = {}  # engine -> place of one of its candidates
 
-    def work(self, at: int) -> None:
+    def record_success(self, at: int) -> None:
         """Record that the candidate at this place has worked."""
         self._worked[at] = True
 
-    def fail(self, at: int, engine: int) -> Flags:
+    def record_failure(self, at: int, engine: int) -> Flags:
         """Record a failure of the candidate at this place.
 
         Returns:
             (n,) candidates with the settings that this failure shares with others and that no working candidate has.
         """
         self._failed.setdefault(engine, at)
-        places = list(self._failed.values())
-        failed, blamed = self._settings[places], np.zeros(len(self._worked), dtype=bool)
+        failed_places = list(self._failed.values())
+        failed, blamed = self._settings[failed_places], np.zeros(len(self._worked), dtype=bool)
         width = self._settings.shape[1]
         for size in range(width + 1):
             for shared in map(list, itertools.combinations(range(width), size)):
@@ -390,7 +390,7 @@ class Places:
                 if len(same) < LEAST_FAILED + width - size or int(common.sum()) > size:
                     continue
                 alike = (self._settings[:, shared] == self._settings[at, shared]).all(axis=1)
-                if self._offloads[places][sharing].all():
+                if self._offloads[failed_places][sharing].all():
                     alike &= self._offloads
                 if not (alike & self._worked).any():
                     blamed |= alike

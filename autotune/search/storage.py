@@ -621,7 +621,7 @@ def _condemned(marker: Path, nobodys: tuple[int, int]) -> bool:
     return False
 
 
-def hold_a_place(folder: Path, study: str) -> tuple[Path, BaseFileLock]:
+def lock_log_dir(folder: Path, study: str) -> tuple[Path, BaseFileLock]:
     """Hold a folder for one of several tuners that write below the same study folder.
 
     Returns:

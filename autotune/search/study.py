@@ -77,7 +77,7 @@ class StudyStore:
     def in_memory(cls, job: Job, hardware: Hardware, space: SearchSpace) -> StudyStore:
         """Create a study that ends with the process. Replays need no database."""
         store = cls(optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler()), None)
-        found(store.study, fingerprint(job, hardware), hardware, space)
+        write_study_metadata(store.study, fingerprint(job, hardware), hardware, space)
         return store
 
     @classmethod
@@ -118,11 +118,11 @@ class StudyStore:
             # one of several tuners that start together creates it
             with suppress(optuna.exceptions.DuplicatedStudyError):
                 made = optuna.create_study(study_name=name, storage=database, direction="maximize", sampler=here)
-                found(made, mark, hardware, space)
+                write_study_metadata(made, mark, hardware, space)
                 return cls(made, folder), False
         store = cls(optuna.load_study(study_name=name, storage=database, sampler=here), folder)
-        if not await_founding(store.study):  # the creator died before it wrote the metadata
-            found(store.study, mark, hardware, space)
+        if not wait_for_study_metadata(store.study):  # the creator died before it wrote the metadata
+            write_study_metadata(store.study, mark, hardware, space)
             return store, False
         before = store.attributes.get("fingerprint")
         if before is None:
@@ -290,7 +290,7 @@ class StudyStore:
         ended = [(r.candidate, r.outcome) for r in self.records() if r.outcome]
         told = [one for one in ended if not machine.outgrew(one[1].kind, one[1].capacity_bytes)]
         measured = {candidate for candidate, outcome in told if outcome.measurement}
-        return {candidate for candidate, outcome in told if outcome.kind.says_something_of_the_candidate} - measured
+        return {candidate for candidate, outcome in told if outcome.kind.is_attributable_to_candidate} - measured
 
     def start(self, candidate: Candidate, space: SearchSpace | None, role: str = SEARCH, note: str = "") -> int:
         """Store the start of a trial and return its number.
@@ -508,7 +508,7 @@ _LAST = "objective"  # written last, which marks the metadata as complete
 _FOUNDING_SECONDS = 3.0  # within which the creator of a new study writes its metadata
 
 
-def found(study: optuna.Study, mark: dict[str, Any], hardware: Hardware, space: SearchSpace) -> None:
+def write_study_metadata(study: optuna.Study, mark: dict[str, Any], hardware: Hardware, space: SearchSpace) -> None:
     """Store a study's metadata.
 
     Args:
@@ -522,7 +522,7 @@ def found(study: optuna.Study, mark: dict[str, Any], hardware: Hardware, space: 
         set_attribute(study, key, value)
 
 
-def await_founding(study: optuna.Study) -> bool:
+def wait_for_study_metadata(study: optuna.Study) -> bool:
     """Wait for the metadata of a new study, and return False if its creator ended before it wrote them.
 
     Any tuner may then write the metadata. A study with trials, or of another program, returns True.
@@ -550,6 +550,6 @@ def check_founded(study: optuna.Study, shown: str) -> None:
     told = attributes(study)
     if all(key in told for key in _NEEDED):
         return
-    if await_founding(study):
+    if wait_for_study_metadata(study):
         raise UserError(f"{shown} was not made by autotune")
     raise UserError(f"{shown} was begun by a run that died before its first trial: run it again")

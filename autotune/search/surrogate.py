@@ -18,7 +18,7 @@ from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate, Val
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.knobs import FIRST_ORDER
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 
 # -- speed and memory model --------------------------------------------------------------------------------------------
 #
@@ -71,7 +71,7 @@ class Forecast:
     host: Flags  # the predicted host memory exceeds its limit by more than MOST_OF_HOST
 
 
-class Beliefs:
+class SpeedMemoryModel:
     """The predictor and the surrogate, and the choice between them."""
 
     def __init__(self, predictor: Predictor, job: Job, hardware: Hardware, candidates: Sequence[Candidate]) -> None:
@@ -96,9 +96,9 @@ class Beliefs:
         self._fresh = 0  # tables since all candidates were predicted
 
     @property
-    def refuted(self) -> bool:
+    def predictor_rejected(self) -> bool:
         """Return True if measurements contradict the predictor in time or in memory."""
-        return self.speed.refuted or self.memory.refuted
+        return self.speed.predictor_rejected or self.memory.predictor_rejected
 
     def table(self) -> Table:
         """Return the predictor's table, corrected by all observations."""
@@ -153,15 +153,15 @@ class Beliefs:
             outcome: the trial's outcome.
         """
         if at is not None and outcome.measurement is not None:
-            self._hear(at, outcome.measurement)
-        elif at is not None and outcome.kind is Kind.OOM_DEVICE:
-            self._hear_shortage(at, outcome)
-        self._host_ran_out |= outcome.kind is Kind.OOM_HOST
+            self._observe(at, outcome.measurement)
+        elif at is not None and outcome.kind is OutcomeKind.OOM_DEVICE:
+            self._observe_oom(at, outcome)
+        self._host_ran_out |= outcome.kind is OutcomeKind.OOM_HOST
         self.predictor.observe(candidate, outcome)
         self._table = None
         self._forecasts.clear()
 
-    def tighten(self, at: int, searched: Measurement, share: float) -> None:
+    def raise_fit_threshold(self, at: int, searched: Measurement, share: float) -> None:
         """Lower a stage's memory limit after one of its candidates failed only in verification.
 
         Args:
@@ -175,13 +175,13 @@ class Beliefs:
             room[alike] = np.minimum(room[alike], share * float(most))
         self._forecasts.clear()
 
-    def _hear(self, at: int, measured: Measurement) -> None:
+    def _observe(self, at: int, measured: Measurement) -> None:
         speed, peak = math.log(measured.samples_per_second), math.log(measured.peak_bytes)
         if self._table is not None:
             expected, sigma = math.log(self._table.samples[at]), float(self._table.step_sigma[at])
             self._surprises.append(min(5.0, abs(speed - expected) / sigma))
             if len(self._speeds):
-                self.speed.charge(
+                self.speed.update_log_score(
                     _density(speed, expected, sigma, REPEAT_TIME), _density(speed, *_one(self._speeds, at), REPEAT_TIME)
                 )
             if len(self._peaks):
@@ -189,27 +189,27 @@ class Beliefs:
                     math.log(self._table.peak[at]),
                     float(self._table.peak_sigma[at] / self._table.peak[at]),
                 )
-                self.memory.charge(
+                self.memory.update_log_score(
                     _density(peak, expected, sigma, REPEAT_MEMORY),
                     _density(peak, *_one(self._peaks, at), REPEAT_MEMORY),
                 )
         self._speeds.observe(at, speed)
         self._peaks.observe(at, peak)
 
-    def _hear_shortage(self, at: int, outcome: Outcome) -> None:
+    def _observe_oom(self, at: int, outcome: Outcome) -> None:
         capacity = float(outcome.capacity_bytes or self.hardware.capacity_bytes)
         least = math.log(capacity + 0.5 * (outcome.missing_bytes or 0))
         if self._table is not None and len(self._peaks):
             expected, sigma = _one(self._peaks, at)
             z = float((self._table.needed[at] - capacity) / self._table.peak_sigma[at])
-            self.memory.charge(_log_share(z), _log_share((expected - math.log(capacity)) / sigma))
+            self.memory.update_log_score(_log_share(z), _log_share((expected - math.log(capacity)) / sigma))
             least = max(least, expected)  # an OOM gives a lower bound of the need
         self._peaks.observe(at, least)
 
     # -- believing ---------------------------------------------------------------------------------------------------
 
     @property
-    def _humility(self) -> float:
+    def _interval_inflation(self) -> float:
         """Factor that widens the intervals after recent predictions missed by more than their intervals."""
         recent = self._surprises[-8:]
         return max(1.0, math.sqrt(sum(z * z for z in recent) / len(recent))) if len(recent) > 1 else 1.0
@@ -226,8 +226,8 @@ class Beliefs:
 
     def _forecast(self, rival: bool) -> Forecast:
         table = self.table()
-        logs, sigma, step = np.log(table.samples), self._humility * table.step_sigma, table.step
-        if (rival or self.speed.refuted) and len(self._speeds):
+        logs, sigma, step = np.log(table.samples), self._interval_inflation * table.step_sigma, table.step
+        if (rival or self.speed.predictor_rejected) and len(self._speeds):
             logs, sigma = self._speeds.predict()
             step = table.samples * table.step / np.exp(logs)
         capacity = float(self.hardware.capacity_bytes)
@@ -235,7 +235,7 @@ class Beliefs:
         host, in_host = held > MOST_OF_HOST, np.ones(self._count)
         if self._host_ran_out:  # before the first host OOM the memory bill is used without an interval
             in_host = normal_cdf(-np.log(np.maximum(held, 1e-9)) / self.predictor.host_sigma)
-        if self.memory.refuted and len(self._peaks):
+        if self.memory.predictor_rejected and len(self._peaks):
             peak, spread = self._peaks.predict()
             fits = in_host * normal_cdf((np.log(self._measured_room) - peak) / spread)
             hopeless = np.zeros(len(peak), dtype=bool)
@@ -443,18 +443,18 @@ def is_first_order(name: str) -> bool:
     return name in FIRST_ORDER
 
 
-def kind_of(candidate: Candidate) -> tuple[object, ...]:
+def first_order_key(candidate: Candidate) -> tuple[object, ...]:
     """Return the first-order settings of a candidate."""
     return tuple(candidate.get(name) for name in FIRST_ORDER)
 
 
-class Kinds:
+class FirstOrderGroups:
     """Measured combinations of first-order settings ("kinds"), and the gain from second-order knobs in each."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         kinds: dict[tuple[object, ...], int] = {}
         # (n,) the kind of each candidate
-        self.of = np.array([kinds.setdefault(kind_of(candidate), len(kinds)) for candidate in candidates])
+        self.of = np.array([kinds.setdefault(first_order_key(candidate), len(kinds)) for candidate in candidates])
         self._first = np.full(len(kinds), np.nan)  # log of samples per second, by kind
         self._best = np.full(len(kinds), -np.inf)
         self._again = np.zeros(len(kinds), dtype=bool)  # measured with several second-order settings
@@ -501,7 +501,7 @@ class Kinds:
         return np.asarray(self._best[self.of] + self.reach)
 
 
-class Screen:
+class LevelCoverage:
     """Coverage of the levels of first-order knobs, each of which is tried before second-order knobs are varied."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
@@ -518,11 +518,11 @@ class Screen:
         self._levels = np.array(columns).T  # (n, factors): the level of each
         self._seen = np.zeros(len(levels), dtype=bool)
 
-    def see(self, at: int) -> None:
+    def mark(self, at: int) -> None:
         """Mark the levels of the candidate at this place as tried."""
         self._seen[self._levels[at]] = True
 
-    def unseen(self) -> Flags:
+    def uncovered(self) -> Flags:
         """Return whether each candidate has an untried level, (n,)."""
         return np.asarray((~self._seen[self._levels]).any(axis=1))
 

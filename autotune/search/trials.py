@@ -24,7 +24,7 @@ from autotune.masking import masked_data
 from autotune.problem.candidate import Candidate, Value
 from autotune.problem.hardware import Hardware
 from autotune.problem.knobs import KNOBS
-from autotune.problem.outcome import Kind, Outcome, Source
+from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.heartbeat import Tuners
 from autotune.search.storage import open_storage
@@ -111,7 +111,7 @@ def came_first(
             continue
         stored = other.user_attrs.get(OUTCOME)
         if stored is not None:
-            if Outcome.from_json(stored).kind.says_something_of_the_candidate:
+            if Outcome.from_json(stored).kind.is_attributable_to_candidate:
                 return True
         elif not other.state.is_finished() and not tuners.is_gone(other.user_attrs.get(TUNER)):
             return True
@@ -142,7 +142,7 @@ def end(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: Ha
 
 def end_as_stored(study: optuna.Study, trial: optuna.Trial, outcome: Outcome, hardware: Hardware) -> None:
     """End a trial whose outcome is stored, in the form that samplers expect."""
-    if not outcome.kind.says_something_of_the_candidate:
+    if not outcome.kind.is_attributable_to_candidate:
         study.tell(trial, state=TrialState.FAIL)
         return
     tell(study, trial, outcome, hardware)
@@ -210,7 +210,7 @@ def found_running(records: list[Record]) -> set[tuple[Candidate, str]]:
             continue
         if record.outcome.source is Source.DEATH:
             found.add((record.candidate, record.role))
-        elif record.outcome.kind is not Kind.INTERRUPTED:
+        elif record.outcome.kind is not OutcomeKind.INTERRUPTED:
             found -= {(record.candidate, role) for role in (SEARCH, VERIFY, RESUME)}
     return found
 
@@ -226,7 +226,7 @@ def left_outcome(deadly: bool) -> Outcome:
     """
     why = "the tuner's process ended twice while it ran: it may have taken all of main memory"
     return Outcome(
-        Kind.OOM_HOST if deadly else Kind.INTERRUPTED,
+        OutcomeKind.OOM_HOST if deadly else OutcomeKind.INTERRUPTED,
         reason=why if deadly else "the tuner's process ended meanwhile",
         evidence="found running",
         source=Source.DEATH,
@@ -235,7 +235,7 @@ def left_outcome(deadly: bool) -> Outcome:
 
 # Outcome of a trial whose tuner lost its lease or ended normally. The candidate is not at fault.
 LET_GO = Outcome(
-    Kind.INTERRUPTED, reason="its tuner was not heard of any more", evidence="left behind", source=Source.STOP
+    OutcomeKind.INTERRUPTED, reason="its tuner was not heard of any more", evidence="left behind", source=Source.STOP
 )
 
 
@@ -550,7 +550,7 @@ def kept_if_it_fails(folder: Path | None, trial: optuna.Trial, outcome: Outcome,
     try:
         yield
     except BaseException as error:  # also a second Ctrl-C during the wait for the database
-        if folder is not None and tuner and outcome.kind.says_something_of_the_candidate:
+        if folder is not None and tuner and outcome.kind.is_attributable_to_candidate:
             kept = {"number": number, "tuner": tuner, "outcome": outcome.to_json()}
             try:
                 name = _NAME.replace("*", f"{tuner.rpartition('/')[2]}-{number}")  # the random word of the tuner's name

@@ -19,11 +19,11 @@ from autotune.executors.base import VERIFY as VERIFY_EFFORT
 from autotune.executors.base import Effort, Executor, Session
 from autotune.problem.candidate import MODEL_KNOBS, Candidate
 from autotune.problem.hardware import Hardware
-from autotune.problem.outcome import Kind, Measurement, Outcome, Source
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace
-from autotune.search.budget import Clock
-from autotune.search.concurrency import Company, Crew
-from autotune.search.leaderboard import NOT_VERIFIED, Measured, Standings, held_bytes
+from autotune.search.budget import Budget
+from autotune.search.concurrency import PeerTrials, SearchWorkers
+from autotune.search.leaderboard import NOT_VERIFIED, Leaderboard, Measured, held_bytes
 from autotune.search.proposer import Proposal, Proposer
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, set_attribute
@@ -70,23 +70,23 @@ class Tuner:
         search_effort: Effort = SEARCH_EFFORT,
         verify_effort: Effort = VERIFY_EFFORT,
         beside: Sequence[Executor] = (),
-        crew: Crew | None = None,
+        workers: SearchWorkers | None = None,
     ) -> None:
         self.store, self.executor, self.proposer, self.space, self.hardware = store, executor, proposer, space, hardware
         self.max_trials, self.cancelled = max_trials, cancelled
         self.observer: Observer = observer or NullObserver()
         self.search_effort, self.verify_effort = search_effort, verify_effort
-        self.standings = Standings(hardware, proposer.job, proposer.candidates)
-        self.clock = Clock(executor, proposer, verify_effort, budget_seconds, spent_seconds, self._best)
-        self.blame = Blame(proposer, self.standings, space)
-        self.crew, self._beside = crew or Crew(), beside
+        self.leaderboard = Leaderboard(hardware, proposer.job, proposer.candidates)
+        self.clock = Budget(executor, proposer, verify_effort, budget_seconds, spent_seconds, self._best)
+        self.blame = Blame(proposer, self.leaderboard, space)
+        self.workers, self._beside = workers or SearchWorkers(), beside
         self._counts: Counter[str] = Counter()
         self._tried = 0
-        self.company = Company(store)
+        self.peers = PeerTrials(store)
 
     def _best(self) -> tuple[Candidate, Measurement] | None:
-        best = self.standings.best
-        return (best, self.standings.measured[best][1]) if best else None
+        best = self.leaderboard.best
+        return (best, self.leaderboard.measured[best][1]) if best else None
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -99,14 +99,14 @@ class Tuner:
         """
         self.clock.begin()
         known = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
-        mended = forgiven(self.store, known)
+        mended = retryable_trial_numbers(self.store, known)
         for left, (record, outcome) in zip(range(len(known), 0, -1), known, strict=True):
             self.proposer.expect(left)
-            self.company.known.add(record.number)
-            self._recall(record, outcome, record.number in mended)
-        if line := set_aside(self.store, self.standings.set_aside):
+            self.peers.known.add(record.number)
+            self._replay_outcome(record, outcome, record.number in mended)
+        if line := mark_out_of_space(self.store, self.leaderboard.set_aside):
             self.observer.say(line)
-        self.standings.begin_call()
+        self.leaderboard.begin_call()
         self.store.begin_call(self.clock.budget_seconds)
         try:
             ended, winner, verified = self._search_and_verify()
@@ -119,7 +119,7 @@ class Tuner:
             self.store.set_winner(winner.number, "verified" if verified else "measured, not verified")
         self.store.note_skips(self.proposer.skips())
         self._save_call(ended)
-        used, measured = self.clock.used_seconds, self._counts[Kind.OK.value]
+        used, measured = self.clock.used_seconds, self._counts[OutcomeKind.OK.value]
         return SearchSummary(winner, verified, ended, self.cancelled(), used, measured, self._counts)
 
     def _save_call(self, ended: str = "") -> None:
@@ -137,9 +137,9 @@ class Tuner:
         """
         ended = self._search()
         while True:
-            before = self.standings.rejected
+            before = self.leaderboard.rejected
             winner, verified = self._verify()
-            learnt = self.standings.rejected > before
+            learnt = self.leaderboard.rejected > before
             goes_on = not self._beside and self._why_stop() is None
             if goes_on and (learnt or (verified and ended == BUDGET_USED)):
                 ended = self._search()
@@ -152,20 +152,20 @@ class Tuner:
         Verification then uses the first executor alone.
         """
         if not self._beside:
-            with self.crew.thinking():
+            with self.workers.locked():
                 return self._work(self.executor)
         with ThreadPoolExecutor(len(self._beside)) as pool:
             # all executors open before the first trial, because their imports would slow measurements
             opened = list(pool.map(self._open, self._beside))
             for executor in compress(self._beside, opened):
                 pool.submit(self._work_beside, executor)
-            with self.crew.failing(), self.crew.thinking():
+            with self.workers.capture_failure(), self.workers.locked():
                 ended = self._work(self.executor)
-        self.crew.raise_failure()
+        self.workers.raise_failure()
         return ended
 
     def _open(self, executor: Executor) -> bool:
-        with self.crew.failing(), suppress(Stopped):  # the user stopped the call
+        with self.workers.capture_failure(), suppress(Stopped):  # the user stopped the call
             executor.open(self.observer.say)
             executor.check(self.observer.say)
             return True
@@ -173,67 +173,67 @@ class Tuner:
 
     def _work_beside(self, executor: Executor) -> None:
         # the user stopped the call, or another worker failed
-        with self.crew.failing(), suppress(Stopped), self.crew.thinking():
+        with self.workers.capture_failure(), suppress(Stopped), self.workers.locked():
             self._work(executor)
 
     def _work(self, executor: Executor) -> str:
         while True:
-            self._hear()
+            self._poll_peers()
             if (why := self._why_stop()) is not None:
                 return why
             proposal = self.proposer.next()
             if proposal is None:
                 # the running trials' outcomes may open new candidates, or be lost and retried
-                if self.company.elsewhere or self.crew.at_work:
+                if self.peers.running_elsewhere or self.workers.at_work:
                     self._await_news()
                     continue
                 return self.proposer.stopped_early or "every candidate is tried or ruled out"
             patience = self.proposer.patience(proposal.candidate)
             session = executor.session(proposal.candidate, self._session_name(), patience)
             try:
-                self._climb(session, proposal)
+                self._measure_ladder(session, proposal)
             finally:
-                with self.crew.ending(proposal.candidate):
+                with self.workers.teardown_section(proposal.candidate):
                     session.close()
 
-    def _hear(self) -> None:
+    def _poll_peers(self) -> None:
         """Learn outcomes of peer tuners, and reserve candidates that peers and other workers are measuring."""
-        for record, outcome in self.company.hear():
+        for record, outcome in self.peers.poll():
             self.observer.trial_finished(record.number, record.candidate, record.role, outcome)
-            self._recall(record, outcome)
+            self._replay_outcome(record, outcome)
         if self.store.tuners.shared or self._beside:
-            self.proposer.keep_back([*self.company.searching(), *self.crew.at_work])
+            self.proposer.reserve([*self.peers.searching(), *self.workers.at_work])
 
     def _await_news(self) -> None:
         """Wait until a trial of a peer or another worker starts or ends, or this call must stop."""
 
         def state() -> tuple[int, list[Record], int]:
-            return len(self.company.known), self.company.elsewhere, len(self.crew.at_work)
+            return len(self.peers.known), self.peers.running_elsewhere, len(self.workers.at_work)
 
         before = state()
         while before == state() and self._why_stop() is None:
-            self.crew.wait()
-            self._hear()
+            self.workers.wait()
+            self._poll_peers()
 
-    def _climb(self, session: Session, proposal: Proposal | None) -> None:
+    def _measure_ladder(self, session: Session, proposal: Proposal | None) -> None:
         """Measure ascending rungs in one engine until a trial fails or another engine is worth more."""
         while proposal is not None:
             outcome = self._trial(session, proposal)
             if outcome is None or not outcome.ok or not session.alive or self._why_stop() is not None:
                 return
-            self._hear()
+            self._poll_peers()
             proposal = self.proposer.next_rung(proposal.candidate)
 
     def _why_stop(self) -> str | None:
         if self.cancelled():
             return "interrupted"
-        if self.crew.failed:
+        if self.workers.failed:
             return "stopped: a trial beside it failed"
-        if self.max_trials is not None and self._tried + len(self.crew.at_work) >= self.max_trials:
+        if self.max_trials is not None and self._tried + len(self.workers.at_work) >= self.max_trials:
             return f"--max-trials {self.max_trials} reached"
         if self.blame.machine_fails:
             return f"the machine failed {self.blame.machine_failures} times in a row"
-        least = self.clock.least_trial_seconds if self.standings.measured else 0.0
+        least = self.clock.least_trial_seconds if self.leaderboard.measured else 0.0
         if self.clock.left_seconds <= self.clock.reserve_seconds + least:
             return BUDGET_USED
         return None
@@ -244,19 +244,21 @@ class Tuner:
     def _trial(self, session: Session, proposal: Proposal) -> Outcome | None:
         """Measure a candidate; None if a peer tuner is already trying it."""
         candidate = proposal.candidate
-        number = self.store.claim(candidate, self.space, SEARCH, proposal.note, self.company.known)
+        number = self.store.claim(candidate, self.space, SEARCH, proposal.note, self.peers.known)
         if number is None:
             return None
         self.observer.trial_started(number, candidate, SEARCH, proposal.note)
-        with self.crew.having(candidate):
-            with self.crew.measuring(candidate):
+        with self.workers.claim(candidate):
+            with self.workers.device_section(candidate):
                 left = max(
-                    1.0, self.clock.left_seconds - (self.clock.reserve_seconds if self.standings.measured else 0.0)
+                    1.0, self.clock.left_seconds - (self.clock.reserve_seconds if self.leaderboard.measured else 0.0)
                 )
                 limit = self.proposer.trial_seconds(candidate)
-                with self.crew.aside():
+                with self.workers.unlocked():
                     outcome = session.measure(candidate, self.search_effort, min(left, limit))
-            outcome = excused(candidate, outcome, self._limited(limit, left), self.proposer, self.crew)
+            outcome = downgrade_first_timeout(
+                candidate, outcome, self._limited(limit, left), self.proposer, self.workers
+            )
             self._tried += 1
             self._record(number, candidate, outcome, SEARCH)
         return outcome
@@ -267,7 +269,7 @@ class Tuner:
 
     def _record(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
         self.store.finish(number, outcome)
-        self.company.known.add(number)
+        self.peers.known.add(number)
         self.observer.trial_finished(number, candidate, role, outcome)
         self._save_call()
         self._counts[outcome.kind.value] += 1
@@ -275,28 +277,30 @@ class Tuner:
         self._learn(number, candidate, outcome, role)
         self.blame.take(candidate, outcome)
 
-    def _recall(self, record: Record, outcome: Outcome, mended: bool = False) -> None:
+    def _replay_outcome(self, record: Record, outcome: Outcome, mended: bool = False) -> None:
         """Learn an outcome of an earlier call or a peer.
 
         An OOM with clearly less memory, or a failure that is `mended` (retryable), excludes nothing.
         """
         if not (mended or self.hardware.outgrew(outcome.kind, outcome.capacity_bytes)):
             self._learn(record.number, record.candidate, outcome, record.role)
-        elif outcome.kind is not Kind.OOM_HOST and record.role not in (VERIFY, RESUME):
+        elif outcome.kind is not OutcomeKind.OOM_HOST and record.role not in (VERIFY, RESUME):
             self.proposer.observe(record.candidate, outcome, outdated=True)
 
     def _learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
-        if outcome.kind is Kind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE):
+        if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE):
             self.proposer.allow_longer(candidate, outcome)
-        searched = self.standings.measured.get(candidate)
-        self.standings.learn(number, candidate, outcome, role)
+        searched = self.leaderboard.measured.get(candidate)
+        self.leaderboard.learn(number, candidate, outcome, role)
         if role in (VERIFY, RESUME):
-            teach(candidate, outcome, searched, self.standings, self.proposer)
+            apply_verification_result(candidate, outcome, searched, self.leaderboard, self.proposer)
             return
         self.proposer.observe(candidate, outcome)
-        is_unknown = self.standings.why_not(candidate) in ("", NOT_VERIFIED)
-        if self.standings.is_doubted(candidate) or not is_unknown:  # unlikely to win, or with another global batch size
-            self.proposer.drop(candidate)
+        is_unknown = self.leaderboard.why_not(candidate) in ("", NOT_VERIFIED)
+        if (
+            self.leaderboard.is_deprioritized(candidate) or not is_unknown
+        ):  # unlikely to win, or with another global batch size
+            self.proposer.exclude(candidate)
 
     # -- the winner --------------------------------------------------------------------------------------------------
 
@@ -307,47 +311,47 @@ class Tuner:
         memory. A verification replaces the search's measurement: a slower candidate falls back in the order, and the
         next one is verified. The winner must also resume from a checkpoint.
         """
-        standings, tried, in_turn = self.standings, 0, False
+        leaderboard, tried, in_turn = self.leaderboard, 0, False
         while True:
-            self._hear()
+            self._poll_peers()
             candidate = self._to_verify() if tried < MAX_VERIFIED else None
             if candidate is None:
                 if not in_turn and (rival := self._rival()) is not None:
                     in_turn = True
                     self._verification(rival, VERIFY)
                     continue
-                passed = standings.passed()
-                if not passed or self._goes_on(standings.thriftiest(passed)):
+                passed = leaderboard.passed()
+                if not passed or self._goes_on(leaderboard.thriftiest(passed)):
                     break
                 continue
             tried += 1
             outcome = self._verification(candidate, VERIFY)
             if outcome.may_end_otherwise and self.clock.left_seconds > self.clock.verification_seconds:
                 outcome = self._verification(candidate, VERIFY)
-            if why := standings.why_not(candidate):
+            if why := leaderboard.why_not(candidate):
                 why = why if why != NOT_VERIFIED else f"{outcome.kind.value}: {outcome.reason}"
                 self.observer.say(f"verification of {candidate} failed: {why}")
-                if not outcome.kind.says_something_of_the_candidate:
+                if not outcome.kind.is_attributable_to_candidate:
                     break
-        if passed := standings.passed():
-            chosen = standings.thriftiest(passed)
-            return self._as_record(chosen, standings.verified[chosen], VERIFY), True
-        best = standings.best
-        return (self._as_record(best, standings.measured[best], SEARCH) if best else None), False
+        if passed := leaderboard.passed():
+            chosen = leaderboard.thriftiest(passed)
+            return self._as_record(chosen, leaderboard.verified[chosen], VERIFY), True
+        best = leaderboard.best
+        return (self._as_record(best, leaderboard.measured[best], SEARCH) if best else None), False
 
     def _to_verify(self) -> Candidate | None:
         """Return the next candidate to verify; None if the verified ones are good enough or no time is left."""
         if self.cancelled() or self.clock.left_seconds < 1.0 or self.blame.machine_fails:
             return None
-        if self.standings.passed() and not self.clock.time_for_another:
+        if self.leaderboard.passed() and not self.clock.time_for_another:
             return None
-        return self.standings.contender()
+        return self.leaderboard.contender()
 
     def _rival(self) -> Candidate | None:
         """Return a candidate to measure again if two are so close that drift may decide; None if no time is left."""
         if self.cancelled() or not self.clock.time_for_another:
             return None
-        return self.standings.next_turn()
+        return self.leaderboard.next_turn()
 
     def _goes_on(self, candidate: Candidate) -> bool:
         """Return False if the candidate runs out of memory when it resumes from a checkpoint.
@@ -355,7 +359,7 @@ class Tuner:
         True also covers untested candidates: no time, no disk space, or a failing save. Only an OOM rejects a
         candidate, because it would end a resumed training.
         """
-        known = self.standings.resumed.get(candidate)
+        known = self.leaderboard.resumed.get(candidate)
         if not self.executor.resumes or (known is not None and known.ok):
             return True
         if not self.clock.tries_resuming:
@@ -368,7 +372,7 @@ class Tuner:
             self.observer.say("whether it goes on from a checkpoint was not tried: the budget is used")
             return True
         outcome = self._verification(candidate, RESUME)
-        if why := self.standings.why_not(candidate):
+        if why := self.leaderboard.why_not(candidate):
             self.observer.say(f"{candidate}: {why}")
             return False
         if not outcome.ok:
@@ -378,40 +382,44 @@ class Tuner:
     def _verification(self, candidate: Candidate, role: str) -> Outcome:
         """Run one VERIFY or RESUME trial in a fresh process, or take its outcome from a peer tuner."""
         note = "verification in a fresh process" if role == VERIFY else "goes on from a checkpoint"
-        while (number := self.store.claim(candidate, self.space, role, note, self.company.known)) is None:
+        while (number := self.store.claim(candidate, self.space, role, note, self.peers.known)) is None:
             if (theirs := self._awaited(candidate, role)) is not None:
                 return theirs
         self.observer.trial_started(number, candidate, role, note)
         session = self.executor.session(candidate, f"{number:04d}-{role}", self.proposer.patience(candidate))
-        step_seconds = self.standings.measured[candidate][1].step_seconds
+        step_seconds = self.leaderboard.measured[candidate][1].step_seconds
         limit = self.clock.verification_limit(self.proposer.trial_seconds(candidate), step_seconds)
         left = max(1.0, self.clock.left_seconds)
         effort = self.verify_effort if role == VERIFY else RESUME_EFFORT
         try:
             outcome = session.measure(candidate, effort, min(left, limit))
         except Unusable as error:  # a script may end early after it has loaded its previous training state
-            outcome = Outcome(Kind.INTERRUPTED, reason=str(error), evidence="the script", source=Source.EXCEPTION)
+            outcome = Outcome(
+                OutcomeKind.INTERRUPTED, reason=str(error), evidence="the script", source=Source.EXCEPTION
+            )
         finally:
             session.close()
-        outcome = excused(candidate, outcome, self._limited(limit, left), self.proposer, self.crew)
+        outcome = downgrade_first_timeout(candidate, outcome, self._limited(limit, left), self.proposer, self.workers)
         self._record(number, candidate, outcome, role)
         return outcome
 
     def _awaited(self, candidate: Candidate, role: str) -> Outcome | None:
         """Wait for a peer tuner's outcome of the same trial; None if the peer ended without a usable one."""
-        self.company.forget(candidate, role)
+        self.peers.discard_result(candidate, role)
         while True:
-            self._hear()
-            if (found := self.company.found(candidate, role)) is not None:
-                return found if found.kind.says_something_of_the_candidate else None
+            self._poll_peers()
+            if (found := self.peers.result_for(candidate, role)) is not None:
+                return found if found.kind.is_attributable_to_candidate else None
             if self.cancelled() or self.clock.left_seconds < 1.0:
-                return Outcome(Kind.INTERRUPTED, reason="ended while another tuner was at it", source=Source.STOP)
-            if not self.company.are_at(candidate, role):
+                return Outcome(
+                    OutcomeKind.INTERRUPTED, reason="ended while another tuner was at it", source=Source.STOP
+                )
+            if not self.peers.are_at(candidate, role):
                 return None
             time.sleep(_LOOK_SECONDS)
 
     def _as_record(self, candidate: Candidate, measured: tuple[int, Measurement], role: str) -> Record:
-        made = Record(measured[0], candidate, Outcome(Kind.OK, measurement=measured[1]), role)
+        made = Record(measured[0], candidate, Outcome(OutcomeKind.OK, measurement=measured[1]), role)
         return next((record for record in self.store.records() if record.number == made.number), made)
 
 
@@ -420,7 +428,9 @@ class Tuner:
 # Retry failures once before they count against a candidate: time limits, and host OOM in parallel trials.
 
 
-def excused(candidate: Candidate, outcome: Outcome, limit: float | None, proposer: Proposer, crew: Crew) -> Outcome:
+def downgrade_first_timeout(
+    candidate: Candidate, outcome: Outcome, limit: float | None, proposer: Proposer, workers: SearchWorkers
+) -> Outcome:
     """Return the outcome, marked as interrupted if the trial is retried.
 
     A time limit may have been too short, and host OOM may come from trials that ran in parallel. The retry has twice
@@ -431,20 +441,20 @@ def excused(candidate: Candidate, outcome: Outcome, limit: float | None, propose
         outcome: the trial's outcome.
         limit: the trial's limit in seconds; None if the budget or the user ended it.
         proposer: knows the candidate's earlier timeouts.
-        crew: knows the parallel trials.
+        workers: knows the parallel trials.
     """
-    if outcome.kind is Kind.INTERRUPTED and outcome.source is Source.BUDGET and limit:
+    if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.BUDGET and limit:
         why = f"took over {format_duration(limit)}, far more than what similar trials took"
         outcome = dataclasses.replace(
-            outcome, kind=Kind.TIMEOUT, reason=why, evidence="deadline of the trial", source=Source.LIMIT
+            outcome, kind=OutcomeKind.TIMEOUT, reason=why, evidence="deadline of the trial", source=Source.LIMIT
         )
-    if outcome.kind is Kind.OOM_HOST and crew.set_apart(candidate):
+    if outcome.kind is OutcomeKind.OOM_HOST and workers.set_apart(candidate):
         again = f"{outcome.reason}, while others ran beside it; it is tried again alone"
-        outcome = dataclasses.replace(outcome, kind=Kind.INTERRUPTED, reason=again, capacity_bytes=None)
+        outcome = dataclasses.replace(outcome, kind=OutcomeKind.INTERRUPTED, reason=again, capacity_bytes=None)
     ours = outcome.source in (Source.LIMIT, Source.SILENCE)  # more time does not help against other causes
-    if outcome.kind is Kind.TIMEOUT and ours and proposer.patience(candidate) == 1.0:
+    if outcome.kind is OutcomeKind.TIMEOUT and ours and proposer.patience(candidate) == 1.0:
         again = f"{outcome.reason}; it is tried again with twice the time"
-        outcome = dataclasses.replace(outcome, kind=Kind.INTERRUPTED, reason=again)
+        outcome = dataclasses.replace(outcome, kind=OutcomeKind.INTERRUPTED, reason=again)
     return outcome
 
 
@@ -453,38 +463,38 @@ def excused(candidate: Candidate, outcome: Outcome, limit: float | None, propose
 # Apply verification results to the search. Evaluation, save and resume use memory that no search trial uses.
 
 
-def teach(
-    candidate: Candidate, outcome: Outcome, searched: Measured | None, standings: Standings, proposer: Proposer
+def apply_verification_result(
+    candidate: Candidate, outcome: Outcome, searched: Measured | None, leaderboard: Leaderboard, proposer: Proposer
 ) -> None:
-    """Update proposer and standings after a verification or resume trial. The standings already contain the outcome.
+    """Update proposer and leaderboard after a verification or resume trial. The leaderboard already contains the outcome.
 
     Args:
         candidate: the verified candidate.
         outcome: outcome of the verification.
         searched: the candidate's earlier measurement; None if there is none.
-        standings: the measured candidates.
+        leaderboard: the measured candidates.
         proposer: the proposer.
     """
-    why = standings.why_not(candidate)
+    why = leaderboard.why_not(candidate)
     if not why:
-        proposer.settle(candidate, standings.verified[candidate][1].samples_per_second)
+        proposer.finish_search(candidate, leaderboard.verified[candidate][1].samples_per_second)
     if why in ("", NOT_VERIFIED):
         return
-    standings.reject(candidate, why)
-    proposer.drop(candidate)
+    leaderboard.reject(candidate, why)
+    proposer.exclude(candidate)
     verified = outcome.measurement
     if verified is None and not outcome.kind.is_oom:  # a hang or a crash says nothing about other candidates
         return
     over = verified is not None and verified.peak_bytes > proposer.hardware.ceiling_bytes
     # an OOM and allocator retries show only that the peak was too high
     share = proposer.hardware.ceiling_bytes / verified.peak_bytes if verified is not None and over else 1.0
-    proposer.tighten(candidate, outcome, searched[1] if searched else None, share)
+    proposer.raise_fit_threshold(candidate, outcome, searched[1] if searched else None, share)
     if verified is None:
-        standings.doubt(proposer.needing_no_less(candidate, outcome.kind))
-    if searched is not None and outcome.kind is not Kind.OOM_HOST:
-        standings.doubt_stage(candidate.stage, share * held_bytes(searched[1]))
-    for other in filter(standings.is_doubted, list(proposer.speed)):
-        proposer.drop(other)
+        leaderboard.deprioritize(proposer.at_least_as_large(candidate, outcome.kind))
+    if searched is not None and outcome.kind is not OutcomeKind.OOM_HOST:
+        leaderboard.deprioritize_stage(candidate.stage, share * held_bytes(searched[1]))
+    for other in filter(leaderboard.is_deprioritized, list(proposer.speed)):
+        proposer.exclude(other)
 
 
 # -- failure attribution -----------------------------------------------------------------------------------------------
@@ -497,8 +507,8 @@ MACHINE_FAILURES = 3  # consecutive failures of any candidates that are attribut
 class Blame:
     """Failures of one call."""
 
-    def __init__(self, proposer: Proposer, standings: Standings, space: SearchSpace) -> None:
-        self._proposer, self._standings, self._space = proposer, standings, space
+    def __init__(self, proposer: Proposer, leaderboard: Leaderboard, space: SearchSpace) -> None:
+        self._proposer, self._leaderboard, self._space = proposer, leaderboard, space
         self.machine_failures = 0  # in a row
         self._retried: set[Candidate] = set()
         self._crashes: dict[str, set[Candidate]] = {}
@@ -515,22 +525,22 @@ class Blame:
             MachineTrouble: the machine failed repeatedly before the first measurement.
             UserError: the model or the script fails with any candidate.
         """
-        if outcome.kind in (Kind.INFRASTRUCTURE, Kind.FOREIGN):
+        if outcome.kind in (OutcomeKind.INFRASTRUCTURE, OutcomeKind.GPU_CONTENTION):
             if candidate in self._retried:
                 self._proposer.give_up(candidate)
             self._retried.add(candidate)
-        self.machine_failures = self.machine_failures + 1 if outcome.kind is Kind.INFRASTRUCTURE else 0
-        if self.machine_fails and not self._standings.measured:
+        self.machine_failures = self.machine_failures + 1 if outcome.kind is OutcomeKind.INFRASTRUCTURE else 0
+        if self.machine_fails and not self._leaderboard.measured:
             raise MachineTrouble(
                 f"the machine failed {self.machine_failures} times in a row, before anything was measured: "
                 f"{outcome.reason} (logs: {outcome.log}); `autotune doctor` looks at the machine"
             )
-        if outcome.kind is Kind.CRASH and outcome.source is Source.EXCEPTION:
+        if outcome.kind is OutcomeKind.CRASH and outcome.source is Source.EXCEPTION:
             crashed = self._crashes.setdefault(outcome.reason, set())
             crashed.add(candidate)
             if (
                 len({one.family for one in crashed}) >= 2
-                and not self._standings.measured
+                and not self._leaderboard.measured
                 and not self._blames_the_model(crashed)
             ):
                 where = f"{outcome.log}/rank{outcome.rank or 0}.log"
@@ -554,7 +564,7 @@ class Blame:
 _ASIDE = "set aside"  # trial numbers
 
 
-def set_aside(store: StudyStore, candidates: Collection[Candidate]) -> str:
+def mark_out_of_space(store: StudyStore, candidates: Collection[Candidate]) -> str:
     """Store the trials of measured candidates outside this call's space.
 
     Returns:
@@ -569,7 +579,7 @@ def set_aside(store: StudyStore, candidates: Collection[Candidate]) -> str:
     return f"{they} not in this call's space: what they taught counts, and they cannot win"
 
 
-def rivals(store: StudyStore) -> list[Record]:
+def comparable_trials(store: StudyStore) -> list[Record]:
     """Return the study's trials without those outside the latest call's space."""
     aside = set(store.attributes.get(_ASIDE, ()))
     return [record for record in store.records() if record.number not in aside]
@@ -582,7 +592,7 @@ def rivals(store: StudyStore) -> list[Record]:
 _FORGIVEN = "forgiven"  # trial numbers
 
 
-def forgiven(store: StudyStore, known: Collection[tuple[Record, Outcome]]) -> set[int]:
+def retryable_trial_numbers(store: StudyStore, known: Collection[tuple[Record, Outcome]]) -> set[int]:
     """Return the numbers of retryable trials, whose hangs and crashes no longer exclude candidates.
 
     A call adds all retryable failures so far if no trial has succeeded and no peer tuner is active. Later calls keep
@@ -595,7 +605,7 @@ def forgiven(store: StudyStore, known: Collection[tuple[Record, Outcome]]) -> se
     numbers: set[int] = set(store.attributes.get(_FORGIVEN, ()))
     if any(outcome.ok for _, outcome in known) or store.tuners.others():
         return numbers
-    found = numbers | {record.number for record, outcome in known if outcome.kind.may_be_mended}
+    found = numbers | {record.number for record, outcome in known if outcome.kind.is_retryable}
     if found != numbers:
         set_attribute(store.study, _FORGIVEN, sorted(found))
     return found

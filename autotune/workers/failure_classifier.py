@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.problem.outcome import Kind, Phase, Source
+from autotune.problem.outcome import OutcomeKind, Phase, Source
 from autotune.util.units import GIB, KIB, MIB, format_bytes
-from autotune.workers.memory_monitor import FOREIGN_BYTES, Peaks
+from autotune.workers.memory_monitor import FOREIGN_BYTES, MemoryPeaks
 
 # -- failure kind ------------------------------------------------------------------------------------------------------
 #
@@ -21,7 +21,7 @@ from autotune.workers.memory_monitor import FOREIGN_BYTES, Peaks
 
 
 @dataclass
-class Evidence:
+class FailureEvidence:
     """Facts about a failed trial."""
 
     device: str
@@ -29,7 +29,7 @@ class Evidence:
     statuses: dict[int, int] = field(default_factory=dict)  # rank -> exit code, negative for a signal
     timed_out: str | None = None  # phase whose deadline passed, with its seconds
     phase: Phase = Phase.START
-    peaks: Peaks = field(default_factory=Peaks)
+    peaks: MemoryPeaks = field(default_factory=MemoryPeaks)
     host_total_bytes: int = 0
     capacity_bytes: int = 0  # bytes of the device available to a rank; 0 if unknown
     logs: dict[int, str] = field(default_factory=dict)  # rank -> tail of its log
@@ -62,14 +62,14 @@ _SAVING = re.compile(r", in \w*save\w*$", re.MULTILINE)  # a frame of a tracebac
 _ABORT = re.compile(r"terminate called after throwing an instance of '[^'\n]*'\s+what\(\):\s*(.{1,2000})", re.DOTALL)
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: FailureEvidence) -> FailureVerdict:
     """Return the class of a failed trial, and the evidence that decided it."""
     if evidence.cut_off:  # the lost ranks and those that waited for them do not blame the candidate
         why = "the stream of that machine's agent"
-        return Verdict(Kind.INFRASTRUCTURE, evidence.phase, evidence.cut_off, why, Source.NODE)
+        return FailureVerdict(OutcomeKind.INFRASTRUCTURE, evidence.phase, evidence.cut_off, why, Source.NODE)
     if evidence.peaks.lost:  # overrides the ranks' errors, which differ in their words
         why = f"NVML: {evidence.peaks.lost}"
-        return Verdict(Kind.INFRASTRUCTURE, evidence.phase, evidence.peaks.lost, why, Source.DEVICE)
+        return FailureVerdict(OutcomeKind.INFRASTRUCTURE, evidence.phase, evidence.peaks.lost, why, Source.DEVICE)
     dead = [rank for rank, status in evidence.statuses.items() if status < 0]
     if evidence.errors and not (dead and all(is_secondary(error) for error in evidence.errors)):
         verdicts = [(_weight(error, verdict := _of_error(error, evidence)), verdict) for error in evidence.errors]
@@ -78,8 +78,8 @@ def judge(evidence: Evidence) -> Verdict:
         if status < 0:
             return _of_signal(rank, -status, evidence)
     if evidence.timed_out:
-        return Verdict(
-            Kind.TIMEOUT,
+        return FailureVerdict(
+            OutcomeKind.TIMEOUT,
             evidence.phase,
             f"no rank got on: {evidence.timed_out}",
             f"deadline: {evidence.timed_out}",
@@ -88,13 +88,24 @@ def judge(evidence: Evidence) -> Verdict:
     for rank, status in sorted(evidence.statuses.items()):
         if status != 0:
             return _of_status(rank, status, evidence)
-    return Verdict(
-        Kind.CRASH, evidence.phase, "the ranks ended without a result", "channel closed, exit status 0", Source.EXIT
+    return FailureVerdict(
+        OutcomeKind.CRASH,
+        evidence.phase,
+        "the ranks ended without a result",
+        "channel closed, exit status 0",
+        Source.EXIT,
     )
 
 
 # Order of precedence, so that a peer's consequential error does not hide the cause.
-_ORDER = [Kind.FOREIGN, Kind.OOM_DEVICE, Kind.OOM_HOST, Kind.INVALID, Kind.CRASH, Kind.INFRASTRUCTURE]
+_ORDER = [
+    OutcomeKind.GPU_CONTENTION,
+    OutcomeKind.OOM_DEVICE,
+    OutcomeKind.OOM_HOST,
+    OutcomeKind.INVALID,
+    OutcomeKind.CRASH,
+    OutcomeKind.INFRASTRUCTURE,
+]
 
 
 def is_secondary(error: dict[str, Any]) -> bool:
@@ -102,8 +113,8 @@ def is_secondary(error: dict[str, Any]) -> bool:
     return is_echo(error.get("text", ""))
 
 
-def _weight(error: dict[str, Any], verdict: Verdict) -> tuple[int, int]:
-    secondary = is_secondary(error) and verdict.kind in (Kind.CRASH, Kind.INFRASTRUCTURE)
+def _weight(error: dict[str, Any], verdict: FailureVerdict) -> tuple[int, int]:
+    secondary = is_secondary(error) and verdict.kind in (OutcomeKind.CRASH, OutcomeKind.INFRASTRUCTURE)
     return (len(_ORDER) if secondary else _ORDER.index(verdict.kind), verdict.rank or 0)
 
 
@@ -112,109 +123,119 @@ def is_memory_error(error: dict[str, Any], device: str) -> bool:
     kinds = error.get("kinds") or []
     if not any(kind in _RUNTIME_TYPES or kind.endswith("OutOfMemoryError") for kind in kinds):
         return False  # its text quotes an OOM
-    kind = _of_error(error, Evidence(device)).kind
-    return kind.is_oom or kind is Kind.FOREIGN
+    kind = _of_error(error, FailureEvidence(device)).kind
+    return kind.is_oom or kind is OutcomeKind.GPU_CONTENTION
 
 
-def _of_error(error: dict[str, Any], evidence: Evidence) -> Verdict:
+def _of_error(error: dict[str, Any], evidence: FailureEvidence) -> FailureVerdict:
     kinds = tuple(error.get("kinds") or ())
     name, text = kinds[0] if kinds else "Exception", error.get("text", "")
-    account = Account.of(text, error.get("numbers"))
+    account = MemorySnapshot.of(text, error.get("numbers"))
     kind, why = _class_of_error(error, Scene(evidence.device, account, _host_ran_out(evidence, account)))
-    if kind is Kind.OOM_DEVICE:
+    if kind is OutcomeKind.OOM_DEVICE:
         kind, why = _unless_foreign(kind, why, account, evidence.peaks)
-    if counted := str(Account.of("", error.get("numbers"))):
+    if counted := str(MemorySnapshot.of("", error.get("numbers"))):
         why = f"{why}; {counted}"
     reason = f"{name.split('.')[-1]}: {_first_line(text) or name}"
-    if kind is Kind.INFRASTRUCTURE and error.get("full_disk"):  # some libraries' texts do not reveal a full disk
+    if kind is OutcomeKind.INFRASTRUCTURE and error.get("full_disk"):  # some libraries' texts do not reveal a full disk
         reason = f"{reason} (the disk of {error['full_disk']} is full)"
-    missing = Account.of(text).missing if kind.is_oom else None  # later figures describe another state
+    missing = MemorySnapshot.of(text).missing if kind.is_oom else None  # later figures describe another state
     phase, rank = _phase(error.get("phase")), error.get("rank")
-    return Verdict(kind, phase, reason, why, Source.EXCEPTION, rank, missing, exceptions=kinds)
+    return FailureVerdict(kind, phase, reason, why, Source.EXCEPTION, rank, missing, exceptions=kinds)
 
 
-def _class_of_error(error: dict[str, Any], scene: Scene) -> tuple[Kind, str]:
+def _class_of_error(error: dict[str, Any], scene: Scene) -> tuple[OutcomeKind, str]:
     """Return the class of a rank's error and the reason: type first, then frames and text, then origin."""
     kinds, file = error.get("kinds") or ["Exception"], error.get("file", "")
     name = kinds[0]
     by_type = f"exception {name}"
     if any(kind.endswith("OutOfMemoryError") for kind in kinds):
-        return (Kind.OOM_HOST if name.startswith("ray.") else Kind.OOM_DEVICE), by_type
+        return (OutcomeKind.OOM_HOST if name.startswith("ray.") else OutcomeKind.OOM_DEVICE), by_type
     if "builtins.MemoryError" in kinds:
-        return (Kind.OOM_DEVICE if scene.device == "cpu" else Kind.OOM_HOST), by_type
+        return (OutcomeKind.OOM_DEVICE if scene.device == "cpu" else OutcomeKind.OOM_HOST), by_type
     if any(kind.endswith(_INVALID_TYPES) for kind in kinds):
-        return Kind.INVALID, by_type
+        return OutcomeKind.INVALID, by_type
     words = f"{error.get('traceback', '')[-_TRACEBACK_CHARACTERS:]}\n{error.get('text', '')}"
     found = recognise(words, scene, error.get("files"))
     by_text = f"{by_type} with text {found[1]!r}" if found else ""
-    if found and (found[0].is_oom or (found[0] is Kind.CRASH and not name.endswith(_REFUSALS))):
+    if found and (found[0].is_oom or (found[0] is OutcomeKind.CRASH and not name.endswith(_REFUSALS))):
         return found[0], by_text
     if any(kind.endswith(_MACHINE_TYPES) for kind in kinds):
-        return Kind.INFRASTRUCTURE, by_text or by_type
+        return OutcomeKind.INFRASTRUCTURE, by_text or by_type
     if found and not name.endswith(_REFUSALS):
         return found[0], by_text
     if error.get("phase") == Phase.INIT and "/deepspeed/" in file and "/ops/" not in file:
-        return Kind.INVALID, f"{by_type} raised by {'/'.join(file.split('/')[-3:])} during init"
+        return OutcomeKind.INVALID, f"{by_type} raised by {'/'.join(file.split('/')[-3:])} during init"
     if not found and error.get("full_disk") and _SAVING.search(words):
-        return Kind.INFRASTRUCTURE, f"{by_type} in a save, with {error['full_disk']} full"
-    return (found[0], by_text) if found else (Kind.CRASH, by_type)
+        return OutcomeKind.INFRASTRUCTURE, f"{by_type} in a save, with {error['full_disk']} full"
+    return (found[0], by_text) if found else (OutcomeKind.CRASH, by_type)
 
 
-def _unless_foreign(kind: Kind, why: str, account: Account, peaks: Peaks) -> tuple[Kind, str]:
+def _unless_foreign(
+    kind: OutcomeKind, why: str, account: MemorySnapshot, peaks: MemoryPeaks
+) -> tuple[OutcomeKind, str]:
     """Return FOREIGN if another process took enough device memory for the failure, or holds most of the device."""
     capped = account.under_cap is not None and account.under_cap < (account.free or 0)
     if not capped and peaks.foreign > FOREIGN_BYTES and peaks.foreign >= (account.missing or 0):
-        return Kind.FOREIGN, f"{why}; NVML: other processes grew by {format_bytes(peaks.foreign)} meanwhile"
+        return (
+            OutcomeKind.GPU_CONTENTION,
+            f"{why}; NVML: other processes grew by {format_bytes(peaks.foreign)} meanwhile",
+        )
     if others := account.held_by_others:
-        return Kind.FOREIGN, f"{why}; other processes hold {format_bytes(others)} of the device"
+        return OutcomeKind.GPU_CONTENTION, f"{why}; other processes hold {format_bytes(others)} of the device"
     return kind, why
 
 
-def _host_ran_out(evidence: Evidence, account: Account) -> bool:
+def _host_ran_out(evidence: FailureEvidence, account: MemorySnapshot) -> bool:
     lowest = min(evidence.peaks.host_low, account.host_available if account.host_available is not None else 2**62)
     return evidence.peaks.oom_kills > 0 or lowest < _HOST_LOW * evidence.host_total_bytes
 
 
-def _of_signal(rank: int, number: int, evidence: Evidence) -> Verdict:
+def _of_signal(rank: int, number: int, evidence: FailureEvidence) -> FailureVerdict:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
-    def verdict(kind: Kind, reason: str, why: str) -> Verdict:
-        return Verdict(kind, evidence.phase, reason, why, Source.SIGNAL, rank, signal=number)
+    def verdict(kind: OutcomeKind, reason: str, why: str) -> FailureVerdict:
+        return FailureVerdict(kind, evidence.phase, reason, why, Source.SIGNAL, rank, signal=number)
 
     if number == signal.SIGKILL:
         if evidence.peaks.oom_kills > 0:
             return verdict(
-                Kind.OOM_HOST, "killed by the kernel for want of main memory", "SIGKILL, oom_kill counter rose"
+                OutcomeKind.OOM_HOST, "killed by the kernel for want of main memory", "SIGKILL, oom_kill counter rose"
             )
-        if _host_ran_out(evidence, Account()):
+        if _host_ran_out(evidence, MemorySnapshot()):
             why = f"SIGKILL with {format_bytes(evidence.peaks.host_low)} of main memory left"
-            return verdict(Kind.OOM_HOST, "killed, with main memory used up", why)
-        return verdict(Kind.CRASH, "killed from outside (SIGKILL)", "SIGKILL, oom_kill counter unchanged")
+            return verdict(OutcomeKind.OOM_HOST, "killed, with main memory used up", why)
+        return verdict(OutcomeKind.CRASH, "killed from outside (SIGKILL)", "SIGKILL, oom_kill counter unchanged")
     if number == signal.SIGBUS:
-        return verdict(Kind.OOM_HOST, "shared memory ran out (SIGBUS)", "SIGBUS")
+        return verdict(OutcomeKind.OOM_HOST, "shared memory ran out (SIGBUS)", "SIGBUS")
     log = evidence.logs.get(rank, "")
     found = recognise(log, _scene(evidence))
     if found and found[0].is_oom:
         return verdict(found[0], f"died by {name} after running out of memory", f"{name}, log text {found[1]!r}")
     if (last_words := _ABORT.search(log)) and (found := recognise(last_words[1], _scene(evidence))):
         return verdict(found[0], f"died by {name}: {_first_line(last_words[1])}", f"{name}, log text {found[1]!r}")
-    return verdict(Kind.CRASH, f"died by {name}", name)
+    return verdict(OutcomeKind.CRASH, f"died by {name}", name)
 
 
-def _of_status(rank: int, status: int, evidence: Evidence) -> Verdict:
+def _of_status(rank: int, status: int, evidence: FailureEvidence) -> FailureVerdict:
     tail = evidence.logs.get(rank, "")
     found = recognise(tail, _scene(evidence))
     if found:
-        return Verdict(
+        return FailureVerdict(
             found[0], evidence.phase, _last_line(tail), f"exit {status}, log text {found[1]!r}", Source.EXIT, rank
         )
-    return Verdict(
-        Kind.CRASH, evidence.phase, _last_line(tail) or f"exit status {status}", f"exit {status}", Source.EXIT, rank
+    return FailureVerdict(
+        OutcomeKind.CRASH,
+        evidence.phase,
+        _last_line(tail) or f"exit status {status}",
+        f"exit {status}",
+        Source.EXIT,
+        rank,
     )
 
 
-def _scene(evidence: Evidence) -> Scene:
-    return Scene(evidence.device, host_ran_out=_host_ran_out(evidence, Account()))
+def _scene(evidence: FailureEvidence) -> Scene:
+    return Scene(evidence.device, host_ran_out=_host_ran_out(evidence, MemorySnapshot()))
 
 
 def _phase(name: Any) -> Phase:
@@ -279,7 +300,7 @@ _RESERVED = re.compile(rf"{_SIZE} reserved in total")
 
 
 @dataclass(frozen=True)
-class Account:
+class MemorySnapshot:
     """Memory figures at the failure in bytes; None if unknown."""
 
     asked: int | None = None  # size of the failed allocation
@@ -293,7 +314,7 @@ class Account:
     host_available: int | None = None
 
     @classmethod
-    def of(cls, text: str, numbers: dict[str, Any] | None = None) -> Account:
+    def of(cls, text: str, numbers: dict[str, Any] | None = None) -> MemorySnapshot:
         """Build from an error's text and the rank's figures (`rank.numbers`). The text is closer to the failure and wins."""
         counted = {key: value for key, value in (numbers or {}).items() if isinstance(value, int) and value >= 0}
         allocated, unallocated = _find(_ALLOCATED, text), _find(_UNALLOCATED, text)
@@ -404,50 +425,50 @@ class Scene:
     """Circumstances of a text, which decide ambiguous ones."""
 
     device: str
-    account: Account = field(default_factory=Account)
+    account: MemorySnapshot = field(default_factory=MemorySnapshot)
     host_ran_out: bool = False  # True if the kernel killed for lack of main memory, or almost none is left
 
 
-def _memory(scene: Scene) -> Kind:
+def _memory(scene: Scene) -> OutcomeKind:
     """Classify an OOM of main memory, which is the device's memory on a CPU rank."""
-    return Kind.OOM_DEVICE if scene.device == "cpu" else Kind.OOM_HOST
+    return OutcomeKind.OOM_DEVICE if scene.device == "cpu" else OutcomeKind.OOM_HOST
 
 
-def _allocation(scene: Scene) -> Kind:
+def _allocation(scene: Scene) -> OutcomeKind:
     """Classify CUDA's text, which is identical for device memory and pinned memory.
 
     torch's own allocator prints another text. The remaining device allocations (contexts, modules, streams, workspaces)
     are small.
     """
     if scene.account.is_roomy and (scene.account.pins_much or scene.host_ran_out):
-        return Kind.OOM_HOST
-    return Kind.OOM_DEVICE
+        return OutcomeKind.OOM_HOST
+    return OutcomeKind.OOM_DEVICE
 
 
-def _mapping(scene: Scene) -> Kind:
+def _mapping(scene: Scene) -> OutcomeKind:
     """Classify a failure of the driver's virtual memory (`expandable_segments`).
 
     torch prints another text when the device is full. Some machines (Jetson, vGPU, WSL) have too little of it, or none.
     """
-    return Kind.INFRASTRUCTURE if scene.account.is_roomy else Kind.OOM_DEVICE
+    return OutcomeKind.INFRASTRUCTURE if scene.account.is_roomy else OutcomeKind.OOM_DEVICE
 
 
-def _handle(scene: Scene) -> Kind:
+def _handle(scene: Scene) -> OutcomeKind:
     """Classify a library's failure to create a handle: an OOM, or a consequence of a failed kernel."""
-    return Kind.CRASH if scene.account.is_roomy else Kind.OOM_DEVICE
+    return OutcomeKind.CRASH if scene.account.is_roomy else OutcomeKind.OOM_DEVICE
 
 
-def _internal(scene: Scene) -> Kind:
+def _internal(scene: Scene) -> OutcomeKind:
     """Classify a library's internal error, which a full device explains."""
-    return Kind.OOM_DEVICE if scene.account.is_full else Kind.CRASH
+    return OutcomeKind.OOM_DEVICE if scene.account.is_full else OutcomeKind.CRASH
 
 
-def _communicator(scene: Scene) -> Kind:
+def _communicator(scene: Scene) -> OutcomeKind:
     """Classify a failure of NCCL, whose buffers (0.2-1.5 GiB) are outside torch's allocator."""
-    return Kind.OOM_DEVICE if scene.account.is_full else Kind.INFRASTRUCTURE
+    return OutcomeKind.OOM_DEVICE if scene.account.is_full else OutcomeKind.INFRASTRUCTURE
 
 
-def _lost(scene: Scene) -> Kind | None:
+def _lost(scene: Scene) -> OutcomeKind | None:
     """Classify a killed process: a host OOM if main memory had run out, otherwise unknown."""
     return _memory(scene) if scene.host_ran_out else None
 
@@ -456,12 +477,16 @@ def _lost(scene: Scene) -> Kind | None:
 class Face:
     """Pattern of one failure text."""
 
-    points_to: Kind | Callable[[Scene], Kind | None]  # None makes the search continue with the next pattern
+    points_to: (
+        OutcomeKind | Callable[[Scene], OutcomeKind | None]
+    )  # None makes the search continue with the next pattern
     text: re.Pattern[str]
     frames: re.Pattern[str] | None = None  # an innermost frame must match too: file, function, source
 
 
-def _faces(points_to: Kind | Callable[[Scene], Kind | None], *texts: str, frames: str | None = None) -> list[Face]:
+def _faces(
+    points_to: OutcomeKind | Callable[[Scene], OutcomeKind | None], *texts: str, frames: str | None = None
+) -> list[Face]:
     where = re.compile(frames, re.IGNORECASE) if frames else None
     return [Face(points_to, re.compile(text, re.IGNORECASE | re.DOTALL), where) for text in texts]
 
@@ -477,14 +502,14 @@ _ECHO = (
 _CERTAIN = (
     # A kernel's failure is sticky: every later call fails too, with its own text.
     *_faces(
-        Kind.CRASH,
+        OutcomeKind.CRASH,
         r"device-side assert triggered|Assertion `[^`\n]*` failed",
         r"illegal memory access|misaligned address|illegal instruction|unspecified launch (?:failure|error)",
         r"CUDA_ERROR_ILLEGAL_ADDRESS|an illegal address",
         r"out of resources?: (?:shared|tensor) memory|OutOfResources",  # Triton's block resources, not device memory
     ),
     *_faces(
-        Kind.INFRASTRUCTURE,
+        OutcomeKind.INFRASTRUCTURE,
         r"uncorrectable ECC|fallen off(?: of)? the bus|GPU is lost|DEVICE_LOST|\bXid\b|NVLink error|NVML_ERROR_GPU_IS_LOST",
         r"No CUDA GPUs are available|no CUDA-capable device|Found no NVIDIA driver|NVIDIA driver on your system is too old",
         r"driver version is insufficient|invalid device ordinal|system not yet initialized|CUDA unknown error",
@@ -500,18 +525,18 @@ _FACES = (
     *_CERTAIN,
     # Pinned or shared main memory. CUDA's text does not name it, but the frames do.
     *_faces(
-        Kind.OOM_HOST,
+        OutcomeKind.OOM_HOST,
         r"(?:CUDA|HIP) error: (?:out of memory|invalid argument|resource already mapped)|cudaErrorMemoryAllocation",
         r"out of memory|ENOMEM",
         frames=r"pin_(?:memory|empty)|pinned|cudaHost|locked_tensor|\.to\(\W*cpu\b.{0,80}non_blocking\s*=\s*True",
     ),
     *_faces(
-        Kind.OOM_HOST,
+        OutcomeKind.OOM_HOST,
         r"No space left on device",
         frames=r"multiprocessing/(?:heap|synchronize|shared_memory|reductions)\.py|_share_(?:fd|filename)",
     ),
     *_faces(
-        Kind.OOM_HOST,
+        OutcomeKind.OOM_HOST,
         r"cuda(?:HostAlloc|HostRegister|MallocHost)\b(?!.{0,80}AlreadyRegistered)|Failed to CUDA host alloc",
         r"could not allocate pinned|bytes on host\b[^\n]{0,40}OUT_OF_MEMORY",
         r"out of memory.*CachingHostAllocator|CachingHostAllocator.*out of memory",
@@ -522,7 +547,7 @@ _FACES = (
         r"killed by signal: Killed|oom[-_]kill|Out of memory: Kill|low on memory|out-of-memory handler",
     ),
     *_faces(
-        Kind.OOM_DEVICE,
+        OutcomeKind.OOM_DEVICE,
         r"(?:CUDA|HIP|XPU|NPU|MLU|MUSA|GCU) out of memory|MPS backend out of memory|Triton Error.{0,20}out of memory",
         r"\b\w+_STATUS_ALLOC(?:ATION)?_FAILED|CUFFT_ALLOC_FAILED|would exceed allowed memory",
         r"OUT_OF_DEVICE_MEMORY|UR_RESULT_ERROR_OUT_OF_RESOURCES|hipErrorOutOfMemory|HIP_ERROR_OutOfMemory",
@@ -562,7 +587,7 @@ _FACES = (
     ),
     *_faces(_internal, r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)"),
     *_faces(
-        Kind.INFRASTRUCTURE,
+        OutcomeKind.INFRASTRUCTURE,
         r"Address already in use|EADDRINUSE",
         r"No space left on device|Disk quota exceeded|Read-only file system|Stale file handle|file write failed",
         r"PytorchStreamWriter failed|inline_container\.cc:\d+\] \. unexpected pos|basic_ios::clear: iostream error",  # torch.save
@@ -579,7 +604,9 @@ _FACES = (
         r"nccl(?:System|Internal|Remote|UnhandledCuda)Error|NCCL error|NCCL WARN",
         r"unhandled (?:cuda|system) error",
     ),
-    *_faces(Kind.INVALID, r"correct the following DeepSpeed config values|validation errors? for DeepSpeed\w*Config"),
+    *_faces(
+        OutcomeKind.INVALID, r"correct the following DeepSpeed config values|validation errors? for DeepSpeed\w*Config"
+    ),
     # Any other text about an OOM, except lines that only guess ("may be caused by ...").
     *_faces(
         _allocation,
@@ -588,7 +615,7 @@ _FACES = (
 )
 
 
-def recognise(text: str, scene: Scene, files: list[str] | None = None) -> tuple[Kind, str] | None:
+def recognise(text: str, scene: Scene, files: list[str] | None = None) -> tuple[OutcomeKind, str] | None:
     """Return the outcome class of a text and the words that decided it, or None if no pattern matches.
 
     Args:
@@ -601,7 +628,7 @@ def recognise(text: str, scene: Scene, files: list[str] | None = None) -> tuple[
             continue
         seen = _frame_match(face.frames, text[: match.start()], files or []) if face.frames else match[0]
         if seen is not None:
-            kind = face.points_to if isinstance(face.points_to, Kind) else face.points_to(scene)
+            kind = face.points_to if isinstance(face.points_to, OutcomeKind) else face.points_to(scene)
             if kind is not None:
                 words = seen if face.frames is None else f"{match[0]} in {seen}"
                 return kind, words.strip()[:_WORDS]

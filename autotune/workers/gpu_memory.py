@@ -18,7 +18,7 @@ import psutil
 from autotune.problem.hardware import Hardware
 from autotune.problem.nvml import GpuError, GpuLost, holders, holders_text, memory, open_nvml, own_memory, telling
 from autotune.util.units import GIB, MIB, format_bytes
-from autotune.workers.memory_monitor import FOREIGN_BYTES, CpuMeter, Meter, Peaks
+from autotune.workers.memory_monitor import FOREIGN_BYTES, CpuMeter, MemoryPeaks, Meter
 
 HIDDEN = "processes that NVML does not show here"
 HIDDEN_FOREIGN_BYTES = GIB  # threshold if pids are hidden, because the figure includes late buffers of NCCL and CUDA
@@ -89,7 +89,7 @@ class NvmlMeter(Meter):
 
     # -- before a group ----------------------------------------------------------------------------------------------
 
-    def crowd(self) -> list[str]:
+    def external_usage_warnings(self) -> list[str]:
         """Return warnings, see `Meter`. Memory that was awaited in vain is not reported again.
 
         Raises:
@@ -170,7 +170,7 @@ class NvmlMeter(Meter):
         """List the GPU's processes in the next sample."""
         self._closely = True  # until the next sample begins, because a running one may miss the event
 
-    def _sample(self, gpu: _Watched, ranks: dict[int, int], peaks: Peaks) -> None:
+    def _sample(self, gpu: _Watched, ranks: dict[int, int], peaks: MemoryPeaks) -> None:
         """Sample one GPU for the pids of its ranks."""
         gpu.free = self._free(gpu)
         grown = max(0, gpu.free_before - gpu.free)
@@ -189,7 +189,7 @@ class NvmlMeter(Meter):
             peaks.neighbours = f"{holders_text(who) or HIDDEN} on {gpu.label}"
         self._sample_clock(gpu, peaks)
 
-    def _sample_clock(self, gpu: _Watched, peaks: Peaks) -> None:
+    def _sample_clock(self, gpu: _Watched, peaks: MemoryPeaks) -> None:
         lib = self._lib
         with suppress(lib.NVMLError_NotSupported, lib.NVMLError_FunctionNotFound, lib.NVMLError_NoPermission):
             mhz = int(lib.nvmlDeviceGetClockInfo(gpu.clock_handle, lib.NVML_CLOCK_SM))
@@ -201,7 +201,7 @@ class NvmlMeter(Meter):
 
     # -- after a group -----------------------------------------------------------------------------------------------
 
-    def left(self) -> list[str]:
+    def unreleased_memory_warnings(self) -> list[str]:
         """Return warnings, see `Meter`. A device that does not answer is skipped."""
         lines = []
         for gpu in self._gpus:
@@ -220,12 +220,12 @@ class NvmlMeter(Meter):
         return lines
 
 
-def clock_mhz(peaks: Peaks) -> int | None:
+def clock_mhz(peaks: MemoryPeaks) -> int | None:
     """Return the median clock of the slowest GPU since the last reset, or None if NVML does not report clocks."""
     return min((int(statistics.median(clocks)) for clocks in peaks.clocks.values()), default=None)
 
 
-def clock_limits(peaks: Peaks) -> list[str]:
+def clock_limits(peaks: MemoryPeaks) -> list[str]:
     """Return the reasons that limited a GPU's clock since the last reset."""
     return [name for bit, name in CLOCK_LIMITS.items() if peaks.clock_reasons & bit]
 
@@ -235,7 +235,7 @@ def make_meter(hardware: Hardware) -> Meter:
     return NvmlMeter(hardware.gpus) if hardware.device == "cuda" else CpuMeter()
 
 
-def blame_hidden(peaks: Peaks, numbers: dict[str, int], outside_before: int | None) -> None:
+def blame_hidden(peaks: MemoryPeaks, numbers: dict[str, int], outside_before: int | None) -> None:
     """Attribute growth outside the rank's allocator to hidden processes, if NVML hides processes.
 
     Elsewhere NVML knows the owner.

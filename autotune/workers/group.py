@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Phase
 from autotune.versions import StrEnum
-from autotune.workers.failure_classifier import Evidence, is_secondary
+from autotune.workers.failure_classifier import FailureEvidence, is_secondary
 from autotune.workers.gpu_memory import blame_hidden
-from autotune.workers.host_workers import LocalSquad, Spread, Squad
+from autotune.workers.host_workers import HostWorkers, LocalWorkers, MultiHostLaunch
 from autotune.workers.launchers import Launcher
-from autotune.workers.memory_monitor import Meter, Peaks, merged
+from autotune.workers.memory_monitor import MemoryPeaks, Meter, merged
 from autotune.workers.protocol import Message
 
 # -- group -------------------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ _STATUS_SECONDS = 1.0  # longest wait for the exit status of a rank that sent no
 _LOOK_SECONDS = 5.0  # maximum interval between checks of silent ranks
 
 
-class Group:
+class WorkerGroup:
     """Ranks of one engine, from launch until all have ended.
 
     Args:
@@ -50,7 +50,7 @@ class Group:
 
     def __init__(
         self,
-        launcher: Launcher | Spread,
+        launcher: Launcher | MultiHostLaunch,
         hardware: Hardware,
         meter: Meter | None,
         policy: Policy,
@@ -66,11 +66,11 @@ class Group:
         def told(text: str) -> None:
             self._say(text)
 
-        self._store_host = launcher.store_host if isinstance(launcher, Spread) else ""
-        self._squads: list[Squad] = (
+        self._store_host = launcher.store_host if isinstance(launcher, MultiHostLaunch) else ""
+        self._squads: list[HostWorkers] = (
             launcher.squads(meter is not None, told)
-            if isinstance(launcher, Spread)
-            else [LocalSquad(launcher, hardware, meter, told)]
+            if isinstance(launcher, MultiHostLaunch)
+            else [LocalWorkers(launcher, hardware, meter, told)]
         )
         self._workers: dict[int, int] = {}  # rank -> its own pid, not that of an interpreter's wrapper
         self.errors: list[Message] = []
@@ -134,7 +134,7 @@ class Group:
         self._brief(self._squads[0], common, logs)
         return stop
 
-    def _brief(self, squad: Squad, spec: Message, logs: Path | None) -> None:
+    def _brief(self, squad: HostWorkers, spec: Message, logs: Path | None) -> None:
         squad.brief(spec, logs)
         squad.begin([self._workers[rank] for rank in squad.numbers])
 
@@ -165,7 +165,7 @@ class Group:
         """
         quiet = Quiet()
         for squad in self._squads:
-            squad.look_anew()
+            squad.reset_liveness_baseline()
         while True:
             if self._cancelled():
                 return Stop.CANCELLED
@@ -175,7 +175,7 @@ class Group:
             patience = self._policy.silence_seconds(self.phase) if self.greeted else self._policy.hello_seconds
             if quiet.now - max(quiet.last_look, quiet.last_alive) > min(_LOOK_SECONDS, 0.4 * patience):
                 quiet.last_look = quiet.now
-                quiet.last_alive = quiet.now if self._get_on() else quiet.last_alive
+                quiet.last_alive = quiet.now if self._check_progress() else quiet.last_alive
             if quiet.now - quiet.last_alive > patience:
                 self.failed_at = quiet.now
                 self.silence = f"{self.phase.value}: no sign of life for {patience:.0f} s{self._stuck()}"
@@ -190,7 +190,7 @@ class Group:
                 self.failed_at = time.monotonic()
                 return Stop.FAILED
 
-    def _get_on(self) -> bool:
+    def _check_progress(self) -> bool:
         """Return True if silent ranks compute, read or write."""
         alive = self._each(lambda squad: squad.get_on(self._waiting))
         return any(alive)
@@ -289,7 +289,7 @@ class Group:
         codes = self.exit_codes()
         return len(codes) == self._world and not any(codes.values())
 
-    def peaks(self) -> Peaks:
+    def peaks(self) -> MemoryPeaks:
         """Return the peaks since the last `reset_peaks` including now; without a monitor, the current memory."""
         return merged(self._each(lambda squad: squad.peaks()))
 
@@ -298,7 +298,7 @@ class Group:
         for squad in self._squads:
             squad.reset_peaks()
 
-    def evidence(self) -> Evidence:
+    def evidence(self) -> FailureEvidence:
         """Collect all facts about a failed or silent group. Call this before `end`."""
         peaks = self.peaks()  # before the ranks are gone
         statuses: dict[int, int] = {}
@@ -311,7 +311,7 @@ class Group:
             phase = Phase(self.errors[0]["phase"])
         for error in self.errors:
             blame_hidden(peaks, error.get("numbers") or {}, self._outside.get(error.get("rank", -1)))
-        return Evidence(
+        return FailureEvidence(
             self._hardware.device,
             self.errors,
             statuses,
@@ -374,14 +374,14 @@ class Group:
         """
         quiet = Quiet()
         for squad in self._squads:
-            squad.look_anew()
+            squad.reset_liveness_baseline()
         while (ended := len(self.statuses())) < len(self.pids):
             quiet.turn()
             if quiet.now - quiet.last_alive > seconds or quiet.now - quiet.began > longest_seconds:
                 break
             alive = self._hear(0.1)
             if quiet.now - quiet.last_look > min(_LOOK_SECONDS, 0.4 * seconds):
-                quiet.last_look, alive = quiet.now, self._get_on() or alive
+                quiet.last_look, alive = quiet.now, self._check_progress() or alive
             if alive and not ended:
                 quiet.last_alive = quiet.now
         self._hear(0.0)
@@ -399,7 +399,7 @@ class Group:
         self.tell("stop")
         self._each(lambda squad: squad.end(done=done))
 
-    def _each(self, ask: Callable[[Squad], T]) -> list[T]:
+    def _each(self, ask: Callable[[HostWorkers], T]) -> list[T]:
         """Call a function for all machines in parallel, so that unreachable machines time out at the same time."""
         if len(self._squads) == 1:
             return [ask(self._squads[0])]

@@ -25,7 +25,7 @@ from autotune.util.units import MIB
 from autotune.workers.failure_classifier import log_tail
 from autotune.workers.gpu_memory import make_meter
 from autotune.workers.launchers import Launcher
-from autotune.workers.memory_monitor import Gauge, Meter, Peaks
+from autotune.workers.memory_monitor import MemoryMonitor, MemoryPeaks, Meter
 from autotune.workers.process_tree import below, end_ranks, processes
 from autotune.workers.protocol import Channel, Message
 
@@ -33,11 +33,11 @@ from autotune.workers.protocol import Channel, Message
 #
 # Host workers: ranks of a group on one machine, with their start, messages, memory monitor and end.
 #
-# A group has one squad per machine, and uses only the interface `Squad`. `LocalSquad` serves this machine. For another
-# machine, the same class runs in that machine's agent behind a stream (`executors/cluster`).
+# A group has one `HostWorkers` per machine. `LocalWorkers` serves this machine. For another machine, the
+# same class runs in that machine's agent behind a stream (`executors/cluster`).
 
 
-class Squad(Protocol):
+class HostWorkers(Protocol):
     """Ranks of one group on one machine. Rank numbers are those of the whole group."""
 
     numbers: Sequence[int]
@@ -93,7 +93,7 @@ class Squad(Protocol):
     def cut_off(self) -> str:
         """Reason why the machine is unreachable; empty while it is reachable."""
 
-    def look_anew(self) -> None:
+    def reset_liveness_baseline(self) -> None:
         """Make the next `get_on` start a new comparison."""
 
     def get_on(self, waiting: set[int]) -> bool:
@@ -102,7 +102,7 @@ class Squad(Protocol):
     def place(self, rank: int, device: str) -> None:
         """Record the device that a rank reports."""
 
-    def peaks(self) -> Peaks:
+    def peaks(self) -> MemoryPeaks:
         """Return the peaks since the last `reset_peaks` including now; without a monitor, the current memory."""
 
     def reset_peaks(self) -> None:
@@ -123,7 +123,7 @@ class Squad(Protocol):
 
 
 @dataclass(frozen=True)
-class Spread:
+class MultiHostLaunch:
     """Several machines over which a group's ranks are spread evenly.
 
     Args:
@@ -132,11 +132,11 @@ class Spread:
         store_host: address of the first machine, at which all others reach the rendezvous.
     """
 
-    squads: Callable[[bool, Callable[[str], None]], list[Squad]]
+    squads: Callable[[bool, Callable[[str], None]], list[HostWorkers]]
     store_host: str
 
 
-class LocalSquad:
+class LocalWorkers:
     """Ranks on this machine.
 
     Args:
@@ -169,7 +169,7 @@ class LocalSquad:
         self._workers: dict[int, int] = {}  # rank -> its own pid, not that of an interpreter's wrapper
         self._vitals = Vitals(self._onlooker.busy)
         self._signalled = False  # True once a signal to end was sent
-        self._gauge: Gauge | None = None
+        self._gauge: MemoryMonitor | None = None
         self._oom_kills = kernel_oom_kills()
 
     # -- starting ----------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class LocalSquad:
     def begin(self, workers: Sequence[int]) -> None:
         """Start to sample the memory of the workers."""
         if self._meter is not None:
-            self._gauge = Gauge(self._meter, list(workers))
+            self._gauge = MemoryMonitor(self._meter, list(workers))
 
     def _close_listener(self) -> None:
         if self._listener is not None:
@@ -292,8 +292,8 @@ class LocalSquad:
         peaks.oom_kills = kernel_oom_kills() - self._oom_kills
         return peaks
 
-    def _memory_now(self) -> Peaks:
-        peaks = Peaks(used=[0] * len(self.pids), host_low=host_available_bytes())
+    def _memory_now(self) -> MemoryPeaks:
+        peaks = MemoryPeaks(used=[0] * len(self.pids), host_low=host_available_bytes())
         with suppress(Exception):  # a GPU may answer late while a process dies
             self._onlooker.sample(list(self._known().values()), peaks)
         return peaks
@@ -383,7 +383,7 @@ def wait_for_room(
     """
     began, waited = time.monotonic(), False
     until = min(deadline, began + ROOM_SECONDS)
-    while crowd := meter.crowd():
+    while crowd := meter.external_usage_warnings():
         if not waited:
             for line in crowd:
                 say(f"{line}; waiting at most {ROOM_SECONDS:.0f} s for it")
@@ -399,7 +399,7 @@ def wait_for_room(
 def wait_until_back(meter: Meter, say: Callable[[str], None]) -> None:
     """Wait until the devices regain the memory of ended ranks, and report its holders if they do not."""
     until = time.monotonic() + BACK_SECONDS
-    while (left := meter.left()) and time.monotonic() < until:
+    while (left := meter.unreleased_memory_warnings()) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
     for line in left:
         say(line)

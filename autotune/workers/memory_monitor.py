@@ -18,7 +18,7 @@ _CLOSELY_SECONDS = 0.05  # interval of close sampling
 
 
 @dataclass
-class Peaks:
+class MemoryPeaks:
     """Highest values since the last reset, in bytes. Lists have one entry per rank."""
 
     used: list[int] = field(default_factory=list)  # bytes of the rank's process; 0 if not visible
@@ -37,11 +37,11 @@ class Peaks:
         return max(self.used, default=0) or max(self.grown.values(), default=0)
 
 
-def merged(parts: list[Peaks]) -> Peaks:
+def merged(parts: list[MemoryPeaks]) -> MemoryPeaks:
     """Merge the peaks of all nodes, in node order. An OOM on any node counts for the group."""
     if len(parts) == 1:
         return parts[0]
-    whole = Peaks()
+    whole = MemoryPeaks()
     for number, part in enumerate(parts):
         before = len(whole.used)
         whole.grown |= {before + rank: bytes_ for rank, bytes_ in part.grown.items()}
@@ -63,7 +63,7 @@ class Meter:
 
     interval_seconds: float
 
-    def crowd(self) -> list[str]:
+    def external_usage_warnings(self) -> list[str]:
         """Return warnings about devices with less free memory than when the study began, and its holders.
 
         The list is empty once no wait is necessary.
@@ -76,7 +76,7 @@ class Meter:
     def place(self, rank: int, device: str) -> None:
         """Record the device that a rank reports."""
 
-    def sample(self, pids: list[int], peaks: Peaks) -> None:
+    def sample(self, pids: list[int], peaks: MemoryPeaks) -> None:
         """Raise the peaks to the current values of the ranks with these pids."""
         raise NotImplementedError
 
@@ -87,7 +87,7 @@ class Meter:
     def look_closely(self) -> None:
         """Allow the next sample to cost more, after a failure."""
 
-    def left(self) -> list[str]:
+    def unreleased_memory_warnings(self) -> list[str]:
         """Return warnings about devices that have not regained their memory after the ranks ended."""
         return []
 
@@ -110,12 +110,12 @@ class CpuMeter(Meter):
                 peaks.used[index] = max(peaks.used[index], pages * 4096)
 
 
-class Gauge:
+class MemoryMonitor:
     """Sample a trial's processes in a thread until `stop`. No caller waits for a sample, because a driver may hang."""
 
     def __init__(self, meter: Meter, pids: list[int]) -> None:
         self._meter, self._pids = meter, pids
-        self._peaks = Peaks(used=[0] * len(pids))  # replaced by a reset, so a late sample changes no new peaks
+        self._peaks = MemoryPeaks(used=[0] * len(pids))  # replaced by a reset, so a late sample changes no new peaks
         self._begun = self._done = 0  # numbers of samples
         self._wake, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="gauge", daemon=True)
@@ -131,7 +131,7 @@ class Gauge:
             self._watch_host(peaks, _SHORT * host_total_bytes())  # the machine's memory may grow
             self._wake.clear()
 
-    def _watch_host(self, peaks: Peaks, short_bytes: float) -> None:
+    def _watch_host(self, peaks: MemoryPeaks, short_bytes: float) -> None:
         """Sample main memory until the next device sample, more often if it is short."""
         left_seconds = self._meter.interval_seconds
         while left_seconds > 0:
@@ -146,11 +146,11 @@ class Gauge:
         """Reset the peaks."""
         self._peaks = Peaks(used=[0] * len(self._pids))
 
-    def peaks(self) -> Peaks:
+    def peaks(self) -> MemoryPeaks:
         """Return the peaks since the last reset."""
         return self._peaks
 
-    def look(self) -> Peaks:
+    def look(self) -> MemoryPeaks:
         """Return the peaks with one more accurate sample, or without it if the sample takes too long."""
         self._meter.look_closely()
         wanted, until = self._begun + 1, time.monotonic() + _LOOK_SECONDS

@@ -34,14 +34,14 @@ class Switched(Meter):
 
     def __init__(self, meter: Meter) -> None:
         self._meter, self.hasty = meter, False
-        for name in ("crowd", "begin", "place", "busy", "look_closely", "left"):
+        for name in ("external_usage_warnings", "begin", "place", "busy", "look_closely", "unreleased_memory_warnings"):
             setattr(self, name, getattr(meter, name))
 
     @property
     def interval_seconds(self) -> float:  # type: ignore[override]
         return 0.01 if self.hasty else self._meter.interval_seconds
 
-    def sample(self, pids: list[int], peaks: Peaks) -> None:
+    def sample(self, pids: list[int], peaks: MemoryPeaks) -> None:
         if self.hasty:
             self._meter.look_closely()
         self._meter.sample(pids, peaks)

@@ -62,10 +62,10 @@ def run(ground: Ground) -> Iterator[Row]:
 def judged(child: Child, ground: Ground) -> Row:
     """Our verdict on how the process ended."""
     total = host_available_bytes()
-    peaks = Peaks(used=[1])  # NVML shows the process, and nobody else's growth
+    peaks = MemoryPeaks(used=[1])  # NVML shows the process, and nobody else's growth
     if child.code != 0:
         verdict = judge(
-            Evidence(
+            FailureEvidence(
                 ground.device, statuses={0: child.code}, peaks=peaks, host_total_bytes=total, logs={0: child.stderr}
             )
         )
@@ -73,7 +73,7 @@ def judged(child: Child, ground: Ground) -> Row:
     if child.result is None:
         return {"exception": "none: it did not fail"}
     error = child.result["error"]
-    verdict = judge(Evidence(ground.device, [error], peaks=peaks, host_total_bytes=total))
+    verdict = judge(FailureEvidence(ground.device, [error], peaks=peaks, host_total_bytes=total))
     return {
         "exception": error["kinds"][0],
         "text": error["text"].strip()[:300],

@@ -65,4 +65,4 @@ def predicted(
                 name = f"{job.model.name}{f' LoRA r={rank}' if rank else ''}"
                 row: Row = {"job": name, "candidate": str(one), **as_row(outcome), **beside(prior, outcome)}
                 row["calibrated"] = beside(calibrated, outcome)
-                yield {**row, EXPECTED: outcome.kind in (Kind.OK, Kind.OOM_DEVICE)}
+                yield {**row, EXPECTED: outcome.kind in (OutcomeKind.OK, OutcomeKind.OOM_DEVICE)}

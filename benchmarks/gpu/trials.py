@@ -16,7 +16,7 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_hardware
-from autotune.problem.outcome import Kind, Outcome
+from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.util.units import GIB
 from benchmarks.gpu.ground import EXPECTED, Ground, Row
 from benchmarks.gpu.rows import as_row, beside, candidate
@@ -46,7 +46,7 @@ class Trials:
     def row(self, what: str, one: Candidate, expected: Callable[[Outcome], bool], seconds: float = 60.0) -> Row:
         with closing(self.executor.session(one, uuid.uuid4().hex[:8])) as session:
             outcome = session.measure(one, self.ground.choose(QUICK, REHEARSED), seconds)
-        left = self.executor.meter.left()
+        left = self.executor.meter.unreleased_memory_warnings()
         row: Row = {"what": what, "candidate": str(one), "phase": outcome.phase.value, **as_row(outcome)}
         if self.executor.job == self.predictor.job:
             row |= beside(self.predictor.predict(one), outcome)
@@ -65,7 +65,10 @@ class Trials:
             self.executor.fault = lambda name: {"rank": 0, "where": phase, "what": "exhaust"}
         try:
             return self.row(
-                what, one, lambda out: out.kind is Kind.OOM_DEVICE and (anywhere or out.phase.value == phase), seconds
+                what,
+                one,
+                lambda out: out.kind is OutcomeKind.OOM_DEVICE and (anywhere or out.phase.value == phase),
+                seconds,
             )
         finally:
             self.executor.fault = lambda name: None

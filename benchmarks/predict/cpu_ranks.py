@@ -34,7 +34,7 @@ INTERVAL = 1.96  # standard deviations
 def measured(landscape: Landscape, seconds: float, candidate: Candidate) -> Outcome:
     """A step of the table, as a trial would report it."""
     samples = candidate.micro_batch * candidate.accumulation * landscape.job().ranks / seconds
-    return Outcome(Kind.OK, measurement=Measurement(seconds, 0.0, 5, samples, samples, 2**30))
+    return Outcome(OutcomeKind.OK, measurement=Measurement(seconds, 0.0, 5, samples, samples, 2**30))
 
 
 def errors(path: Path, slower: float = 1.0) -> tuple[list[Candidate], Any, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 if not __package__:  # started by its path: benchmarks import each other from the repository's root
     sys.path[0] = str(Path(__file__).parents[2])
 
-from autotune.gallery.warm_start import Rates, rates_for, shipped_entries
+from autotune.gallery.warm_start import WarmStartRates, rates_for, shipped_entries
 from autotune.predict.predictor import Predictor
 from benchmarks.common import HERE, command_line, parse, print_table, write_json
 from benchmarks.predict.gallery_entries import address
@@ -31,14 +31,14 @@ from benchmarks.predict.published.sources import source_of
 TABLE = HERE / "data" / "published" / "gpu_published.csv"
 
 
-def rates_of(case: Case) -> Rates | None:
+def rates_of(case: Case) -> WarmStartRates | None:
     """Of the nearest entry of another source on the case's card."""
     there = shipped_entries().items()
     others = {name: entry for name, entry in there if entry.origin.source != address(case.row)}
     return rates_for(others, case.job, case.hardware)
 
 
-def begun(case: Case, rates: Rates | None) -> Predictor:
+def begun(case: Case, rates: WarmStartRates | None) -> Predictor:
     predictor = predictor_of(case)
     if rates is not None:
         predictor.begin_with(rates.learnt)

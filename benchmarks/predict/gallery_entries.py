@@ -36,7 +36,7 @@ from autotune.gallery.warm_start import entries_folder
 from autotune.problem.candidate import Candidate, knobs_of, samples
 from autotune.problem.hardware import gpu_table
 from autotune.problem.job import Job
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.util.units import GIB
 from benchmarks.common import HERE, command_line, parse
 from benchmarks.predict.published.published import cases_in
@@ -78,7 +78,7 @@ def timed(candidate: Candidate, job: Job, seconds: float, peak: tuple[float, Pea
     tokens = samples(job, candidate) * job.tokens_per_sample
     return Tried(
         knobs=dict(candidate.knobs),
-        outcome=Kind.OK.value,
+        outcome=OutcomeKind.OK.value,
         step_seconds=digits(seconds),
         samples_per_second=digits(count / seconds),
         tokens_per_second=digits(tokens / seconds),
@@ -95,7 +95,7 @@ def of_table(path: Path) -> Entry:
     table = load_landscape(path)
     job, hardware = table.job(), table.hardware()
     tried = [_tried(table, candidate, row, job) for candidate, row in table.rows.items()]
-    fastest = max((one for one in tried if one.outcome == Kind.OK), key=lambda one: one.tokens_per_second or 0.0)
+    fastest = max((one for one in tried if one.outcome == OutcomeKind.OK), key=lambda one: one.tokens_per_second or 0.0)
     memory = digits(hardware.memory_bytes / GIB)
     versions = {name: table.facts["versions"][name] for name in ("torch", "deepspeed", "transformers")}
     return Entry(
@@ -118,7 +118,7 @@ def of_table(path: Path) -> Entry:
 
 
 def _tried(table: Landscape, candidate: Candidate, row: Recorded, job: Job) -> Tried:
-    if row.kind is Kind.OK and row.step_seconds is not None:
+    if row.kind is OutcomeKind.OK and row.step_seconds is not None:
         return timed(candidate, job, row.step_seconds, (row.peak_gib, "process"))
     missing = max(0.0, row.peak_gib - float(table.facts["gpu_memory_gib"]))
     return Tried(knobs=dict(candidate.knobs), outcome=row.kind.value, missing_gib=digits(missing, 3))
@@ -158,7 +158,7 @@ def of_cases(cases: Sequence[Case]) -> Entry:
     for case in cases:
         by_candidate[case.candidate].append(case)
     tried = [one for candidate, found in by_candidate.items() if (one := told(candidate, found, job))]
-    fastest = max((one for one in tried if one.outcome == Kind.OK), key=lambda one: one.tokens_per_second or 0.0)
+    fastest = max((one for one in tried if one.outcome == OutcomeKind.OK), key=lambda one: one.tokens_per_second or 0.0)
     memory = digits(hardware.memory_bytes / GIB)
     return Entry(
         origin=Origin(kind="published", source=address(cases[0].row)),
@@ -186,7 +186,7 @@ def told(candidate: Candidate, cases: Sequence[Case], job: Job) -> Tried | None:
         peaks = [(case.value / GIB, PEAKS[case.quantity]) for case in cases if case.quantity in PEAKS]
         return timed(whole, job, statistics.median(seconds), peaks[0] if peaks else None)
     if any(case.quantity == "decision" and not case.value for case in cases):
-        return Tried(knobs=dict(whole.knobs), outcome=Kind.OOM_DEVICE.value)
+        return Tried(knobs=dict(whole.knobs), outcome=OutcomeKind.OOM_DEVICE.value)
     return None
 
 

@@ -33,7 +33,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space
 from autotune.search.surrogate import HOPELESS_SIGMAS
 from autotune.util.units import GIB
@@ -169,7 +169,7 @@ def landscapes(amount: Amount, folder: Path) -> list[dict[str, Any]]:
         trace = trace_job(job)
         candidates = list(landscape.rows)
         rows = [landscape.rows[c] for c in candidates]
-        ok = np.array([row.kind is Kind.OK for row in rows])
+        ok = np.array([row.kind is OutcomeKind.OK for row in rows])
         peak = np.array([row.peak_gib for row in rows]) * GIB
         step = np.array([row.step_seconds or np.nan for row in rows])
         per_sample = step / np.array([c.micro_batch * c.accumulation for c in candidates])
@@ -181,7 +181,7 @@ def landscapes(amount: Amount, folder: Path) -> list[dict[str, Any]]:
             predictor = Predictor(job, hardware, trace)
             for i in order[: amount.known]:
                 measured = Measurement(step[i], 0.0, 4, 1.0, 1.0, int(peak[i]))
-                predictor.observe(candidates[i], Outcome(Kind.OK, measurement=measured))
+                predictor.observe(candidates[i], Outcome(OutcomeKind.OK, measurement=measured))
             table = predictor.table(candidates)
             others = np.ones(len(rows), dtype=bool)
             others[order[: amount.known]] = False

@@ -20,7 +20,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.problem.space import load_space
 from autotune.search.storage import default_storage
 from autotune.search.study import StudyStore
@@ -44,7 +44,9 @@ def write_table(folder: Path, rows: int, seed: int = 0) -> Landscape:
         peak = float(table.peak[at]) / GIB * math.exp(chosen.gauss(0.0, NOISE / 3))
         step = float(table.step[at]) * math.exp(chosen.gauss(0.0, NOISE))
         fits = peak * GIB <= hardware.memory_bytes
-        found[candidate] = Row(peak, step if fits else None, STARTUP_SECONDS, Kind.OK if fits else Kind.OOM_DEVICE)
+        found[candidate] = Row(
+            peak, step if fits else None, STARTUP_SECONDS, OutcomeKind.OK if fits else OutcomeKind.OOM_DEVICE
+        )
     facts = {
         "model": "llama-3.2-1b",
         "seq_len": job.seq_len,

@@ -21,7 +21,7 @@ from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
 from autotune.recovery.supervisor import LaunchSummary, Supervisor
 from autotune.search.study import StudyStore
-from autotune.workers.host_workers import Spread
+from autotune.workers.host_workers import MultiHostLaunch
 from autotune.workers.launchers import ForkLauncher
 from benchmarks.reliability.fault_ground import Found, Ground, gone, limited_group
 from benchmarks.reliability.planting import SPACE, lost
@@ -186,7 +186,7 @@ def training_job(folder: Path) -> Job:
 def launch(executor: LocalExecutor | None, folder: Path, restarts: int) -> LaunchSummary:
     """Trains to the end, or until it fails for good; ranks are forked from the executor's server, where there is one."""
     launcher = executor.launcher if executor is not None else None
-    assert not isinstance(launcher, Spread)  # all ranks are here
+    assert not isinstance(launcher, MultiHostLaunch)  # all ranks are here
     return Supervisor(
         training_job(folder),
         detect("cpu", 2),

@@ -21,7 +21,7 @@ if not __package__:  # started by its path: benchmarks import each other from th
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.search.tpe import Distances
 from benchmarks.common import HERE, command_line, parse, print_table, write_json
 from benchmarks.search import search
@@ -34,7 +34,7 @@ STARTS = (NONE, RIGHT, OTHERS, HALF, SLOWEST, RUNS_OUT, DRAWN)
 
 def ranked(table: Landscape) -> list[Candidate]:
     """What runs, the fastest first."""
-    return sorted((c for c, row in table.rows.items() if row.kind is Kind.OK), key=table.seconds_per_sample)
+    return sorted((c for c, row in table.rows.items() if row.kind is OutcomeKind.OK), key=table.seconds_per_sample)
 
 
 def start_of(kind: str, table: Landscape, others: list[Landscape], seed: int) -> Candidate | None:
@@ -43,7 +43,7 @@ def start_of(kind: str, table: Landscape, others: list[Landscape], seed: int) ->
         candidates = sorted(table.rows, key=str)
         return candidates[int(Distances(candidates).to(ranked(others[seed % len(others)])[0]).argmin())]
     half = [c for c in fast if table.seconds_per_sample(c) > 1.8 * table.best_step_seconds]
-    out = sorted((c for c, row in table.rows.items() if row.kind is Kind.OOM_DEVICE), key=str)
+    out = sorted((c for c, row in table.rows.items() if row.kind is OutcomeKind.OOM_DEVICE), key=str)
     found = {RIGHT: fast[:1], HALF: half[:1], SLOWEST: fast[-1:], RUNS_OUT: out, DRAWN: sorted(table.rows, key=str)}
     return draw.choice(found[kind]) if found.get(kind) else None
 

@@ -138,12 +138,12 @@ class WithoutDominance(Proposer):
     """What ran out of memory says nothing of other candidates but through the predictor."""
 
     def observe(self, candidate: Candidate, outcome: Outcome, *, outdated: bool = False) -> None:
-        before = self._openings.open.copy()
+        before = self._pool.open_mask.copy()
         super().observe(candidate, outcome, outdated=outdated)
-        self._openings.open[:] = before
-        self._openings.too_large[:] = False
-        if outcome.kind.says_something_of_the_candidate and not outdated:
-            self._openings.close(candidate)
+        self._pool.open_mask[:] = before
+        self._pool.too_large[:] = False
+        if outcome.kind.is_attributable_to_candidate and not outdated:
+            self._pool.close(candidate)
 
 
 class WithoutSampler(Proposer):

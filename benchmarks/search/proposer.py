@@ -23,7 +23,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space
 from autotune.search.proposer import Proposer
 from autotune.search.storage import default_storage
@@ -42,12 +42,12 @@ def simulated(predictor: Predictor, candidates: list[Candidate]) -> list[Outcome
     for i, candidate in enumerate(candidates):
         peak = table.peak[i] * random.Random(i).lognormvariate(0.0, 0.03)
         if peak > capacity:
-            outcomes.append(Outcome(Kind.OOM_DEVICE, missing_bytes=int(0.1 * peak), outside_seconds=9.0))
+            outcomes.append(Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=int(0.1 * peak), outside_seconds=9.0))
             continue
         step = table.step[i] * random.Random(-i).lognormvariate(0.1, 0.1)
         rate = candidate.micro_batch * candidate.accumulation * 4 / step
         measured = Measurement(step, 0.02 * step, 5, rate, rate * 2048, int(peak))
-        outcomes.append(Outcome(Kind.OK, measurement=measured, outside_seconds=9.0))
+        outcomes.append(Outcome(OutcomeKind.OK, measurement=measured, outside_seconds=9.0))
     return outcomes
 
 
@@ -66,7 +66,7 @@ def seconds_a_proposal(proposer: Proposer, repeats: int = 7) -> float:
         proposal = proposer.next()
         seconds.append(time.perf_counter() - began)
         assert proposal is not None
-        proposer.observe(proposal.candidate, Outcome(Kind.OOM_DEVICE, missing_bytes=GIB))
+        proposer.observe(proposal.candidate, Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=GIB))
     return statistics.median(seconds)
 
 

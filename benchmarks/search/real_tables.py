@@ -35,7 +35,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Lora, Script
 from autotune.problem.models import ModelSpec
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.problem.space import load_space
 from autotune.results.export import deepspeed_config
 from autotune.script.profile import job_of, unknown_job
@@ -279,7 +279,7 @@ def table_rows(found: Measured, fits: float) -> tuple[float, dict[Candidate, Row
         peak, startup = middle(times, "data_bytes") / GIB, middle(times, "startup_seconds")
         ok = peak <= capacity
         step = middle(times, "step_seconds") if ok else None
-        rows[candidate] = Row(peak, step, startup, Kind.OK if ok else Kind.OOM_DEVICE)
+        rows[candidate] = Row(peak, step, startup, OutcomeKind.OK if ok else OutcomeKind.OOM_DEVICE)
     return capacity, rows
 
 
@@ -326,7 +326,7 @@ def described(path: Path) -> dict[str, Any]:
     return {
         "table": path.name,
         "candidates": len(kinds),
-        "fit": kinds.count(Kind.OK),
+        "fit": kinds.count(OutcomeKind.OK),
         "measurements": table.facts["measurements"],
         "slowest / fastest": max(steps) / min(steps),
         "within 5 %": sum(step <= min(steps) / 0.95 for step in steps),

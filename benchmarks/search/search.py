@@ -33,7 +33,7 @@ from autotune.executors.replay import Landscape, ReplayExecutor, load_landscape
 from autotune.predict.trace import trace_job
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Kind, Outcome
+from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.search.proposer import Start
 from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner
@@ -111,19 +111,23 @@ def judge(landscape: Landscape, executor: ReplayExecutor, budget: float) -> dict
     """When the run first measured something within 5 % and 2 % of the table's best, and what that had cost."""
     ledger, best = executor.ledger, landscape.best_step_seconds
     found: dict[str, Any] = {
-        "ooms": sum(kind is not Kind.OK for _, _, kind in ledger.trials),
+        "ooms": sum(kind is not OutcomeKind.OK for _, _, kind in ledger.trials),
         "oom_share": ledger.oom_seconds / budget,
         "overrun": max(0.0, executor.now() - budget),
         "trials": len(ledger.trials),
     }
     for name, tolerance in (("95", 0.95), ("98", 0.98)):
         for at, (seconds, candidate, kind) in enumerate(ledger.trials):
-            if kind is Kind.OK and best / landscape.seconds_per_sample(candidate) >= tolerance and seconds <= budget:
+            if (
+                kind is OutcomeKind.OK
+                and best / landscape.seconds_per_sample(candidate) >= tolerance
+                and seconds <= budget
+            ):
                 found |= {
                     f"minutes{name}": seconds / 60,
                     f"trials{name}": at + 1,
                     f"processes{name}": sum(start < seconds for start in ledger.process_starts),
-                    f"ooms{name}": sum(k is not Kind.OK for _, _, k in ledger.trials[:at]),
+                    f"ooms{name}": sum(k is not OutcomeKind.OK for _, _, k in ledger.trials[:at]),
                 }
                 break
     return found
@@ -147,7 +151,11 @@ def of_table(path: Path) -> dict[str, Any]:
     """Candidates of a table, how many of them fit, and the minutes to 95 % that no search can undercut."""
     landscape = load_landscape(path)
     kinds = [row.kind for row in landscape.rows.values()]
-    return {"candidates": len(kinds), "fit": kinds.count(Kind.OK), "least_minutes": round(least_minutes(landscape), 3)}
+    return {
+        "candidates": len(kinds),
+        "fit": kinds.count(OutcomeKind.OK),
+        "least_minutes": round(least_minutes(landscape), 3),
+    }
 
 
 def least_minutes(landscape: Landscape) -> float:
@@ -155,7 +163,7 @@ def least_minutes(landscape: Landscape) -> float:
     good = landscape.best_step_seconds / 0.95
     minutes = []
     for candidate, row in landscape.rows.items():
-        if row.kind is Kind.OK and landscape.seconds_per_sample(candidate) <= good:
+        if row.kind is OutcomeKind.OK and landscape.seconds_per_sample(candidate) <= good:
             executor = ReplayExecutor(landscape)
             executor.session(candidate, "").measure(candidate, SEARCH, math.inf)
             minutes.append(executor.now() / 60)

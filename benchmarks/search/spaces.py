@@ -28,7 +28,7 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import RUNG_KNOBS, Candidate, Value
 from autotune.problem.knobs import COMPILED, DEEPCOMPILE, LIGER
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.problem.space import Domain, SearchSpace, fitted, load_space
 from autotune.util.units import parse_duration
 from benchmarks.common import command_line, parse, print_table, write_json
@@ -96,7 +96,9 @@ def _rows(landscape: Landscape, wide: list[Candidate], base: list[Candidate]) ->
         peak = row.peak_gib * float(after.peak[i] / before.peak[at[i]]) ** power * memory
         seconds *= float(after.step[i] / before.step[at[i]]) ** power * speed
         fits = peak <= float(landscape.facts["gpu_memory_gib"])
-        rows[one] = Row(peak, seconds if fits else None, row.startup_seconds, Kind.OK if fits else Kind.OOM_DEVICE)
+        rows[one] = Row(
+            peak, seconds if fits else None, row.startup_seconds, OutcomeKind.OK if fits else OutcomeKind.OOM_DEVICE
+        )
     return rows
 
 
@@ -118,7 +120,7 @@ def one(task: tuple[Path, str, int, float]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     table = load_landscape(path)
     landscape, trace = widened(table, space), trace_job(table.job())
-    best = min(table.seconds_per_sample(c) for c, row in table.rows.items() if row.kind is Kind.OK)
+    best = min(table.seconds_per_sample(c) for c, row in table.rows.items() if row.kind is OutcomeKind.OK)
     held = Held(landscape.name, {**landscape.facts, "reference": best}, landscape.rows)
     found = autotune(landscape, trace, seed, budget, "autotune", until_found=True)
     soon = autotune(held, trace, seed, budget, "autotune", until_found=True)

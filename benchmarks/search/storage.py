@@ -22,7 +22,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space
 from autotune.search.storage import DATABASES, url_of
 from autotune.search.study import StudyStore
@@ -37,9 +37,9 @@ def trials(job: Job, count: int) -> Iterator[tuple[Candidate, Outcome]]:
     candidates = load_space("default").candidates(job)
     random.Random(0).shuffle(candidates)
     measured = Measurement(1.0, 0.02, 5, 32.0, 65536.0, 20 * GIB, mfu=0.4, model_tflops_per_gpu=60.0)
-    ran = Outcome(Kind.OK, measurement=measured, log="runs/s/trials/0000", seconds=12.5, outside_seconds=9.25)
+    ran = Outcome(OutcomeKind.OK, measurement=measured, log="runs/s/trials/0000", seconds=12.5, outside_seconds=9.25)
     text = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
-    failed = Outcome(Kind.OOM_DEVICE, reason=text, evidence=f"exception {text}", missing_bytes=GIB, rank=0)
+    failed = Outcome(OutcomeKind.OOM_DEVICE, reason=text, evidence=f"exception {text}", missing_bytes=GIB, rank=0)
     for number, candidate in enumerate(candidates[:count]):
         yield candidate, failed if number % 3 == 2 else ran
 

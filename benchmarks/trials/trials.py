@@ -135,7 +135,7 @@ def memory(executor: LocalExecutor, others: int) -> list[dict[str, Any]]:
     idle = []
     for at in range(others):
         run(executor, candidate(at % 4, 1 + at % 5), f"other{at}")
-        idle.append(not executor.meter.left())
+        idle.append(not executor.meter.unreleased_memory_warnings())
     last = run(executor, candidate(2, 4), "last")[0].measurement
     assert first is not None
     assert last is not None

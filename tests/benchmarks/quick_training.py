@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from autotune.rank.base import greet
-from autotune.rank.checkpoints import Ledger, Part, chosen
+from autotune.rank.checkpoints import CheckpointLedger, CheckpointShare, chosen
 from autotune.workers.protocol import Channel, Message
 
 STEPS, BATCH, SAVE_STEPS = 12, 8, 5
@@ -51,11 +51,11 @@ def become(address: str, number: int) -> NoReturn:
 def resumed(channel: Channel, spec: Message, number: int) -> int:
     """The step of the newest checkpoint of this launch."""
     folder = Path("out").resolve()
-    ledger = Ledger.of(folder, spec["earlier"].get(str(folder)))
+    ledger = CheckpointLedger.of(folder, spec["earlier"].get(str(folder)))
     ledger.begin()
     if number == 0:
         channel.send("checkpoints", folder=str(folder), ledger=ledger.told())
-    choice = chosen([ledger.seen(Part(rank, 2, rank), None) for rank in range(2)], ledger.call)
+    choice = chosen([ledger.seen(CheckpointShare(rank, 2, rank), None) for rank in range(2)], ledger.call)
     return choice.step or 0 if choice else 0
 
 

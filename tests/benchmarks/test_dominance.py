@@ -24,11 +24,11 @@ TABLES = sorted(DATA.glob("landscapes*/*.csv.gz"))
 COUNTED = sorted(DATA.glob("live_tensors*.json"))
 
 
-def pairs(candidates: Sequence[Candidate], rules: Rules) -> Iterator[tuple[Candidate, Candidate]]:
+def pairs(candidates: Sequence[Candidate], rules: DominanceRules) -> Iterator[tuple[Candidate, Candidate]]:
     """(one, another that is said to need no less)."""
     dominance = Dominance(candidates, rules)
     for one in candidates:
-        for at in np.flatnonzero(dominance.needs_no_less(one)):
+        for at in np.flatnonzero(dominance.at_least_as_large(one)):
             if candidates[at] != one:
                 yield one, candidates[at]
 
@@ -36,14 +36,14 @@ def pairs(candidates: Sequence[Candidate], rules: Rules) -> Iterator[tuple[Candi
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.name.split(".csv")[0])
 def test_what_ran_out_rules_out_nothing_that_ran(path: Path) -> None:
     landscape = load_landscape(path)
-    rules = Rules() if landscape.hardware().device == "cuda" else Rules.of("cpu")
+    rules = DominanceRules() if landscape.hardware().device == "cuda" else DominanceRules.for_device("cpu")
     candidates = list(landscape.rows)
     dominance = Dominance(candidates, rules)
-    fits = np.array([landscape.rows[candidate].kind is Kind.OK for candidate in candidates])
+    fits = np.array([landscape.rows[candidate].kind is OutcomeKind.OK for candidate in candidates])
     ruled_out = np.zeros_like(fits)
     for candidate in candidates:
-        if landscape.rows[candidate].kind is Kind.OOM_DEVICE:
-            larger = dominance.needs_no_less(candidate)
+        if landscape.rows[candidate].kind is OutcomeKind.OOM_DEVICE:
+            larger = dominance.at_least_as_large(candidate)
             assert not [candidates[at] for at in np.flatnonzero(larger & fits)], candidate
             ruled_out |= larger
     assert ruled_out.sum() >= min(10, int((~fits).sum()))
@@ -65,7 +65,7 @@ def test_what_is_said_to_need_no_less_has_no_fewer_bytes_of_tensors() -> None:
     """On CPU ranks host and device are one. No allocator is between: these repeat to the byte."""
     compared = 0
     for training, peaks in counted().items():
-        for one, other in pairs(list(peaks), Rules.of("cpu")):
+        for one, other in pairs(list(peaks), DominanceRules.for_device("cpu")):
             assert peaks[other] >= 0.999 * peaks[one], (training, str(one), str(other))
             compared += 1
     assert compared > 300
@@ -93,7 +93,7 @@ def contradicted(figures: Mapping[Candidate, Sequence[float]], quantity: str, on
 def test_no_published_figure_contradicts_a_rule() -> None:
     compared = 0
     for training, figures in published().items():
-        for one, other in pairs(list(figures), Rules()):
+        for one, other in pairs(list(figures), DominanceRules()):
             assert not contradicted(figures, training[-1], one, other), (training[0], str(one), str(other), figures)
             compared += 1
     assert compared > 10

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from autotune.executors.local import LocalExecutor
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.recovery import supervisor
 from autotune.search import storage
 from autotune.search.study import StudyStore
@@ -121,7 +121,7 @@ def test_a_clock_that_is_wrong_is_wrong_in_what_is_started_too(ground: Ground) -
 
 
 def test_lost_trials_and_endless_ones_are_violations(tmp_path: Path) -> None:
-    store = study_of_every_kind(tmp_path, (Kind.OK, Kind.CRASH))
+    store = study_of_every_kind(tmp_path, (OutcomeKind.OK, OutcomeKind.CRASH))
     told = {record.number: record.outcome for record in store.records() if record.outcome}
     assert lost(told, StudyStore.load("s", runs=tmp_path)) == []
     (number, other), *_ = list(told.items())[1:]

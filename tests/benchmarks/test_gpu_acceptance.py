@@ -24,7 +24,7 @@ from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.util.units import GIB, MIB
 from autotune.workers.memory_monitor import Meter, Peaks
 from benchmarks.common import HERE, RESULTS, WIDTH
@@ -355,7 +355,7 @@ def test_provoked_failures_can_be_added_to_the_recorded_ones(rehearsed: Callable
 def test_a_verdict_on_a_child_that_died_silently(tmp_path: Path) -> None:
     where = ground.Ground(tmp_path, tmp_path / "gpu")
     died = ground.Child(-6, None, "terminate called\nRuntimeError: CUDA error: out of memory\n")
-    assert ooms.judged(died, where)["verdict"] == Kind.OOM_DEVICE
+    assert ooms.judged(died, where)["verdict"] == OutcomeKind.OOM_DEVICE
     assert ooms.judged(ground.Child(0, None, ""), where) == {"exception": "none: it did not fail"}
 
 
@@ -364,7 +364,7 @@ def test_the_meter_can_be_switched_to_100_hz() -> None:
         interval_seconds = 0.25
         closely = samples = 0
 
-        def sample(self, pids: list[int], peaks: Peaks) -> None:
+        def sample(self, pids: list[int], peaks: MemoryPeaks) -> None:
             self.samples += 1
 
         def look_closely(self) -> None:
@@ -373,7 +373,7 @@ def test_the_meter_can_be_switched_to_100_hz() -> None:
     counting = Counting()
     meter = Switched(counting)
     for meter.hasty, expected in ((False, 0.25), (True, 0.01)):
-        meter.sample([], Peaks())
+        meter.sample([], MemoryPeaks())
         assert meter.interval_seconds == expected
     assert (counting.samples, counting.closely) == (2, 1)
 
@@ -415,10 +415,12 @@ def test_the_size_that_runs_out_in_the_backward_is_a_little_above_the_capacity()
 
 
 def test_a_trial_that_failed_is_a_row_with_its_reason() -> None:
-    outcome = Outcome(Kind.OOM_DEVICE, Phase.BACKWARD, reason="short of 2 GiB", evidence="exception", seconds=4.0)
+    outcome = Outcome(
+        OutcomeKind.OOM_DEVICE, Phase.BACKWARD, reason="short of 2 GiB", evidence="exception", seconds=4.0
+    )
     row = rows.as_row(outcome)
     assert (row["outcome"], row["why"]) == ("oom_device", "short of 2 GiB")
     assert row["whole"] == outcome.to_json()
     measured = Measurement(0.5, 0.1, 3, 8.0, 256.0, 3 * GIB, torch_reserved_bytes=2 * GIB, overhead_bytes=GIB)
-    row = rows.as_row(Outcome(Kind.OK, Phase.STEP, measured))
+    row = rows.as_row(Outcome(OutcomeKind.OK, Phase.STEP, measured))
     assert (row["peak GiB"], row["reserved GiB"], row["overhead GiB"]) == (3.0, 2.0, 1.0)

@@ -16,7 +16,7 @@ from autotune.problem.outcome import Kind, Outcome
 from benchmarks.cluster import nodes
 from benchmarks.cluster.node_grounds import FAILURES, Blow, Ground
 
-CRASH, OK = Outcome(Kind.CRASH), Outcome(Kind.OK)
+CRASH, OK = Outcome(OutcomeKind.CRASH), Outcome(OutcomeKind.OK)
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Sessions:
 class Store:
     """Stands in for a study; what it forgets is lost."""
 
-    forgets: Kind | None = None
+    forgets: OutcomeKind | None = None
     kept: dict[int, Outcome] = field(default_factory=dict)
     started: int = 0
 
@@ -112,7 +112,7 @@ def test_a_rank_that_lives_on_is_left(process: subprocess.Popen[bytes], monkeypa
 
 def test_an_outcome_that_the_study_lacks_is_lost() -> None:
     assert nodes.fail(ground({}), "rank", 0)["lost"] == 0
-    assert nodes.fail(ground({}, Store(forgets=Kind.CRASH)), "rank", 0)["lost"] == 1
+    assert nodes.fail(ground({}, Store(forgets=OutcomeKind.CRASH)), "rank", 0)["lost"] == 1
 
 
 def test_counts_of_the_command_line() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.search.study import StudyStore
 from tests.cli_call import call
 from tests.studies import study_of_every_kind
@@ -148,11 +148,11 @@ def test_show(
     assert "+100.0 % against the next best" in out
     assert "33.0 s of 1m00s" in out
     assert "not tried (5): needs more" in out
-    for kind in Kind:
+    for kind in OutcomeKind:
         assert kind.value in out
     data = json.loads(call(monkeypatch, capsys, "show", "s", "--json")[1])
     assert data["winner"]["candidate"]["zero_stage"] == 0
-    assert len(data["trials"]) == len(Kind) + 2
+    assert len(data["trials"]) == len(OutcomeKind) + 2
 
 
 def test_export(
@@ -168,7 +168,7 @@ def test_export(
     assert "optimizer" not in config
     meta = json.loads((tmp_path / "runs/s/s.meta.json").read_text())
     assert meta["verified"] is True
-    assert meta["trial"] == len(Kind) + 1
+    assert meta["trial"] == len(OutcomeKind) + 1
     assert meta["fingerprint"]["versions"]["deepspeed"]
     assert any("optimizer" in line for line in meta["your_training_must"])
     code, _, err = call(monkeypatch, capsys, "export", "s", "--trial", "1")

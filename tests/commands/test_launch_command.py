@@ -12,7 +12,7 @@ from autotune.commands.launch import Launched
 from autotune.errors import UserError
 from autotune.problem.hardware import detect
 from autotune.problem.job import ArgumentFile, Job, Script
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space
 from autotune.script.parse_command import make_script
 from autotune.script.profile import job_of
@@ -290,7 +290,7 @@ def study(folder: Path, job: Job) -> None:
     store, _ = StudyStore.create_or_resume("s", default_storage(runs), runs, job, detect("cpu", 2), space)
     store.begin_call(60)
     best = store.start(make_candidate(1, 4, 1), space, VERIFY)
-    store.finish(best, Outcome(Kind.OK, measurement=Measurement(1.0, 0.01, 5, 8.0, 160.0, 300 << 20)))
+    store.finish(best, Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.01, 5, 8.0, 160.0, 300 << 20)))
     store.set_winner(best, "verified")
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from autotune.commands.launch import ladder_of
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.recovery.trainer_callback import WARMUP_STEPS, StudyCallback
 from autotune.search.study import StudyStore
 from autotune.search.trials import TRAINING
@@ -31,7 +31,7 @@ def test_show_export_record_and_launch(
     for name in ("s", "runs/s"):
         code, out, err = call(monkeypatch, capsys, "show", name, "--json")
         assert code == 0, err
-        assert len(json.loads(out)["trials"]) == len(Kind) + 2
+        assert len(json.loads(out)["trials"]) == len(OutcomeKind) + 2
     assert call(monkeypatch, capsys, "show", "x")[2].count("there are s") == 1
     assert call(monkeypatch, capsys, "export", "s")[0] == call(monkeypatch, capsys, "record", "s")[0] == 0
     store = StudyStore.load("s")

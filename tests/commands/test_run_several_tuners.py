@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from autotune.commands.slurm_submit import words_without_password
-from autotune.problem.outcome import Kind, Source
+from autotune.problem.outcome import OutcomeKind, Source
 from autotune.search.study import StudyStore
 from autotune.search.trials import SEARCH, VERIFY
 from tests.cli_call import call
@@ -78,7 +78,7 @@ def test_two_calls_share_a_study_and_one_is_killed_in_mid_trial(
         for number in lost:
             outcome = found[number].outcome
             assert outcome is not None
-            assert (outcome.kind, outcome.source) == (Kind.INTERRUPTED, Source.DEATH)
+            assert (outcome.kind, outcome.source) == (OutcomeKind.INTERRUPTED, Source.DEATH)
         measured = Counter(r.candidate for r in found.values() if r.role == SEARCH and r.outcome and r.outcome.ok)
         assert len(measured) == 6, "what was lost was tried again"
         assert set(measured.values()) == {1}, "and nothing else"

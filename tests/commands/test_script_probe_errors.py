@@ -5,23 +5,23 @@ from typing import Any
 import pytest
 
 from autotune.commands.script_probe import _counted_otherwise, _in_one_line, _profile, thrifty
-from autotune.problem.outcome import Kind, Outcome, Phase, Source
+from autotune.problem.outcome import Outcome, OutcomeKind, Phase, Source
 
 BUSY = "The server socket has failed to listen on any local network address. port: 29511, code: -98, name: EADDRINUSE"
 CASES = [
-    (Kind.CRASH, "EOF when reading a line", "builtins.EOFError", "asks for input"),
-    (Kind.CRASH, "BdbQuit", "bdb.BdbQuit", "stops at a breakpoint"),
-    (Kind.CRASH, "[Errno 98] Address already in use", "builtins.OSError", "opens a port that is taken"),
-    (Kind.CRASH, "[Errno 2] No such file or directory: 'ds.json'", "builtins.FileNotFoundError", "'ds.json'"),
-    (Kind.CRASH, "<urlopen error [Errno 111]>", "urllib.error.URLError", "over the network"),
-    (Kind.CRASH, "Max retries exceeded", "requests.exceptions.ConnectionError", "over the network"),
-    (Kind.CRASH, "timed out", "httpx.ConnectTimeout", "over the network"),
-    (Kind.INFRASTRUCTURE, BUSY, "torch.distributed.DistNetworkError", "port: 29511"),
+    (OutcomeKind.CRASH, "EOF when reading a line", "builtins.EOFError", "asks for input"),
+    (OutcomeKind.CRASH, "BdbQuit", "bdb.BdbQuit", "stops at a breakpoint"),
+    (OutcomeKind.CRASH, "[Errno 98] Address already in use", "builtins.OSError", "opens a port that is taken"),
+    (OutcomeKind.CRASH, "[Errno 2] No such file or directory: 'ds.json'", "builtins.FileNotFoundError", "'ds.json'"),
+    (OutcomeKind.CRASH, "<urlopen error [Errno 111]>", "urllib.error.URLError", "over the network"),
+    (OutcomeKind.CRASH, "Max retries exceeded", "requests.exceptions.ConnectionError", "over the network"),
+    (OutcomeKind.CRASH, "timed out", "httpx.ConnectTimeout", "over the network"),
+    (OutcomeKind.INFRASTRUCTURE, BUSY, "torch.distributed.DistNetworkError", "port: 29511"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "reason", "exception", "line"), CASES)
-def test_what_is_known_is_said_in_one_line(kind: Kind, reason: str, exception: str, line: str) -> None:
+def test_what_is_known_is_said_in_one_line(kind: OutcomeKind, reason: str, exception: str, line: str) -> None:
     outcome = Outcome(
         kind, Phase.INIT, reason=reason, exceptions=(exception,), source=Source.EXCEPTION, log="runs/s/1", rank=1
     )
@@ -33,7 +33,7 @@ def test_what_is_known_is_said_in_one_line(kind: Kind, reason: str, exception: s
 
 
 def test_a_script_that_never_gets_to_deepspeed() -> None:
-    for kind, source in ((Kind.INTERRUPTED, Source.BUDGET), (Kind.TIMEOUT, Source.SILENCE)):
+    for kind, source in ((OutcomeKind.INTERRUPTED, Source.BUDGET), (OutcomeKind.TIMEOUT, Source.SILENCE)):
         outcome = Outcome(kind, Phase.INIT, reason="its share of the budget ended", source=source, seconds=90.0)
         said = _in_one_line(outcome, "train.py", reached=False)
         assert said.startswith("train.py had not called deepspeed.initialize after 1m30s")
@@ -41,7 +41,7 @@ def test_a_script_that_never_gets_to_deepspeed() -> None:
 
 
 def test_any_other_error_is_the_scripts_own() -> None:
-    outcome = Outcome(Kind.CRASH, Phase.INIT, reason="no such column", exceptions=("builtins.KeyError",))
+    outcome = Outcome(OutcomeKind.CRASH, Phase.INIT, reason="no such column", exceptions=("builtins.KeyError",))
     assert not _in_one_line(outcome, "train.py", reached=False)
 
 

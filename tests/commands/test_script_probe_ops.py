@@ -11,7 +11,7 @@ from autotune.executors.local import LocalExecutor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Script
-from autotune.problem.outcome import Kind, Outcome, Source
+from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.script.profile import OPS, unknown_job
 from tests.conftest import make_job
 
@@ -25,8 +25,8 @@ class Session:
         self.executor.clock += 7.0
         needs = [name for name in self.executor.needs if name not in self.executor.tried_ops]
         self.unbuilt = needs[0] if needs else ""
-        failed = Outcome(Kind.CRASH, reason="not built", source=Source.EXCEPTION)
-        return failed if needs else Outcome(Kind.OOM_DEVICE, reason="so that it counts")
+        failed = Outcome(OutcomeKind.CRASH, reason="not built", source=Source.EXCEPTION)
+        return failed if needs else Outcome(OutcomeKind.OOM_DEVICE, reason="so that it counts")
 
     def close(self) -> None:
         pass

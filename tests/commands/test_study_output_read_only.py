@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import UserError
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.search.storage import open_storage
 from tests.cli_call import call
 from tests.studies import study_of_every_kind
@@ -15,7 +15,7 @@ from tests.studies import study_of_every_kind
 @pytest.fixture
 def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The study's folder, as os.access tells it to somebody else; tests may run as root, whom nothing keeps from writing."""
-    folder = study_of_every_kind(tmp_path / "theirs" / "runs", (Kind.OK, Kind.OOM_DEVICE)).folder
+    folder = study_of_every_kind(tmp_path / "theirs" / "runs", (OutcomeKind.OK, OutcomeKind.OOM_DEVICE)).folder
     assert folder is not None
     real = os.access
 

@@ -11,7 +11,7 @@ import pytest
 from autotune.errors import MachineTrouble
 from autotune.executors.replay import Row, load_landscape, write_landscape
 from autotune.problem.candidate import Value
-from autotune.problem.outcome import Kind, Outcome
+from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.problem.space import load_space
 from autotune.util.units import GIB
 from tests.cli_call import call
@@ -34,9 +34,9 @@ def test_a_study_becomes_a_table_that_is_searched(
     assert landscape.facts["recorded_from"] == "s"
     assert landscape.job() == store.job
     row = landscape.rows[make_candidate(0, 7)]
-    assert (row.kind, row.step_seconds) == (Kind.OK, 2.0)
+    assert (row.kind, row.step_seconds) == (OutcomeKind.OK, 2.0)
     ran_out = landscape.rows[make_candidate(1, 2)]
-    assert ran_out.kind is Kind.OOM_DEVICE
+    assert ran_out.kind is OutcomeKind.OOM_DEVICE
     assert ran_out.peak_gib == pytest.approx((store.hardware.capacity_bytes + 5) / GIB, rel=1e-5)
     code, out, _ = call(monkeypatch, capsys, "record", "s", "--out", "elsewhere/t.csv.gz", "--json")
     assert json.loads(out) == {"table": "elsewhere/t.csv.gz", "facts": "elsewhere/t.json", "rows": 4}
@@ -54,7 +54,7 @@ def test_what_ran_out_of_less_memory_is_not_in_the_table(
     store = study_of_every_kind(tmp_path / "runs")
     capacity, space = store.hardware.capacity_bytes, load_space("cpu_demo")
     for micro_batch, then in ((16, capacity // 2), (32, capacity)):
-        outcome = Outcome(Kind.OOM_DEVICE, capacity_bytes=then)
+        outcome = Outcome(OutcomeKind.OOM_DEVICE, capacity_bytes=then)
         store.finish(store.start(make_candidate(0, micro_batch), space), outcome)
     assert call(monkeypatch, capsys, "record", "s", "--out", "t.csv")[0] == 0
     rows = load_landscape(Path("t.csv")).rows
@@ -84,7 +84,7 @@ def test_nothing_measured_is_nothing_to_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    study_of_every_kind(tmp_path / "runs", kinds=(Kind.CRASH,))
+    study_of_every_kind(tmp_path / "runs", kinds=(OutcomeKind.CRASH,))
     code, _, err = call(monkeypatch, capsys, "record", "s")
     assert (code, "has measured nothing" in err) == (2, True)
     code, _, err = call(monkeypatch, capsys, "record", "nothing")
@@ -109,7 +109,7 @@ def test_nothing_measured_is_nothing_to_record(
 def test_a_table_gives_back_every_kind_of_knob(tmp_path: Path, name: str, value: Value) -> None:
     candidate = make_candidate(3, **{"zero_stage": 3, "offload_optimizer": "cpu", name: value})
     facts = {"model": "m", "seq_len": 8, "gpu": "x", "gpu_memory_gib": 1, "n_gpus": 2, "precision": "bf16"}
-    write_landscape(tmp_path / "t.csv.gz", facts, {candidate: Row(1.0, 2.0, 3.0, Kind.OK)})
+    write_landscape(tmp_path / "t.csv.gz", facts, {candidate: Row(1.0, 2.0, 3.0, OutcomeKind.OK)})
     (read,) = load_landscape(tmp_path / "t.csv.gz").rows
     assert read == candidate
     assert read.get(name) == value
@@ -122,7 +122,7 @@ def test_a_table_that_cannot_be_written_leaves_the_one_that_is_there(
 ) -> None:
     facts = {"model": "m", "seq_len": 8, "gpu": "x", "gpu_memory_gib": 1, "n_gpus": 2, "precision": "bf16"}
     first, second = (make_candidate(stage) for stage in (0, 1))
-    write_landscape(tmp_path / "t", facts, {first: Row(1.0, 2.0, 3.0, Kind.OK)})
+    write_landscape(tmp_path / "t", facts, {first: Row(1.0, 2.0, 3.0, OutcomeKind.OK)})
     replace = os.replace
 
     def full(source: str, target: Path) -> None:
@@ -132,16 +132,16 @@ def test_a_table_that_cannot_be_written_leaves_the_one_that_is_there(
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(MachineTrouble, match="No space left"):
-        write_landscape(tmp_path / "t", facts, {second: Row(1.0, 2.0, 3.0, Kind.OK)})
+        write_landscape(tmp_path / "t", facts, {second: Row(1.0, 2.0, 3.0, OutcomeKind.OK)})
     assert list(load_landscape(tmp_path / "t.csv.gz").rows) == [first if file == "t.csv.gz" else second]
     monkeypatch.undo()
-    write_landscape(tmp_path / "t", facts, {second: Row(1.0, 2.0, 3.0, Kind.OK)})
+    write_landscape(tmp_path / "t", facts, {second: Row(1.0, 2.0, 3.0, OutcomeKind.OK)})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.csv.gz", "t.json"]
 
 
 def test_facts_of_another_machine_stand_beside_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"model": "m", "seq_len": 8, "gpu": "x", "gpu_memory_gib": 1, "n_gpus": 2, "precision": "bf16"}
-    kept, rows = tmp_path / "kept.json", {make_candidate(0): Row(1.0, 2.0, 3.0, Kind.OK)}
+    kept, rows = tmp_path / "kept.json", {make_candidate(0): Row(1.0, 2.0, 3.0, OutcomeKind.OK)}
     (tmp_path / "t.json").symlink_to(kept)
     write_landscape(tmp_path / "t", facts, rows)
 

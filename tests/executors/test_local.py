@@ -17,10 +17,10 @@ from autotune.executors.local import WOKEN, Deadlines, LocalExecutor
 from autotune.predict.step_time import size_seconds
 from autotune.problem.candidate import ALLOCATOR_VARIABLES
 from autotune.problem.hardware import detect, threads_per_rank
-from autotune.problem.outcome import Kind, Phase
+from autotune.problem.outcome import OutcomeKind, Phase
 from autotune.util.units import MIB
 from autotune.workers import fork_server
-from autotune.workers.group import Group, Stop
+from autotune.workers.group import Stop, WorkerGroup
 from autotune.workers.launchers import ForkLauncher, SpawnLauncher
 from tests.conftest import Bench, make_candidate, make_job, pid_lives, wait_until
 
@@ -49,7 +49,7 @@ def test_knobs_really_run(bench: Bench, knobs: dict) -> None:
 def test_how_the_model_is_made_is_a_knob(bench: Bench) -> None:
     assert bench.run(make_candidate(1, attention="eager")).ok
     missing = bench.run(make_candidate(1, attention="flash_attention_2"))
-    assert missing.kind is Kind.CRASH
+    assert missing.kind is OutcomeKind.CRASH
     assert "FlashAttention2" in missing.reason
 
 
@@ -98,7 +98,7 @@ def test_a_candidate_goes_on_from_a_checkpoint(bench: Bench, stage: int) -> None
 def test_a_candidate_that_dies_as_it_loads(bench: Bench) -> None:
     bench.fault = {"rank": 1, "where": "load", "what": "oom"}
     outcome = bench.run(make_candidate(1, 2), effort=RESUME)
-    assert (outcome.kind, outcome.phase, outcome.rank) == (Kind.OOM_DEVICE, Phase.LOAD, 1)
+    assert (outcome.kind, outcome.phase, outcome.rank) == (OutcomeKind.OOM_DEVICE, Phase.LOAD, 1)
     assert not (Path(outcome.log or "") / "checkpoint").exists()
 
 
@@ -162,7 +162,7 @@ def test_limits_grow_with_what_an_engine_must_move() -> None:
 def test_out_of_memory_on_the_real_cap(bench: Bench) -> None:
     bench.executor.hardware = detect("cpu", 2, memory_cap_bytes=520 * MIB)
     outcome = bench.run(make_candidate(0, 64))
-    assert outcome.kind is Kind.OOM_DEVICE
+    assert outcome.kind is OutcomeKind.OOM_DEVICE
     assert outcome.missing_bytes
     assert outcome.capacity_bytes == 520 * MIB
     assert outcome.peak_bytes is not None
@@ -177,7 +177,7 @@ def test_one_rank_of_two_fails(bench: Bench, what: str, where: str) -> None:
     bench.fault = {"rank": 1, "where": where, "what": what}
     if what == "hang":
         bench.executor.deadlines = Deadlines(start=60, init=5, step=3)
-    expected = {"oom": Kind.OOM_DEVICE, "hang": Kind.TIMEOUT}.get(what, Kind.CRASH)
+    expected = {"oom": OutcomeKind.OOM_DEVICE, "hang": OutcomeKind.TIMEOUT}.get(what, OutcomeKind.CRASH)
     session = bench.session(make_candidate(2))
     outcome = session.measure(make_candidate(2), Effort(), 120.0)
     assert outcome.kind is expected, outcome
@@ -197,21 +197,21 @@ def test_a_config_that_deepspeed_refuses_keeps_its_message(bench: Bench) -> None
             **{"zero_optimization.reduce_bucket_size": -5}
         )
     )
-    assert outcome.kind is Kind.INVALID
+    assert outcome.kind is OutcomeKind.INVALID
     assert "reduce_bucket_size" in outcome.reason or "ValidationError" in outcome.reason
 
 
 def test_the_budgets_end_is_an_interruption(bench: Bench) -> None:
     bench.fault = {"rank": 0, "where": "forward", "what": "hang"}  # a fast machine would end before it otherwise
     outcome = bench.run(make_candidate(2), deadline_seconds=0.4)
-    assert outcome.kind is Kind.INTERRUPTED
+    assert outcome.kind is OutcomeKind.INTERRUPTED
 
 
 def test_a_stop_request_ends_a_running_trial(bench: Bench) -> None:
     began = time.monotonic()
     bench.executor.cancelled = lambda: time.monotonic() - began > 1.0
     bench.fault = {"rank": 0, "where": "forward", "what": "hang"}
-    assert bench.run(make_candidate()).kind is Kind.INTERRUPTED
+    assert bench.run(make_candidate()).kind is OutcomeKind.INTERRUPTED
 
 
 @pytest.mark.slow
@@ -236,7 +236,7 @@ def test_a_disk_that_refuses_is_the_machines_trouble(bench: Bench, monkeypatch: 
 
     monkeypatch.setattr(bench.executor.launcher, "launch", refuse)
     outcome = bench.run(make_candidate())
-    assert outcome.kind is Kind.INFRASTRUCTURE
+    assert outcome.kind is OutcomeKind.INFRASTRUCTURE
     assert "No space" in outcome.reason
 
 
@@ -257,13 +257,13 @@ def test_a_rank_is_told_the_environment_of_its_candidate(bench: Bench, monkeypat
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     asked: list[dict[str, Any]] = []
-    start = Group.start
+    start = WorkerGroup.start
 
-    def told(group: Group, entry: str, ranks: int, spec: dict[str, Any], **options: Any) -> Stop:
+    def told(group: WorkerGroup, entry: str, ranks: int, spec: dict[str, Any], **options: Any) -> Stop:
         asked.append(spec)
         return start(group, entry, ranks, spec, **options)
 
-    monkeypatch.setattr(Group, "start", told)
+    monkeypatch.setattr(WorkerGroup, "start", told)
     assert bench.run(make_candidate(expandable_segments=True)).ok
     assert asked[0]["env"] == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert asked[0]["threads"] == threads_per_rank(2)

@@ -7,7 +7,7 @@ import pytest
 from autotune.executors.base import SEARCH
 from autotune.executors.local import LocalExecutor
 from autotune.problem.hardware import detect
-from autotune.problem.outcome import Kind, Outcome, Source
+from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.workers import host_workers
 from autotune.workers.launchers import SpawnLauncher, trial_environment
 from tests.conftest import make_candidate, make_job
@@ -46,18 +46,18 @@ def test_a_gpu_that_is_lost_between_trials(trial: Trial) -> None:
     trial.driver.cards[0].error = GPU_IS_LOST
     trial.driver.write()
     outcome = trial.run(60)
-    assert (outcome.kind, outcome.reason) == (Kind.INFRASTRUCTURE, "GPU 0 does not answer: GPU is lost")
+    assert (outcome.kind, outcome.reason) == (OutcomeKind.INFRASTRUCTURE, "GPU 0 does not answer: GPU is lost")
 
 
 def test_seconds_of_waiting_for_a_neighbour_are_not_the_candidates(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trial whose share of the budget ends is taken for slow, unless it has waited."""
-    assert trial.run(0.5).kind is Kind.INTERRUPTED
+    assert trial.run(0.5).kind is OutcomeKind.INTERRUPTED
     trial.driver.cards[0].processes = {NEIGHBOUR: 12 * 1024}
     trial.driver.write()
     monkeypatch.setattr(host_workers, "ROOM_SECONDS", 0.2)
     outcome = trial.run(0.5)
-    assert (outcome.kind, outcome.source) == (Kind.FOREIGN, Source.BUDGET)
+    assert (outcome.kind, outcome.source) == (OutcomeKind.GPU_CONTENTION, Source.BUDGET)
     assert "of waiting for the device's memory" in outcome.reason
     assert f"(pid {NEIGHBOUR})" in trial.said[0]

@@ -8,17 +8,17 @@ import pytest
 from autotune.executors.local import judged, measurement_of
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.job import Script
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.util.units import GIB, MIB
-from autotune.workers.failure_classifier import Evidence
-from autotune.workers.memory_monitor import Peaks
+from autotune.workers.failure_classifier import FailureEvidence
+from autotune.workers.memory_monitor import MemoryPeaks
 from tests.conftest import make_candidate, make_job
 
 ON_GPUS = named_hardware("rtx3090", 2)
 ON_CPU = Hardware("cpu", "x", 2, GIB, None, GIB)
 
 
-def measured(hardware: Hardware, peaks: Peaks, *ranks: dict[str, int]) -> Measurement:
+def measured(hardware: Hardware, peaks: MemoryPeaks, *ranks: dict[str, int]) -> Measurement:
     results: list[dict[str, Any]] = [{"type": "measured", "step_seconds": [1.0] * 4, **rank} for rank in ranks]
     options: dict[str, Any] = {"candidate": make_candidate(), "job": make_job(2), "facts": {}}
     return measurement_of(results, peaks, {"step": 4.0}, hardware=hardware, **options)
@@ -31,13 +31,13 @@ def gpu(reserved_gib: float, overhead_mib: int = 800) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("peaks", "expected"),
     [
-        (Peaks(used=[9 * GIB, 10 * GIB]), 10 * GIB + 800 * MIB),  # NVML has missed a spike
-        (Peaks(used=[12 * GIB, 10 * GIB]), 12 * GIB),  # what torch does not know of
-        (Peaks(used=[0, 0], grown={0: 22 * GIB, 1: 10 * GIB}), 10 * GIB + 800 * MIB),  # a neighbour's, hidden
-        (Peaks(used=[0, 0]), 10 * GIB + 800 * MIB),  # no NVML
+        (MemoryPeaks(used=[9 * GIB, 10 * GIB]), 10 * GIB + 800 * MIB),  # NVML has missed a spike
+        (MemoryPeaks(used=[12 * GIB, 10 * GIB]), 12 * GIB),  # what torch does not know of
+        (MemoryPeaks(used=[0, 0], grown={0: 22 * GIB, 1: 10 * GIB}), 10 * GIB + 800 * MIB),  # a neighbour's, hidden
+        (MemoryPeaks(used=[0, 0]), 10 * GIB + 800 * MIB),  # no NVML
     ],
 )
-def test_the_peak_of_a_gpu_rank_counts_its_context(peaks: Peaks, expected: int) -> None:
+def test_the_peak_of_a_gpu_rank_counts_its_context(peaks: MemoryPeaks, expected: int) -> None:
     found = measured(ON_GPUS, peaks, gpu(9), gpu(10))
     assert found.peak_bytes == expected
     assert found.overhead_bytes == 800 * MIB
@@ -46,17 +46,20 @@ def test_the_peak_of_a_gpu_rank_counts_its_context(peaks: Peaks, expected: int) 
 
 
 def test_the_worst_rank_is_that_with_most_in_all() -> None:
-    assert measured(ON_GPUS, Peaks(used=[0, 0]), gpu(10, 100), gpu(9.9, 900)).peak_bytes == int(9.9 * GIB) + 900 * MIB
+    assert (
+        measured(ON_GPUS, MemoryPeaks(used=[0, 0]), gpu(10, 100), gpu(9.9, 900)).peak_bytes
+        == int(9.9 * GIB) + 900 * MIB
+    )
 
 
 def test_a_cpu_rank_has_no_overhead_and_no_clock() -> None:
-    found = measured(ON_CPU, Peaks(used=[3 * MIB, 5 * MIB]), {"data_bytes": 6 * MIB}, {"data_bytes": 4 * MIB})
+    found = measured(ON_CPU, MemoryPeaks(used=[3 * MIB, 5 * MIB]), {"data_bytes": 6 * MIB}, {"data_bytes": 4 * MIB})
     assert (found.peak_bytes, found.overhead_bytes, found.sm_clock_mhz, found.clock_limits) == (6 * MIB, None, None, [])
     assert found.nvml_peak_bytes is None
 
 
 def test_clocks_are_recorded_and_survive_the_study() -> None:
-    peaks = Peaks(used=[GIB, GIB], clocks={"GPU 0": [1900], "GPU 1": [1410, 1400, 1905]}, clock_reasons=0x44 | 1)
+    peaks = MemoryPeaks(used=[GIB, GIB], clocks={"GPU 0": [1900], "GPU 1": [1410, 1400, 1905]}, clock_reasons=0x44 | 1)
     found = measured(ON_GPUS, peaks, gpu(1), gpu(1))
     assert (found.sm_clock_mhz, found.clock_limits) == (1410, ["power cap", "temperature (hardware)"])
     data = Outcome.from_json(Outcome("ok", measurement=found).to_json())  # type: ignore[arg-type]
@@ -67,47 +70,51 @@ def test_a_scripts_work_of_every_third_step_is_in_its_speed() -> None:
     script = make_job(2, script=Script(("train.py",), "/"))
     result = {"type": "measured", "step_seconds": [1.0, 1.0, 4.0] * 4, "reserved_bytes": GIB}
     options: dict[str, Any] = {"candidate": make_candidate(), "hardware": ON_GPUS, "facts": {}}
-    found = measurement_of([result] * 2, Peaks(used=[0, 0]), {}, job=script, **options)
+    found = measurement_of([result] * 2, MemoryPeaks(used=[0, 0]), {}, job=script, **options)
     assert (found.step_seconds, found.samples_per_second, found.steps) == (2.0, 1.0, 12)
-    named = measurement_of([result] * 2, Peaks(used=[0, 0]), {}, job=make_job(2), **options)
+    named = measurement_of([result] * 2, MemoryPeaks(used=[0, 0]), {}, job=make_job(2), **options)
     assert named.step_seconds == 1.0, "all of whose steps are alike"
 
 
-KILLED = Evidence("cpu", statuses={0: -9, 1: -9})
+KILLED = FailureEvidence("cpu", statuses={0: -9, 1: -9})
 
 
 def test_ranks_that_died_with_their_server_say_nothing_of_the_candidate() -> None:
-    assert judged(KILLED, greeted=True, server_lives=True).kind is Kind.CRASH
+    assert judged(KILLED, greeted=True, server_lives=True).kind is OutcomeKind.CRASH
     gone = judged(KILLED, greeted=True, server_lives=False)
     assert (gone.kind, gone.reason) == (
-        Kind.INFRASTRUCTURE,
+        OutcomeKind.INFRASTRUCTURE,
         "the fork server was killed from outside, and its ranks with it",
     )
 
 
 def test_what_ran_out_says_how_much_there_was() -> None:
     error = {"kinds": ["torch.OutOfMemoryError"], "text": "CUDA out of memory. Tried to allocate 2.00 GiB."}
-    found = judged(Evidence("cuda", [error], capacity_bytes=12 * GIB), greeted=True, server_lives=True)
-    assert (found.kind, found.capacity_bytes) == (Kind.OOM_DEVICE, 12 * GIB)
+    found = judged(FailureEvidence("cuda", [error], capacity_bytes=12 * GIB), greeted=True, server_lives=True)
+    assert (found.kind, found.capacity_bytes) == (OutcomeKind.OOM_DEVICE, 12 * GIB)
     assert Outcome.from_json(found.to_json()) == found
-    unknown = judged(Evidence("cuda", [error]), greeted=True, server_lives=True)
+    unknown = judged(FailureEvidence("cuda", [error]), greeted=True, server_lives=True)
     assert unknown.capacity_bytes is None
     assert "capacity_bytes" not in unknown.to_json()
     assert judged(dataclasses.replace(KILLED, capacity_bytes=9), greeted=True, server_lives=True).capacity_bytes is None
-    without = Evidence("cpu", statuses={0: -9}, peaks=Peaks(oom_kills=1), capacity_bytes=9, host_total_bytes=24 * GIB)
+    without = FailureEvidence(
+        "cpu", statuses={0: -9}, peaks=MemoryPeaks(oom_kills=1), capacity_bytes=9, host_total_bytes=24 * GIB
+    )
     found = judged(without, greeted=True, server_lives=True)
-    assert (found.kind, found.capacity_bytes) == (Kind.OOM_HOST, 24 * GIB), "of main memory, which ran out"
+    assert (found.kind, found.capacity_bytes) == (OutcomeKind.OOM_HOST, 24 * GIB), "of main memory, which ran out"
 
 
 @pytest.mark.parametrize(("device", "peak_mib"), [("cpu", 520), ("cuda", 531)])
 def test_what_a_cpu_rank_takes_to_report_its_failure_is_no_peak(device: str, peak_mib: int) -> None:
     """Its cap is lifted by then. On a GPU a cap is of the allocator alone, which is not all of a process."""
     error = {"kinds": ["torch.OutOfMemoryError"], "text": "out of memory", "numbers": {"allowed_bytes": 520 * MIB}}
-    evidence = Evidence(device, [error], peaks=Peaks(used=[300 * MIB, 531 * MIB]))
+    evidence = FailureEvidence(device, [error], peaks=MemoryPeaks(used=[300 * MIB, 531 * MIB]))
     assert judged(evidence, greeted=True, server_lives=True).peak_bytes == peak_mib * MIB
     without = dataclasses.replace(evidence, errors=[{**error, "numbers": {}}])
     assert judged(without, greeted=True, server_lives=True).peak_bytes == 531 * MIB
-    assert judged(dataclasses.replace(evidence, peaks=Peaks()), greeted=True, server_lives=True).peak_bytes is None
+    assert (
+        judged(dataclasses.replace(evidence, peaks=MemoryPeaks()), greeted=True, server_lives=True).peak_bytes is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,16 +132,18 @@ def test_a_rank_knows_what_nobody_saw_of_a_short_trial(
     """On a busy machine a trial may be over before anybody has looked."""
     error = {"kinds": ["torch.OutOfMemoryError"], "text": f"out of memory.{text}", "numbers": numbers}
     for seen_mib in (0, 100):
-        evidence = Evidence(device, [error], peaks=Peaks(used=[seen_mib * MIB]))
+        evidence = FailureEvidence(device, [error], peaks=MemoryPeaks(used=[seen_mib * MIB]))
         assert judged(evidence, greeted=True, server_lives=True).peak_bytes == peak_mib * MIB
 
 
 def test_where_main_memory_ran_out_the_kernel_chose_the_server() -> None:
-    found = judged(Evidence("cpu", statuses={0: -9}, peaks=Peaks(oom_kills=1)), greeted=True, server_lives=False)
-    assert found.kind is Kind.OOM_HOST
+    found = judged(
+        FailureEvidence("cpu", statuses={0: -9}, peaks=MemoryPeaks(oom_kills=1)), greeted=True, server_lives=False
+    )
+    assert found.kind is OutcomeKind.OOM_HOST
 
 
 def test_ranks_that_never_came_up() -> None:
     found = judged(KILLED, greeted=False, server_lives=False)
-    assert found.kind is Kind.INFRASTRUCTURE
+    assert found.kind is OutcomeKind.INFRASTRUCTURE
     assert found.reason.startswith("the ranks did not come up: ")

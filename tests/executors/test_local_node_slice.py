@@ -12,14 +12,14 @@ import pytest
 from autotune.commands.request import MOST_GPUS, slice_of
 from autotune.errors import UserError
 from autotune.executors.base import Effort
-from autotune.executors.local import Rest, measurement_of
+from autotune.executors.local import SliceExtrapolator, measurement_of
 from autotune.gallery.schema import entry_of
 from autotune.problem.hardware import Hardware, detect, named_hardware
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.results.export import slice_line
 from autotune.search.fingerprint import identity
 from autotune.search.study import StudyStore
-from autotune.workers.memory_monitor import Peaks
+from autotune.workers.memory_monitor import MemoryPeaks
 from tests.conftest import SCRIPTS, Bench, make_candidate, make_job
 from tests.tiny_training import TINY_RUN, trainer_words, write_trainers_config
 
@@ -66,7 +66,7 @@ def test_two_ranks_of_a_slice_of_four(bench: Bench) -> None:
     assert (Path(outcome.log or "") / "rank1.log").exists()
     assert not (Path(outcome.log or "") / "rank2.log").exists()
     bench.fault = {"rank": 1, "where": "init", "what": "oom"}
-    assert bench.run(make_candidate(3, 1)).kind is Kind.OOM_DEVICE
+    assert bench.run(make_candidate(3, 1)).kind is OutcomeKind.OOM_DEVICE
 
 
 def measured(**changes: object) -> Measurement:
@@ -78,7 +78,7 @@ def measured(**changes: object) -> Measurement:
 @pytest.mark.slow  # a trace
 def test_communication_and_what_it_holds_are_added() -> None:
     hardware = slice_of(2, named_hardware("a100-80gb", 8))
-    rest = Rest(make_job(16, precision="bf16"), hardware)
+    rest = SliceExtrapolator(make_job(16, precision="bf16"), hardware)
     before = measured(tokens_per_second=256.0, peak_bytes=10**9, mfu=0.4)
     after = rest.complete(make_candidate(3), before)
     assert after.predicted_seconds is not None
@@ -89,8 +89,8 @@ def test_communication_and_what_it_holds_are_added() -> None:
     assert after.mfu == pytest.approx(0.4 / after.step_seconds)
     assert 10**8 < after.peak_bytes - before.peak_bytes < 10**10, "NCCL's buffers"
     assert rest.complete(make_candidate(3), before) == after, "it learns nothing of trials"
-    failed = Outcome(Kind.OOM_DEVICE, Phase.STEP)
-    assert rest.completed(make_candidate(3), failed) is failed
+    failed = Outcome(OutcomeKind.OOM_DEVICE, Phase.STEP)
+    assert rest.extrapolate(make_candidate(3), failed) is failed
     assert "measured on 8 of 16 ranks; " in slice_line(after, hardware)
     assert "predicted and not measured" in slice_line(after, hardware)
 
@@ -98,7 +98,7 @@ def test_communication_and_what_it_holds_are_added() -> None:
 def test_the_slowest_rank_of_a_slice_counts() -> None:
     results = [{"step_seconds": [0.1 * (rank + 1)] * 3, "tokens": 100, "reserved_bytes": 1} for rank in range(2)]
     about = {"candidate": make_candidate(), "job": make_job(4), "facts": {}}
-    of_slice = measurement_of(results, Peaks(), {}, hardware=sliced(2, 2), **about)  # type: ignore[arg-type]
+    of_slice = measurement_of(results, MemoryPeaks(), {}, hardware=sliced(2, 2), **about)  # type: ignore[arg-type]
     assert (of_slice.step_seconds, of_slice.tokens_per_second) == (0.2, pytest.approx(400 / 0.2))
 
 

@@ -34,7 +34,7 @@ def check(monkeypatch: pytest.MonkeyPatch, folder: Path, imported: float, measur
             start=lambda *_, **__: Stop.ARRIVED, watch=watch, end=lambda: None, greeted=True, phase=Phase.START
         )
 
-    monkeypatch.setattr(local, "Group", make_group)
+    monkeypatch.setattr(local, "WorkerGroup", make_group)
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     check_group(None, None, {}, RANKS, folder, lambda: False)  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from autotune.executors.machine import Needs, Ops, Station
+from autotune.executors.machine import LocalMachine, Needs, Ops
 from autotune.workers.launchers import ForkLauncher, SpawnLauncher
 from tests.conftest import lives, pid_lives
 
@@ -30,7 +30,7 @@ def servers() -> list[int]:
 
 def test_the_server_that_was_begun_is_the_one_that_is_waited_for(tmp_path: Path) -> None:
     before = set(servers())
-    with closing(Station(tmp_path / "not-yet", Ops(print), lambda: False)) as station:
+    with closing(LocalMachine(tmp_path / "not-yet", Ops(print), lambda: False)) as station:
         station.begin(NEEDS)
         (begun,) = set(servers()) - before
         assert station.broken, "nothing can be launched before it is open"
@@ -42,7 +42,7 @@ def test_the_server_that_was_begun_is_the_one_that_is_waited_for(tmp_path: Path)
 
 def test_one_that_imports_something_else_is_ended(tmp_path: Path) -> None:
     before = set(servers())
-    with closing(Station(tmp_path, Ops(print), lambda: False)) as station:
+    with closing(LocalMachine(tmp_path, Ops(print), lambda: False)) as station:
         station.begin(NEEDS)
         (begun,) = set(servers()) - before
         station.open(dataclasses.replace(NEEDS, isolation="spawn"))
@@ -52,7 +52,7 @@ def test_one_that_imports_something_else_is_ended(tmp_path: Path) -> None:
 
 def test_one_that_nobody_waited_for_is_ended(tmp_path: Path) -> None:
     before = set(servers())
-    with closing(Station(tmp_path, Ops(print), lambda: False)) as station:
+    with closing(LocalMachine(tmp_path, Ops(print), lambda: False)) as station:
         station.begin(NEEDS)
         (begun,) = set(servers()) - before
     assert not pid_lives(begun)

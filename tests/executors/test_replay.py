@@ -7,7 +7,7 @@ import pytest
 from autotune.errors import UserError
 from autotune.executors.base import SEARCH, VERIFY
 from autotune.executors.replay import OOM_SECONDS, ReplayExecutor, load_landscape, read_value
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.util.units import GIB
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
@@ -19,9 +19,11 @@ def test_the_rules_of_a_replay() -> None:
     family = {}
     for candidate, row in landscape.rows.items():
         family.setdefault(candidate.family, []).append((candidate, row))
-    rungs = next(group for group in family.values() if {row.kind for _, row in group} == {Kind.OK, Kind.OOM_DEVICE})
-    ok = [(c, row) for c, row in rungs if row.kind is Kind.OK]
-    out, out_row = next((c, row) for c, row in rungs if row.kind is Kind.OOM_DEVICE)
+    rungs = next(
+        group for group in family.values() if {row.kind for _, row in group} == {OutcomeKind.OK, OutcomeKind.OOM_DEVICE}
+    )
+    ok = [(c, row) for c, row in rungs if row.kind is OutcomeKind.OK]
+    out, out_row = next((c, row) for c, row in rungs if row.kind is OutcomeKind.OOM_DEVICE)
     session = executor.session(ok[0][0], "")
     first = session.measure(ok[0][0], SEARCH, 1e9)
     row = ok[0][1]
@@ -39,7 +41,7 @@ def test_the_rules_of_a_replay() -> None:
         before = executor.now()
     ended = session.measure(out, SEARCH, 1e9)
     assert executor.now() - before == pytest.approx(OOM_SECONDS)
-    assert ended.kind is Kind.OOM_DEVICE
+    assert ended.kind is OutcomeKind.OOM_DEVICE
     short = min(out_row.peak_gib - landscape.facts["gpu_memory_gib"], 0.25 * out_row.peak_gib)
     assert ended.missing_bytes == pytest.approx(short * GIB, rel=0.01)
     assert not session.alive
@@ -52,7 +54,7 @@ def test_a_deadline_ends_a_trial_at_the_second() -> None:
     executor = ReplayExecutor(load_landscape(TABLE))
     candidate = next(iter(executor.landscape.rows))
     outcome = executor.session(candidate, "").measure(candidate, SEARCH, 3.0)
-    assert outcome.kind is Kind.INTERRUPTED
+    assert outcome.kind is OutcomeKind.INTERRUPTED
     assert executor.now() == 3.0
 
 

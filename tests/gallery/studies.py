@@ -14,7 +14,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.problem.space import load_space
 from autotune.search.storage import default_storage
 from autotune.search.study import StudyStore
@@ -34,7 +34,7 @@ def ran(job: Job, candidate: Candidate, seconds: float, peak_gib: float = 10.0) 
     samples = candidate.micro_batch * candidate.accumulation * job.ranks / seconds
     tokens = samples * job.tokens_per_sample
     found = Measurement(seconds, 0.01 * seconds, 5, samples, tokens, int(peak_gib * GIB))
-    return Outcome(Kind.OK, Phase.STEP, found, peak_bytes=found.peak_bytes)
+    return Outcome(OutcomeKind.OK, Phase.STEP, found, peak_bytes=found.peak_bytes)
 
 
 def store_of(job: Job, hardware: Hardware) -> StudyStore:
@@ -54,8 +54,12 @@ def small_study(job: Job | None = None, hardware: Hardware | None = None) -> Stu
     fast, slow = make_candidate(2, 8), make_candidate(3, 4)
     tell(store, slow, ran(job, slow, 3.0, 8.0))
     tell(store, fast, ran(job, fast, 1.5, 14.0))
-    tell(store, make_candidate(0, 16), Outcome(Kind.OOM_DEVICE, Phase.BACKWARD, missing_bytes=2 * GIB, reason="torch"))
-    tell(store, make_candidate(1, 8), Outcome(Kind.INTERRUPTED, reason="stopped"))
+    tell(
+        store,
+        make_candidate(0, 16),
+        Outcome(OutcomeKind.OOM_DEVICE, Phase.BACKWARD, missing_bytes=2 * GIB, reason="torch"),
+    )
+    tell(store, make_candidate(1, 8), Outcome(OutcomeKind.INTERRUPTED, reason="stopped"))
     store.set_winner(tell(store, fast, ran(job, fast, 1.6, 14.5), VERIFY), "verified")
     return store
 

@@ -11,7 +11,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.job import Job, Script, parse_lora
 from autotune.problem.models import ModelSpec, resolve_model
-from autotune.problem.outcome import Kind, Outcome, Phase
+from autotune.problem.outcome import Outcome, OutcomeKind, Phase
 from autotune.search.trials import RESUME, VERIFY
 from autotune.util.units import GIB
 from tests.conftest import make_candidate
@@ -51,7 +51,7 @@ def test_nothing_of_whose_it_is_comes_along() -> None:
     store = store_of(job, machine)
     candidate = make_candidate(3, 8, **{"zero_optimization.offload_optimizer.nvme_path": f"/mnt/{PRIVATE}"})
     odd = make_candidate(3, 4, lora=f"r=4,targets={PRIVATE}_proj")
-    broken = Outcome(Kind.CRASH, Phase.FORWARD, reason=PRIVATE, evidence=PRIVATE, log=f"/logs/{PRIVATE}")
+    broken = Outcome(OutcomeKind.CRASH, Phase.FORWARD, reason=PRIVATE, evidence=PRIVATE, log=f"/logs/{PRIVATE}")
     tell(store, odd, ran(job, odd, 3.0))
     tell(store, make_candidate(2, 2), broken)
     store.note_command(f"autotune run --study {PRIVATE}")
@@ -101,8 +101,8 @@ def test_one_that_runs_out_later_ran_out_and_one_that_goes_on_is_as_it_was() -> 
     one, other = make_candidate(2, 8), make_candidate(3, 8)
     for candidate in (one, other):
         tell(store, candidate, ran(job, candidate, 2.0))
-    tell(store, one, Outcome(Kind.OOM_DEVICE, Phase.LOAD), RESUME)
-    tell(store, other, Outcome(Kind.OK, peak_bytes=GIB), RESUME)
+    tell(store, one, Outcome(OutcomeKind.OOM_DEVICE, Phase.LOAD), RESUME)
+    tell(store, other, Outcome(OutcomeKind.OK, peak_bytes=GIB), RESUME)
     assert {tried.candidate: tried.outcome for tried in entry_of(store).candidates} == {one: "oom_device", other: "ok"}
 
 
@@ -110,7 +110,7 @@ def test_what_was_not_measured_is_not_shared() -> None:
     store = store_of(job_of(), named_hardware("rtx4090", 2))
     with pytest.raises(UserError, match="has measured nothing"):
         entry_of(store)
-    tell(store, make_candidate(0, 16), Outcome(Kind.OOM_DEVICE, Phase.BACKWARD))
+    tell(store, make_candidate(0, 16), Outcome(OutcomeKind.OOM_DEVICE, Phase.BACKWARD))
     with pytest.raises(UserError, match="has measured nothing"):
         entry_of(store)
     replayed = small_study()

@@ -14,13 +14,13 @@ from autotune.gallery import warm_start
 from autotune.gallery.card_rates import taught
 from autotune.gallery.schema import Entry
 from autotune.gallery.warm_start import rates_for, shipped_entries, shipped_rates
-from autotune.predict.calibration import Evidence
+from autotune.predict.calibration import CalibrationEvidence
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
 from autotune.predict.trace_cache import closed_form_trace
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 
 SLOWER = "qwen-7b_4xa100-80gb_2048_lora64_qwen"  # takes 1.7 times what is predicted without it
 
@@ -45,7 +45,7 @@ def alone(job: Job, hardware: Hardware) -> Predictor:
 
 
 @pytest.fixture
-def learnt(entry: Entry, job: Job, hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> Evidence:
+def learnt(entry: Entry, job: Job, hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> CalibrationEvidence:
     """What the entry teaches a predictor whose trace costs no time."""
     monkeypatch.setattr("autotune.gallery.card_rates.traced_predictor", alone)
     found = taught(entry)
@@ -53,7 +53,7 @@ def learnt(entry: Entry, job: Job, hardware: Hardware, monkeypatch: pytest.Monke
     return found
 
 
-def begun(job: Job, hardware: Hardware, learnt: Evidence) -> Predictor:
+def begun(job: Job, hardware: Hardware, learnt: CalibrationEvidence) -> Predictor:
     predictor = alone(job, hardware)
     predictor.begin_with(learnt)
     return predictor
@@ -81,7 +81,7 @@ def test_the_rates_that_ship_are_what_the_entry_teaches(entry: Entry, job: Job, 
 
 
 def test_a_job_near_an_entry_is_predicted_as_the_entry_was_measured(
-    entry: Entry, job: Job, hardware: Hardware, learnt: Evidence
+    entry: Entry, job: Job, hardware: Hardware, learnt: CalibrationEvidence
 ) -> None:
     [tried] = entry.candidates
     assert tried.step_seconds is not None
@@ -93,17 +93,19 @@ def test_a_job_near_an_entry_is_predicted_as_the_entry_was_measured(
     assert known.peak_bytes == unknown.peak_bytes, "memory is not the card's"
 
 
-def test_what_is_measured_here_counts_for_more(entry: Entry, job: Job, hardware: Hardware, learnt: Evidence) -> None:
+def test_what_is_measured_here_counts_for_more(
+    entry: Entry, job: Job, hardware: Hardware, learnt: CalibrationEvidence
+) -> None:
     candidate = entry.candidates[0].candidate
     predictor = begun(job, hardware, learnt)
     before = predictor.predict(candidate)
     seconds = before.step_seconds / 3
     measured = Measurement(seconds, 0.0, 4, 1.0, 1.0, int(before.peak_bytes))
-    predictor.observe(candidate, Outcome(Kind.OK, measurement=measured))
+    predictor.observe(candidate, Outcome(OutcomeKind.OK, measurement=measured))
     after = predictor.predict(candidate)
     assert after.step_seconds == pytest.approx(seconds, rel=0.3)
     without = alone(job, hardware)
-    without.observe(candidate, Outcome(Kind.OK, measurement=measured))
+    without.observe(candidate, Outcome(OutcomeKind.OK, measurement=measured))
     assert after.step_interval != without.predict(candidate).step_interval, "the entry is not forgotten either"
 
 
@@ -134,9 +136,11 @@ def test_only_the_same_card_and_a_job_like_it(job: Job, hardware: Hardware) -> N
     assert rates_for({}, job, hardware) is None
 
 
-def test_evidence_comes_back_from_a_file(job: Job, hardware: Hardware, entry: Entry, learnt: Evidence) -> None:
+def test_evidence_comes_back_from_a_file(
+    job: Job, hardware: Hardware, entry: Entry, learnt: CalibrationEvidence
+) -> None:
     one, two = begun(job, hardware, learnt), alone(job, hardware)
-    two.begin_with(Evidence(**json.loads(json.dumps(dataclasses.asdict(learnt)))))
+    two.begin_with(CalibrationEvidence(**json.loads(json.dumps(dataclasses.asdict(learnt)))))
     a, b = (predictor.predict(entry.candidates[0].candidate) for predictor in (one, two))
     assert b.step_seconds == pytest.approx(a.step_seconds, rel=1e-9)
     assert b.step_interval == pytest.approx(a.step_interval, rel=1e-9)

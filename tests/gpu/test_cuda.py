@@ -10,7 +10,7 @@ import pytest
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
 from autotune.problem.hardware import detect
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.util.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
 
@@ -43,16 +43,16 @@ def test_every_stage_and_the_gauge_agrees_with_torch(tmp_path: Path, stage: int)
     assert measured.peak_bytes >= measured.torch_reserved_bytes + measured.overhead_bytes
     assert measured.sm_clock_mhz is None or measured.sm_clock_mhz > 100
     assert measured.mfu is None or 0 < measured.mfu < 1
-    assert executor.meter.left() == [], "the device's memory is back before the next trial"
+    assert executor.meter.unreleased_memory_warnings() == [], "the device's memory is back before the next trial"
 
 
 def test_a_true_cuda_oom_under_the_cap(tmp_path: Path) -> None:
     outcome, executor = measure(tmp_path, 3 * GIB, make_candidate(2, 512), seq_len=2048)
-    assert outcome.kind is Kind.OOM_DEVICE, outcome
+    assert outcome.kind is OutcomeKind.OOM_DEVICE, outcome
     assert "OutOfMemoryError" in outcome.evidence
     assert outcome.missing_bytes
     assert outcome.peak_bytes <= 3 * GIB + 256 * MIB
-    assert executor.meter.left() == []
+    assert executor.meter.unreleased_memory_warnings() == []
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "fused_adam"])

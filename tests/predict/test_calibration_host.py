@@ -8,17 +8,17 @@ from autotune.predict.calibration import fit_host
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
 from autotune.problem.hardware import named_hardware
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
 
 HARDWARE = dataclasses.replace(named_hardware("a100-80gb", 4), host_memory_bytes=128 * GIB)
-RAN_OUT = Outcome(Kind.OOM_HOST)
+RAN_OUT = Outcome(OutcomeKind.OOM_HOST)
 
 
 def measured(host_gib: float = 0.0, pinned_gib: float = 0.0) -> Outcome:
     held = {"host_peak_bytes": int(host_gib * GIB), "pinned_bytes": int(pinned_gib * GIB)} if host_gib else {}
-    return Outcome(Kind.OK, measurement=Measurement(1.0, 0.0, 4, 1.0, 1.0, GIB, **held))
+    return Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.0, 4, 1.0, 1.0, GIB, **held))
 
 
 def factor(gib: list[float], outcomes: list[Outcome]) -> float:
@@ -45,7 +45,7 @@ def test_the_predictor_learns_of_it() -> None:
     predictor = traced_predictor(job, named_hardware("a100-80gb", job.ranks))
     before = predictor.table([candidate]).host[0]
     small = dataclasses.replace(predictor.hardware, host_memory_bytes=int(4 * before) + 4 * GIB)
-    for kind, more in ((Kind.OOM_HOST, True), (Kind.OOM_DEVICE, False)):
+    for kind, more in ((OutcomeKind.OOM_HOST, True), (OutcomeKind.OOM_DEVICE, False)):
         learnt = Predictor(job, small, predictor.trace)
         learnt.observe(candidate, Outcome(kind))
         assert bool(learnt.table([candidate]).host[0] > before) is more

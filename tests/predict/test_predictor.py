@@ -14,10 +14,10 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job, traced_predictor
 from autotune.predict.trace_cache import closed_form_trace, untraced_note
 from autotune.predict.trace_data import Trace
-from autotune.problem.candidate import Candidate, under
+from autotune.problem.candidate import Candidate, job_with_candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.search.surrogate import HOPELESS_SIGMAS
 from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
@@ -36,16 +36,16 @@ def fresh(landscape: Landscape) -> Predictor:
 
 def outcome_of(landscape: Landscape, candidate: Candidate, factor: float = 1.0) -> Outcome:
     row = landscape.rows[candidate]
-    if row.kind is not Kind.OK:
+    if row.kind is not OutcomeKind.OK:
         return Outcome(row.kind, missing_bytes=int(0.2 * row.peak_gib * GIB))
     assert row.step_seconds is not None
     seconds, peak = row.step_seconds * factor, int(row.peak_gib * GIB * factor)
-    return Outcome(Kind.OK, measurement=Measurement(seconds, 0.0, 4, 1.0, 1.0, peak))
+    return Outcome(OutcomeKind.OK, measurement=Measurement(seconds, 0.0, 4, 1.0, 1.0, peak))
 
 
 def errors(landscape: Landscape, predictor: Predictor) -> tuple[float, float]:
     """Median error of peaks; of the logarithm of step seconds too, a common factor aside: order is what counts."""
-    ok = [c for c, row in landscape.rows.items() if row.kind is Kind.OK]
+    ok = [c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK]
     table = predictor.table(ok)
     peak = np.array([landscape.rows[c].peak_gib for c in ok]) * GIB
     step = np.array([landscape.rows[c].step_seconds for c in ok])
@@ -58,7 +58,7 @@ def test_what_one_job_taught_serves_another_as_far_as_they_are_alike(landscape: 
     taught = fresh(landscape)
     before = taught.predict(candidate)
     measured = Measurement(2 * before.step_seconds, 0.0, 4, 1.0, 1.0, int(1.1 * before.peak_bytes))
-    taught.observe(candidate, Outcome(Kind.OK, measurement=measured))
+    taught.observe(candidate, Outcome(OutcomeKind.OK, measurement=measured))
 
     def after(seq_len: int, **what: Predictor) -> tuple[float, float]:
         """How much a predictor of another length changes by believing."""
@@ -78,7 +78,7 @@ def test_what_one_job_taught_serves_another_as_far_as_they_are_alike(landscape: 
 
 
 def test_one_trial_helps_and_more_help_more(landscape: Landscape) -> None:
-    ok = [c for c, row in landscape.rows.items() if row.kind is Kind.OK]
+    ok = [c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK]
     found = []
     for count, starts in ((0, [0]), (1, range(0, len(ok), len(ok) // 12)), (12, [100])):
         each = []
@@ -95,7 +95,7 @@ def test_one_trial_helps_and_more_help_more(landscape: Landscape) -> None:
 
 
 def test_one_wrong_trial_cannot_wreck_it(landscape: Landscape) -> None:
-    ok = [c for c, row in landscape.rows.items() if row.kind is Kind.OK][50::60][:12]
+    ok = [c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK][50::60][:12]
     good, bad = fresh(landscape), fresh(landscape)
     for i, candidate in enumerate(ok):
         good.observe(candidate, outcome_of(landscape, candidate))
@@ -111,19 +111,19 @@ def test_an_out_of_memory_counts_where_it_disagrees(landscape: Landscape) -> Non
     at = predictor.table(list(landscape.rows)).peak
     candidate = list(landscape.rows)[int(np.argmin(abs(at - 0.8 * capacity)))]
     before = predictor.predict(candidate)
-    predictor.observe(candidate, Outcome(Kind.OOM_DEVICE, missing_bytes=GIB))
+    predictor.observe(candidate, Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=GIB))
     after = predictor.predict(candidate)
     assert after.peak_bytes > 1.1 * before.peak_bytes
     over = list(landscape.rows)[int(np.argmax(at))]  # one that was predicted to run out anyway teaches little
     calm = fresh(landscape)
-    calm.observe(over, Outcome(Kind.OOM_DEVICE, missing_bytes=GIB))
+    calm.observe(over, Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=GIB))
     assert calm.predict(candidate).peak_bytes == pytest.approx(before.peak_bytes, rel=0.02)
 
 
 def test_the_true_best_is_never_ruled_out(landscape: Landscape) -> None:
     import random
 
-    ok = [c for c, row in landscape.rows.items() if row.kind is Kind.OK]
+    ok = [c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK]
     best = min(ok, key=landscape.seconds_per_sample)
     for seed in range(8):
         predictor = fresh(landscape)
@@ -134,7 +134,7 @@ def test_the_true_best_is_never_ruled_out(landscape: Landscape) -> None:
 
 
 def test_a_wrong_prediction_widens_the_interval(landscape: Landscape) -> None:
-    all_ok = [c for c, row in landscape.rows.items() if row.kind is Kind.OK]
+    all_ok = [c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK]
     ok, others = all_ok[10::90][:6], all_ok[40::90][:6]
     right, wrong = fresh(landscape), fresh(landscape)
     for i, candidate in enumerate(ok):
@@ -210,7 +210,7 @@ def test_adapters_are_predicted_by_their_own_trace_and_packing_by_its_full_rows(
     ]
     table = traced_predictor(job, hardware).table(candidates)
     for i, candidate in enumerate(candidates):
-        made = under(job, candidate)
+        made = job_with_candidate(job, candidate)
         alone = traced_predictor(made, hardware).table([make_candidate(2, 4)])
         assert table.peak[i] == pytest.approx(alone.peak[0])
         assert table.step[i] == pytest.approx(alone.step[0])
@@ -241,7 +241,7 @@ def test_each_attention_is_predicted_by_its_own_trace() -> None:
         predictor.predict(candidates[0]).memory["activations"]
         > 1.2 * (predictor.predict(candidates[0].but(attention="sdpa")).memory["activations"])
     )
-    predictor.observe(candidates[0], Outcome(Kind.OOM_DEVICE, missing_bytes=GIB))
+    predictor.observe(candidates[0], Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=GIB))
     assert np.isfinite(predictor.table(candidates).peak).all()
 
 
@@ -309,7 +309,7 @@ def test_the_overhead_is_expected_by_link_ranks_and_architecture() -> None:
 
 
 def test_an_overhead_that_was_measured_is_believed(landscape: Landscape) -> None:
-    ok = [c for c, row in landscape.rows.items() if row.kind is Kind.OK][::40][:4]
+    ok = [c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK][::40][:4]
     told, untold = fresh(landscape), fresh(landscape)
     for i, candidate in enumerate(ok):
         outcome = outcome_of(landscape, candidate)

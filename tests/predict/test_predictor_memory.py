@@ -8,7 +8,7 @@ import pytest
 from autotune.predict.predictor import Predictor, peaks, slopes
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_hardware
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.util.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
 from tests.predict.recorded import SEQ_LEN, recorded_trace
@@ -95,7 +95,7 @@ def test_what_torch_measured_teaches_what_torch_allocates() -> None:
     before = predictor.predict(BIG)
     allocated, shown = int(1.05 * before.allocated_bytes), int(1.1 * before.peak_bytes)
     measured = Measurement(1.0, 0.0, 4, 1.0, 1.0, shown, torch_allocated_bytes=allocated)
-    predictor.observe(BIG, Outcome(Kind.OK, measurement=measured))
+    predictor.observe(BIG, Outcome(OutcomeKind.OK, measurement=measured))
     like: Candidate = make_candidate(2, 2048)
     after, was = predictor.predict(like), predictor_on(card(200 * GIB)).predict(like)
     assert 1.01 < after.allocated_bytes / was.allocated_bytes < 1.1

@@ -11,7 +11,7 @@ from autotune.predict import step_time
 from autotune.predict.calibration import TIME
 from autotune.predict.features import columns_of
 from autotune.predict.predictor import Predictor
-from autotune.predict.step_time import Rates, Spent, Work, spend, work
+from autotune.predict.step_time import DeviceRates, Spent, Work, spend, work
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, gpu_table, named_hardware
@@ -45,12 +45,16 @@ def spent_of(knobs: dict, hardware: Hardware) -> Spent:
 
 
 def test_products_run_at_what_a_card_reaches() -> None:
-    a100, rtx4090, l40s = (Rates.of(named_hardware(name, 1), "bf16").flops for name in ("a100", "rtx4090", "l40s"))
+    a100, rtx4090, l40s = (
+        DeviceRates.of(named_hardware(name, 1), "bf16").flops for name in ("a100", "rtx4090", "l40s")
+    )
     assert a100 == pytest.approx(0.86 * 312e12)
     assert rtx4090 == pytest.approx(165.2e12)  # listed at its rated boost, with sums in 32 bits
     assert l40s == pytest.approx(0.85 * 362e12)
-    assert Rates.of(named_hardware("v100-32gb", 1), "bf16").flops == pytest.approx(0.85 * 15.7e12)  # no bf16 there
-    assert Rates.of(named_hardware("a100", 1), "fp32").flops == pytest.approx(0.86 * 19.5e12)  # TF32 is off
+    assert DeviceRates.of(named_hardware("v100-32gb", 1), "bf16").flops == pytest.approx(
+        0.85 * 15.7e12
+    )  # no bf16 there
+    assert DeviceRates.of(named_hardware("a100", 1), "fp32").flops == pytest.approx(0.86 * 19.5e12)  # TF32 is off
 
 
 def test_a_small_batch_still_reads_all_weights() -> None:
@@ -108,8 +112,8 @@ def test_the_loop_costs_a_micro_batch_and_a_step() -> None:
 
 def test_between_nodes_a_ring_is_as_fast_as_the_network() -> None:
     together, apart = (named_hardware("a100", 16, nodes=nodes) for nodes in (1, 2))
-    assert Rates.of(together, "bf16").link == 300e9
-    assert Rates.of(apart, "bf16").link == 200e9  # eight adapters of 200 Gbit/s
+    assert DeviceRates.of(together, "bf16").link == 300e9
+    assert DeviceRates.of(apart, "bf16").link == 200e9  # eight adapters of 200 Gbit/s
     slow = dataclasses.replace(apart, rates=dataclasses.asdict(gpu_table()["a100-80gb"]) | {"network_gb_per_s": 12.5})
     near, far, farther = (work_of({"zero_stage": 3}, hardware) for hardware in (together, apart, slow))
     assert far.gather_micro[0] == pytest.approx(1.5 * near.gather_micro[0])
@@ -145,9 +149,9 @@ def test_offload_is_shared_by_the_gpus_of_a_node_alone() -> None:
     knobs = {"zero_stage": 2, "offload_optimizer": "cpu"}
     one, two = (work_of(knobs, named_hardware("a100", 16, nodes=nodes)) for nodes in (1, 2))
     assert two.cpu_adam[0] == pytest.approx(one.cpu_adam[0] / 2)
-    assert Rates.of(named_hardware("a100", 8), "bf16").pcie == 12e9  # two share a switch
-    assert Rates.of(named_hardware("a100", 1), "bf16").pcie == 24e9
-    assert Rates.of(named_hardware("h100", 8), "bf16").pcie == 48e9
+    assert DeviceRates.of(named_hardware("a100", 8), "bf16").pcie == 12e9  # two share a switch
+    assert DeviceRates.of(named_hardware("a100", 1), "bf16").pcie == 24e9
+    assert DeviceRates.of(named_hardware("h100", 8), "bf16").pcie == 48e9
 
 
 def test_zero_3_offloads_beside_computation_and_zero_2_does_not() -> None:

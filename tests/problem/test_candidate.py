@@ -11,10 +11,10 @@ from autotune.problem.candidate import (
     Candidate,
     describe,
     is_read,
+    job_with_candidate,
     knobs_of,
     samples,
     short_name,
-    under,
 )
 from autotune.problem.job import Lora
 from tests.conftest import make_candidate, make_job
@@ -213,7 +213,7 @@ def test_what_offloading_changes(name: str, knobs: dict, expected: bool) -> None
     ],
 )
 def test_the_job_under_a_candidate(own: dict, knobs: dict, expected: tuple) -> None:
-    job = under(make_job(lengths=((16, 1), (32, 1)), **own), Candidate.of({"zero_stage": 1, **knobs}))
+    job = job_with_candidate(make_job(lengths=((16, 1), (32, 1)), **own), Candidate.of({"zero_stage": 1, **knobs}))
     assert (job.attention, job.compiled, job.lora, job.packed) == expected
 
 

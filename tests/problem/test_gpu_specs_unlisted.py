@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from autotune.problem.gpu_specs import Told, gpu_table, told_by_driver, unlisted
+from autotune.problem.gpu_specs import NvmlFigures, gpu_table, told_by_driver, unlisted
 from autotune.problem.hardware import Hardware, detect
 from autotune.util.units import GIB
 from tests.fake_driver import Card, Driver, Slice
@@ -52,7 +52,7 @@ def test_a_virtual_part_is_its_card(name: str, gib: int, card: str) -> None:
 def test_what_a_driver_says_gives_the_rates_of_the_table(name: str) -> None:
     row = gpu_table()[name]
     capability = {"h100": (9, 0), "rtx3090": (8, 6), "a100-80gb": (8, 0), "l4": (8, 9), "b200": (10, 0), "t4": (7, 5)}
-    told = Told(capability.get(name, (7, 0)), row.fp32_tflops, row.memory_gb_per_s)
+    told = NvmlFigures(capability.get(name, (7, 0)), row.fp32_tflops, row.memory_gb_per_s)
     label = "NVIDIA GeForce" if name.startswith("rtx") else "Mystery"
     found = unlisted(label, int(row.memory_gib * GIB), told)
     assert found.tflops == pytest.approx(row.tflops, rel=0.15)
@@ -71,7 +71,7 @@ def test_of_what_nobody_knows_there_is_a_guess_of_a_gpu(name: str, gib: int) -> 
 
 
 def test_main_memory_is_slow_memory() -> None:
-    for told in (None, Told((12, 1), 31.0)):
+    for told in (None, NvmlFigures((12, 1), 31.0)):
         assert unlisted("NVIDIA GX10", 120 * GIB, told, unified=True).memory_gb_per_s < 400
 
 
@@ -93,7 +93,7 @@ def test_a_found_card_says_its_rates(driver: Driver) -> None:
 def test_a_card_that_says_little_and_a_driver_that_fails(driver: Driver) -> None:
     driver.cards = [Card("NVIDIA GX1", 24, capability=(7, 5))]
     driver.write()
-    assert told_by_driver(driver.cards[0].uuid) == Told((7, 5))
+    assert told_by_driver(driver.cards[0].uuid) == NvmlFigures((7, 5))
     found = detect("auto", None)
     assert not found.bf16, "before Ampere"
     assert found.gpu_facts is not None

@@ -279,7 +279,7 @@ def test_nvml_is_opened_once_per_process(driver: Driver, monkeypatch: pytest.Mon
         own = getattr(pynvml, name)
         monkeypatch.setattr(pynvml, name, lambda own=own, name=name: [calls.append(name), own()])
     hardware = detect("cuda", 1)
-    make_meter(hardware).crowd()
+    make_meter(hardware).external_usage_warnings()
     assert driver_versions()["driver"] == driver.version
     assert compute_capabilities() == ["8.6"]
     assert free_by_uuid().keys() == {driver.cards[0].uuid}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 
 numbers = st.floats(0.001, 1e9, allow_nan=False)
 measurements = st.builds(
@@ -24,7 +24,7 @@ measurements = st.builds(
 @given(
     st.builds(
         Outcome,
-        kind=st.sampled_from(Kind),
+        kind=st.sampled_from(OutcomeKind),
         phase=st.sampled_from(Phase),
         measurement=st.none() | measurements,
         reason=st.text(max_size=20),
@@ -40,8 +40,13 @@ def test_json_both_ways(outcome: Outcome) -> None:
 
 
 def test_what_is_not_known_is_not_stored() -> None:
-    assert Outcome(Kind.CRASH).to_json() == {"kind": "crash", "phase": "step", "seconds": 0.0, "outside_seconds": 0.0}
-    assert Outcome(Kind.CRASH, rank=0).to_json()["rank"] == 0
+    assert Outcome(OutcomeKind.CRASH).to_json() == {
+        "kind": "crash",
+        "phase": "step",
+        "seconds": 0.0,
+        "outside_seconds": 0.0,
+    }
+    assert Outcome(OutcomeKind.CRASH, rank=0).to_json()["rank"] == 0
 
 
 def test_fields_of_a_newer_version_are_dropped() -> None:
@@ -50,7 +55,7 @@ def test_fields_of_a_newer_version_are_dropped() -> None:
     assert found.ok
     assert found.phase is Phase.STEP
     assert found.measurement == Measurement(1.0, 0.1, 3, 8.0, 800.0, 1)
-    assert isinstance(found.kind, Kind)
+    assert isinstance(found.kind, OutcomeKind)
 
 
 @pytest.mark.parametrize(
@@ -81,11 +86,13 @@ def test_a_source_that_is_stored_is_believed() -> None:
     assert Outcome.from_json({"kind": "timeout"}).source is None
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_what_a_kind_says(kind: Kind) -> None:
-    assert kind.says_something_of_the_candidate == (kind not in (Kind.FOREIGN, Kind.INFRASTRUCTURE, Kind.INTERRUPTED))
-    assert kind.is_oom == (kind in (Kind.OOM_DEVICE, Kind.OOM_HOST))
-    assert Outcome(kind).ok == (kind is Kind.OK)
+@pytest.mark.parametrize("kind", list(OutcomeKind))
+def test_what_a_kind_says(kind: OutcomeKind) -> None:
+    assert kind.is_attributable_to_candidate == (
+        kind not in (OutcomeKind.GPU_CONTENTION, OutcomeKind.INFRASTRUCTURE, OutcomeKind.INTERRUPTED)
+    )
+    assert kind.is_oom == (kind in (OutcomeKind.OOM_DEVICE, OutcomeKind.OOM_HOST))
+    assert Outcome(kind).ok == (kind is OutcomeKind.OK)
 
 
 def test_throughput_of_one_gpu() -> None:

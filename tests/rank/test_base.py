@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import pytest
 
-from autotune.problem.outcome import Kind, Phase
+from autotune.problem.outcome import OutcomeKind, Phase
 from autotune.rank import base
 from autotune.rank.base import EXIT_REPORTED, BaseRank
 from autotune.util.units import GIB
-from autotune.workers.failure_classifier import Evidence, judge
+from autotune.workers.failure_classifier import FailureEvidence, judge
 from autotune.workers.protocol import Message
 
 FULL = {"free_bytes": GIB // 4, "total_bytes": 80 * GIB, "reserved_bytes": 78 * GIB}
@@ -109,9 +109,11 @@ def test_a_rank_leaves_by_the_verdicts_rules(
     with pytest.raises(Left):
         made.leave_if_out_of_memory(caught(error))
     assert heard.messages[-1]["numbers"] is counted, "as they were when it was decided"
-    verdict = judge(Evidence("cuda", [heard.messages[-1]]))
+    verdict = judge(FailureEvidence("cuda", [heard.messages[-1]]))
     assert verdict.kind.is_oom
-    assert verdict.kind is (Kind.OOM_HOST if isinstance(error, OSError | MemoryError) else Kind.OOM_DEVICE)
+    assert verdict.kind is (
+        OutcomeKind.OOM_HOST if isinstance(error, OSError | MemoryError) else OutcomeKind.OOM_DEVICE
+    )
 
 
 def test_no_memory_to_describe_it_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from autotune.rank import base
 from autotune.util.units import GIB, MIB
-from autotune.workers.failure_classifier import Account
+from autotune.workers.failure_classifier import MemorySnapshot
 
 
 class Cuda:
@@ -85,7 +85,7 @@ def test_what_a_gpus_rank_counts() -> None:
 
 
 def test_the_verdict_reads_all_of_it() -> None:
-    account = Account.of("", counted_by(Cuda(share=0.25)))
+    account = MemorySnapshot.of("", counted_by(Cuda(share=0.25)))
     assert (account.free, account.total, account.reserved, account.reserved_peak) == (
         2 * GIB,
         80 * GIB,

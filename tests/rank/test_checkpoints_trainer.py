@@ -10,9 +10,9 @@ import torch
 
 from autotune.rank.checkpoints import (
     STATE,
+    CheckpointLedger,
+    CheckpointShare,
     Choice,
-    Ledger,
-    Part,
     Tags,
     chosen,
     instead_of_latest,
@@ -54,13 +54,13 @@ class Attempts:
         self.start()
 
     def start(self) -> None:
-        self.ledger = Ledger.of(self.folder, json.loads(json.dumps(self.told)))
+        self.ledger = CheckpointLedger.of(self.folder, json.loads(json.dumps(self.told)))
 
     def train(self, given: Any = None) -> Choice | None:
         """The script calls `train`."""
         self.ledger.begin()
         self.told = self.ledger.told()
-        seen = [self.ledger.seen(Part(rank, 2, rank), given, self.bad) for rank in range(2)]
+        seen = [self.ledger.seen(CheckpointShare(rank, 2, rank), given, self.bad) for rank in range(2)]
         return chosen(seen, self.ledger.call)
 
     def again(self, given: Any = None) -> Choice | None:
@@ -139,7 +139,7 @@ def test_a_damaged_one_of_before_is_not_taken_because_the_script_says_so(tmp_pat
 def test_whose_own_files_are_missing(tmp_path: Path, names: list[str], lacking: list[int]) -> None:
     for name in names:
         (tmp_path / f"{name}_mp_rank_00_optim_states.pt").write_bytes(SAVED)
-    assert [rank for rank in range(4) if lacks(tmp_path, Part(rank, 4, rank % 2))] == lacking
+    assert [rank for rank in range(4) if lacks(tmp_path, CheckpointShare(rank, 4, rank % 2))] == lacking
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_whose_own_files_are_missing_of_ranks_that_are_parallel_in_tensors(
     """A checkpoint of which all ranks are one group was never whole: nothing was resumed, in silence."""
     for name in names:
         (tmp_path / f"bf16_zero_pp_rank_{name}_optim_states.pt").write_bytes(SAVED)
-    assert [rank for rank in range(4) if lacks(tmp_path, Part(rank, 4, rank % 2))] == lacking
+    assert [rank for rank in range(4) if lacks(tmp_path, CheckpointShare(rank, 4, rank % 2))] == lacking
 
 
 def test_what_torch_writes_is_whole_until_it_is_cut_off(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_a_damaged_latest_gives_way_to_the_newest_that_is_whole_for_all(tmp_path
     (tmp_path / "latest").write_text("global_step12")
 
     def instead(bad: set[str] = frozenset()) -> str | None:
-        return instead_of_latest([tags_in(tmp_path, Part(rank, 2, rank)) for rank in range(2)], bad)
+        return instead_of_latest([tags_in(tmp_path, CheckpointShare(rank, 2, rank)) for rank in range(2)], bad)
 
     assert instead() is None
     assert instead({"global_step12"}) == "global_step8"

@@ -6,7 +6,7 @@ import pytest
 
 from autotune.rank.measure import (
     MAX_WARMUP_STEPS,
-    Request,
+    MeasureRequest,
     boundary_seconds,
     enough,
     extrapolate,
@@ -16,13 +16,13 @@ from autotune.rank.measure import (
     warmed_up,
 )
 
-REQUEST = Request(micro_batch=2, accumulation=1, min_steps=5, max_steps=50, min_seconds=10.0, max_seconds=100.0)
+REQUEST = MeasureRequest(micro_batch=2, accumulation=1, min_steps=5, max_steps=50, min_seconds=10.0, max_seconds=100.0)
 
 
 def test_a_request_is_a_message_without_its_type() -> None:
     message = {"type": "measure", "micro_batch": 2, "accumulation": 8, "full": True, "min_steps": 1, "max_steps": 9}
-    found = Request.of({**message, "min_seconds": 0.5, "max_seconds": 1.5})
-    assert found == Request(2, 8, 1, 9, 0.5, 1.5, full=True)
+    found = MeasureRequest.of({**message, "min_seconds": 0.5, "max_seconds": 1.5})
+    assert found == MeasureRequest(2, 8, 1, 9, 0.5, 1.5, full=True)
 
 
 @pytest.mark.parametrize(

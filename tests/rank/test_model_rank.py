@@ -13,7 +13,7 @@ import pytest
 
 from autotune.rank import workload
 from autotune.rank.ds_config import trial_config
-from autotune.rank.measure import Request
+from autotune.rank.measure import MeasureRequest
 from autotune.rank.model_rank import ModelRank, lowest
 from autotune.rank.script_rank import MOST_SKIPPED, Overflows
 from tests.conftest import make_candidate, make_job
@@ -189,7 +189,7 @@ def rank_that_skips(steps: int) -> ModelRank:
     rank.engine = SimpleNamespace(skipped_steps=0)
     rank.overflows, rank.live_steps = Overflows(rank.engine), [{"step": 7}]
 
-    def step(batches: Any, request: Request) -> list[float]:
+    def step(batches: Any, request: MeasureRequest) -> list[float]:
         second = next(seconds)
         rank.engine.skipped_steps += second <= steps
         rank.live_steps.append({"step": second})
@@ -200,7 +200,7 @@ def rank_that_skips(steps: int) -> ModelRank:
 
 
 def test_a_step_that_deepspeed_skips_is_none() -> None:
-    request, rank = Request(1, 1, 1, 1, 0.0, 1.0), rank_that_skips(3)
+    request, rank = MeasureRequest(1, 1, 1, 1, 0.0, 1.0), rank_that_skips(3)
     assert rank._whole_step(iter(()), request) == [4.0]
     assert rank.live_steps == [{"step": 7}, {"step": 4}], "what a skipped step held is no step's memory"
     with pytest.raises(RuntimeError, match="skipped 40 steps in a row"):

@@ -17,7 +17,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Phase
 from autotune.rank.base import EXIT_REPORTED
-from autotune.rank.measure import LONGER, Request
+from autotune.rank.measure import LONGER, MeasureRequest
 from autotune.rank.sandbox import Protection, Sandbox
 from autotune.rank.script_rank import (
     WARMUP_STEPS,
@@ -173,7 +173,7 @@ def test_micro_batches_are_told_apart_by_what_comes_between_their_backwards(call
     """A forward, or a step within the accumulation; a micro-batch may have several forwards and losses."""
     rank, looked = object.__new__(ScriptRank), list[Phase]()
     rank.spec, rank.steps, rank.phase, rank._last_progress = {}, 0, Phase.INIT, float("inf")
-    rank.request, rank.batch, rank.saved_tensors = Request.of({**REQUEST, "micro_batch": 1}), Batch(), None
+    rank.request, rank.batch, rank.saved_tensors = MeasureRequest.of({**REQUEST, "micro_batch": 1}), Batch(), None
     rank.device = SimpleNamespace(note=lambda: looked.append(rank.phase))  # type: ignore[assignment]
     for call in calls.split():
         rank.entered({"F": Phase.FORWARD, "B": Phase.BACKWARD, "S": Phase.STEP}[call])

@@ -16,11 +16,11 @@ from autotune.errors import MachineTrouble, UserError
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.recovery import supervisor
 from autotune.recovery.ladder import Rung
 from autotune.recovery.supervisor import Heard, LaunchSummary, Supervisor
-from autotune.workers.host_workers import LocalSquad
+from autotune.workers.host_workers import LocalWorkers
 from autotune.workers.jit_ops import FOLDER
 from tests.conftest import make_candidate, make_job, pid_lives, wait_until
 
@@ -251,7 +251,7 @@ def test_a_script_in_phases_is_where_it_has_gone_on_last() -> None:
     heard = Heard(lambda text: None)
     for folder in ("one", "two"):
         heard.take(0, {"type": "resumed", "path": folder, "written": 7})
-    end = heard.end(1, Kind.CRASH, "killed")
+    end = heard.end(1, OutcomeKind.CRASH, "killed")
     assert (end.resumed_from, end.origin) == ("one", "two 7")
 
 
@@ -380,7 +380,7 @@ class Away:
     def broken(self) -> bool:
         return self.times > 0 and self._began.exists()
 
-    def mend(self) -> None:
+    def reconnect(self) -> None:
         self.times -= 1
         raise MachineTrouble("node two: it cannot be reached (No route to host)")
 
@@ -419,13 +419,13 @@ def test_a_training_that_is_done_is_no_failure_of_a_full_disk(launch: Launch) ->
 
 
 def test_what_is_refused_after_the_end_does_not_start_it_again(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = LocalSquad.end
+    end = LocalWorkers.end
 
-    def refusing(squad: LocalSquad, *, done: bool) -> None:
+    def refusing(squad: LocalWorkers, *, done: bool) -> None:
         end(squad, done=done)
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(LocalSquad, "end", refusing)
+    monkeypatch.setattr(LocalWorkers, "end", refusing)
     summary = launch.run([{"steps": 3}])
     assert (summary.code, rungs(summary)) == (0, [0])
     assert any("Too many open files" in line for line in launch.says)

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from autotune.problem.hardware import detect
-from autotune.problem.outcome import Kind, Outcome
+from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.results.console import LiveObserver, PlainObserver, make_observer, show_study, trials_table
 from autotune.results.tables import DataTable
 from tests.conftest import Terminal, make_candidate
@@ -58,7 +58,7 @@ TEXTS = (
 def test_what_an_error_says_is_shown_as_it_is(tmp_path: Path, text: str, running: bool) -> None:
     study = study_of_every_kind(tmp_path)
     first = study.records()[0]
-    crashed = None if running else Outcome(Kind.CRASH, reason=text)
+    crashed = None if running else Outcome(OutcomeKind.CRASH, reason=text)
     study.note_skips({text: 1})
     out = io.StringIO()
     console = Console(file=out, width=400)
@@ -66,10 +66,10 @@ def test_what_an_error_says_is_shown_as_it_is(tmp_path: Path, text: str, running
     assert text in out.getvalue()
     show_study(study, console)
     assert f"not tried (1): {text}" in out.getvalue()
-    PlainObserver(console).trial_finished(7, first.candidate, "search", Outcome(Kind.CRASH, reason=text))
+    PlainObserver(console).trial_finished(7, first.candidate, "search", Outcome(OutcomeKind.CRASH, reason=text))
     assert text in out.getvalue().splitlines()[-1]
     live = LiveObserver(console, detect("cpu", 2), 60.0)
-    live.trial_finished(7, first.candidate, "search", Outcome(Kind.CRASH, reason=text))
+    live.trial_finished(7, first.candidate, "search", Outcome(OutcomeKind.CRASH, reason=text))
     console.print(live._render())
     assert text in out.getvalue().splitlines()[-2]
 

@@ -6,7 +6,7 @@ import pytest
 from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, MICRO_BATCH
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.results.console import closest_lines, train_with, winner_lines
 from autotune.results.export import lossy_settings, needs
 from autotune.results.report.build import _gains
@@ -19,7 +19,7 @@ from tests.studies import study_of_every_kind
 
 def test_the_margin_compares_what_was_measured_alike() -> None:
     def record(number: int, role: str, micro_batch: int, rate: float, note: str = "") -> Record:
-        outcome = Outcome(Kind.OK, measurement=Measurement(1.0, 0.01, 5, rate, rate, 300 * MIB))
+        outcome = Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.01, 5, rate, rate, 300 * MIB))
         return Record(number, make_candidate(0, micro_batch), outcome, role, note)
 
     searched = [record(0, SEARCH, 1, 400.0), record(1, SEARCH, 2, 380.0), record(2, SEARCH, 4, 100.0)]
@@ -49,7 +49,7 @@ def test_the_margin_compares_what_was_measured_alike() -> None:
 
 @pytest.mark.parametrize(("spread", "doubtful"), [(0.4, False), (0.6, True), (3.97, True)])
 def test_a_figure_that_may_be_anything_is_no_winner_without_a_word(spread: float, doubtful: bool) -> None:
-    outcome = Outcome(Kind.OK, measurement=Measurement(1.0, spread, 5, 9.0, 9.0, 300 * MIB))
+    outcome = Outcome(OutcomeKind.OK, measurement=Measurement(1.0, spread, 5, 9.0, 9.0, 300 * MIB))
     record = Record(0, make_candidate(0, 1), outcome, VERIFY)
     lines = winner_lines(record, [record], make_job(), detect("cpu", 2))
     assert any("doubtful: its steps differ so much" in line for line in lines) is doubtful
@@ -60,7 +60,7 @@ def test_what_came_closest(tmp_path: Path) -> None:
     lines = closest_lines(study.records(), detect("cpu", 2), [])
     assert lines[0].startswith("closest: ")
     assert "cheapest changes" in lines[1]
-    crashed = [record for record in study.records() if record.outcome and record.outcome.kind is Kind.CRASH]
+    crashed = [record for record in study.records() if record.outcome and record.outcome.kind is OutcomeKind.CRASH]
     assert closest_lines(crashed, detect("cpu", 2), [])[0].startswith("no candidate ran: crash")
 
 
@@ -184,7 +184,7 @@ def test_a_schedule_that_is_computed_of_half_a_batch_is_said(tmp_path: Path) -> 
 def test_a_winner_of_another_batch_asks_for_a_look_at_the_learning_rate(tmp_path: Path) -> None:
     script = Script(("train.py",), str(tmp_path), profile={"micro_batch": 2, "accumulation": 2})
     job = make_job(script=script)  # on two ranks
-    outcome = Outcome(Kind.OK, measurement=Measurement(1.0, 0.01, 5, 10.0, 10.0, 300 * MIB))
+    outcome = Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.01, 5, 10.0, 10.0, 300 * MIB))
     own = Record(0, make_candidate(0, 2, 2), outcome, SEARCH, AS_IS)
     for micro_batch, accumulation, warns in ((4, 1, False), (1, 4, False), (4, 2, True), (1, 1, True)):
         won = Record(1, make_candidate(1, micro_batch, accumulation), outcome, VERIFY)
@@ -205,7 +205,7 @@ def test_a_winner_says_what_it_changes_of_what_is_computed() -> None:
         f"changes what is computed by {STATES}=True: the optimizer's states are kept in bf16; losses may differ from a "
         "training without it",
     ]
-    outcome = Outcome(Kind.OK, measurement=Measurement(1.0, 0.01, 5, 10.0, 10.0, 300 * MIB))
+    outcome = Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.01, 5, 10.0, 10.0, 300 * MIB))
     record = Record(0, lossy, outcome, VERIFY)
     lines = winner_lines(record, [record], job, detect("cpu", 2))
     assert [line for line in lines if "losses may differ" in line] == [

@@ -14,7 +14,7 @@ from autotune.errors import UserError
 from autotune.problem.candidate import Value
 from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.job import Script
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space
 from autotune.results.console import train_with
 from autotune.results.export import (
@@ -154,8 +154,8 @@ def exported(store: StudyStore, folder: Path, style: str = "deepspeed", **knobs:
     candidate, space = make_candidate(2, offload_optimizer="cpu", **knobs), load_space("cpu_demo")
     measured = Measurement(2.0, 0.01, 5, 4.0, 128.0, 200, predicted_seconds=0.5)
     number = store.start(candidate, space)
-    store.finish(number, Outcome(Kind.OK, measurement=measured))
-    store.finish(store.start(candidate, space, RESUME), Outcome(Kind.OK, measurement=measured, peak_bytes=321))
+    store.finish(number, Outcome(OutcomeKind.OK, measurement=measured))
+    store.finish(store.start(candidate, space, RESUME), Outcome(OutcomeKind.OK, measurement=measured, peak_bytes=321))
     record = next(one for one in store.records() if one.number == number)
     file, *_, about = export_record(store, record, folder / f"x{FORMATS[style]}", style, False)
     return file, json.loads(about.read_text())

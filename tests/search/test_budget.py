@@ -10,8 +10,8 @@ import pytest
 from autotune.executors.base import VERIFY as VERIFY_EFFORT
 from autotune.executors.base import Effort
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Kind, Measurement, Outcome
-from autotune.search.budget import MOST_RESERVED, Clock
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
+from autotune.search.budget import MOST_RESERVED, Budget
 from autotune.search.trials import SEARCH, VERIFY
 from tests.conftest import make_candidate, make_job
 
@@ -23,7 +23,7 @@ def measurement(step_seconds: float, extrapolated: bool = False) -> Measurement:
 
 
 def started(seconds: float) -> Outcome:
-    return Outcome(Kind.OK, measurement=measurement(0.1), outside_seconds=seconds, started=True)
+    return Outcome(OutcomeKind.OK, measurement=measurement(0.1), outside_seconds=seconds, started=True)
 
 
 def clock(
@@ -34,14 +34,14 @@ def clock(
     precision: str = "bf16",
     effort: Effort = VERIFY_EFFORT,
     **measured: Any,
-) -> Clock:
+) -> Budget:
     """A clock at zero, of a model with so many parameters."""
     executor: Any = SimpleNamespace(now=lambda: 0.0, resumes=True)
     trace = SimpleNamespace(parameters=[parameters], frozen=frozen)
     job = make_job(precision=precision)
     proposer: Any = SimpleNamespace(predictor=SimpleNamespace(trace=trace, job=job))
     found = (best, measurement(0.1, **measured)) if best else None
-    return Clock(executor, proposer, effort, budget, 0.0, lambda: found)
+    return Budget(executor, proposer, effort, budget, 0.0, lambda: found)
 
 
 def test_the_best_s_own_start_is_what_verifying_it_takes() -> None:
@@ -58,7 +58,7 @@ def test_a_rung_of_a_living_engine_says_nothing_of_a_start() -> None:
     one = clock(600)
     one.note(QUICK, started(8.0), SEARCH)
     before = one.verification_seconds
-    one.note(make_candidate(0, 8), Outcome(Kind.OK, measurement=measurement(0.1), outside_seconds=0.2), SEARCH)
+    one.note(make_candidate(0, 8), Outcome(OutcomeKind.OK, measurement=measurement(0.1), outside_seconds=0.2), SEARCH)
     assert one.verification_seconds == before
 
 
@@ -66,10 +66,10 @@ def test_what_verification_took_is_expected_of_the_next() -> None:
     one = clock(600)
     one.note(QUICK, started(5.0), SEARCH)
     before = one.verification_seconds, one.resume_seconds
-    one.note(QUICK, Outcome(Kind.OK, measurement=measurement(0.1), seconds=1.0), VERIFY)
+    one.note(QUICK, Outcome(OutcomeKind.OK, measurement=measurement(0.1), seconds=1.0), VERIFY)
     assert one.verification_seconds == pytest.approx(1.2)
     assert one.resume_seconds == before[1]
-    one.note(QUICK, Outcome(Kind.OK, measurement=measurement(0.1), seconds=100.0), VERIFY)
+    one.note(QUICK, Outcome(OutcomeKind.OK, measurement=measurement(0.1), seconds=100.0), VERIFY)
     assert one.verification_seconds == before[0], "a slow one is no reason to keep more"
 
 

@@ -18,11 +18,11 @@ from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, 
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Kind, Outcome, Source
-from autotune.search.concurrency import Crew, host_bound
+from autotune.problem.outcome import Outcome, OutcomeKind, Source
+from autotune.search.concurrency import SearchWorkers, host_bound
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
-from autotune.search.surrogate import kind_of
+from autotune.search.surrogate import first_order_key
 from autotune.search.trials import SEARCH
 from autotune.search.tuner import SearchSummary, Tuner
 from tests.conftest import make_candidate
@@ -44,7 +44,7 @@ def test_what_offloads_is_bound_by_the_host() -> None:
 
 @pytest.mark.parametrize(("alone", "beside"), [(host_bound, False), (lambda candidate: False, True)])
 def test_host_bound_trials_have_the_machine_to_themselves(alone: Callable[[Candidate], bool], beside: bool) -> None:
-    crew, lock, meeting = Crew(alone), threading.Lock(), threading.Barrier(3)
+    workers, lock, meeting = SearchWorkers(alone), threading.Lock(), threading.Barrier(3)
     running: list[Candidate] = []
     seen: list[list[Candidate]] = []  # what ran when a trial began
 
@@ -52,7 +52,7 @@ def test_host_bound_trials_have_the_machine_to_themselves(alone: Callable[[Candi
         for turn in range(13):  # in the first all three meet, however slowly they come
             offloads = turn % 4 == worker if turn else beside and worker == 0
             candidate = OFFLOADED if offloads else make_candidate(worker, 1 + turn)
-            with crew.thinking(), crew.having(candidate), crew.measuring(candidate), crew.aside():
+            with workers.locked(), workers.claim(candidate), workers.device_section(candidate), workers.unlocked():
                 with lock:
                     running.append(candidate)
                     seen.append(list(running))
@@ -68,7 +68,7 @@ def test_host_bound_trials_have_the_machine_to_themselves(alone: Callable[[Candi
     assert max(map(len, seen)) > 1, "others are measured beside each other"
     mixed = [group for group in seen if len(group) > 1 and OFFLOADED in group]
     assert bool(mixed) is beside
-    assert not crew.at_work
+    assert not workers.at_work
 
 
 class Meeting:
@@ -135,7 +135,7 @@ class Slow(ReplayExecutor):
 
 
 def search(
-    landscape: Landscape, executors: list[Slow], crew: Crew | None = None, **options: object
+    landscape: Landscape, executors: list[Slow], workers: SearchWorkers | None = None, **options: object
 ) -> tuple[SearchSummary, StudyStore]:
     job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
     store = StudyStore.in_memory(job, hardware, space)
@@ -150,7 +150,7 @@ def search(
         hardware,
         budget_seconds=1800,
         beside=beside,
-        crew=crew,
+        workers=workers,
         **options,  # type: ignore[arg-type]
     )
     return tuner.run(), store
@@ -236,11 +236,11 @@ def test_a_number_of_trials_is_everybodys(landscape: Landscape) -> None:
 @pytest.mark.parametrize("which", [0, 1])
 def test_one_that_fails_stops_them_all(which: int, landscape: Landscape) -> None:
     executors = [Slow(landscape, 2 if which == number else None) for number in range(2)]
-    crew = Crew()
+    workers = SearchWorkers()
     with pytest.raises(UserError, match="the job fails by itself"):
-        search(landscape, executors, crew)
-    assert crew.failed
-    assert not crew.at_work
+        search(landscape, executors, workers)
+    assert workers.failed
+    assert not workers.at_work
 
 
 def test_what_runs_elsewhere_is_not_handed_out(landscape: Landscape) -> None:
@@ -250,28 +250,28 @@ def test_what_runs_elsewhere_is_not_handed_out(landscape: Landscape) -> None:
     running: list[Candidate] = []
     while (proposal := proposer.next()) is not None and len(running) < 5:
         running.append(proposal.candidate)
-        proposer.keep_back(running)
-    assert len({kind_of(candidate) for candidate in running}) == 5, "what is like it comes later"
+        proposer.reserve(running)
+    assert len({first_order_key(candidate) for candidate in running}) == 5, "what is like it comes later"
     assert set(proposer.open) == set(candidates), "and all may still be tried"
     # where only what is like it is left, that is handed out
     only = [candidate for candidate in candidates if candidate.family == running[0].family]
     few = Proposer(only, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
     first = few.next()
     assert first is not None
-    few.keep_back([first.candidate])
+    few.reserve([first.candidate])
     second = few.next()
     assert second is not None
     assert second.candidate != first.candidate
-    few.keep_back(only)
+    few.reserve(only)
     assert few.next() is None
-    few.keep_back([])
+    few.reserve([])
     assert few.next() is not None
 
 
 def test_with_nobody_beside_it_nothing_is_kept_back(landscape: Landscape) -> None:
     one, store = search(landscape, [Slow(landscape, seconds=0.0)])
     assert one.verified
-    assert all(r.outcome and r.outcome.kind in (Kind.OK, Kind.OOM_DEVICE) for r in store.records())
+    assert all(r.outcome and r.outcome.kind in (OutcomeKind.OK, OutcomeKind.OOM_DEVICE) for r in store.records())
 
 
 class Crowded(Slow):
@@ -299,7 +299,7 @@ class Crowded(Slow):
             try:
                 outcome = measure(candidate, effort, deadline_seconds)
                 if len(executor._running) > 1 or candidate.family == executor._hungry.family:
-                    return Outcome(Kind.OOM_HOST, reason="killed", evidence="SIGKILL", source=Source.SIGNAL)
+                    return Outcome(OutcomeKind.OOM_HOST, reason="killed", evidence="SIGKILL", source=Source.SIGNAL)
             finally:
                 executor._running.remove(candidate)
             return outcome
@@ -310,17 +310,17 @@ class Crowded(Slow):
 
 def test_main_memory_that_ran_out_beside_others_speaks_against_nobody(landscape: Landscape) -> None:
     running: list[Candidate] = []
-    hungry = next(one for one in sorted(landscape.rows, key=str) if landscape.rows[one].kind is Kind.OK)
+    hungry = next(one for one in sorted(landscape.rows, key=str) if landscape.rows[one].kind is OutcomeKind.OK)
     meeting = threading.Barrier(2)
     executors: list[Slow] = [Crowded(landscape, running, hungry, meeting) for _ in range(2)]
-    _, store = search(landscape, executors, Crew(lambda candidate: False), max_trials=40)
+    _, store = search(landscape, executors, SearchWorkers(lambda candidate: False), max_trials=40)
     outcomes = [(r.candidate, r.outcome) for r in store.records() if r.role == SEARCH and r.outcome]
-    excused = [one for one, outcome in outcomes if outcome.kind is Kind.INTERRUPTED]
+    excused = [one for one, outcome in outcomes if outcome.kind is OutcomeKind.INTERRUPTED]
     assert excused, "it ran out"
-    assert {outcome.reason for _, outcome in outcomes if outcome.kind is Kind.INTERRUPTED} == {
+    assert {outcome.reason for _, outcome in outcomes if outcome.kind is OutcomeKind.INTERRUPTED} == {
         "killed, while others ran beside it; it is tried again alone"
     }
     assert len(excused) == len(set(excused)), "once"
-    assert {one.family for one, outcome in outcomes if outcome.kind is Kind.OOM_HOST} <= {hungry.family}
-    again = [one for one, outcome in outcomes if one in excused and outcome.kind is Kind.OK]
+    assert {one.family for one, outcome in outcomes if outcome.kind is OutcomeKind.OOM_HOST} <= {hungry.family}
+    again = [one for one, outcome in outcomes if one in excused and outcome.kind is OutcomeKind.OK]
     assert again, "alone it runs"

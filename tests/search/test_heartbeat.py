@@ -23,13 +23,13 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect
-from autotune.problem.outcome import Kind, Measurement, Outcome, Source
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
 from autotune.problem.space import load_space
 from autotune.search import heartbeat
 from autotune.search.concurrency import agree_on_memory, unlike_memory
 from autotune.search.heartbeat import Tuners, host_of, lives_here, name_of_this
 from autotune.search.proposer import Proposer
-from autotune.search.storage import hold_a_place
+from autotune.search.storage import lock_log_dir
 from autotune.search.study import StudyStore
 from autotune.search.trials import LET_GO, SEARCH, VERIFY, MeasuredHere, kept_if_it_fails, what_was_kept
 from autotune.search.tuner import SearchSummary, Tuner
@@ -38,7 +38,7 @@ from tests.conftest import make_candidate, make_job, wait_until
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 SPACE = load_space("cpu_demo")
-OK = Outcome(Kind.OK, measurement=Measurement(1.0, 0.1, 3, 8.0, 256.0, 100 * MIB))
+OK = Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.1, 3, 8.0, 256.0, 100 * MIB))
 ELSEWHERE = "worker-2/12345678-1/77-1234/abcdef"  # a tuner on another machine
 
 
@@ -117,7 +117,10 @@ def test_the_trial_of_one_who_died_goes_back(shared_url: str, tmp_path: Path, mo
         assert again is not None, "it is tried again"
         mine.finish(again, OK)
         theirs.finish(number, OK)  # it was but cut off: what it has measured is kept
-        assert Counter(r.outcome.kind for r in mine.records() if r.outcome) == {Kind.OK: 2, Kind.INTERRUPTED: 1}
+        assert Counter(r.outcome.kind for r in mine.records() if r.outcome) == {
+            OutcomeKind.OK: 2,
+            OutcomeKind.INTERRUPTED: 1,
+        }
     finally:
         mine.leave()
         theirs.leave()
@@ -144,8 +147,8 @@ def test_only_a_process_that_died_twice_speaks_against_what_it_ran(how: str, sha
         assert len(outcomes) == 2
         if how == "killed":
             assert [(one.kind, one.source) for one in outcomes if one] == [
-                (Kind.INTERRUPTED, Source.DEATH),
-                (Kind.OOM_HOST, Source.DEATH),
+                (OutcomeKind.INTERRUPTED, Source.DEATH),
+                (OutcomeKind.OOM_HOST, Source.DEATH),
             ]
         else:
             assert outcomes == [LET_GO, LET_GO]
@@ -332,11 +335,11 @@ def test_several_that_begin_at_once_make_one_study(shared_url: str, tmp_path: Pa
 
 
 def test_each_has_a_place_of_its_own(tmp_path: Path) -> None:
-    first, held = hold_a_place(tmp_path, "s")
-    second, other = hold_a_place(tmp_path, "s")
+    first, held = lock_log_dir(tmp_path, "s")
+    second, other = lock_log_dir(tmp_path, "s")
     assert (first, second) == (tmp_path, tmp_path / "tuner-2")
     held.release()
-    third, again = hold_a_place(tmp_path, "s")
+    third, again = lock_log_dir(tmp_path, "s")
     assert third == tmp_path
     for one in (other, again):
         one.release()

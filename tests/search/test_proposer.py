@@ -8,11 +8,11 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job, traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.problem.space import parse_space
 from autotune.search.proposer import Proposer
 from autotune.search.pruning import Dominance
-from autotune.search.surrogate import kind_of
+from autotune.search.surrogate import first_order_key
 from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
 
@@ -25,7 +25,7 @@ def landscape() -> Landscape:
 
 
 def needs_no_less(candidate: Candidate, other: Candidate) -> bool:
-    return bool(Dominance([candidate, other]).needs_no_less(other)[0])
+    return bool(Dominance([candidate, other]).at_least_as_large(other)[0])
 
 
 def make_proposer(landscape: Landscape, **options: object) -> Proposer:
@@ -37,12 +37,12 @@ def make_proposer(landscape: Landscape, **options: object) -> Proposer:
 
 def result(landscape: Landscape, candidate: Candidate) -> Outcome:
     row = landscape.rows[candidate]
-    if row.kind is not Kind.OK:
+    if row.kind is not OutcomeKind.OK:
         return Outcome(row.kind, missing_bytes=GIB, outside_seconds=12.0)
     assert row.step_seconds is not None
     rate = candidate.micro_batch * candidate.accumulation * 2 / row.step_seconds
     measured = Measurement(row.step_seconds, 0.02, 4, rate, rate, int(row.peak_gib * GIB))
-    return Outcome(Kind.OK, measurement=measured, outside_seconds=12.0)
+    return Outcome(OutcomeKind.OK, measurement=measured, outside_seconds=12.0)
 
 
 def test_nothing_is_proposed_twice_and_the_end_has_a_reason(landscape: Landscape) -> None:
@@ -52,12 +52,14 @@ def test_nothing_is_proposed_twice_and_the_end_has_a_reason(landscape: Landscape
             seen.append(proposal.candidate)
             proposer.observe(proposal.candidate, result(landscape, proposal.candidate))
             proposal = (
-                proposer.next_rung(proposal.candidate) if landscape.rows[proposal.candidate].kind is Kind.OK else None
+                proposer.next_rung(proposal.candidate)
+                if landscape.rows[proposal.candidate].kind is OutcomeKind.OK
+                else None
             )
     assert len(seen) == len(set(seen))
     assert len(seen) < 60
     assert "below 1 %" in proposer.stopped_early
-    best = min(landscape.seconds_per_sample(c) for c in seen if landscape.rows[c].kind is Kind.OK)
+    best = min(landscape.seconds_per_sample(c) for c in seen if landscape.rows[c].kind is OutcomeKind.OK)
     assert landscape.best_step_seconds / best > 0.97
 
 
@@ -80,11 +82,17 @@ def test_a_kernel_that_crashes_everywhere_is_given_up() -> None:
     )
     proposer = Proposer(space.candidates(job), space, job, hardware, 0, traced_predictor(job, hardware))
     crashed = Outcome(
-        Kind.CRASH, Phase.FORWARD, reason="no such kernel", evidence="exception RuntimeError", source=Source.EXCEPTION
+        OutcomeKind.CRASH,
+        Phase.FORWARD,
+        reason="no such kernel",
+        evidence="exception RuntimeError",
+        source=Source.EXCEPTION,
     )
     flex = [c for c in space.candidates(job) if c.get("attention") == "flex_attention"]
     apart = next(c for c in flex if c.stage != flex[0].stage and c.get("overlap_comm") != flex[0].get("overlap_comm"))
-    proposer.observe(flex[0].but(attention="sdpa"), Outcome(Kind.OK, measurement=Measurement(1, 0, 4, 1, 1, GIB)))
+    proposer.observe(
+        flex[0].but(attention="sdpa"), Outcome(OutcomeKind.OK, measurement=Measurement(1, 0, 4, 1, 1, GIB))
+    )
     proposer.observe(flex[0], crashed)
     assert any(c.get("attention") == "flex_attention" for c in proposer.open)
     proposer.observe(apart, crashed)
@@ -115,20 +123,22 @@ def test_rungs_of_one_engine_ascend(landscape: Landscape) -> None:
 def test_the_first_proposal_fits(landscape: Landscape) -> None:
     first = make_proposer(landscape).next()
     assert first is not None
-    assert landscape.rows[first.candidate].kind is Kind.OK
+    assert landscape.rows[first.candidate].kind is OutcomeKind.OK
 
 
 def test_an_out_of_memory_rules_out_what_needs_no_less(landscape: Landscape) -> None:
     proposer = make_proposer(landscape)
     out = next(
-        c for c, row in landscape.rows.items() if row.kind is Kind.OOM_DEVICE and c.stage == 2 and c.micro_batch > 4
+        c
+        for c, row in landscape.rows.items()
+        if row.kind is OutcomeKind.OOM_DEVICE and c.stage == 2 and c.micro_batch > 4
     )
-    proposer.observe(out, Outcome(Kind.OOM_DEVICE, missing_bytes=GIB))
+    proposer.observe(out, Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=GIB))
     left = set(proposer.open)
     assert out not in left
     assert not any(needs_no_less(c, out) for c in list(left)[::7])
     assert any("needs no less memory" in reason for reason in proposer.skips())
-    true_ok = {c for c, row in landscape.rows.items() if row.kind is Kind.OK}
+    true_ok = {c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK}
     assert true_ok <= left  # what it rules out really does not fit
 
 
@@ -146,8 +156,8 @@ def test_dominance_compares_memory_only_where_it_holds_for_every_model() -> None
 
 def test_hopeless_candidates_are_skipped_and_counted(landscape: Landscape) -> None:
     proposer = make_proposer(landscape)
-    table = proposer._beliefs.table()
-    hopeless = proposer._beliefs.forecast().hopeless
+    table = proposer._model.table()
+    hopeless = proposer._model.forecast().hopeless
     assert hopeless.any()
     worth, _ = proposer._worth()
     assert np.isneginf(worth[hopeless]).all()
@@ -161,12 +171,14 @@ def test_a_refusal_is_learnt_once_its_pattern_shows(landscape: Landscape) -> Non
     proposer = make_proposer(landscape)
     refused = [c for c in landscape.rows if c.offload_param == "cpu" and c.stage == 3]
     worked = next(
-        c for c in landscape.rows if c.stage == 3 and c.offload_param == "none" and landscape.rows[c].kind is Kind.OK
+        c
+        for c in landscape.rows
+        if c.stage == 3 and c.offload_param == "none" and landscape.rows[c].kind is OutcomeKind.OK
     )
     proposer.observe(worked, result(landscape, worked))
     wanted = [refused[0], next(c for c in refused if not set(c.family) <= set(refused[0].family) and c.checkpointing)]
     for candidate in wanted:
-        proposer.observe(candidate, Outcome(Kind.INVALID, reason="offload_param is not for you"))
+        proposer.observe(candidate, Outcome(OutcomeKind.INVALID, reason="offload_param is not for you"))
     assert any("DeepSpeed refuses" in reason for reason in proposer.skips())
     assert wanted[0] not in proposer.open
 
@@ -175,10 +187,10 @@ def test_a_crash_closes_its_engine_only(landscape: Landscape) -> None:
     proposer = make_proposer(landscape)
     candidate = next(iter(landscape.rows))
     before = len(proposer.open)
-    proposer.observe(candidate, Outcome(Kind.CRASH, reason="boom"))
+    proposer.observe(candidate, Outcome(OutcomeKind.CRASH, reason="boom"))
     gone = before - len(proposer.open)
     assert gone == sum(c.family == candidate.family for c in landscape.rows)
-    proposer.observe(candidate, Outcome(Kind.INFRASTRUCTURE, reason="port"))
+    proposer.observe(candidate, Outcome(OutcomeKind.INFRASTRUCTURE, reason="port"))
     assert len(proposer.open) == before - gone
 
 
@@ -199,14 +211,14 @@ def test_where_nothing_is_predicted_to_fit_the_least_is_tried(landscape: Landsca
     while (proposal := proposer.next()) is not None:
         assert "nothing is predicted to fit" in proposal.note
         tried += 1
-        proposer.observe(proposal.candidate, Outcome(Kind.OOM_DEVICE, missing_bytes=GIB))
+        proposer.observe(proposal.candidate, Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=GIB))
     assert 1 <= tried <= 4
 
 
 def measured_as(candidate: Candidate, samples_per_second: float) -> Outcome:
     step = candidate.micro_batch * candidate.accumulation * 2 / samples_per_second
     measured = Measurement(step, 0.0, 4, samples_per_second, samples_per_second, GIB)
-    return Outcome(Kind.OK, measurement=measured, outside_seconds=12.0)
+    return Outcome(OutcomeKind.OK, measurement=measured, outside_seconds=12.0)
 
 
 def small_space(buckets: str = "[50000000, 500000000]") -> Proposer:
@@ -225,7 +237,7 @@ def test_what_matters_most_is_seen_at_every_level_before_anything_else_is_turned
         proposal = proposer.next()
         if proposal is None:
             break
-        kind = kind_of(proposal.candidate)
+        kind = first_order_key(proposal.candidate)
         if kind in kinds and refined_at is None:
             refined_at = trial
         kinds.append(kind)
@@ -260,7 +272,7 @@ def test_a_search_does_not_end_before_a_second_opinion(landscape: Landscape) -> 
 
 def test_what_fitted_in_another_space_has_not_failed(landscape: Landscape) -> None:
     """A study that goes on in another space recalls what it has measured outside of that."""
-    fitting = [c for c in sorted(landscape.rows, key=str) if landscape.rows[c].kind is Kind.OK]
+    fitting = [c for c in sorted(landscape.rows, key=str) if landscape.rows[c].kind is OutcomeKind.OK]
     proposer = make_proposer(landscape)
     for candidate in fitting[:10]:
         other = candidate.but(gradient_accumulation_steps=77)

@@ -8,7 +8,7 @@ import pytest
 
 from autotune.executors.replay import Landscape, Row, load_landscape
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from tests.search.test_tuner import search
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
@@ -23,22 +23,22 @@ def landscape() -> Landscape:
     return load_landscape(TABLE)
 
 
-@pytest.mark.parametrize("kind", [Kind.OOM_DEVICE, Kind.OOM_HOST, Kind.TIMEOUT, Kind.CRASH])
-def test_where_nothing_runs_the_search_ends_soon(landscape: Landscape, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [OutcomeKind.OOM_DEVICE, OutcomeKind.OOM_HOST, OutcomeKind.TIMEOUT, OutcomeKind.CRASH])
+def test_where_nothing_runs_the_search_ends_soon(landscape: Landscape, kind: OutcomeKind) -> None:
     nothing = but(landscape, lambda c, row: Row(row.peak_gib + 40, None, row.startup_seconds, kind))
     result, executor, _ = search(nothing, 1800)
     assert result.winner is None
     assert len(executor.ledger.trials) <= 16
     assert result.used_seconds < 900
-    if kind is Kind.OOM_DEVICE:
+    if kind is OutcomeKind.OOM_DEVICE:
         assert result.ended.startswith("nothing fits")
         assert len({c.stage for _, c, _ in executor.ledger.trials}) == 4, "each stage had its turn"
 
 
 def test_the_thriftiest_is_found_although_the_predictor_was_refuted(landscape: Landscape) -> None:
     def only_the_thriftiest(c: Candidate, row: Row) -> Row:
-        fits = row.kind is Kind.OK and c.micro_batch == 1 and c.checkpointing and c.offload_optimizer != "none"
-        return row if fits else Row(row.peak_gib + 30, None, row.startup_seconds, Kind.OOM_DEVICE)
+        fits = row.kind is OutcomeKind.OK and c.micro_batch == 1 and c.checkpointing and c.offload_optimizer != "none"
+        return row if fits else Row(row.peak_gib + 30, None, row.startup_seconds, OutcomeKind.OOM_DEVICE)
 
     result, _, _ = search(but(landscape, only_the_thriftiest), 1800)
     assert result.verified
@@ -47,26 +47,26 @@ def test_the_thriftiest_is_found_although_the_predictor_was_refuted(landscape: L
 def test_hosts_that_run_out_teach_the_search(landscape: Landscape) -> None:
     def offloading_fails(c: Candidate, row: Row) -> Row:
         offloads = c.offload_optimizer != "none"
-        too_small = Row(row.peak_gib, None, row.startup_seconds, Kind.OOM_HOST)
+        too_small = Row(row.peak_gib, None, row.startup_seconds, OutcomeKind.OOM_HOST)
         if offloads:
             return too_small
-        fits = row.kind is Kind.OK and c.micro_batch == 1 and c.checkpointing
-        return row if fits else Row(row.peak_gib + 5, None, row.startup_seconds, Kind.OOM_DEVICE)
+        fits = row.kind is OutcomeKind.OK and c.micro_batch == 1 and c.checkpointing
+        return row if fits else Row(row.peak_gib + 5, None, row.startup_seconds, OutcomeKind.OOM_DEVICE)
 
     result, executor, _ = search(but(landscape, offloading_fails), 1800)
     assert result.verified
-    assert sum(kind is Kind.OOM_HOST for _, _, kind in executor.ledger.trials) <= 8
+    assert sum(kind is OutcomeKind.OOM_HOST for _, _, kind in executor.ledger.trials) <= 8
 
 
-@pytest.mark.parametrize("kind", [Kind.OOM_HOST, Kind.CRASH])
-def test_where_no_offloading_runs_what_needs_none_is_found(landscape: Landscape, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [OutcomeKind.OOM_HOST, OutcomeKind.CRASH])
+def test_where_no_offloading_runs_what_needs_none_is_found(landscape: Landscape, kind: OutcomeKind) -> None:
     """The thriftiest of every stage offload, and fail by that."""
 
     def little_fits(c: Candidate, row: Row) -> Row:
         if c.offload_optimizer != "none" or c.offload_param != "none":
             return Row(row.peak_gib, None, row.startup_seconds, kind)
-        fits = row.kind is Kind.OK and (c.stage, c.micro_batch, c.checkpointing) == (3, 1, True)
-        return row if fits else Row(row.peak_gib + 5, None, row.startup_seconds, Kind.OOM_DEVICE)
+        fits = row.kind is OutcomeKind.OK and (c.stage, c.micro_batch, c.checkpointing) == (3, 1, True)
+        return row if fits else Row(row.peak_gib + 5, None, row.startup_seconds, OutcomeKind.OOM_DEVICE)
 
     result, executor, _ = search(but(landscape, little_fits), 400)
     assert result.winner is not None, result.ended

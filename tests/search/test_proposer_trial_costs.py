@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autotune.problem.job import Script
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.search.proposer import MOST_STEP_SECONDS, STARTUP_SECONDS, Costs
 from tests.conftest import make_candidate, make_job
 
@@ -14,10 +14,10 @@ from tests.conftest import make_candidate, make_job
 def test_a_short_start_counts_and_a_slow_rung_does_not() -> None:
     costs = Costs(make_job())
     assert costs.startup_seconds == STARTUP_SECONDS
-    costs.observe(Outcome(Kind.OK, outside_seconds=0.6, started=True))
-    costs.observe(Outcome(Kind.OK, outside_seconds=0.4))
+    costs.observe(Outcome(OutcomeKind.OK, outside_seconds=0.6, started=True))
+    costs.observe(Outcome(OutcomeKind.OK, outside_seconds=0.4))
     assert costs.startup_seconds == 0.6
-    costs.observe(Outcome(Kind.OK, outside_seconds=9.0))  # of a study that does not say
+    costs.observe(Outcome(OutcomeKind.OK, outside_seconds=9.0))  # of a study that does not say
     assert costs.startup_seconds == pytest.approx((0.6 + 9.0) / 2)
 
 
@@ -26,7 +26,7 @@ def test_no_estimate_gives_a_trial_the_whole_budget() -> None:
     assert costs.limit_seconds(candidate, 1e6, 1.0) == costs.limit_seconds(candidate, MOST_STEP_SECONDS, 1.0) < 3 * 3600
     assert costs.limit_seconds(candidate, 1e6, 2.0) > costs.limit_seconds(candidate, 1e6, 1.0)
     slow = Measurement(1000.0, 1.0, 3, 1.0, 1.0, 1)
-    costs.observe(Outcome(Kind.OK, measurement=slow))
+    costs.observe(Outcome(OutcomeKind.OK, measurement=slow))
     assert costs.limit_seconds(candidate, 1e6, 1.0) > 40_000, "one has shown that steps are long here"
 
 
@@ -42,7 +42,7 @@ def test_what_a_limit_ended_while_it_started_raises_all_limits() -> None:
     costs, candidate = Costs(make_job()), make_candidate(0, 1)
     before = costs.limit_seconds(candidate, 0.1, 1.0)
     assert costs.limit_seconds(candidate, 0.1, 2.0) == pytest.approx(2 * before)
-    costs.observe(Outcome(Kind.TIMEOUT, Phase.STEP, source=Source.LIMIT, seconds=500.0))
+    costs.observe(Outcome(OutcomeKind.TIMEOUT, Phase.STEP, source=Source.LIMIT, seconds=500.0))
     assert costs.limit_seconds(candidate, 0.1, 1.0) == before, "it had started"
-    costs.observe(Outcome(Kind.TIMEOUT, Phase.INIT, source=Source.LIMIT, seconds=500.0))
+    costs.observe(Outcome(OutcomeKind.TIMEOUT, Phase.INIT, source=Source.LIMIT, seconds=500.0))
     assert costs.limit_seconds(candidate, 0.1, 1.0) > 1500

@@ -4,7 +4,7 @@ import pytest
 
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.search.proposer import Proposal, Proposer, Start
 from tests.search.test_proposer import TABLE, make_proposer, result
 
@@ -15,7 +15,9 @@ def landscape() -> Landscape:
 
 
 def ranked(landscape: Landscape) -> list[Candidate]:
-    return sorted((c for c, row in landscape.rows.items() if row.kind is Kind.OK), key=landscape.seconds_per_sample)
+    return sorted(
+        (c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK), key=landscape.seconds_per_sample
+    )
 
 
 def tried(landscape: Landscape, proposer: Proposer, count: int) -> list[Proposal]:
@@ -41,7 +43,7 @@ def test_one_that_is_believed_is_tried_first_and_once(landscape: Landscape) -> N
 def test_one_that_is_not_believed_changes_nothing(which: str, landscape: Landscape) -> None:
     plain = [one.candidate for one in tried(landscape, make_proposer(landscape), 5)]
     out = max(
-        (c for c, row in landscape.rows.items() if row.kind is Kind.OOM_DEVICE),
+        (c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OOM_DEVICE),
         key=lambda c: landscape.rows[c].peak_gib,
     )
     start = {"slowest": ranked(landscape)[-1], "runs out": out, "unknown": out.but(zero_stage=3, sub_group_size=7)}[

@@ -4,29 +4,29 @@ import numpy as np
 import pytest
 
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Kind, Outcome, Source
-from autotune.search.pruning import EVERY_RULE, Openings
+from autotune.problem.outcome import Outcome, OutcomeKind, Source
+from autotune.search.pruning import EVERY_RULE, CandidatePool
 from tests.conftest import make_candidate
 
 CANDIDATES = [
     make_candidate(stage, micro, accumulation) for stage in (1, 2) for micro in (2, 8) for accumulation in (1, 4)
 ]
-ENDED = Outcome(Kind.INVALID, reason="ended after 2 optimizer steps", source=Source.STEPS)
+ENDED = Outcome(OutcomeKind.INVALID, reason="ended after 2 optimizer steps", source=Source.STEPS)
 
 
-def left(openings: Openings) -> list[Candidate]:
-    return [one for one, is_open in zip(openings.candidates, openings.open, strict=True) if is_open]
+def left(pool: CandidatePool) -> list[Candidate]:
+    return [one for one, is_open in zip(pool.candidates, pool.open_mask, strict=True) if is_open]
 
 
 @pytest.mark.parametrize("worked", [False, True])
 def test_a_batch_with_too_few_steps_rules_out_no_smaller_one(worked: bool) -> None:
-    openings = Openings(CANDIDATES, EVERY_RULE)
+    pool = CandidatePool(CANDIDATES, EVERY_RULE)
     large, larger = make_candidate(1, 8, 1), make_candidate(2, 8, 4)
     if worked:  # so it was not the batch's size
-        openings.observe(larger, Outcome(Kind.OK))
-    openings.observe(large, ENDED)
+        pool.observe(larger, Outcome(OutcomeKind.OK))
+    pool.observe(large, ENDED)
     gone = {large, larger} if worked else {one for one in CANDIDATES if one.micro_batch * one.accumulation >= 8}
-    assert set(left(openings)) == set(CANDIDATES) - gone
+    assert set(left(pool)) == set(CANDIDATES) - gone
 
 
 def offloading(stage: int, micro: int, optimizer: str = "cpu", param: str = "none", **knobs: object) -> Candidate:
@@ -39,16 +39,18 @@ def test_a_host_that_ran_out_rules_out_what_offloads_no_less_to_it() -> None:
     others = [offloading(2, 1), offloading(3, 1, "nvme"), make_candidate(3, 8), offloading(3, 2, overlap_comm=False)]
     host = np.array([8.0, 8.0, 9.0, 8.0, 8.0, 1.0, 0.0, 7.0])
     for worked in (False, True):
-        openings = Openings([ran_out, *hungrier, *others], EVERY_RULE, host)
+        pool = CandidatePool([ran_out, *hungrier, *others], EVERY_RULE, host)
         if worked:  # so it was not what is offloaded
-            openings.observe(hungrier[0], Outcome(Kind.OK))
-        openings.observe(ran_out, Outcome(Kind.OOM_HOST))
-        assert set(left(openings)) == {*others, *(hungrier[1:] if worked else [])}
+            pool.observe(hungrier[0], Outcome(OutcomeKind.OK))
+        pool.observe(ran_out, Outcome(OutcomeKind.OOM_HOST))
+        assert set(left(pool)) == {*others, *(hungrier[1:] if worked else [])}
 
 
-@pytest.mark.parametrize("kind", [Kind.TIMEOUT, Kind.CRASH, Kind.OOM_HOST])
+@pytest.mark.parametrize("kind", [OutcomeKind.TIMEOUT, OutcomeKind.CRASH, OutcomeKind.OOM_HOST])
 @pytest.mark.parametrize("bad", [{"zero_stage": 3}, {"offload_optimizer": "nvme"}])
-def test_what_failures_have_in_common_is_ruled_out_after_a_few_engines(kind: Kind, bad: dict[str, object]) -> None:
+def test_what_failures_have_in_common_is_ruled_out_after_a_few_engines(
+    kind: OutcomeKind, bad: dict[str, object]
+) -> None:
     candidates = [
         offloading(stage, micro, where, overlap_comm=overlap)
         for stage in (1, 2, 3)
@@ -60,20 +62,20 @@ def test_what_failures_have_in_common_is_ruled_out_after_a_few_engines(kind: Kin
     def fails(one: Candidate) -> bool:
         return all(one.get(name) == value for name, value in bad.items())
 
-    openings, failed = Openings(candidates, EVERY_RULE), set()
+    pool, failed = CandidatePool(candidates, EVERY_RULE), set()
     for one in sorted(candidates, key=lambda c: not fails(c)):
-        if openings.open[openings.index[one]]:
-            openings.observe(one, Outcome(kind if fails(one) else Kind.OK, source=Source.SIGNAL))
+        if pool.open_mask[pool.index[one]]:
+            pool.observe(one, Outcome(kind if fails(one) else OutcomeKind.OK, source=Source.SIGNAL))
             failed |= {one.family} if fails(one) else set()
     assert len(failed) <= 4, "of the engines"
-    assert all(openings._worked.count(one) == (not fails(one)) for one in candidates), "nothing that works is ruled out"
+    assert all(pool._worked.count(one) == (not fails(one)) for one in candidates), "nothing that works is ruled out"
 
 
 def test_where_everything_fails_a_few_engines_show_it_and_one_shows_nothing() -> None:
     candidates = [offloading(stage, 1, where) for stage in (0, 1, 2, 3) for where in ("none", "cpu", "nvme")]
-    openings, failed = Openings(candidates, EVERY_RULE), 0
-    while there := left(openings):
-        openings.observe(there[0], Outcome(Kind.TIMEOUT, source=Source.SILENCE))
+    pool, failed = CandidatePool(candidates, EVERY_RULE), 0
+    while there := left(pool):
+        pool.observe(there[0], Outcome(OutcomeKind.TIMEOUT, source=Source.SILENCE))
         failed += 1
-        assert failed > 3 or openings.open.any()
+        assert failed > 3 or pool.open_mask.any()
     assert failed <= 8

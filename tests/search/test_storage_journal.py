@@ -12,14 +12,14 @@ from optuna.exceptions import StorageInternalError
 
 from autotune.errors import MachineTrouble, UserError
 from autotune.problem.hardware import detect
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space
 from autotune.search.storage import cut_torn_line, failures_in_one_line, open_storage
 from autotune.search.study import StudyStore
 from tests.conftest import make_candidate, make_job
 
 SPACE = load_space("cpu_demo")
-OK = Outcome(Kind.OK, measurement=Measurement(1.0, 0.1, 3, 8.0, 256.0, 100))
+OK = Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.1, 3, 8.0, 256.0, 100))
 
 
 @pytest.fixture
@@ -50,10 +50,10 @@ def test_a_process_killed_in_the_middle_of_a_line_loses_nothing_that_was_finishe
     records = opened(url, tmp_path).records()
     assert [record.number for record in records] == [*done, flying, later]
     assert [record.outcome.kind for record in records if record.outcome] == [
-        Kind.OK,
-        Kind.OK,
-        Kind.INTERRUPTED,
-        Kind.OK,
+        OutcomeKind.OK,
+        OutcomeKind.OK,
+        OutcomeKind.INTERRUPTED,
+        OutcomeKind.OK,
     ]
 
 

@@ -12,7 +12,7 @@ from sqlalchemy.exc import PendingRollbackError
 from autotune.errors import MachineTrouble, UserError
 from autotune.masking import hide_password, without_secrets
 from autotune.problem.hardware import detect
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space
 from autotune.search import storage
 from autotune.search.storage import failures_in_one_line, is_server, open_storage
@@ -22,7 +22,7 @@ from tests.conftest import make_candidate, make_job
 from tests.postgres import Postgres
 
 SPACE = load_space("cpu_demo")
-OK = Outcome(Kind.OK, measurement=Measurement(1.0, 0.1, 3, 8.0, 256.0, 100 * MIB))
+OK = Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.1, 3, 8.0, 256.0, 100 * MIB))
 
 
 @pytest.mark.parametrize(

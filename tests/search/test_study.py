@@ -11,7 +11,7 @@ from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect, named_hardware
 from autotune.problem.job import Script
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space, parse_space
 from autotune.script.profile import unknown_job
 from autotune.search.proposer import Proposer
@@ -23,7 +23,7 @@ from tests.conftest import make_candidate, make_job
 from tests.network import mount
 
 SPACE = load_space("cpu_demo")
-OK = Outcome(Kind.OK, measurement=Measurement(1.0, 0.1, 3, 8.0, 256.0, 100 * MIB))
+OK = Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.1, 3, 8.0, 256.0, 100 * MIB))
 
 
 @pytest.fixture(autouse=True, params=["study.db", "study.journal"])
@@ -87,7 +87,7 @@ def test_nothing_finished_is_lost_and_the_trial_in_flight_is_closed(tmp_path: Pa
     assert records[0].note == "why"
     assert records[0].candidate == make_candidate(0)
     assert records[1].outcome is not None
-    assert records[1].outcome.kind is Kind.INTERRUPTED
+    assert records[1].outcome.kind is OutcomeKind.INTERRUPTED
     assert [call.used_seconds for call in again.calls()] == [12.0]
     assert again.close_interrupted() == 0
 
@@ -116,26 +116,30 @@ def test_what_killed_the_tuner_twice_is_not_tried_again(tmp_path: Path) -> None:
     assert proposed[0] == proposed[1], "once may have been anything"
     assert {one.family for one in proposed[2:]}.isdisjoint({proposed[0].family})
     kinds = [record.outcome.kind for record in make_store(tmp_path)[0].records() if record.outcome]
-    assert kinds == [Kind.INTERRUPTED, Kind.OOM_HOST, Kind.INTERRUPTED]
+    assert kinds == [OutcomeKind.INTERRUPTED, OutcomeKind.OOM_HOST, OutcomeKind.INTERRUPTED]
 
 
 def test_a_process_killed_between_the_outcome_and_its_state_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, _ = make_store(tmp_path)
-    short = Outcome(Kind.OOM_DEVICE, missing_bytes=GIB)
+    short = Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=GIB)
     numbers = [store.start(make_candidate(stage), SPACE) for stage in (0, 1, 2)]
 
     def killed(*words: object, **named: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(store.study, "tell", killed)
-    for number, outcome in zip(numbers, (OK, short, Outcome(Kind.INFRASTRUCTURE)), strict=True):
+    for number, outcome in zip(numbers, (OK, short, Outcome(OutcomeKind.INFRASTRUCTURE)), strict=True):
         with pytest.raises(KeyboardInterrupt):
             store.finish(number, outcome)
     again, _ = make_store(tmp_path)
     assert again.close_interrupted() == 0, "each was finished"
-    assert [r.outcome.kind for r in again.records() if r.outcome] == [Kind.OK, Kind.OOM_DEVICE, Kind.INFRASTRUCTURE]
+    assert [r.outcome.kind for r in again.records() if r.outcome] == [
+        OutcomeKind.OK,
+        OutcomeKind.OOM_DEVICE,
+        OutcomeKind.INFRASTRUCTURE,
+    ]
     states = [trial.state.name for trial in again.study.get_trials()]
     assert states == ["COMPLETE", "PRUNED", "FAIL"]
     assert again.measured() == {make_candidate(0): OK.measurement}
@@ -143,7 +147,7 @@ def test_a_process_killed_between_the_outcome_and_its_state_loses_nothing(
 
 def test_memory_is_a_graded_constraint_and_never_a_fail(tmp_path: Path) -> None:
     store, _ = make_store(tmp_path)
-    short, far = (Outcome(Kind.OOM_DEVICE, missing_bytes=size) for size in (GIB, 3 * GIB))
+    short, far = (Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=size) for size in (GIB, 3 * GIB))
     numbers = [store.start(make_candidate(stage), SPACE) for stage in (0, 1)]
     for number, outcome in zip(numbers, (short, far), strict=True):
         store.finish(number, outcome)
@@ -152,9 +156,9 @@ def test_memory_is_a_graded_constraint_and_never_a_fail(tmp_path: Path) -> None:
     over = [constraints(outcome, store.hardware)["memory_gib_over"] for outcome in (short, far)]
     assert 0 < over[0] < over[1]
     crashed = store.start(make_candidate(3), SPACE)
-    store.finish(crashed, Outcome(Kind.INFRASTRUCTURE))
+    store.finish(crashed, Outcome(OutcomeKind.INFRASTRUCTURE))
     assert store.study.get_trials()[crashed].state is optuna.trial.TrialState.FAIL
-    assert constraints(Outcome(Kind.CRASH), store.hardware)["failed"] == 1.0
+    assert constraints(Outcome(OutcomeKind.CRASH), store.hardware)["failed"] == 1.0
     assert constraints(OK, store.hardware)["memory_gib_over"] < 0
 
 

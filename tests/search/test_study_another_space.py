@@ -12,7 +12,7 @@ from autotune.problem.candidate import Candidate
 from autotune.results.console import winner_lines
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
-from autotune.search.tuner import NullObserver, SearchSummary, Tuner, rivals
+from autotune.search.tuner import NullObserver, SearchSummary, Tuner, comparable_trials
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
@@ -56,7 +56,7 @@ def test_only_what_the_present_space_has_wins(landscape: Landscape) -> None:
     assert second.verified
     assert second.winner.candidate.micro_batch < best.micro_batch
     assert store.winner == second.winner
-    compared = rivals(store)
+    compared = comparable_trials(store)
     assert all(
         record.candidate.micro_batch < best.micro_batch for record in compared if record.outcome and record.outcome.ok
     )
@@ -69,7 +69,7 @@ def test_only_what_the_present_space_has_wins(landscape: Landscape) -> None:
     assert third.winner is not None
     assert third.winner.candidate.micro_batch == best.micro_batch, "the first space again: what it found counts again"
     assert not [line for line in lines if "space" in line]
-    assert rivals(store) == store.records()
+    assert comparable_trials(store) == store.records()
 
 
 def test_what_is_faster_elsewhere_does_not_end_the_search(landscape: Landscape) -> None:

@@ -11,7 +11,7 @@ from autotune.problem.hardware import detect
 from autotune.problem.space import load_space
 from autotune.search import study
 from autotune.search.storage import default_storage, open_storage
-from autotune.search.study import StudyStore, await_founding
+from autotune.search.study import StudyStore, wait_for_study_metadata
 from tests.conftest import make_candidate, make_job
 
 SPACE = load_space("cpu_demo")
@@ -52,7 +52,7 @@ def test_whoever_comes_next_founds_it(tmp_path: Path, monkeypatch: pytest.Monkey
 
     store, resumed = begun(tmp_path)
     assert not resumed
-    assert await_founding(store.study)
+    assert wait_for_study_metadata(store.study)
     assert store.job == make_job(), "nothing of the one that died counts"
     store.start(make_candidate(), SPACE)
     again, resumed = begun(tmp_path)

@@ -13,10 +13,10 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
-from autotune.search.surrogate import Beliefs
+from autotune.search.surrogate import SpeedMemoryModel
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.units import GIB
@@ -31,7 +31,7 @@ def landscape() -> Landscape:
     whole = load_landscape(TABLE)
     families: dict[int, object] = {}
     for candidate, row in sorted(whole.rows.items(), key=lambda item: str(item[0])):
-        if candidate.micro_batch == 1 and row.kind is Kind.OK and row.peak_gib * GIB < LITTLE:
+        if candidate.micro_batch == 1 and row.kind is OutcomeKind.OK and row.peak_gib * GIB < LITTLE:
             families.setdefault(candidate.stage, candidate.family)
     some = {c: row for c, row in whole.rows.items() if c.family in families.values()}
     return dataclasses.replace(whole, rows=some)
@@ -60,7 +60,7 @@ class Shared(ReplayExecutor):
                 self._ended = True
                 told = executor.capacity_bytes if executor.says else None
                 return Outcome(
-                    Kind.OOM_DEVICE, Phase.BACKWARD, missing_bytes=GIB // 4, capacity_bytes=told, seconds=5.0
+                    OutcomeKind.OOM_DEVICE, Phase.BACKWARD, missing_bytes=GIB // 4, capacity_bytes=told, seconds=5.0
                 )
 
         return Session(self, candidate)
@@ -83,7 +83,7 @@ def study(landscape: Landscape) -> StudyStore:
 
 
 def ran_out(records: list[Record]) -> set[Candidate]:
-    return {record.candidate for record in records if record.outcome and record.outcome.kind is Kind.OOM_DEVICE}
+    return {record.candidate for record in records if record.outcome and record.outcome.kind is OutcomeKind.OOM_DEVICE}
 
 
 def test_what_ran_out_is_tried_again_with_more_memory_and_only_then(landscape: Landscape) -> None:
@@ -96,7 +96,9 @@ def test_what_ran_out_is_tried_again_with_more_memory_and_only_then(landscape: L
     store.note_hardware(with_free(landscape, MUCH))
     assert not store.failed() & first
     summary, again = call(store, landscape, MUCH)
-    fitting = {c for c, row in landscape.rows.items() if row.kind is Kind.OK and LITTLE < row.peak_gib * GIB <= MUCH}
+    fitting = {
+        c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK and LITTLE < row.peak_gib * GIB <= MUCH
+    }
     assert fitting <= {record.candidate for record in again}, "what no trial has ruled out with so much memory"
     assert first & fitting
     assert summary.winner is not None
@@ -118,15 +120,15 @@ def test_what_verification_ran_out_of_less_memory_with_may_win(
     landscape: Landscape, role: str, capacity_bytes: int | None, wins: bool
 ) -> None:
     best = min(
-        (c for c, row in landscape.rows.items() if row.kind is Kind.OK and row.peak_gib * GIB < LITTLE),
+        (c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK and row.peak_gib * GIB < LITTLE),
         key=landscape.seconds_per_sample,
     )
     only = dataclasses.replace(landscape, rows={best: landscape.rows[best]})
     store, row, rate = study(only), only.rows[best], 1 / only.seconds_per_sample(best)
     assert row.step_seconds is not None
     measured = Measurement(row.step_seconds, 0.01, 4, rate, rate, int(row.peak_gib * GIB))
-    store.finish(store.start(best, only.space()), Outcome(Kind.OK, measurement=measured))
-    out = Outcome(Kind.OOM_DEVICE, Phase.SAVE, reason="gathered save", capacity_bytes=capacity_bytes)
+    store.finish(store.start(best, only.space()), Outcome(OutcomeKind.OK, measurement=measured))
+    out = Outcome(OutcomeKind.OOM_DEVICE, Phase.SAVE, reason="gathered save", capacity_bytes=capacity_bytes)
     store.finish(store.start(best, only.space(), role), out)
     winner = call(store, only, MUCH)[0].winner
     assert (winner is not None and winner.role == VERIFY) is wins
@@ -136,7 +138,7 @@ def test_what_verification_ran_out_of_less_memory_with_may_win(
 def test_what_ran_out_of_less_memory_teaches_what_a_search_needs(landscape: Landscape, role: str, told: bool) -> None:
     """And closes nothing. Verification takes more than a search does."""
     store, candidate = study(landscape), min(landscape.rows, key=str)
-    out = Outcome(Kind.OOM_DEVICE, capacity_bytes=LITTLE)
+    out = Outcome(OutcomeKind.OOM_DEVICE, capacity_bytes=LITTLE)
     store.finish(store.start(candidate, landscape.space(), role), out)
     job, space, hardware = landscape.job(), landscape.space(), with_free(landscape, MUCH)
     predictor = Predictor(job, hardware, trace_job(job))
@@ -156,9 +158,9 @@ def test_predictions_learn_that_more_was_needed_than_there_was_then(landscape: L
 
     def after(capacity_bytes: int | None) -> tuple[float, float]:
         """Its peak as the predictor believes it, and as measurements alone do."""
-        beliefs = Beliefs(Predictor(job, hardware, trace_job(job)), job, hardware, candidates)
-        beliefs.observe(candidates[at], at, Outcome(Kind.OOM_DEVICE, capacity_bytes=capacity_bytes))
-        return float(beliefs.table().peak[at]), math.exp(beliefs._peaks.predict()[0][at])
+        speed_memory_model = SpeedMemoryModel(Predictor(job, hardware, trace_job(job)), job, hardware, candidates)
+        speed_memory_model.observe(candidates[at], at, Outcome(OutcomeKind.OOM_DEVICE, capacity_bytes=capacity_bytes))
+        return float(speed_memory_model.table().peak[at]), math.exp(speed_memory_model._peaks.predict()[0][at])
 
     then, now, unknown = after(LITTLE), after(MUCH), after(None)
     assert then[0] == pytest.approx(before, rel=0.02), "it was predicted to need more than that"
@@ -184,8 +186,8 @@ def test_predictions_learn_that_more_was_needed_than_there_was_then(landscape: L
 def test_clearly_less(machine: dict[str, object], capacity_gib: float, outgrew: bool) -> None:
     hardware = Hardware("cuda", "x", 2, 24 * GIB, None, 64 * GIB, taken_bytes=2 * GIB)
     hardware = dataclasses.replace(hardware, **machine)  # type: ignore[arg-type]
-    assert hardware.outgrew(Kind.OOM_DEVICE, int(capacity_gib * GIB)) is outgrew
-    assert not hardware.outgrew(Kind.OOM_DEVICE, None)
+    assert hardware.outgrew(OutcomeKind.OOM_DEVICE, int(capacity_gib * GIB)) is outgrew
+    assert not hardware.outgrew(OutcomeKind.OOM_DEVICE, None)
 
 
 @pytest.mark.parametrize(("then_gib", "again"), [(32, True), (56, False), (None, False)])
@@ -194,7 +196,7 @@ def test_what_ran_out_of_less_main_memory_is_tried_again_and_teaches_nothing(
 ) -> None:
     """What main memory there is differs more from day to day than a card's."""
     store, candidate = study(landscape), min(landscape.rows, key=str)
-    out = Outcome(Kind.OOM_HOST, capacity_bytes=then_gib and then_gib * GIB)
+    out = Outcome(OutcomeKind.OOM_HOST, capacity_bytes=then_gib and then_gib * GIB)
     store.finish(store.start(candidate, landscape.space()), out)
     job, space = landscape.job(), landscape.space()
     hardware = dataclasses.replace(with_free(landscape, LITTLE), host_memory_bytes=64 * GIB)
@@ -205,4 +207,4 @@ def test_what_ran_out_of_less_main_memory_is_tried_again_and_teaches_nothing(
     executor = Shared(landscape, LITTLE, says=True)
     Tuner(store, executor, proposer, space, hardware, budget_seconds=60, cancelled=lambda: True).run()
     assert (len(proposer.open) == len(landscape.rows)) is again
-    assert proposer._beliefs._host_ran_out is not again
+    assert proposer._model._host_ran_out is not again

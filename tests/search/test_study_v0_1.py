@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.problem.outcome import Kind, Source
+from autotune.problem.outcome import OutcomeKind, Source
 from autotune.problem.space import parse_space
 from autotune.search import fingerprint
 from autotune.search.storage import default_storage
@@ -48,10 +48,10 @@ def test_its_records_say_what_decided_them(old_study: StudyStore) -> None:
     assert old_study.winner.role == VERIFY
     failed = {r.outcome.kind: r.outcome.source for r in records if r.outcome and not r.outcome.ok and r.number != 7}
     assert failed == {
-        Kind.OOM_DEVICE: Source.EXCEPTION,
-        Kind.CRASH: Source.SIGNAL,
-        Kind.TIMEOUT: Source.SILENCE,
-        Kind.INTERRUPTED: Source.BUDGET,
+        OutcomeKind.OOM_DEVICE: Source.EXCEPTION,
+        OutcomeKind.CRASH: Source.SIGNAL,
+        OutcomeKind.TIMEOUT: Source.SILENCE,
+        OutcomeKind.INTERRUPTED: Source.BUDGET,
     }
     of_an_exception = records[7].outcome
     assert of_an_exception is not None
@@ -67,7 +67,7 @@ def test_the_same_job_goes_on_with_it(old_study: StudyStore, monkeypatch: pytest
     assert "forced" not in store.study.user_attrs
     assert store.study.user_attrs["fingerprint"]["threads_per_rank"] == store.threads, "known from now on"
     assert store.close_interrupted() == 1
-    assert [r.outcome.kind for r in store.records() if r.outcome][-1] is Kind.INTERRUPTED
+    assert [r.outcome.kind for r in store.records() if r.outcome][-1] is OutcomeKind.INTERRUPTED
     assert {c.as_dict["train_micro_batch_size_per_gpu"] for c in store.failed()} == {4, 256}
 
 

@@ -10,51 +10,51 @@ from autotune.executors.replay import load_landscape
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.hardware import named_hardware
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.search import surrogate as module
-from autotune.search.surrogate import Beliefs
+from autotune.search.surrogate import SpeedMemoryModel
 from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 
 TABLE = load_landscape(Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz")
 JOB, HARDWARE, CANDIDATES = TABLE.job(), TABLE.hardware(), sorted(TABLE.rows, key=str)
-FITTING = [at for at, c in enumerate(CANDIDATES) if TABLE.rows[c].kind is Kind.OK]
+FITTING = [at for at, c in enumerate(CANDIDATES) if TABLE.rows[c].kind is OutcomeKind.OK]
 Lie = Callable[[float], float]
 
 
-def believed(speed: Lie = float, peak: Lie = float) -> Beliefs:
+def believed(speed: Lie = float, peak: Lie = float) -> SpeedMemoryModel:
     """After ten measurements of what the predictor says, bent by the two lies."""
-    beliefs = Beliefs(Predictor(JOB, HARDWARE, trace_job(JOB)), JOB, HARDWARE, CANDIDATES)
+    speed_memory_model = SpeedMemoryModel(Predictor(JOB, HARDWARE, trace_job(JOB)), JOB, HARDWARE, CANDIDATES)
     honest = Predictor(JOB, HARDWARE, trace_job(JOB)).table(CANDIDATES)
     for at in np.random.default_rng(0).permutation(FITTING)[:10]:
-        beliefs.forecast()
+        speed_memory_model.forecast()
         candidate = CANDIDATES[at]
         rate = speed(float(honest.samples[at]))
         step = candidate.micro_batch * candidate.accumulation * JOB.ranks / rate
         measured = Measurement(step, 0.0, 4, rate, rate, int(peak(float(honest.peak[at]))))
-        beliefs.observe(candidate, int(at), Outcome(Kind.OK, measurement=measured))
-    return beliefs
+        speed_memory_model.observe(candidate, int(at), Outcome(OutcomeKind.OK, measurement=measured))
+    return speed_memory_model
 
 
 def test_a_predictor_that_is_right_is_believed() -> None:
-    assert not believed().refuted
-    assert not believed(lambda rate: 1.2 * rate).refuted, "a factor for all is what calibration is for"
+    assert not believed().predictor_rejected
+    assert not believed(lambda rate: 1.2 * rate).predictor_rejected, "a factor for all is what calibration is for"
 
 
 def test_time_and_memory_are_given_up_apart() -> None:
     wrong_time = believed(speed=lambda rate: 400.0 / rate)
-    assert wrong_time.speed.refuted
-    assert not wrong_time.memory.refuted
+    assert wrong_time.speed.predictor_rejected
+    assert not wrong_time.memory.predictor_rejected
     wrong_memory = believed(peak=lambda peak: (6 * GIB) ** 2 / peak)
-    assert wrong_memory.memory.refuted
-    assert not wrong_memory.speed.refuted
+    assert wrong_memory.memory.predictor_rejected
+    assert not wrong_memory.speed.predictor_rejected
     assert not wrong_memory.forecast().hopeless.any(), "nothing is ruled out by a belief that was given up"
 
 
 def test_measurements_alone_are_asked_where_the_predictor_is_refuted() -> None:
-    beliefs = believed(speed=lambda rate: 400.0 / rate)
-    own, rival = beliefs.forecast(), beliefs.forecast(rival=True)
+    speed_memory_model = believed(speed=lambda rate: 400.0 / rate)
+    own, rival = speed_memory_model.forecast(), speed_memory_model.forecast(rival=True)
     assert own.logs == pytest.approx(rival.logs)
 
 
@@ -68,11 +68,11 @@ def test_of_a_large_space_only_some_are_predicted_anew(monkeypatch: pytest.Monke
         return whole(self, prepared)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Predictor, "prepared_table", counted)
-    beliefs = believed()
-    table = beliefs.table()
+    speed_memory_model = believed()
+    table = speed_memory_model.table()
     assert 64 in asked
     assert asked[0] == len(CANDIDATES)
-    fresh = beliefs.predictor.table(CANDIDATES)
+    fresh = speed_memory_model.predictor.table(CANDIDATES)
     best = np.argsort(fresh.samples * (fresh.needed < HARDWARE.capacity_bytes))[-16:]
     assert table.samples[best] == pytest.approx(fresh.samples[best], rel=0.1)
 
@@ -87,7 +87,7 @@ def of_hosts(share: float, device: str = "cuda", **changes: Any) -> tuple[list[f
     weights = 2 * sum(trace.parameters)
     two = named_hardware("a100-80gb", 4, nodes=2, host_memory_bytes=int(share * weights))
     two = dataclasses.replace(two, device=device)
-    forecast = Beliefs(Predictor(job, two, trace), job, two, SAVING).forecast()
+    forecast = SpeedMemoryModel(Predictor(job, two, trace), job, two, SAVING).forecast()
     return forecast.held.tolist(), forecast.host.tolist()
 
 

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import event
 
 from autotune.commands.study_output import write_study
-from autotune.problem.outcome import Kind, Outcome
+from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.problem.space import load_space
 from autotune.results import tables
 from autotune.search.study import StudyStore
@@ -69,7 +69,7 @@ def test_a_record_is_made_once_and_changes_while_its_trial_runs(store: StudyStor
     assert all(a is b for a, b in zip(before[:-1], store.records()[:-1], strict=True))
     running = before[-1].number
     assert before[-1].outcome is None
-    store.finish(running, Outcome(Kind.INVALID, reason="refused"))
+    store.finish(running, Outcome(OutcomeKind.INVALID, reason="refused"))
     ended = store.records()[-1]
     assert (ended.number, ended.outcome and ended.outcome.reason) == (running, "refused")
 

@@ -8,7 +8,7 @@ import pytest
 
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
-from autotune.problem.outcome import Kind, Outcome, Phase
+from autotune.problem.outcome import Outcome, OutcomeKind, Phase
 from autotune.search.trials import RESUME, SEARCH, VERIFY, best_shown, constraints, flat
 from autotune.search.trials import tell as for_the_dashboard
 from autotune.util.units import GIB
@@ -79,7 +79,7 @@ def test_optunas_tpe_asks_for_the_same_whether_told_for_the_dashboard_or_plainly
         lambda: measured(draw.uniform(10, 100), draw.uniform(5, 22)),  # fits
         lambda: measured(draw.uniform(10, 100), draw.uniform(23, 24)),  # above the ceiling
         lambda: ran_out(Phase.FORWARD, draw.uniform(0.5, 30)),
-        lambda: Outcome(Kind.CRASH, Phase.FORWARD),
+        lambda: Outcome(OutcomeKind.CRASH, Phase.FORWARD),
     ]
     for share in ((6, 2, 2, 1), (0, 1, 3, 1)):  # the second: nothing fits
         outcomes = [one() for one in draw.choices(some, share, k=40)]
@@ -91,10 +91,10 @@ def test_the_best_trial_of_the_storage_is_never_one_that_does_not_fit() -> None:
     store = in_memory()
     tell(store, make_candidate(0, 32), ran_out(Phase.FORWARD, 4.0))
     tell(store, make_candidate(0, 2), measured(99, 23.9))
-    tell(store, make_candidate(3, 2), Outcome(Kind.CRASH, Phase.FORWARD))
+    tell(store, make_candidate(3, 2), Outcome(OutcomeKind.CRASH, Phase.FORWARD))
     assert best_shown(store.study) is None
     fits = tell(store, make_candidate(0, 1), measured(50, 10))
-    tell(store, make_candidate(0, 1), Outcome(Kind.OK, peak_bytes=12 * GIB), "resume")
+    tell(store, make_candidate(0, 1), Outcome(OutcomeKind.OK, peak_bytes=12 * GIB), "resume")
     assert best_shown(store.study) == fits
     marks = [trial.system_attrs["constraints"] for trial in store.study.get_trials()]
     assert [all(one <= 0 for one in mark) for mark in marks] == [False, False, False, True, False]

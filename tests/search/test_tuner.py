@@ -14,13 +14,13 @@ from autotune.predict.predictor import Predictor, Prepared, Table
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase, Source
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.search.budget import too_short
-from autotune.search.leaderboard import Standings, averaged, overlap
+from autotune.search.leaderboard import Leaderboard, averaged, overlap
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY
-from autotune.search.tuner import MACHINE_FAILURES, MAX_VERIFIED, SearchSummary, Tuner, teach
+from autotune.search.tuner import MACHINE_FAILURES, MAX_VERIFIED, SearchSummary, Tuner, apply_verification_result
 from autotune.util.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
 
@@ -59,10 +59,10 @@ def test_it_finds_the_best_soon_and_verifies_it(landscape: Landscape, seed: int)
     first = next(
         seconds
         for seconds, candidate, kind in executor.ledger.trials
-        if kind is Kind.OK and landscape.best_step_seconds / landscape.seconds_per_sample(candidate) > 0.95
+        if kind is OutcomeKind.OK and landscape.best_step_seconds / landscape.seconds_per_sample(candidate) > 0.95
     )
     assert first < 240
-    assert sum(kind is not Kind.OK for _, _, kind in executor.ledger.trials) <= 3
+    assert sum(kind is not OutcomeKind.OK for _, _, kind in executor.ledger.trials) <= 3
     searched = [r.candidate for r in store.records() if r.role == SEARCH]
     assert len(searched) == len(set(searched))
 
@@ -151,7 +151,7 @@ def test_trouble_of_the_machine_is_retried_once(landscape: Landscape) -> None:
 
     def script(count: int, candidate: Candidate) -> Outcome | None:
         seen.append(candidate)
-        return Outcome(Kind.INFRASTRUCTURE, reason="address in use") if count <= 2 else None
+        return Outcome(OutcomeKind.INFRASTRUCTURE, reason="address in use") if count <= 2 else None
 
     result, _, _store = search(landscape, 1800, executor=Scripted(landscape, script))
     assert seen[0] == seen[1]
@@ -160,7 +160,7 @@ def test_trouble_of_the_machine_is_retried_once(landscape: Landscape) -> None:
 
 
 def test_a_machine_that_always_fails_is_said_at_once(landscape: Landscape) -> None:
-    broken = Outcome(Kind.INFRASTRUCTURE, reason="DistBackendError: NCCL error", source=Source.EXCEPTION)
+    broken = Outcome(OutcomeKind.INFRASTRUCTURE, reason="DistBackendError: NCCL error", source=Source.EXCEPTION)
     executor = Scripted(landscape, lambda count, c: broken)
     with pytest.raises(MachineTrouble, match=r"3 times in a row.*NCCL error"):
         search(landscape, 1800, executor=executor)
@@ -168,7 +168,7 @@ def test_a_machine_that_always_fails_is_said_at_once(landscape: Landscape) -> No
 
 
 def test_a_machine_that_fails_later_ends_the_search_and_keeps_what_was_measured(landscape: Landscape) -> None:
-    broken = Outcome(Kind.INFRASTRUCTURE, reason="a GPU fell off the bus")
+    broken = Outcome(OutcomeKind.INFRASTRUCTURE, reason="a GPU fell off the bus")
     executor = Scripted(landscape, lambda count, c: broken if count > 3 else None)
     result, _, store = search(landscape, 1800, executor=executor)
     assert "the machine failed 3 times in a row" in result.ended
@@ -184,8 +184,8 @@ def test_engines_that_start_slowly_are_no_timeouts_for_ever(landscape: Landscape
     assert result.winner is not None
     assert result.verified
     kinds = Counter(r.outcome.kind for r in store.records() if r.outcome)
-    assert kinds[Kind.TIMEOUT] <= (startup_seconds > 300)
-    assert kinds[Kind.INTERRUPTED] <= 2, "each limit that was too short raises those that follow"
+    assert kinds[OutcomeKind.TIMEOUT] <= (startup_seconds > 300)
+    assert kinds[OutcomeKind.INTERRUPTED] <= 2, "each limit that was too short raises those that follow"
 
 
 def test_a_hang_is_tried_again_with_twice_the_time_and_then_ruled_out(landscape: Landscape) -> None:
@@ -196,14 +196,14 @@ def test_a_hang_is_tried_again_with_twice_the_time_and_then_ruled_out(landscape:
             session = super().session(candidate, name)
             if not hung or hung[0][0].family == candidate.family:
                 hung.append((candidate, patience))
-                silence = Outcome(Kind.TIMEOUT, Phase.FORWARD, reason="no sign of life", source=Source.SILENCE)
+                silence = Outcome(OutcomeKind.TIMEOUT, Phase.FORWARD, reason="no sign of life", source=Source.SILENCE)
                 session.measure = lambda *_: silence  # type: ignore[method-assign]
             return session
 
     result, _, store = search(landscape, 1800, executor=Hanging(landscape))
     assert [patience for _, patience in hung] == [1.0, 2.0]
     kinds = [r.outcome.kind for r in store.records() if r.outcome and r.candidate == hung[0][0]]
-    assert kinds == [Kind.INTERRUPTED, Kind.TIMEOUT]
+    assert kinds == [OutcomeKind.INTERRUPTED, OutcomeKind.TIMEOUT]
     assert result.winner is not None
 
 
@@ -226,7 +226,7 @@ class Resuming(ReplayExecutor):
 
 
 def test_a_winner_must_go_on_from_a_checkpoint(landscape: Landscape) -> None:
-    out = Outcome(Kind.OOM_DEVICE, Phase.LOAD, reason="CUDA out of memory")
+    out = Outcome(OutcomeKind.OOM_DEVICE, Phase.LOAD, reason="CUDA out of memory")
     executor = Resuming(landscape, lambda candidate: out if candidate == executor.tried[0] else None)
     result, _, store = search(landscape, 1800, executor=executor)
     assert len(executor.tried) >= 2
@@ -249,7 +249,7 @@ def test_a_checkpoint_that_takes_the_budget_is_not_tried(landscape: Landscape, m
 
 
 def test_a_save_that_fails_by_itself_rejects_nobody(landscape: Landscape) -> None:
-    broken = Outcome(Kind.CRASH, Phase.SAVE, reason="KeyError: 'bias_correction'", source=Source.EXCEPTION)
+    broken = Outcome(OutcomeKind.CRASH, Phase.SAVE, reason="KeyError: 'bias_correction'", source=Source.EXCEPTION)
     executor = Resuming(landscape, lambda candidate: broken)
     result, _, _ = search(landscape, 1800, executor=executor)
     assert result.verified
@@ -260,7 +260,7 @@ def test_a_save_that_fails_by_itself_rejects_nobody(landscape: Landscape) -> Non
 def test_a_job_that_fails_by_itself_stops_the_study_with_its_reason(landscape: Landscape) -> None:
     def script(count: int, candidate: Candidate) -> Outcome | None:
         return Outcome(
-            Kind.CRASH,
+            OutcomeKind.CRASH,
             Phase.FORWARD,
             reason="ValueError: your bug",
             evidence="exception builtins.ValueError",
@@ -278,9 +278,9 @@ def test_a_job_that_fails_by_itself_stops_the_study_with_its_reason(landscape: L
 @pytest.mark.parametrize(
     "failure",
     [
-        Outcome(Kind.CRASH, Phase.FORWARD, reason="killed from outside (SIGKILL)", source=Source.SIGNAL),
-        Outcome(Kind.TIMEOUT, Phase.INIT, reason="hangs", source=Source.SILENCE),
-        Outcome(Kind.CRASH, Phase.INIT, reason="ImportError: no such package", source=Source.EXCEPTION),
+        Outcome(OutcomeKind.CRASH, Phase.FORWARD, reason="killed from outside (SIGKILL)", source=Source.SIGNAL),
+        Outcome(OutcomeKind.TIMEOUT, Phase.INIT, reason="hangs", source=Source.SILENCE),
+        Outcome(OutcomeKind.CRASH, Phase.INIT, reason="ImportError: no such package", source=Source.EXCEPTION),
     ],
     ids=lambda failure: failure.reason,
 )
@@ -302,7 +302,7 @@ def test_what_failed_before_anything_worked_may_work_in_another_call(landscape: 
 def test_what_fails_again_in_every_call_is_not_what_each_call_begins_with(landscape: Landscape) -> None:
     """As where the job is preempted and begun again, each time before anything has worked."""
     store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
-    died = Outcome(Kind.CRASH, Phase.INIT, reason="died by SIGSEGV", source=Source.SIGNAL)
+    died = Outcome(OutcomeKind.CRASH, Phase.INIT, reason="died by SIGSEGV", source=Source.SIGNAL)
     for _ in range(8):
         broken = Scripted(landscape, lambda count, candidate: died)
         search(landscape, 3600, store=store, executor=broken, max_trials=1)
@@ -317,7 +317,7 @@ def test_a_tuner_that_joins_others_takes_nothing_for_mended(
     landscape: Landscape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
-    died = Outcome(Kind.CRASH, Phase.INIT, reason="died by SIGSEGV", source=Source.SIGNAL)
+    died = Outcome(OutcomeKind.CRASH, Phase.INIT, reason="died by SIGSEGV", source=Source.SIGNAL)
     search(landscape, 3600, store=store, executor=Scripted(landscape, lambda count, candidate: died), max_trials=1)
     monkeypatch.setattr(store.tuners, "others", lambda: ["another"])
     _, executor, _ = search(landscape, 600, store=store, executor=ReplayExecutor(landscape, 9), max_trials=4)
@@ -327,7 +327,7 @@ def test_a_tuner_that_joins_others_takes_nothing_for_mended(
 
 def test_what_failed_where_something_worked_fails_for_ever(landscape: Landscape) -> None:
     store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
-    killed = Outcome(Kind.CRASH, Phase.FORWARD, reason="killed from outside (SIGKILL)", source=Source.SIGNAL)
+    killed = Outcome(OutcomeKind.CRASH, Phase.FORWARD, reason="killed from outside (SIGKILL)", source=Source.SIGNAL)
     once = Scripted(landscape, lambda count, candidate: killed if count == 1 else None)
     search(landscape, 3600, store=store, executor=once, max_trials=4)
     failed = store.records()[0].candidate
@@ -342,7 +342,7 @@ def test_verification_that_fails_gives_the_next(landscape: Landscape) -> None:
         def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
             if name.endswith("-verify") and not failed:
                 failed.append(candidate)
-                self.script = lambda count, c: Outcome(Kind.OOM_DEVICE, Phase.SAVE, reason="gathered save")
+                self.script = lambda count, c: Outcome(OutcomeKind.OOM_DEVICE, Phase.SAVE, reason="gathered save")
             else:
                 self.script = lambda count, c: None
             return super().session(candidate, name)
@@ -383,14 +383,14 @@ def measured_at(landscape: Landscape, candidate: Candidate, share: float, retrie
     assert row.step_seconds is not None
     peak = int(share * hardware.memory_bytes)
     one = Measurement(row.step_seconds, 0.01, 4, rate, rate, peak, alloc_retries=retries)
-    return Outcome(Kind.OK, measurement=one, seconds=10.0)
+    return Outcome(OutcomeKind.OK, measurement=one, seconds=10.0)
 
 
 @pytest.mark.parametrize("how", ["runs out", "leaves too little", "retries"])
 def test_verification_that_fails_again_and_again_teaches_the_search(landscape: Landscape, how: str) -> None:
     def fails(candidate: Candidate) -> Outcome | None:
         if how == "runs out":
-            return Outcome(Kind.OOM_DEVICE, Phase.STEP, reason="evaluation", seconds=10.0)
+            return Outcome(OutcomeKind.OOM_DEVICE, Phase.STEP, reason="evaluation", seconds=10.0)
         return measured_at(landscape, candidate, 1.1 if how == "leaves too little" else 0.9, 3 * (how == "retries"))
 
     executor = Tighter(landscape, 0.65, fails)
@@ -401,7 +401,7 @@ def test_verification_that_fails_again_and_again_teaches_the_search(landscape: L
     passing = (
         landscape.seconds_per_sample(c)
         for c, row in landscape.rows.items()
-        if row.kind is Kind.OK and row.peak_gib <= executor.most_gib
+        if row.kind is OutcomeKind.OK and row.peak_gib <= executor.most_gib
     )
     assert min(passing) / landscape.seconds_per_sample(result.winner.candidate) > 0.9
     assert len(executor.failed) <= 20
@@ -410,7 +410,7 @@ def test_verification_that_fails_again_and_again_teaches_the_search(landscape: L
 
 def test_more_than_one_round_of_verifications_may_fail(landscape: Landscape) -> None:
     """Whatever they fail of, and without another trial of the search."""
-    hangs = Outcome(Kind.CRASH, Phase.SAVE, reason="died", source=Source.SIGNAL, seconds=5.0)
+    hangs = Outcome(OutcomeKind.CRASH, Phase.SAVE, reason="died", source=Source.SIGNAL, seconds=5.0)
     executor = Tighter(landscape, 0.0, lambda c: hangs if len(executor.failed) < MAX_VERIFIED + 2 else None)
     result, _, _ = search(landscape, 1800, executor=executor, max_trials=12)
     assert len(executor.failed) == MAX_VERIFIED + 2
@@ -420,24 +420,24 @@ def test_more_than_one_round_of_verifications_may_fail(landscape: Landscape) -> 
 def test_what_fails_verification_is_not_what_gains_are_measured_against(landscape: Landscape) -> None:
     job, hardware, candidates = landscape.job(), landscape.hardware(), sorted(landscape.rows, key=str)
     proposer = Proposer(candidates, landscape.space(), job, hardware, 0, Predictor(job, hardware, trace_job(job)))
-    standings = Standings(hardware)
+    leaderboard = Leaderboard(hardware)
     ran = sorted(
-        (c for c, row in landscape.rows.items() if row.kind is Kind.OK and c.stage == 2),
+        (c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK and c.stage == 2),
         key=lambda c: landscape.rows[c].peak_gib,
     )
     thrifty, tight, tighter = ran[0], ran[-2], ran[-1]
     for number, (candidate, share) in enumerate(((tight, 0.9), (tighter, 0.95), (thrifty, 0.4))):
         outcome = measured_at(landscape, candidate, share)
-        standings.learn(number, candidate, outcome, SEARCH)
+        leaderboard.learn(number, candidate, outcome, SEARCH)
         proposer.observe(candidate, outcome)
-    fits = proposer._beliefs.forecast().fits
-    before = standings.measured[tight]
-    out = Outcome(Kind.OOM_DEVICE, Phase.SAVE, missing_bytes=GIB)
-    standings.learn(3, tight, out, RESUME)
-    teach(tight, out, before, standings, proposer)
+    fits = proposer._model.forecast().fits
+    before = leaderboard.measured[tight]
+    out = Outcome(OutcomeKind.OOM_DEVICE, Phase.SAVE, missing_bytes=GIB)
+    leaderboard.learn(3, tight, out, RESUME)
+    apply_verification_result(tight, out, before, leaderboard, proposer)
     assert list(proposer.speed) == [thrifty], "what holds no less in the search is doubted, too"
-    assert standings.best == thrifty
-    after = proposer._beliefs.forecast().fits
+    assert leaderboard.best == thrifty
+    after = proposer._model.forecast().fits
     mine = np.array([c.stage == tight.stage for c in candidates])
     assert (after <= fits)[mine].all(), "its stage is believed to have less room"
     assert (after == fits)[~mine].all()
@@ -445,7 +445,9 @@ def test_what_fails_verification_is_not_what_gains_are_measured_against(landscap
 
 
 def test_nothing_fits_has_no_winner(landscape: Landscape) -> None:
-    script: Callable[[int, Candidate], Outcome | None] = lambda count, c: Outcome(Kind.OOM_DEVICE, missing_bytes=10**9)  # noqa: E731
+    def script(count: int, candidate: Candidate) -> Outcome | None:
+        return Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=10**9)
+
     result, _, store = search(landscape, 300, executor=Scripted(landscape, script))
     assert result.winner is None
     assert not result.verified
@@ -467,29 +469,29 @@ def test_intervals_overlap() -> None:
 
 def test_rivals_are_measured_in_turn(landscape: Landscape) -> None:
     """The machine slows down by 4 % after the first verification: who came first must not win by it."""
-    rows = {c: row for c, row in landscape.rows.items() if row.kind is Kind.OK and row.step_seconds}
+    rows = {c: row for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK and row.step_seconds}
     fastest = min(rows, key=landscape.seconds_per_sample)
     rival = next(c for c in rows if c.family != fastest.family)
     pace = rows[fastest].step_seconds
     assert pace is not None
-    standings = Standings(landscape.hardware())
+    leaderboard = Leaderboard(landscape.hardware())
 
     def verified(candidate: Candidate, seconds: float) -> None:
         measurement = Measurement(seconds, 0.01 * seconds, 9, 1 / seconds, 512 / seconds, 10**9)
-        standings.learn(0, candidate, Outcome(Kind.OK, measurement=measurement), VERIFY)
+        leaderboard.learn(0, candidate, Outcome(OutcomeKind.OK, measurement=measurement), VERIFY)
 
     verified(fastest, pace)
-    standings.begin_call()
+    leaderboard.begin_call()
     verified(rival, 1.0)
-    assert standings.next_turn() is None, "what an earlier call verified was not measured in turn"
+    assert leaderboard.next_turn() is None, "what an earlier call verified was not measured in turn"
     verified(fastest, 1.03)
-    assert standings.next_turn() == rival, "the first of the two, once more"
+    assert leaderboard.next_turn() == rival, "the first of the two, once more"
     verified(rival, 1.08)
-    assert standings.next_turn() is None
-    assert standings.verified[rival][1].step_seconds == pytest.approx(1.04)
-    assert standings.thriftiest([rival, fastest]) in (rival, fastest)
-    slow = Standings(landscape.hardware())
-    standings = slow
+    assert leaderboard.next_turn() is None
+    assert leaderboard.verified[rival][1].step_seconds == pytest.approx(1.04)
+    assert leaderboard.thriftiest([rival, fastest]) in (rival, fastest)
+    slow = Leaderboard(landscape.hardware())
+    leaderboard = slow
     verified(fastest, 1.0)
     verified(rival, 1.2)
     assert slow.next_turn() is None, "one is clearly faster"
@@ -497,7 +499,9 @@ def test_rivals_are_measured_in_turn(landscape: Landscape) -> None:
 
 def test_a_rivals_second_turn_is_run_and_a_machine_that_slows_down_does_not_choose(landscape: Landscape) -> None:
     """Of two rivals that are equally fast in truth the first is verified before the machine slows down by 4 %."""
-    fastest = min((c for c, row in landscape.rows.items() if row.kind is Kind.OK), key=landscape.seconds_per_sample)
+    fastest = min(
+        (c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK), key=landscape.seconds_per_sample
+    )
     other = next(c for c in landscape.rows if c.family != fastest.family and c.micro_batch == fastest.micro_batch)
     rows = dict.fromkeys((fastest, other), landscape.rows[fastest])
     store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
@@ -511,7 +515,7 @@ def test_a_rivals_second_turn_is_run_and_a_machine_that_slows_down_does_not_choo
                 pace = (1.0 if len(verified) == 1 else 1.04) * (rows[candidate].step_seconds or 0.0)
                 rate = candidate.micro_batch * candidate.accumulation / pace
                 measured = Measurement(pace, 0.001 * pace, 9, rate, rate, GIB)
-                session.measure = lambda *_: Outcome(Kind.OK, measurement=measured)  # type: ignore[method-assign]
+                session.measure = lambda *_: Outcome(OutcomeKind.OK, measurement=measured)  # type: ignore[method-assign]
             return session
 
     result, _, _ = search(
@@ -535,45 +539,45 @@ def test_turns_keep_the_lowest_clock_and_all_that_limited_one() -> None:
     assert (none.sm_clock_mhz, none.clock_limits) == (None, [])
 
 
-def of_peak(standings: Standings, candidate: Candidate, speed: float, mib: int, role: str = VERIFY) -> None:
+def of_peak(leaderboard: Leaderboard, candidate: Candidate, speed: float, mib: int, role: str = VERIFY) -> None:
     measurement = Measurement(1 / speed, 0.1 / speed, 9, speed, speed, mib * MIB)
-    standings.learn(0, candidate, Outcome(Kind.OK, measurement=measurement), role)
+    leaderboard.learn(0, candidate, Outcome(OutcomeKind.OK, measurement=measurement), role)
 
 
 def test_a_rival_that_is_nearer_than_a_search_is_sure_of_has_its_turn(landscape: Landscape) -> None:
     winner, near, far = (make_candidate(0, size) for size in (1, 2, 4))
-    standings = Standings(landscape.hardware())
-    of_peak(standings, near, 108.0, 500, SEARCH)
-    of_peak(standings, far, 90.0, 500, SEARCH)
-    of_peak(standings, winner, 110.0, 500)
-    assert standings.contender() == near
-    of_peak(standings, near, 100.0, 500)
-    of_peak(standings, far, 105.0, 500, SEARCH)
-    assert standings.contender() is None, "one such rival is enough, and none is faster than what has passed"
+    leaderboard = Leaderboard(landscape.hardware())
+    of_peak(leaderboard, near, 108.0, 500, SEARCH)
+    of_peak(leaderboard, far, 90.0, 500, SEARCH)
+    of_peak(leaderboard, winner, 110.0, 500)
+    assert leaderboard.contender() == near
+    of_peak(leaderboard, near, 100.0, 500)
+    of_peak(leaderboard, far, 105.0, 500, SEARCH)
+    assert leaderboard.contender() is None, "one such rival is enough, and none is faster than what has passed"
 
 
 def test_thrift_is_worth_something_only_where_something_is_saved(landscape: Landscape) -> None:
     fast, slower = make_candidate(0, 1), make_candidate(0, 2)
-    standings = Standings(landscape.hardware())
-    of_peak(standings, fast, 105.0, 500)
-    of_peak(standings, slower, 103.0, 499)
-    assert standings.thriftiest([fast, slower]) == fast
-    of_peak(standings, slower, 103.0, 400)
-    assert standings.thriftiest([fast, slower]) == fast, "the highest peak of any turn counts"
+    leaderboard = Leaderboard(landscape.hardware())
+    of_peak(leaderboard, fast, 105.0, 500)
+    of_peak(leaderboard, slower, 103.0, 499)
+    assert leaderboard.thriftiest([fast, slower]) == fast
+    of_peak(leaderboard, slower, 103.0, 400)
+    assert leaderboard.thriftiest([fast, slower]) == fast, "the highest peak of any turn counts"
     frugal = make_candidate(0, 4)
-    of_peak(standings, frugal, 103.0, 400)
-    assert standings.thriftiest([fast, frugal]) == frugal
+    of_peak(leaderboard, frugal, 103.0, 400)
+    assert leaderboard.thriftiest([fast, frugal]) == frugal
 
 
 def test_a_script_as_it_is_does_not_win_with_another_global_batch() -> None:
     own, asked = make_candidate(1, 4, 1), make_candidate(1, 4, 2)
     for total, best in ((16, asked), (8, own), (None, own)):
-        standings = Standings(detect("cpu", 2), make_job(2, global_batch_size=total))
+        leaderboard = Leaderboard(detect("cpu", 2), make_job(2, global_batch_size=total))
         for candidate, speed in ((own, 9.0), (asked, 5.0)):
-            standings.learn(
-                0, candidate, Outcome(Kind.OK, measurement=Measurement(1.0, 0.0, 9, speed, 512.0, 1)), SEARCH
+            leaderboard.learn(
+                0, candidate, Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.0, 9, speed, 512.0, 1)), SEARCH
             )
-        assert standings.best == best
+        assert leaderboard.best == best
 
 
 class Inverted(Predictor):
@@ -598,8 +602,8 @@ def test_a_resumed_study_believes_whom_it_believed_before(landscape: Landscape, 
         Tuner(store, executor, proposer, space, hardware, budget_seconds=1800, max_trials=trials).run()
         return proposer
 
-    before = call(12)._beliefs
-    assert before.speed.refuted == (kind is Inverted)
-    after = call(0)._beliefs  # learns, and tries nothing
-    assert after.speed.refuted == before.speed.refuted
-    assert after.memory.refuted == before.memory.refuted
+    before = call(12)._model
+    assert before.speed.predictor_rejected == (kind is Inverted)
+    after = call(0)._model  # learns, and tries nothing
+    assert after.speed.predictor_rejected == before.speed.predictor_rejected
+    assert after.memory.predictor_rejected == before.memory.predictor_rejected

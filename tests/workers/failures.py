@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from autotune.problem.outcome import Kind, Phase
+from autotune.problem.outcome import OutcomeKind, Phase
 from autotune.util.units import GIB
-from autotune.workers.failure_classifier import Evidence
-from autotune.workers.memory_monitor import Peaks
+from autotune.workers.failure_classifier import FailureEvidence
+from autotune.workers.memory_monitor import MemoryPeaks
 
 Failure = dict[str, Any]
 FAILURES: list[Failure] = yaml.safe_load((Path(__file__).parents[1] / "data" / "failures.yaml").read_text())
@@ -46,13 +46,15 @@ def error(failure: Failure) -> dict[str, Any]:
     }
 
 
-def evidence(failure: Failure) -> Evidence:
-    peaks = Peaks(used=[5], oom_kills=failure.get("oom_kills", 0))
+def evidence(failure: Failure) -> FailureEvidence:
+    peaks = MemoryPeaks(used=[5], oom_kills=failure.get("oom_kills", 0))
     if "exception" in failure:
-        return Evidence("cuda", [error(failure)], peaks=peaks, host_total_bytes=64 * GIB)
+        return FailureEvidence("cuda", [error(failure)], peaks=peaks, host_total_bytes=64 * GIB)
     status = failure.get("status", 1)
-    return Evidence("cuda", statuses={0: status}, peaks=peaks, host_total_bytes=64 * GIB, logs={0: failure["text"]})
+    return FailureEvidence(
+        "cuda", statuses={0: status}, peaks=peaks, host_total_bytes=64 * GIB, logs={0: failure["text"]}
+    )
 
 
-def kind(failure: Failure) -> Kind:
-    return Kind(failure["kind"])
+def kind(failure: Failure) -> OutcomeKind:
+    return OutcomeKind(failure["kind"])

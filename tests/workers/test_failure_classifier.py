@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.problem.outcome import Kind, Phase, Source
+from autotune.problem.outcome import OutcomeKind, Phase, Source
 from autotune.util.units import GIB, MIB
-from autotune.workers.failure_classifier import Evidence, Verdict, is_memory_error, is_secondary, judge
-from autotune.workers.memory_monitor import FOREIGN_BYTES, Peaks
+from autotune.workers.failure_classifier import FailureEvidence, FailureVerdict, is_memory_error, is_secondary, judge
+from autotune.workers.memory_monitor import FOREIGN_BYTES, MemoryPeaks
 
 CUDA_OOM = (
     "CUDA out of memory. Tried to allocate 2.93 GiB. GPU 0 has a total capacity of 23.69 GiB of which 1.21 GiB is free. "
@@ -28,70 +28,80 @@ def error(kind: str, text: str, phase: str = "forward", file: str = "/x/model.py
 @pytest.mark.parametrize(
     ("device", "kind", "text", "expected"),
     [
-        ("cuda", "torch.OutOfMemoryError", CUDA_OOM, Kind.OOM_DEVICE),
+        ("cuda", "torch.OutOfMemoryError", CUDA_OOM, OutcomeKind.OOM_DEVICE),
         (
             "cuda",
             "builtins.RuntimeError",
             "Worker failed: CUDA out of memory. Tried to allocate 20 MiB",
-            Kind.OOM_DEVICE,
+            OutcomeKind.OOM_DEVICE,
         ),
         (
             "cuda",
             "builtins.RuntimeError",
             "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-            Kind.OOM_DEVICE,
+            OutcomeKind.OOM_DEVICE,
         ),
-        ("cuda", "builtins.RuntimeError", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", Kind.OOM_DEVICE),
-        ("cuda", "torch.AcceleratorError", "CUDA error: out of memory", Kind.OOM_DEVICE),
+        ("cuda", "builtins.RuntimeError", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", OutcomeKind.OOM_DEVICE),
+        ("cuda", "torch.AcceleratorError", "CUDA error: out of memory", OutcomeKind.OOM_DEVICE),
         (
             "cuda",
             "torch.distributed.DistBackendError",
             "NCCL error in: ProcessGroupNCCL.cpp, unhandled cuda error. Last error: Cuda failure 'out of memory'",
-            Kind.OOM_DEVICE,
+            OutcomeKind.OOM_DEVICE,
         ),
         (
             "cuda",
             "builtins.RuntimeError",
             "CUDA error: out of memory in cudaHostAlloc, CachingHostAllocator",
-            Kind.OOM_HOST,
+            OutcomeKind.OOM_HOST,
         ),
-        ("cuda", "builtins.RuntimeError", CPU_OOM, Kind.OOM_HOST),
-        ("cuda", "builtins.MemoryError", "", Kind.OOM_HOST),
+        ("cuda", "builtins.RuntimeError", CPU_OOM, OutcomeKind.OOM_HOST),
+        ("cuda", "builtins.MemoryError", "", OutcomeKind.OOM_HOST),
         (
             "cuda",
             "builtins.RuntimeError",
             "unable to mmap 1024 bytes from file </torch_1>: Cannot allocate memory (12)",
-            Kind.OOM_HOST,
+            OutcomeKind.OOM_HOST,
         ),
-        ("cpu", "builtins.RuntimeError", CPU_OOM, Kind.OOM_DEVICE),
-        ("cpu", "builtins.RuntimeError", "could not create a primitive", Kind.OOM_DEVICE),
-        ("cpu", "builtins.RuntimeError", "could not create a memory object", Kind.OOM_DEVICE),
-        ("cpu", "builtins.RuntimeError", "std::bad_alloc", Kind.OOM_DEVICE),
-        ("cpu", "builtins.MemoryError", "Unable to allocate 3 MiB", Kind.OOM_DEVICE),
-        ("cpu", "builtins.RuntimeError", "can't start new thread", Kind.OOM_DEVICE),
-        ("cpu", "deepspeed.runtime.config.DeepSpeedConfigError", "Check batch related parameters.", Kind.INVALID),
+        ("cpu", "builtins.RuntimeError", CPU_OOM, OutcomeKind.OOM_DEVICE),
+        ("cpu", "builtins.RuntimeError", "could not create a primitive", OutcomeKind.OOM_DEVICE),
+        ("cpu", "builtins.RuntimeError", "could not create a memory object", OutcomeKind.OOM_DEVICE),
+        ("cpu", "builtins.RuntimeError", "std::bad_alloc", OutcomeKind.OOM_DEVICE),
+        ("cpu", "builtins.MemoryError", "Unable to allocate 3 MiB", OutcomeKind.OOM_DEVICE),
+        ("cpu", "builtins.RuntimeError", "can't start new thread", OutcomeKind.OOM_DEVICE),
+        (
+            "cpu",
+            "deepspeed.runtime.config.DeepSpeedConfigError",
+            "Check batch related parameters.",
+            OutcomeKind.INVALID,
+        ),
         (
             "cpu",
             "pydantic_core._pydantic_core.ValidationError",
             "1 validation error for DeepSpeedZeroConfig",
-            Kind.INVALID,
+            OutcomeKind.INVALID,
         ),
         (
             "cuda",
             "torch.distributed.DistStoreError",
             "Timed out after 61 seconds waiting for clients.",
-            Kind.INFRASTRUCTURE,
+            OutcomeKind.INFRASTRUCTURE,
         ),
-        ("cuda", "torch.distributed.DistBackendError", "ncclSystemError: System call failed", Kind.INFRASTRUCTURE),
-        ("cuda", "torch.distributed.DistBackendError", "no words that are known", Kind.INFRASTRUCTURE),
-        ("cpu", "builtins.OSError", "[Errno 28] No space left on device", Kind.INFRASTRUCTURE),
-        ("cpu", "builtins.OSError", "[Errno 98] Address already in use", Kind.INFRASTRUCTURE),
-        ("cpu", "builtins.KeyError", "'labels'", Kind.CRASH),
-        ("cpu", "builtins.ValueError", "shapes do not match", Kind.CRASH),
+        (
+            "cuda",
+            "torch.distributed.DistBackendError",
+            "ncclSystemError: System call failed",
+            OutcomeKind.INFRASTRUCTURE,
+        ),
+        ("cuda", "torch.distributed.DistBackendError", "no words that are known", OutcomeKind.INFRASTRUCTURE),
+        ("cpu", "builtins.OSError", "[Errno 28] No space left on device", OutcomeKind.INFRASTRUCTURE),
+        ("cpu", "builtins.OSError", "[Errno 98] Address already in use", OutcomeKind.INFRASTRUCTURE),
+        ("cpu", "builtins.KeyError", "'labels'", OutcomeKind.CRASH),
+        ("cpu", "builtins.ValueError", "shapes do not match", OutcomeKind.CRASH),
     ],
 )
-def test_what_a_rank_reported(device: str, kind: str, text: str, expected: Kind) -> None:
-    verdict = judge(Evidence(device, [error(kind, text)]))
+def test_what_a_rank_reported(device: str, kind: str, text: str, expected: OutcomeKind) -> None:
+    verdict = judge(FailureEvidence(device, [error(kind, text)]))
     assert verdict.kind is expected
     assert verdict.evidence.startswith(f"exception {kind}")
     assert (verdict.phase, verdict.source, verdict.rank) == (Phase.FORWARD, Source.EXCEPTION, 0)
@@ -102,9 +112,9 @@ def test_what_a_rank_reported(device: str, kind: str, text: str, expected: Kind)
 
 def test_a_verdict_whole() -> None:
     assert judge(
-        Evidence("cuda", [error("torch.OutOfMemoryError", f"\n  {CUDA_OOM}\nmore", "backward", rank=3)])
-    ) == Verdict(
-        Kind.OOM_DEVICE,
+        FailureEvidence("cuda", [error("torch.OutOfMemoryError", f"\n  {CUDA_OOM}\nmore", "backward", rank=3)])
+    ) == FailureVerdict(
+        OutcomeKind.OOM_DEVICE,
         Phase.BACKWARD,
         f"OutOfMemoryError: {CUDA_OOM}",
         "exception torch.OutOfMemoryError",
@@ -113,8 +123,10 @@ def test_a_verdict_whole() -> None:
         missing_bytes=int(2.93 * GIB) - int(1.21 * GIB),
         exceptions=("torch.OutOfMemoryError", "builtins.RuntimeError"),
     )
-    assert judge(Evidence("cpu", [error("builtins.KeyError", "x" * 400 + " tried to allocate 5 bytes")])) == Verdict(
-        Kind.CRASH,
+    assert judge(
+        FailureEvidence("cpu", [error("builtins.KeyError", "x" * 400 + " tried to allocate 5 bytes")])
+    ) == FailureVerdict(
+        OutcomeKind.CRASH,
         Phase.FORWARD,
         f"KeyError: {'x' * 300}",
         "exception builtins.KeyError",
@@ -127,61 +139,74 @@ def test_a_verdict_whole() -> None:
 @pytest.mark.parametrize("kinds", [[], None])
 def test_an_error_of_which_nothing_is_known(kinds: list[str] | None) -> None:
     bare = {} if kinds is None else {"kinds": kinds, "phase": "nowhere"}
-    assert judge(Evidence("cpu", [bare])) == Verdict(
-        Kind.CRASH, Phase.INIT, "Exception: Exception", "exception Exception", Source.EXCEPTION
+    assert judge(FailureEvidence("cpu", [bare])) == FailureVerdict(
+        OutcomeKind.CRASH, Phase.INIT, "Exception: Exception", "exception Exception", Source.EXCEPTION
     )
 
 
 def test_a_subclass_is_known_by_its_bases() -> None:
     own = {"kinds": ["mine.Error", "torch.OutOfMemoryError"], "text": "no"}
-    assert judge(Evidence("cuda", [own])).kind is Kind.OOM_DEVICE
-    assert judge(Evidence("cuda", [{**own, "kinds": ["mine.Error", "builtins.MemoryError"]}])).kind is Kind.OOM_HOST
-    assert judge(Evidence("cpu", [{**own, "kinds": ["mine.Error", "x.DeepSpeedConfigError"]}])).kind is Kind.INVALID
-    assert judge(Evidence("cpu", [{**own, "kinds": ["mine.Error", "x.ZeRORuntimeException"]}])).kind is Kind.INVALID
-    assert judge(Evidence("cpu", [{**own, "kinds": ["mine.Error", "x.DistNetworkError"]}])).kind is Kind.INFRASTRUCTURE
+    assert judge(FailureEvidence("cuda", [own])).kind is OutcomeKind.OOM_DEVICE
+    assert (
+        judge(FailureEvidence("cuda", [{**own, "kinds": ["mine.Error", "builtins.MemoryError"]}])).kind
+        is OutcomeKind.OOM_HOST
+    )
+    assert (
+        judge(FailureEvidence("cpu", [{**own, "kinds": ["mine.Error", "x.DeepSpeedConfigError"]}])).kind
+        is OutcomeKind.INVALID
+    )
+    assert (
+        judge(FailureEvidence("cpu", [{**own, "kinds": ["mine.Error", "x.ZeRORuntimeException"]}])).kind
+        is OutcomeKind.INVALID
+    )
+    assert (
+        judge(FailureEvidence("cpu", [{**own, "kinds": ["mine.Error", "x.DistNetworkError"]}])).kind
+        is OutcomeKind.INFRASTRUCTURE
+    )
 
 
 def test_the_end_of_a_traceback_counts_where_the_text_is_silent() -> None:
     cause = {**error("builtins.RuntimeError", "failed"), "traceback": "bad_alloc" + "x" * 3991}
-    verdict = judge(Evidence("cpu", [cause]))
-    assert verdict.kind is Kind.OOM_DEVICE
+    verdict = judge(FailureEvidence("cpu", [cause]))
+    assert verdict.kind is OutcomeKind.OOM_DEVICE
     assert verdict.evidence == "exception builtins.RuntimeError with text 'bad_alloc'"
-    assert judge(Evidence("cpu", [{**cause, "traceback": "bad_alloc" + "x" * 3992}])).kind is Kind.CRASH
+    assert judge(FailureEvidence("cpu", [{**cause, "traceback": "bad_alloc" + "x" * 3992}])).kind is OutcomeKind.CRASH
 
 
 def test_a_text_counts_more_than_where_it_was_raised_only_for_memory() -> None:
     file = "/site/deepspeed/runtime/engine.py"
     refused = error("builtins.ValueError", "Address already in use", "init", file)
-    assert judge(Evidence("cpu", [refused])).kind is Kind.INVALID
+    assert judge(FailureEvidence("cpu", [refused])).kind is OutcomeKind.INVALID
     disk = error("builtins.OSError", "No space left on device", "init", file)
-    verdict = judge(Evidence("cpu", [disk]))
-    assert verdict.kind is Kind.INFRASTRUCTURE
+    verdict = judge(FailureEvidence("cpu", [disk]))
+    assert verdict.kind is OutcomeKind.INFRASTRUCTURE
     assert verdict.evidence == "exception builtins.OSError with text 'No space left on device'"
     assert (
-        judge(Evidence("cpu", [error("builtins.ValueError", "std::bad_alloc", "init", file)])).kind is Kind.OOM_DEVICE
+        judge(FailureEvidence("cpu", [error("builtins.ValueError", "std::bad_alloc", "init", file)])).kind
+        is OutcomeKind.OOM_DEVICE
     )
-    verdict = judge(Evidence("cpu", [error("builtins.ValueError", "Address already in use")]))
-    assert verdict.kind is Kind.INFRASTRUCTURE
+    verdict = judge(FailureEvidence("cpu", [error("builtins.ValueError", "Address already in use")]))
+    assert verdict.kind is OutcomeKind.INFRASTRUCTURE
     assert verdict.evidence == "exception builtins.ValueError with text 'Address already in use'"
-    assert judge(Evidence("cpu", [error("builtins.OSError", "no such file")])).kind is Kind.CRASH
+    assert judge(FailureEvidence("cpu", [error("builtins.OSError", "no such file")])).kind is OutcomeKind.CRASH
 
 
 @pytest.mark.parametrize(
     ("phase", "file", "expected"),
     [
-        ("init", "/site/deepspeed/runtime/engine.py", Kind.INVALID),
-        ("init", "/home/me/model.py", Kind.CRASH),
-        ("init", "/site/deepspeed/ops/op_builder/builder.py", Kind.CRASH),  # a compiler, not a refusal
-        ("step", "/site/deepspeed/runtime/engine.py", Kind.CRASH),
+        ("init", "/site/deepspeed/runtime/engine.py", OutcomeKind.INVALID),
+        ("init", "/home/me/model.py", OutcomeKind.CRASH),
+        ("init", "/site/deepspeed/ops/op_builder/builder.py", OutcomeKind.CRASH),  # a compiler, not a refusal
+        ("step", "/site/deepspeed/runtime/engine.py", OutcomeKind.CRASH),
     ],
 )
-def test_deepspeeds_own_refusal_during_init_is_invalid(phase: str, file: str, expected: Kind) -> None:
-    verdict = judge(Evidence("cpu", [error("builtins.AssertionError", "not supported", phase, file)]))
+def test_deepspeeds_own_refusal_during_init_is_invalid(phase: str, file: str, expected: OutcomeKind) -> None:
+    verdict = judge(FailureEvidence("cpu", [error("builtins.AssertionError", "not supported", phase, file)]))
     assert verdict.kind is expected
-    raised = " raised by deepspeed/runtime/engine.py during init" if expected is Kind.INVALID else ""
+    raised = " raised by deepspeed/runtime/engine.py during init" if expected is OutcomeKind.INVALID else ""
     assert verdict.evidence == f"exception builtins.AssertionError{raised}"
     nowhere = {"kinds": ["builtins.AssertionError"], "text": "", "phase": phase}
-    assert judge(Evidence("cpu", [nowhere])).kind is Kind.CRASH
+    assert judge(FailureEvidence("cpu", [nowhere])).kind is OutcomeKind.CRASH
 
 
 # -- several ranks -------------------------------------------------------------------------------------------------------
@@ -193,20 +218,20 @@ def test_a_peers_broken_connection_is_not_the_cause() -> None:
     lost = error("builtins.RuntimeError", LOST, rank=0)
     cause = error("builtins.RuntimeError", CPU_OOM, rank=1)
     for errors in ([lost, cause], [cause, lost]):
-        verdict = judge(Evidence("cpu", errors))
-        assert (verdict.kind, verdict.rank) == (Kind.OOM_DEVICE, 1)
+        verdict = judge(FailureEvidence("cpu", errors))
+        assert (verdict.kind, verdict.rank) == (OutcomeKind.OOM_DEVICE, 1)
         assert verdict.missing_bytes == 16777216
     crash = error("builtins.KeyError", "'labels'", rank=1)
-    assert judge(Evidence("cpu", [lost, crash])).rank == 1
+    assert judge(FailureEvidence("cpu", [lost, crash])).rank == 1
     port = error("builtins.OSError", "Address already in use", rank=1)
-    assert judge(Evidence("cpu", [lost, port])).rank == 1, "the machine is a cause, a lost peer is none"
+    assert judge(FailureEvidence("cpu", [lost, port])).rank == 1, "the machine is a cause, a lost peer is none"
 
 
 def test_of_equal_errors_the_lowest_rank_is_named() -> None:
     errors = [error("builtins.KeyError", "'x'", rank=rank) for rank in (3, 1, 2)]
-    assert judge(Evidence("cpu", errors)).rank == 1
+    assert judge(FailureEvidence("cpu", errors)).rank == 1
     unknown = {"kinds": ["builtins.KeyError"], "text": "'x'"}
-    assert judge(Evidence("cpu", [*errors, unknown])).rank is None
+    assert judge(FailureEvidence("cpu", [*errors, unknown])).rank is None
 
 
 @pytest.mark.parametrize(
@@ -219,10 +244,13 @@ def test_of_equal_errors_the_lowest_rank_is_named() -> None:
 )
 def test_what_one_rank_says_before_what_another_does(greater: str, lesser: str) -> None:
     errors = [error("builtins.RuntimeError", lesser, rank=0), error("builtins.RuntimeError", greater, rank=1)]
-    assert judge(Evidence("cuda", errors)).rank == 1
+    assert judge(FailureEvidence("cuda", errors)).rank == 1
     invalid = error("x.DeepSpeedConfigError", "no", rank=2)
-    assert judge(Evidence("cuda", [error("builtins.KeyError", "x"), invalid])).rank == 2
-    assert judge(Evidence("cuda", [invalid, error("builtins.RuntimeError", "cudaHostAlloc failed", rank=4)])).rank == 4
+    assert judge(FailureEvidence("cuda", [error("builtins.KeyError", "x"), invalid])).rank == 2
+    assert (
+        judge(FailureEvidence("cuda", [invalid, error("builtins.RuntimeError", "cudaHostAlloc failed", rank=4)])).rank
+        == 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,12 +272,12 @@ def test_what_is_only_a_lost_peer(text: str, secondary: bool) -> None:
 
 def test_a_death_is_the_cause_where_others_only_lost_a_peer() -> None:
     lost = error("builtins.RuntimeError", LOST, rank=0)
-    verdict = judge(Evidence("cpu", [lost], {0: 1, 1: -signal.SIGSEGV}))
+    verdict = judge(FailureEvidence("cpu", [lost], {0: 1, 1: -signal.SIGSEGV}))
     assert (verdict.source, verdict.signal, verdict.rank) == (Source.SIGNAL, signal.SIGSEGV, 1)
-    verdict = judge(Evidence("cpu", [lost], {0: 1, 1: 0}))
+    verdict = judge(FailureEvidence("cpu", [lost], {0: 1, 1: 0}))
     assert (verdict.source, verdict.rank) == (Source.EXCEPTION, 0), "nobody died: the error is all there is"
     both = [lost, error("builtins.KeyError", "'x'", rank=2)]
-    assert judge(Evidence("cpu", both, {1: -signal.SIGSEGV})).rank == 2
+    assert judge(FailureEvidence("cpu", both, {1: -signal.SIGSEGV})).rank == 2
 
 
 # -- memory that another process took ------------------------------------------------------------------------------------
@@ -272,28 +300,32 @@ def test_a_death_is_the_cause_where_others_only_lost_a_peer() -> None:
     ],
 )
 def test_a_foreign_process_is_blamed_by_nvml(kind: str, text: str, evidence: str) -> None:
-    verdict = judge(Evidence("cuda", [error(kind, text)], peaks=Peaks(used=[5], foreign=2 * GIB)))
-    assert verdict.kind is Kind.FOREIGN
+    verdict = judge(FailureEvidence("cuda", [error(kind, text)], peaks=MemoryPeaks(used=[5], foreign=2 * GIB)))
+    assert verdict.kind is OutcomeKind.GPU_CONTENTION
     assert verdict.evidence == evidence
     assert verdict.missing_bytes is None
-    within = judge(Evidence("cuda", [error(kind, text)], peaks=Peaks(used=[5], foreign=FOREIGN_BYTES)))
-    assert within.kind is Kind.OOM_DEVICE
-    host = judge(Evidence("cuda", [error("builtins.RuntimeError", CPU_OOM)], peaks=Peaks(used=[5], foreign=2 * GIB)))
-    assert host.kind is Kind.OOM_HOST, "main memory is not the device's"
+    within = judge(FailureEvidence("cuda", [error(kind, text)], peaks=MemoryPeaks(used=[5], foreign=FOREIGN_BYTES)))
+    assert within.kind is OutcomeKind.OOM_DEVICE
+    host = judge(
+        FailureEvidence("cuda", [error("builtins.RuntimeError", CPU_OOM)], peaks=MemoryPeaks(used=[5], foreign=2 * GIB))
+    )
+    assert host.kind is OutcomeKind.OOM_HOST, "main memory is not the device's"
 
 
 def test_what_others_took_must_have_been_enough() -> None:
     """A desktop that grew by 300 MiB does not excuse a candidate that lacked 4 GiB, nor one that our own cap refused."""
-    grown = Peaks(used=[5], foreign=300 * MIB)
+    grown = MemoryPeaks(used=[5], foreign=300 * MIB)
     lacks = "CUDA out of memory. Tried to allocate {} GiB. GPU 0 has a total capacity of 24.00 GiB of which 1.00 GiB is free."
 
-    def kind(text: str) -> Kind:
-        return judge(Evidence("cuda", [error("torch.OutOfMemoryError", text)], peaks=grown)).kind
+    def kind(text: str) -> OutcomeKind:
+        return judge(FailureEvidence("cuda", [error("torch.OutOfMemoryError", text)], peaks=grown)).kind
 
-    assert kind(lacks.format("5.00")) is Kind.OOM_DEVICE
-    assert kind(lacks.format("1.20")) is Kind.FOREIGN
+    assert kind(lacks.format("5.00")) is OutcomeKind.OOM_DEVICE
+    assert kind(lacks.format("1.20")) is OutcomeKind.GPU_CONTENTION
     capped = "; 20.00 GiB allowed; Of the allocated memory 19.90 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch"
-    assert kind(lacks.format("1.20").replace("1.00 GiB is free.", f"9.00 GiB is free. {capped}")) is Kind.OOM_DEVICE
+    assert (
+        kind(lacks.format("1.20").replace("1.00 GiB is free.", f"9.00 GiB is free. {capped}")) is OutcomeKind.OOM_DEVICE
+    )
 
 
 def test_a_foreign_process_is_blamed_by_what_it_holds() -> None:
@@ -302,11 +334,11 @@ def test_a_foreign_process_is_blamed_by_what_it_holds() -> None:
         "Process 7 has 30.97 GiB memory in use. Including non-PyTorch memory, this process has 764.00 MiB memory in use. Of "
         "the allocated memory 376.65 MiB is allocated by PyTorch, and 29.35 MiB is reserved by PyTorch but unallocated."
     )
-    verdict = judge(Evidence("cuda", [error("torch.OutOfMemoryError", text)]))
-    assert verdict.kind is Kind.FOREIGN
+    verdict = judge(FailureEvidence("cuda", [error("torch.OutOfMemoryError", text)]))
+    assert verdict.kind is OutcomeKind.GPU_CONTENTION
     assert verdict.evidence == "exception torch.OutOfMemoryError; other processes hold 30.99 GiB of the device"
     own = text.replace("764.00 MiB memory", "30.90 GiB memory")
-    assert judge(Evidence("cuda", [error("torch.OutOfMemoryError", own)])).kind is Kind.OOM_DEVICE
+    assert judge(FailureEvidence("cuda", [error("torch.OutOfMemoryError", own)])).kind is OutcomeKind.OOM_DEVICE
 
 
 @pytest.mark.parametrize(
@@ -338,7 +370,7 @@ def test_an_exception_that_says_that_memory_ran_out(kinds: list[str], text: str,
 def test_memory_that_others_hold_ends_a_rank_too() -> None:
     numbers = {"free_bytes": MIB, "total_bytes": 80 * GIB, "reserved_bytes": 2 * GIB}
     known = {"kinds": ["builtins.RuntimeError"], "text": "CUDA error: out of memory", "numbers": numbers}
-    assert judge(Evidence("cuda", [known])).kind is Kind.FOREIGN
+    assert judge(FailureEvidence("cuda", [known])).kind is OutcomeKind.GPU_CONTENTION
     assert is_memory_error(known, "cuda")
 
 
@@ -355,39 +387,39 @@ def test_what_was_counted_stands_beside_what_decided() -> None:
         "host_available_bytes": 2 * GIB,
     }
     known = {**error("torch.AcceleratorError", "CUDA error: out of memory"), "numbers": numbers}
-    verdict = judge(Evidence("cuda", [known]))
-    assert verdict.kind is Kind.OOM_HOST, "the device is half empty and much is pinned"
+    verdict = judge(FailureEvidence("cuda", [known]))
+    assert verdict.kind is OutcomeKind.OOM_HOST, "the device is half empty and much is pinned"
     assert verdict.evidence == (
         "exception torch.AcceleratorError with text 'CUDA error: out of memory'; 40.00 GiB of the device's 80.00 GiB free, "
         "30.00 GiB reserved, 31.00 GiB at most, 60.00 GiB pinned, 2.00 GiB of main memory available"
     )
     assert verdict.missing_bytes is None, "what is counted afterwards is another state"
-    crash = judge(Evidence("cuda", [{**known, "kinds": ["builtins.KeyError"], "text": "'x'"}]))
-    assert crash.kind is Kind.CRASH
+    crash = judge(FailureEvidence("cuda", [{**known, "kinds": ["builtins.KeyError"], "text": "'x'"}]))
+    assert crash.kind is OutcomeKind.CRASH
     assert crash.evidence.startswith("exception builtins.KeyError; 40.00 GiB of the device's 80.00 GiB free")
 
 
 def test_a_host_that_ran_out_decides_what_cuda_leaves_open() -> None:
     numbers = {"free_bytes": 40 * GIB, "total_bytes": 80 * GIB, "host_available_bytes": 1 * GIB}
     known = {**error("torch.AcceleratorError", "CUDA error: out of memory"), "numbers": numbers}
-    assert judge(Evidence("cuda", [known], host_total_bytes=100 * GIB)).kind is Kind.OOM_HOST
-    assert judge(Evidence("cuda", [known], host_total_bytes=10 * GIB)).kind is Kind.OOM_DEVICE
-    killed = Evidence("cuda", [known], peaks=Peaks(oom_kills=1), host_total_bytes=10 * GIB)
-    assert judge(killed).kind is Kind.OOM_HOST
+    assert judge(FailureEvidence("cuda", [known], host_total_bytes=100 * GIB)).kind is OutcomeKind.OOM_HOST
+    assert judge(FailureEvidence("cuda", [known], host_total_bytes=10 * GIB)).kind is OutcomeKind.OOM_DEVICE
+    killed = FailureEvidence("cuda", [known], peaks=MemoryPeaks(oom_kills=1), host_total_bytes=10 * GIB)
+    assert judge(killed).kind is OutcomeKind.OOM_HOST
 
 
 def test_any_numbers_are_taken() -> None:
     known = {**error("builtins.RuntimeError", "CUDA error: out of memory"), "numbers": None}
-    assert judge(Evidence("cuda", [known])).evidence == (
+    assert judge(FailureEvidence("cuda", [known])).evidence == (
         "exception builtins.RuntimeError with text 'CUDA error: out of memory'"
     )
     for numbers in ({"free_bytes": "much"}, {"free_bytes": -1}, {"total_bytes": 0, "free_bytes": 0}, {"x": 1}):
-        assert judge(Evidence("cuda", [{**known, "numbers": numbers}])).kind is Kind.OOM_DEVICE
+        assert judge(FailureEvidence("cuda", [{**known, "numbers": numbers}])).kind is OutcomeKind.OOM_DEVICE
 
 
 @given(st.text(max_size=80))
 def test_any_text_has_a_verdict(text: str) -> None:
-    verdict = judge(Evidence("cuda", [error("builtins.RuntimeError", text)], {0: 1}, logs={0: text}))
+    verdict = judge(FailureEvidence("cuda", [error("builtins.RuntimeError", text)], {0: 1}, logs={0: text}))
     assert len(verdict.reason) <= len("RuntimeError: ") + 300
     assert "\n" not in verdict.reason
 
@@ -395,8 +427,14 @@ def test_any_text_has_a_verdict(text: str) -> None:
 def test_a_full_disk_is_the_machines_whatever_a_save_says() -> None:
     saving = 'File "/x/engine.py", line 5, in _save_checkpoint\n    write()\nRuntimeError: who knows'
     full = {**error("builtins.RuntimeError", "who knows"), "full_disk": "/out", "traceback": saving}
-    verdict = judge(Evidence("cpu", [full]))
-    assert (verdict.kind, verdict.reason) == (Kind.INFRASTRUCTURE, "RuntimeError: who knows (the disk of /out is full)")
-    assert judge(Evidence("cpu", [{**full, "full_disk": ""}])).kind is Kind.CRASH
-    assert judge(Evidence("cpu", [{**full, "traceback": saving.replace("_save_", "_make_")}])).kind is Kind.CRASH
-    assert judge(Evidence("cpu", [{**full, "text": "CUDA out of memory"}])).kind.is_oom
+    verdict = judge(FailureEvidence("cpu", [full]))
+    assert (verdict.kind, verdict.reason) == (
+        OutcomeKind.INFRASTRUCTURE,
+        "RuntimeError: who knows (the disk of /out is full)",
+    )
+    assert judge(FailureEvidence("cpu", [{**full, "full_disk": ""}])).kind is OutcomeKind.CRASH
+    assert (
+        judge(FailureEvidence("cpu", [{**full, "traceback": saving.replace("_save_", "_make_")}])).kind
+        is OutcomeKind.CRASH
+    )
+    assert judge(FailureEvidence("cpu", [{**full, "text": "CUDA out of memory"}])).kind.is_oom

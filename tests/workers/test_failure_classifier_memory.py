@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.util.units import GIB, KIB, MIB
-from autotune.workers.failure_classifier import Account
+from autotune.workers.failure_classifier import MemorySnapshot
 
 TODAY = (  # torch 2.1 and later; github.com/meta-pytorch/segment-anything-fast/issues/63
     "CUDA out of memory. Tried to allocate 12.00 GiB. GPU 0 has a total capacity of 23.69 GiB of which 3.05 GiB is free. "
@@ -29,18 +29,18 @@ def size(gib: float) -> int:
 
 
 def test_the_allocators_formats() -> None:
-    assert Account.of(TODAY) == Account(
+    assert MemorySnapshot.of(TODAY) == MemorySnapshot(
         asked=12 * GIB, free=size(3.05), total=size(23.69), own=size(16.27), reserved=size(14.46) + int(265.91 * MIB)
     )
-    assert Account.of(TODAY.replace("capacity", "capacty")) == Account.of(TODAY), "as 2.1 writes it"
-    assert Account.of(UNTIL_2_0) == Account(
+    assert MemorySnapshot.of(TODAY.replace("capacity", "capacty")) == MemorySnapshot.of(TODAY), "as 2.1 writes it"
+    assert MemorySnapshot.of(UNTIL_2_0) == MemorySnapshot(
         asked=size(2.87), free=int(19.75 * MIB), total=size(14.76), reserved=size(13.71)
     )
-    assert Account.of(UNTIL_1_3) == Account(
+    assert MemorySnapshot.of(UNTIL_1_3) == MemorySnapshot(
         asked=14 * MIB, free=int(53.75 * MIB), total=size(15.78), reserved=size(2.68) + int(77.13 * MIB)
     )
     mps = "MPS backend out of memory (MPS allocated: 8.00 GiB, other allocations: 1.00 GiB, max allowed: 9.07 GiB)."
-    assert Account.of(f"{mps} Tried to allocate 256.00 MiB on private pool.") == Account(
+    assert MemorySnapshot.of(f"{mps} Tried to allocate 256.00 MiB on private pool.") == MemorySnapshot(
         asked=256 * MIB, reserved=9 * GIB, allowed=size(9.07)
     )
     asynchronous = (  # c10/cuda/CUDAMallocAsyncAllocator.cpp
@@ -49,7 +49,7 @@ def test_the_allocators_formats() -> None:
         "Free (according to CUDA): 12.19 MiB\nPyTorch limit (set by user-supplied memory fraction)\n"
         "                        : 17179869184.00 GiB"
     )
-    account = Account.of(asynchronous)
+    account = MemorySnapshot.of(asynchronous)
     assert (account.asked, account.reserved, account.total) == (16 * MIB, size(13.96), size(15.73))
     assert account.missing == 16 * MIB - int(12.19 * MIB)
 
@@ -63,7 +63,7 @@ CAPPED = (
 
 def test_a_caps_shortage_is_of_what_the_cap_allowed() -> None:
     """Finding 22: the device had 3.20 GiB free, so it was "short of 1 byte"."""
-    account = Account.of(CAPPED)
+    account = MemorySnapshot.of(CAPPED)
     assert account.allowed == size(75.23)
     assert account.under_cap == size(75.23) - size(74.23) - int(943.54 * MIB)
     assert account.missing == 250 * MIB - account.under_cap
@@ -71,11 +71,11 @@ def test_a_caps_shortage_is_of_what_the_cap_allowed() -> None:
         "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 8.00 GiB total capacity; 3.00 GiB already allocated; "
         "4.50 GiB free; 4.00 GiB allowed; 3.50 GiB reserved in total by PyTorch)"
     )
-    assert Account.of(until_2_0).missing == size(1.5)
-    assert Account.of(CAPPED.replace("3.20 GiB is free", "1.00 MiB is free")).missing == 249 * MIB, (
+    assert MemorySnapshot.of(until_2_0).missing == size(1.5)
+    assert MemorySnapshot.of(CAPPED.replace("3.20 GiB is free", "1.00 MiB is free")).missing == 249 * MIB, (
         "the less of the two"
     )
-    assert Account(asked=GIB, allowed=GIB, reserved=2 * GIB).missing == GIB, "over the cap already"
+    assert MemorySnapshot(asked=GIB, allowed=GIB, reserved=2 * GIB).missing == GIB, "over the cap already"
 
 
 @pytest.mark.parametrize(
@@ -107,17 +107,17 @@ def test_a_caps_shortage_is_of_what_the_cap_allowed() -> None:
     ],
 )
 def test_bytes_missing(text: str, missing: int | None) -> None:
-    assert Account.of(text).missing == missing
+    assert MemorySnapshot.of(text).missing == missing
 
 
 def test_numbers_fill_what_the_text_leaves_open() -> None:
     numbers = {"free_bytes": 7, "total_bytes": 100, "reserved_bytes": 50, "pinned_bytes": 3, "host_available_bytes": 9}
-    assert Account.of("", numbers) == Account(free=7, total=100, reserved=50, pinned=3, host_available=9)
-    said = Account.of(TODAY, numbers)
+    assert MemorySnapshot.of("", numbers) == MemorySnapshot(free=7, total=100, reserved=50, pinned=3, host_available=9)
+    said = MemorySnapshot.of(TODAY, numbers)
     assert (said.free, said.pinned) == (size(3.05), 3), "the text is nearer to the failure"
-    assert Account.of("", {"free_bytes": "1", "total_bytes": -1, "x": 1, "asked": 2}) == Account()
-    assert Account.of("", None) == Account()
-    assert str(Account()) == ""
+    assert MemorySnapshot.of("", {"free_bytes": "1", "total_bytes": -1, "x": 1, "asked": 2}) == MemorySnapshot()
+    assert MemorySnapshot.of("", None) == MemorySnapshot()
+    assert str(MemorySnapshot()) == ""
 
 
 def test_how_full_a_device_is() -> None:
@@ -129,24 +129,35 @@ def test_how_full_a_device_is() -> None:
         (0.11, False, True),
     ]
     for free, full, roomy in shares:
-        account = Account(free=int(free * 80 * GIB), total=80 * GIB)
+        account = MemorySnapshot(free=int(free * 80 * GIB), total=80 * GIB)
         assert (account.is_full, account.is_roomy) == (full, roomy)
-    for unknown in (Account(), Account(free=0), Account(total=GIB), Account(free=0, total=0)):
+    for unknown in (
+        MemorySnapshot(),
+        MemorySnapshot(free=0),
+        MemorySnapshot(total=GIB),
+        MemorySnapshot(free=0, total=0),
+    ):
         assert not unknown.is_full
         assert not unknown.is_roomy
 
 
 def test_what_others_hold() -> None:
-    assert Account.of(UNTIL_1_3).held_by_others == size(15.78) - int(53.75 * MIB) - size(2.68) - int(77.13 * MIB)
-    assert Account.of(TODAY).held_by_others is None, "a neighbour's 4 GiB of 24 is the machine's usual state"
-    assert Account.of(TODAY.replace("16.27 GiB memory", "17179869183.99 GiB memory")).held_by_others is None, "WSL"
-    assert Account.of(TODAY.replace("16.27 GiB memory", "0 bytes memory")).held_by_others is None, "a container"
-    others = Account(free=MIB, total=80 * GIB, reserved=2 * GIB)
+    assert MemorySnapshot.of(UNTIL_1_3).held_by_others == size(15.78) - int(53.75 * MIB) - size(2.68) - int(77.13 * MIB)
+    assert MemorySnapshot.of(TODAY).held_by_others is None, "a neighbour's 4 GiB of 24 is the machine's usual state"
+    assert MemorySnapshot.of(TODAY.replace("16.27 GiB memory", "17179869183.99 GiB memory")).held_by_others is None, (
+        "WSL"
+    )
+    assert MemorySnapshot.of(TODAY.replace("16.27 GiB memory", "0 bytes memory")).held_by_others is None, "a container"
+    others = MemorySnapshot(free=MIB, total=80 * GIB, reserved=2 * GIB)
     assert others.held_by_others == 78 * GIB - MIB
-    assert Account(free=30 * GIB, total=80 * GIB, reserved=2 * GIB, allowed=3 * GIB).held_by_others is None, (
+    assert MemorySnapshot(free=30 * GIB, total=80 * GIB, reserved=2 * GIB, allowed=3 * GIB).held_by_others is None, (
         "our own cap"
     )
-    for unknown in (Account(), Account(free=1, total=80 * GIB), Account(total=80 * GIB, reserved=1)):
+    for unknown in (
+        MemorySnapshot(),
+        MemorySnapshot(free=1, total=80 * GIB),
+        MemorySnapshot(total=80 * GIB, reserved=1),
+    ):
         assert unknown.held_by_others is None
 
 
@@ -163,7 +174,7 @@ def test_any_sizes_make_an_account(sizes: list[str], numbers: dict[str, int]) ->
     text = (
         "Tried to allocate {}. total capacity of {} of which {} is free. {} allowed; Of the allocated memory 1 bytes is"
     )
-    account = Account.of(text.format(*sizes), numbers)
+    account = MemorySnapshot.of(text.format(*sizes), numbers)
     assert account.missing is None or account.missing >= 1
     assert account.held_by_others is None or account.held_by_others > 0
     str(account)

@@ -12,7 +12,7 @@ import re
 
 import pytest
 
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.workers.failure_classifier import is_memory_error, is_secondary, judge
 from tests.workers import failures
 from tests.workers.failures import FAILURES, Failure
@@ -37,7 +37,7 @@ def test_the_verdict(failure: Failure) -> None:
 def test_a_rank_leaves_at_once_where_memory_ran_out(failure: Failure) -> None:
     message = failures.error(failure)
     kind = judge(failures.evidence({**failure, "oom_kills": 0})).kind  # the rank does not see those
-    ran_out = kind.is_oom or kind is Kind.FOREIGN
+    ran_out = kind.is_oom or kind is OutcomeKind.GPU_CONTENTION
     bases = ("builtins.RuntimeError", "builtins.OSError", "builtins.MemoryError")
     leaves = any(name in bases or name.endswith("OutOfMemoryError") for name in message["kinds"])
     assert is_memory_error(message, "cuda") is (ran_out and leaves)

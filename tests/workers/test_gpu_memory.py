@@ -14,7 +14,7 @@ from autotune.problem.nvml import GpuError, GpuLost
 from autotune.util.units import GIB
 from autotune.workers import gpu_memory as gpu_meter
 from autotune.workers.gpu_memory import NvmlMeter, blame_hidden, clock_limits, clock_mhz, make_meter
-from autotune.workers.memory_monitor import FOREIGN_BYTES, CpuMeter, Gauge, Peaks
+from autotune.workers.memory_monitor import FOREIGN_BYTES, CpuMeter, MemoryMonitor, MemoryPeaks
 from tests.conftest import wait_until
 from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, NOT_SUPPORTED, Card, Driver, Slice
 
@@ -37,14 +37,14 @@ def meter_of(driver: Driver) -> NvmlMeter:
 
 def begun(driver: Driver) -> NvmlMeter:
     meter = meter_of(driver)
-    assert meter.crowd() == []
+    assert meter.external_usage_warnings() == []
     meter.begin()
     return meter
 
 
-def sampled(meter: NvmlMeter, *pids: int) -> Peaks:
+def sampled(meter: NvmlMeter, *pids: int) -> MemoryPeaks:
     """Fresh peaks of one close sample."""
-    peaks = Peaks(used=[0] * len(pids))
+    peaks = MemoryPeaks(used=[0] * len(pids))
     meter.look_closely()
     meter.sample(list(pids), peaks)
     return peaks
@@ -68,7 +68,7 @@ def test_a_desktop_is_nobodys_fault(driver: Driver, card: Card) -> None:
     assert peaks.foreign == 0
     assert peaks.worst == 10 * GIB
     change(driver, card, processes={})
-    assert meter.left() == []
+    assert meter.unreleased_memory_warnings() == []
 
 
 def test_a_gpu_that_computes_is_busy(driver: Driver, card: Card) -> None:
@@ -90,17 +90,17 @@ def test_a_neighbour_in_mid_study(driver: Driver, card: Card) -> None:
     assert (peaks.used, peaks.foreign) == ([10 * GIB], 12 * GIB)
     assert peaks.neighbours == f"a process (pid {NEIGHBOUR}) 12.00 GiB on GPU 0"
     change(driver, card, processes={NEIGHBOUR: 12 * 1024})
-    assert meter.left() == [], "what is left is not the ranks'"
-    (line,) = meter.crowd()
+    assert meter.unreleased_memory_warnings() == [], "what is left is not the ranks'"
+    (line,) = meter.external_usage_warnings()
     assert line == (f"GPU 0 has 12.00 GiB less free than when the study began: a process (pid {NEIGHBOUR}) 12.00 GiB")
     meter.begin()
-    assert meter.crowd() == [], "it was waited for in vain"
+    assert meter.external_usage_warnings() == [], "it was waited for in vain"
     change(driver, card, processes={NEIGHBOUR: 12 * 1024, RANK: 8 * 1024})
     peaks = sampled(meter, RANK)
     assert (peaks.used, peaks.foreign) == ([8 * GIB], 12 * GIB), "it still takes room that the capacity counts"
     assert f"pid {NEIGHBOUR}" in peaks.neighbours
     change(driver, card, processes={})
-    assert meter.crowd() == []
+    assert meter.external_usage_warnings() == []
     meter.begin()
     change(driver, card, processes={RANK: 8 * 1024})
     assert sampled(meter, RANK).foreign == 0, "it is gone again"
@@ -110,7 +110,7 @@ def test_a_neighbour_that_grows_is_waited_for_again(driver: Driver, card: Card) 
     meter = begun(driver)
     for gib, waits in ((4, True), (4, False), (4.2, False), (8, True)):
         change(driver, card, processes={NEIGHBOUR: int(gib * 1024)})
-        assert bool(meter.crowd()) is waits, gib
+        assert bool(meter.external_usage_warnings()) is waits, gib
         if waits:
             meter.begin()
 
@@ -122,8 +122,12 @@ def test_a_neighbour_that_a_container_hides(driver: Driver, card: Card) -> None:
     peaks = sampled(meter, RANK)
     assert (peaks.used, peaks.grown, peaks.worst, peaks.foreign) == ([0], {0: 10 * GIB}, 10 * GIB, 0)
     change(driver, card, hidden_mib=12 * 1024)
-    assert meter.left() == [f"GPU 0 has 12.00 GiB less free than before its ranks were launched: {gpu_meter.HIDDEN}"]
-    assert meter.crowd() == [f"GPU 0 has 12.00 GiB less free than when the study began: {gpu_meter.HIDDEN}"]
+    assert meter.unreleased_memory_warnings() == [
+        f"GPU 0 has 12.00 GiB less free than before its ranks were launched: {gpu_meter.HIDDEN}"
+    ]
+    assert meter.external_usage_warnings() == [
+        f"GPU 0 has 12.00 GiB less free than when the study began: {gpu_meter.HIDDEN}"
+    ]
     meter.begin()
     change(driver, card, hidden_mib=20 * 1024)
     peaks = sampled(meter, RANK)
@@ -133,18 +137,18 @@ def test_a_neighbour_that_a_container_hides(driver: Driver, card: Card) -> None:
 
 def test_what_a_failed_rank_says_of_hidden_neighbours() -> None:
     numbers = {"total_bytes": 24 * GIB, "free_bytes": GIB // 2, "reserved_bytes": 11 * GIB}
-    peaks = Peaks(used=[0])
+    peaks = MemoryPeaks(used=[0])
     blame_hidden(peaks, numbers, int(0.8 * GIB))
     assert peaks.foreign == pytest.approx(11.7 * GIB)
     assert peaks.foreign > FOREIGN_BYTES
-    own = Peaks(used=[11 * GIB])
+    own = MemoryPeaks(used=[11 * GIB])
     blame_hidden(own, numbers, int(0.8 * GIB))
     assert own.foreign == 0, "NVML shows it, and knows better"
-    late = Peaks(used=[0])
+    late = MemoryPeaks(used=[0])
     blame_hidden(late, numbers, int(11.7 * GIB))
     assert late.foreign == 0, "less than what CUDA and NCCL load late"
     for told in ({}, {**numbers, "reserved_bytes": None}):
-        silent = Peaks(used=[0])
+        silent = MemoryPeaks(used=[0])
         blame_hidden(silent, {k: v for k, v in told.items() if v is not None}, 0)
         assert silent.foreign == 0
     blame_hidden(silent, numbers, None)
@@ -186,14 +190,14 @@ def test_what_ended_ranks_still_hold(driver: Driver, card: Card) -> None:
     change(driver, card, processes={RANK: 10 * 1024})
     sampled(meter, RANK)
     change(driver, card, processes={RANK: 3 * 1024})
-    (line,) = meter.left()
+    (line,) = meter.unreleased_memory_warnings()
     assert line == (
         "GPU 0 has 3.00 GiB less free than before its ranks were launched: ended ranks still hold it: "
         f"a process (pid {RANK}) 3.00 GiB"
     )
-    assert meter.crowd(), "and the next group waits for it"
+    assert meter.external_usage_warnings(), "and the next group waits for it"
     change(driver, card, processes={RANK: 40})
-    assert meter.left() == [], "the driver's own bookkeeping"
+    assert meter.unreleased_memory_warnings() == [], "the driver's own bookkeeping"
 
 
 def test_each_rank_has_its_own_gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,17 +236,17 @@ def test_a_slice(driver: Driver) -> None:
 
 def test_clocks_and_what_limits_them(driver: Driver, card: Card) -> None:
     meter = begun(driver)
-    peaks = Peaks(used=[0])
+    peaks = MemoryPeaks(used=[0])
     for mhz, reasons in ((1900, 0), (1890, 0x1), (1500, 0x4), (1510, 0x24), (1500, 0x20)):
         change(driver, card, clock_mhz=mhz, reasons=reasons)
         meter.sample([RANK], peaks)
     assert clock_mhz(peaks) == 1510
     assert clock_limits(peaks) == ["power cap", "temperature (driver)"]
-    assert (clock_mhz(Peaks()), clock_limits(Peaks())) == (None, [])
+    assert (clock_mhz(MemoryPeaks()), clock_limits(MemoryPeaks())) == (None, [])
 
 
 def test_the_slowest_gpu_counts() -> None:
-    assert clock_mhz(Peaks(clocks={"GPU 0": [1900, 1900, 1200], "GPU 1": [1400, 1500, 1990]})) == 1500
+    assert clock_mhz(MemoryPeaks(clocks={"GPU 0": [1900, 1900, 1200], "GPU 1": [1400, 1500, 1990]})) == 1500
 
 
 @pytest.mark.parametrize(
@@ -272,12 +276,12 @@ def test_a_gpu_that_falls_off_the_bus(driver: Driver, card: Card) -> None:
     change(driver, card, error=GPU_IS_LOST)
     peaks = sampled(meter, RANK)
     assert peaks.lost == "GPU 0 does not answer: GPU is lost"
-    for refused in (meter.crowd, meter.begin):
+    for refused in (meter.external_usage_warnings, meter.begin):
         with pytest.raises(GpuLost, match=r"^GPU 0 does not answer: GPU is lost$"):
             refused()
-    assert meter.left() == []
+    assert meter.unreleased_memory_warnings() == []
     change(driver, card, error=0)
-    assert meter.crowd() == [], "it was reset"
+    assert meter.external_usage_warnings() == [], "it was reset"
 
 
 def test_a_gpu_that_is_gone_from_the_start(driver: Driver, card: Card) -> None:
@@ -286,7 +290,7 @@ def test_a_gpu_that_is_gone_from_the_start(driver: Driver, card: Card) -> None:
     meter = make_meter(hardware)
     with pytest.raises(GpuLost):
         meter.begin()
-    peaks = Peaks(used=[0])
+    peaks = MemoryPeaks(used=[0])
     meter.sample([RANK], peaks)
     assert "GPU is lost" in peaks.lost
 
@@ -295,7 +299,7 @@ def test_an_answer_that_fails_once_is_no_lost_gpu(driver: Driver, card: Card) ->
     meter = begun(driver)
     driver.failing = {"nvmlDeviceGetMemoryInfo_v2": 999}
     driver.write()
-    peaks = Peaks(used=[0])
+    peaks = MemoryPeaks(used=[0])
     with pytest.raises(GpuError):  # which the gauge takes no notice of
         meter.sample([RANK], peaks)
     assert peaks.lost == ""
@@ -308,9 +312,9 @@ def test_without_a_driver_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pynvml, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
     meter = NvmlMeter(("GPU-x",))
     meter.begin()
-    peaks = Peaks(used=[0])
+    peaks = MemoryPeaks(used=[0])
     meter.sample([RANK], peaks)
-    assert (peaks.used, meter.crowd(), meter.left()) == ([0], [], [])
+    assert (peaks.used, meter.external_usage_warnings(), meter.unreleased_memory_warnings()) == ([0], [], [])
     assert isinstance(make_meter(detect("cpu", 1)), CpuMeter)
 
 
@@ -324,7 +328,7 @@ def test_slow_calls_are_few(driver: Driver, card: Card, monkeypatch: pytest.Monk
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     for _ in range(9):
-        meter.sample([RANK], Peaks(used=[0]))
+        meter.sample([RANK], MemoryPeaks(used=[0]))
         now += meter.interval_seconds
     assert (calls.count("memory"), calls.count("holders")) == (9, 3), "9 samples in 2 seconds"
 
@@ -333,7 +337,7 @@ def test_the_gauge_with_calls_of_10_ms(driver: Driver, card: Card, tmp_path: Pat
     driver.delay_ms = 10
     driver.write()
     meter = begun(driver)
-    gauge = Gauge(meter, [RANK])
+    gauge = MemoryMonitor(meter, [RANK])
     change(driver, card, processes={RANK: 5 * 1024})
     wait_until(lambda: gauge.peaks().used == [5 * GIB], "the rank's bytes")
     change(driver, card, processes={RANK: 6 * 1024})
@@ -377,9 +381,9 @@ def test_of_main_memory_only_what_nvml_shows_is_the_gpus(driver: Driver, monkeyp
     peaks = sampled(meter, RANK)
     assert (peaks.used, peaks.foreign) == ([10 * GIB], 12 * GIB)
     change(driver, card, processes={RANK: 3 * 1024})
-    (line,) = meter.left()
+    (line,) = meter.unreleased_memory_warnings()
     assert line.startswith(
         "GPU 0 has 3.00 GiB less free than before its ranks were launched: ended ranks still hold it"
     )
     change(driver, card, processes={})
-    assert (meter.left(), meter.crowd()) == ([], [])
+    assert (meter.unreleased_memory_warnings(), meter.external_usage_warnings()) == ([], [])

@@ -17,11 +17,11 @@ import pytest
 from autotune.executors.base import SEARCH
 from autotune.executors.local import LocalExecutor
 from autotune.problem.hardware import detect
-from autotune.problem.outcome import Kind, Phase
+from autotune.problem.outcome import OutcomeKind, Phase
 from autotune.workers import launchers, process_tree
 from autotune.workers.failure_classifier import judge
 from autotune.workers.gpu_memory import make_meter
-from autotune.workers.group import Group, Policy, Stop
+from autotune.workers.group import Policy, Stop, WorkerGroup
 from autotune.workers.launchers import ForkLauncher, SpawnLauncher, trial_environment
 from autotune.workers.process_tree import REAP_SECONDS, end_ranks, marked
 from autotune.workers.protocol import Channel
@@ -48,10 +48,10 @@ class Fakes:
         self.hardware = detect("cpu", 2)
         self._environment = trial_environment("cpu", 1)
         self.launcher = SpawnLauncher(self._environment, folder / "spawn.log")
-        self.group: Group | None = None
+        self.group: WorkerGroup | None = None
         self.ready: set[int] = set()
 
-    def make(self, policy: Policy, plan: dict[str, object] | None = None, **options: Callable[[], bool]) -> Group:
+    def make(self, policy: Policy, plan: dict[str, object] | None = None, **options: Callable[[], bool]) -> WorkerGroup:
         self._environment["FAKE_RANK"] = json.dumps(plan or {})
 
         def take(rank: int, message: dict[str, object]) -> None:
@@ -59,10 +59,10 @@ class Fakes:
                 self.ready.add(rank)
 
         meter = None if policy.may_leave else make_meter(self.hardware)
-        self.group = Group(self.launcher, self.hardware, meter, policy, on_message=take, **options)
+        self.group = WorkerGroup(self.launcher, self.hardware, meter, policy, on_message=take, **options)
         return self.group
 
-    def run(self, policy: Policy, plan: dict[str, object] | None = None) -> tuple[Group, Stop]:
+    def run(self, policy: Policy, plan: dict[str, object] | None = None) -> tuple[WorkerGroup, Stop]:
         """A group that was started and watched until it is ready, or something else happened."""
         group = self.make(policy, plan)
         stop = group.start(FAKE, 2, {}, logs=self.folder)
@@ -88,7 +88,7 @@ def test_groups_beside_each_other_have_ports_of_their_own(fakes: Fakes) -> None:
     fakes._environment["FAKE_RANK"] = json.dumps({"note": []})
     heard: list[list[int]] = [[], []]
     groups = [
-        Group(
+        WorkerGroup(
             fakes.launcher,
             fakes.hardware,
             None,
@@ -143,7 +143,7 @@ def test_silence_is_measured_by_the_patience_of_its_phase(fakes: Fakes, phase: s
     group, stop = fakes.run(policy(silent=phase), {"rank": 1, "where": phase, "what": "hang"})
     assert stop is Stop.SILENT
     verdict = judge(group.evidence())
-    assert verdict.kind is Kind.TIMEOUT
+    assert verdict.kind is OutcomeKind.TIMEOUT
     assert verdict.phase is Phase(phase), "of the rank that hangs, not of the one that went on"
 
 
@@ -237,7 +237,7 @@ class Leaving:
     def __init__(self, clock: list[float], works_until: float, left_at: tuple[float, float]) -> None:
         self._clock, self._works_until, self._left_at = clock, works_until, left_at
 
-    def look_anew(self) -> None:
+    def reset_liveness_baseline(self) -> None:
         pass
 
     def get_on(self, waiting: set[int]) -> bool:
@@ -335,7 +335,7 @@ def test_a_trial_whose_ranks_do_not_come_up_says_nothing_of_its_candidate(
     executor.open(lambda text: None)
     outcome = executor.session(make_candidate(), "0").measure(make_candidate(), SEARCH, HOUR)
     executor.close()
-    assert outcome.kind is Kind.INFRASTRUCTURE
+    assert outcome.kind is OutcomeKind.INFRASTRUCTURE
     assert "did not come up" in outcome.reason
     assert outcome.seconds < executor.deadlines.hello
 

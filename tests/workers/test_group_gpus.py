@@ -11,12 +11,12 @@ import pytest
 
 from autotune.problem.hardware import detect
 from autotune.problem.nvml import GpuLost
-from autotune.problem.outcome import Kind, Source
+from autotune.problem.outcome import OutcomeKind, Source
 from autotune.util.units import GIB
 from autotune.workers import host_workers
 from autotune.workers.failure_classifier import judge
 from autotune.workers.gpu_memory import make_meter
-from autotune.workers.group import Group, Policy, Stop
+from autotune.workers.group import Policy, Stop, WorkerGroup
 from autotune.workers.launchers import SpawnLauncher, trial_environment
 from tests.conftest import wait_until
 from tests.fake_driver import GPU_IS_LOST, Card, Driver
@@ -40,12 +40,12 @@ class Machine:
         self.launcher = SpawnLauncher(self._environment, folder / "spawn.log")
         self.said: list[str] = []
         self.ready: set[int] = set()
-        self.group: Group | None = None
+        self.group: WorkerGroup | None = None
 
-    def make(self, plan: dict[str, object] | None = None, training: bool = False) -> Group:
+    def make(self, plan: dict[str, object] | None = None, training: bool = False) -> WorkerGroup:
         self._environment["FAKE_RANK"] = json.dumps(plan or {})
         self.ready.clear()
-        self.group = Group(
+        self.group = WorkerGroup(
             self.launcher,
             self.hardware,
             None if training else self.meter,
@@ -55,7 +55,7 @@ class Machine:
         )
         return self.group
 
-    def run(self, plan: dict[str, object] | None = None, training: bool = False) -> tuple[Group, Stop]:
+    def run(self, plan: dict[str, object] | None = None, training: bool = False) -> tuple[WorkerGroup, Stop]:
         """A group that was started and watched until it is ready, or something else happened."""
         group = self.make(plan, training)
         stop = group.start(FAKE, 2, {}, logs=self.folder)
@@ -90,7 +90,7 @@ def test_a_gpu_that_is_lost_in_mid_study(machine: Machine, training: bool) -> No
         group.kill()
     assert group.watch(lambda: False, time.monotonic() + 60) is Stop.FAILED
     verdict = judge(group.evidence())
-    assert verdict.kind is Kind.INFRASTRUCTURE
+    assert verdict.kind is OutcomeKind.INFRASTRUCTURE
     assert verdict.reason == "GPU 1 does not answer: GPU is lost"
     assert verdict.source is Source.DEVICE
     group.end()
@@ -116,13 +116,13 @@ def test_out_of_memory_beside_a_neighbour_that_came_in_mid_study(machine: Machin
     over.set()
     evidence = group.evidence()
     verdict = judge(evidence)
-    assert verdict.kind is Kind.FOREIGN
+    assert verdict.kind is OutcomeKind.GPU_CONTENTION
     assert evidence.peaks.neighbours == f"a process (pid {NEIGHBOUR}) 12.00 GiB on GPU 1"
     assert evidence.peaks.used == [9000 * 2**20] * 2
 
 
-@pytest.mark.parametrize(("grown_gib", "kind"), [(12, Kind.FOREIGN), (0.2, Kind.OOM_DEVICE)])
-def test_out_of_memory_where_processes_are_hidden(machine: Machine, grown_gib: float, kind: Kind) -> None:
+@pytest.mark.parametrize(("grown_gib", "kind"), [(12, OutcomeKind.GPU_CONTENTION), (0.2, OutcomeKind.OOM_DEVICE)])
+def test_out_of_memory_where_processes_are_hidden(machine: Machine, grown_gib: float, kind: OutcomeKind) -> None:
     """The rank's own figures: its device has filled outside its allocator since its group was up."""
     before, total, reserved = int(0.8 * GIB), 24 * GIB, 9 * GIB
     free = total - reserved - before - int(grown_gib * GIB)
@@ -164,7 +164,7 @@ def test_beside_a_neighbour_that_stays_no_failure_is_the_candidates(
     machine.hold(card1={NEIGHBOUR: 12 * 1024})
     group, stop = machine.run({"rank": 1, "where": "forward", "what": OUT})
     assert (stop, group.waited_seconds > 0) == (Stop.FAILED, True)
-    assert judge(group.evidence()).kind is Kind.FOREIGN
+    assert judge(group.evidence()).kind is OutcomeKind.GPU_CONTENTION
     group.end()
     said = len(machine.said)
     assert machine.said[-1].startswith("going on beside it")

@@ -15,7 +15,7 @@ class CountingMeter(memory_monitor.CpuMeter):
 
     samples = 0
 
-    def sample(self, pids: list[int], peaks: memory_monitor.Peaks) -> None:
+    def sample(self, pids: list[int], peaks: memory_monitor.MemoryPeaks) -> None:
         super().sample(pids, peaks)
         self.samples += 1
 
@@ -27,7 +27,7 @@ class CountingMeter(memory_monitor.CpuMeter):
 
 def test_the_cpu_gauge_sees_what_is_mapped() -> None:
     meter = CountingMeter()
-    watching = memory_monitor.Gauge(meter, [os.getpid()])
+    watching = memory_monitor.MemoryMonitor(meter, [os.getpid()])
     meter.wait_for_more()
     before = watching.peaks().worst
     block = bytearray(64 * MIB)
@@ -39,7 +39,7 @@ def test_the_cpu_gauge_sees_what_is_mapped() -> None:
     meter.wait_for_more()
     assert watching.peaks().worst < before + 10 * MIB
     watching.stop()
-    assert meter.left() == meter.crowd() == []
+    assert meter.unreleased_memory_warnings() == meter.external_usage_warnings() == []
     assert data_bytes(os.getpid()) > 0
 
 
@@ -54,7 +54,7 @@ class SlowMeter(memory_monitor.Meter):
     def look_closely(self) -> None:
         self.close += 1
 
-    def sample(self, pids: list[int], peaks: memory_monitor.Peaks) -> None:
+    def sample(self, pids: list[int], peaks: memory_monitor.MemoryPeaks) -> None:
         self.samples += 1
         peaks.used[0] = self.samples
         if self.hangs.is_set():
@@ -64,7 +64,7 @@ class SlowMeter(memory_monitor.Meter):
 def test_a_look_is_a_sample_more_and_a_close_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_monitor, "_LOOK_SECONDS", 120.0)
     meter = SlowMeter()
-    watching = memory_monitor.Gauge(meter, [1])
+    watching = memory_monitor.MemoryMonitor(meter, [1])
     wait_until(lambda: meter.samples == 1, "the first sample")
     assert watching.look().used == [2]
     assert meter.close == 1
@@ -75,7 +75,7 @@ def test_a_driver_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(memory_monitor, "_LOOK_SECONDS", 0.1)
     meter = SlowMeter()
     meter.hangs.set()
-    watching = memory_monitor.Gauge(meter, [1])
+    watching = memory_monitor.MemoryMonitor(meter, [1])
     wait_until(lambda: meter.samples == 1, "the first sample")
     assert watching.look().used == [1]
     watching.reset()
@@ -96,7 +96,7 @@ def test_main_memory_that_runs_short_is_looked_at_closely_and_devices_are_not(mo
             return super().wait(timeout if len(waited) > 2 else 0)
 
     monkeypatch.setattr(threading, "Event", Counting)
-    watching = memory_monitor.Gauge(meter, [os.getpid()])
+    watching = memory_monitor.MemoryMonitor(meter, [os.getpid()])
     wait_until(lambda: len(waited) >= 3, "three looks")
     watching.stop()
     usual, closely = meter.interval_seconds, memory_monitor._CLOSELY_SECONDS

@@ -32,7 +32,7 @@ from autotune.executors.cluster.moved import Moved
 from autotune.executors.cluster.parcel import is_there
 from autotune.executors.cluster.rpc import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS, own_stream
 from autotune.executors.cluster.transports import SENT_FOLDER
-from autotune.executors.machine import Needs, Ops, Station, clear, trial_sandbox
+from autotune.executors.machine import LocalMachine, Needs, Ops, clear, trial_sandbox
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, threads_per_rank
 from autotune.problem.job import Job
@@ -45,7 +45,7 @@ from autotune.util.linux import NOTICES, adopt_orphans
 from autotune.workers.failure_classifier import log_tail
 from autotune.workers.gpu_locks import held_gpus, holder_of
 from autotune.workers.gpu_memory import make_meter
-from autotune.workers.host_workers import LocalSquad
+from autotune.workers.host_workers import LocalWorkers
 from autotune.workers.protocol import Message, Stream
 
 # -- agent -------------------------------------------------------------------------------------------------------------
@@ -74,11 +74,11 @@ class Agent:
         self.folder = self._home.path
         self._kept = ExitStack()  # locks, and the ranks' Python
         ops = Ops(lambda text: self._tell("say", text=text), lambda text: self._tell("show", text=text))
-        self.station = Station(self.folder, ops, lambda: self._over.is_set())
+        self.station = LocalMachine(self.folder, ops, lambda: self._over.is_set())
         self.needs: Needs | None = None
         self.hardware: Hardware | None = None
         self.meter: Any = None
-        self.squad: LocalSquad | None = None
+        self.squad: LocalWorkers | None = None
         self._parts: list[bytes] = []  # received pieces of a folder
         self._moved = Moved()
         self._lasting: list[Deposit] = []  # sent folders that may contain a training's files
@@ -236,7 +236,7 @@ class Agent:
         self._end_squad(done=False)
         meter = self.meter if gauged else None
         say = lambda text: self._tell("say", text=text)  # noqa: E731
-        squad = LocalSquad(self.station.launcher, self.hardware, meter, say, (node[0], node[1]))
+        squad = LocalWorkers(self.station.launcher, self.hardware, meter, say, (node[0], node[1]))
         self.squad, self._told, self._hung_up = squad, {}, False
         deadline = float("inf") if left_seconds is None else time.monotonic() + left_seconds
         squad.launch(entry, numbers, deadline=deadline, cancelled=lambda: self._over.is_set() or self._wanted())
@@ -271,7 +271,7 @@ class Agent:
             write_trial_files(job, candidate, home, quiet=False)
             spec["folder"] = str(home)
 
-    def _running(self) -> LocalSquad:
+    def _running(self) -> LocalWorkers:
         if self.squad is None:
             raise OSError(0, "no ranks were launched")
         return self.squad
@@ -284,7 +284,7 @@ class Agent:
     def on_look_anew(self) -> None:
         """Restart the liveness check of the ranks."""
         if self.squad is not None:
-            self.squad.look_anew()
+            self.squad.reset_liveness_baseline()
 
     def on_get_on(self, *, waiting: list[int]) -> dict[str, Any]:
         """Return the liveness of the ranks, given the ranks that others wait for."""
@@ -340,7 +340,7 @@ class Agent:
             squad.end(done=done)
             clear(self.folder)
 
-    def _pass_on_heard(self, squad: LocalSquad) -> None:
+    def _pass_on_heard(self, squad: LocalWorkers) -> None:
         back = self._moved.back
         for rank, message in squad.hear():
             self._tell("said", rank=rank, message=back.all_of(message))

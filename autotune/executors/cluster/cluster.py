@@ -16,12 +16,12 @@ from typing import Any
 from autotune._version import __version__
 from autotune.errors import MachineTrouble, Stopped, UserError
 from autotune.executors.cluster.parcel import CHUNK_BYTES, Parcel
-from autotune.executors.cluster.rpc import GREETING_SECONDS, PROTOCOL, NodeDown, NotGreeted, RemoteSquad, Wire
+from autotune.executors.cluster.rpc import GREETING_SECONDS, PROTOCOL, NodeDown, NotGreeted, RemoteWorkers, Wire
 from autotune.executors.cluster.transports import Host, Transport
 from autotune.executors.machine import Needs, Ops
 from autotune.problem.hardware import Hardware
 from autotune.util.interpreter import current, other_python
-from autotune.workers.host_workers import Spread, Squad
+from autotune.workers.host_workers import HostWorkers, MultiHostLaunch
 from autotune.workers.protocol import Message
 
 # -- cluster -----------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Node:
 
 @dataclass
 class Cluster:
-    """Nodes that start groups of ranks, like `Station` on this machine.
+    """Nodes that start groups of ranks, like `LocalMachine` on this machine.
 
     Args:
         hosts: the nodes.
@@ -144,7 +144,7 @@ class Cluster:
     nodes: list[Node] = field(default_factory=list)
     _needs: Needs | None = None
     _names: list[str] = field(default_factory=list)  # builders of the ops that the nodes have loaded
-    _meeting: Meeting | None = None
+    _meeting: RendezvousNetwork | None = None
 
     # -- reaching them -----------------------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class Cluster:
         names, surveys = [node.name for node in self.nodes], [node.survey for node in self.nodes]
         ours = {package: current().version(package) for package in COMPARED}
         check_versions_and_clocks(names, surveys, ours, [survey["came"] for survey in surveys])
-        self._meeting = meeting(names, surveys, self.wishes.interface)
+        self._meeting = rendezvous_network(names, surveys, self.wishes.interface)
         threads = min(int(survey["threads"]) for survey in surveys)
         return combined([node.hardware for node in self.nodes if node.hardware is not None], threads)
 
@@ -237,11 +237,11 @@ class Cluster:
     def launcher(self) -> Spread:
         """Return the launcher that starts ranks on all nodes."""
         assert self._meeting is not None
-        return Spread(self._squads, self._meeting.host)
+        return MultiHostLaunch(self._squads, self._meeting.host)
 
-    def _squads(self, gauged: bool, say: Callable[[str], None]) -> list[Squad]:
+    def _squads(self, gauged: bool, say: Callable[[str], None]) -> list[HostWorkers]:
         count = len(self.nodes)
-        return [RemoteSquad(node.wire, gauged, say, (at, count)) for at, node in enumerate(self.nodes)]
+        return [RemoteWorkers(node.wire, gauged, say, (at, count)) for at, node in enumerate(self.nodes)]
 
     def begin(self, needs: Needs) -> None:
         """Do nothing, because a ready agent already holds the node's devices."""
@@ -283,7 +283,7 @@ class Cluster:
         return {name: interface for name in INTERFACE_VARIABLES if name not in os.environ}
 
     def load_ops(self, names: Sequence[str], needs: Needs) -> bool:
-        """Build and load ops on every node, see `Station.load_ops`."""
+        """Build and load ops on every node, see `LocalMachine.load_ops`."""
         self._needs = needs
         self._names = list(dict.fromkeys([*self._names, *names]))
         return self._load(self.nodes, list(names))
@@ -306,7 +306,7 @@ class Cluster:
         """True if a node is disconnected."""
         return any(node.wire.down for node in self.nodes)
 
-    def mend(self) -> None:
+    def reconnect(self) -> None:
         """Reconnect to disconnected nodes and prepare them.
 
         Raises:
@@ -450,14 +450,16 @@ INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IF
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousNetwork:
     """Rendezvous of the ranks: the first node's address, and each node's interface to that network."""
 
     host: str
     interfaces: tuple[str, ...]
 
 
-def meeting(names: Sequence[str], surveys: Sequence[Mapping[str, Any]], interface: str | None = None) -> Meeting:
+def rendezvous_network(
+    names: Sequence[str], surveys: Sequence[Mapping[str, Any]], interface: str | None = None
+) -> RendezvousNetwork:
     """Choose a network that contains all nodes.
 
     The network by which ssh reached the first node is preferred, then the first node's first one. IPv6 is used only
@@ -484,7 +486,7 @@ def meeting(names: Sequence[str], surveys: Sequence[Mapping[str, Any]], interfac
         if not alike:
             raise UserError(f"--interface {interface}: some nodes have only IPv4 there and others only IPv6")
         host = next(one for device, one in found[0] if device == interface and one.version == min(alike))
-        return Meeting(str(host.ip), (interface,) * len(names))
+        return RendezvousNetwork(str(host.ip), (interface,) * len(names))
     reached = surveys[0].get("reached_at") or [""]
     one_machine = len({str(one.get("hostname")) for one in surveys}) == 1
     first = sorted(found[0], key=lambda known: (known[1].version, str(known[1].ip) != reached[0]))
@@ -493,7 +495,7 @@ def meeting(names: Sequence[str], surveys: Sequence[Mapping[str, Any]], interfac
             continue
         others = [_in_network(addresses, address) for addresses in found[1:]]
         if all(others):
-            return Meeting(str(address.ip), (device, *(other or "" for other in others)))
+            return RendezvousNetwork(str(address.ip), (device, *(other or "" for other in others)))
     everywhere = {address.ip for addresses in found[1:] for _, address in addresses}
     routed = next((known for known in first if not known[1].ip.is_loopback and known[1].ip not in everywhere), None)
     if routed is None:
@@ -501,7 +503,7 @@ def meeting(names: Sequence[str], surveys: Sequence[Mapping[str, Any]], interfac
             f"node {names[0]} has no address at which the other nodes could reach it: give --interface NAME"
         )
     # the nodes are in different networks with a router between them, so each library chooses its interface
-    return Meeting(str(routed[1].ip), ("",) * len(names))
+    return RendezvousNetwork(str(routed[1].ip), ("",) * len(names))
 
 
 def _addresses(survey: Mapping[str, Any]) -> list[tuple[str, _Address]]:

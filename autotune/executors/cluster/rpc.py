@@ -18,7 +18,7 @@ from typing import Any
 from autotune.errors import Stopped, UserError
 from autotune.util.units import format_bytes
 from autotune.workers.failure_classifier import log_tail
-from autotune.workers.memory_monitor import Peaks
+from autotune.workers.memory_monitor import MemoryPeaks
 from autotune.workers.protocol import Message, Stream
 
 # -- output of ranks ---------------------------------------------------------------------------------------------------
@@ -124,9 +124,9 @@ GREETING_SECONDS = 60.0  # seconds; an interpreter on a slow network disk, after
 GREETING = "agent"  # type of an agent's first message
 
 
-def peaks_of(data: dict[str, Any]) -> Peaks:
+def peaks_of(data: dict[str, Any]) -> MemoryPeaks:
     """Convert JSON to Peaks; JSON keys are strings."""
-    return Peaks(**{**data, "grown": by_rank(data["grown"])})
+    return MemoryPeaks(**{**data, "grown": by_rank(data["grown"])})
 
 
 def by_rank(data: dict[str, Any]) -> dict[int, Any]:
@@ -450,13 +450,13 @@ class Wire:
 
 # -- remote workers ----------------------------------------------------------------------------------------------------
 #
-# Ranks of a group on another machine: a `LocalSquad` at the other end of a wire, as seen by the group.
+# Ranks of a group on another machine: a `LocalWorkers` at the other end of a wire, as seen by the group.
 
 _ANSWER_SECONDS = SILENT_SECONDS + 5.0  # seconds; a GPU driver may be slow, while a lost agent is noticed earlier
 _END_SECONDS = 60.0  # seconds; grace periods, and time to free a hundred GiB of host memory and the device's memory
 
 
-class RemoteSquad:
+class RemoteWorkers:
     """State of the ranks on the node at the other end of `wire`, which sends their messages and exit codes.
 
     Args:
@@ -572,7 +572,7 @@ class RemoteSquad:
     def peaks(self) -> Peaks:
         """Return the peaks of the node's ranks: zeros if the node is lost."""
         answer = self._ask("peaks")
-        return peaks_of(answer["peaks"]) if answer else Peaks(used=[0] * len(self.numbers))
+        return peaks_of(answer["peaks"]) if answer else MemoryPeaks(used=[0] * len(self.numbers))
 
     def reset_peaks(self) -> None:
         """Reset the peaks of the node's ranks."""

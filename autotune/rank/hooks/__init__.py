@@ -1,7 +1,7 @@
 """Hooks between a user's script and the libraries it trains with, in one rank.
 
 The script runs unchanged and unaware. A candidate's keys are merged into its DeepSpeed config from any source (file,
-dict, TrainingArguments, accelerate's plugin). Batch sizes are set in arguments and data loaders, and a `Watcher`
+dict, TrainingArguments, accelerate's plugin). Batch sizes are set in arguments and data loaders, and a `TrainingObserver`
 observes the trained engine.
 
 Each module hooks one library.

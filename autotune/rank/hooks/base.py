@@ -24,7 +24,7 @@ from autotune.rank.sandbox import Sandbox
 # Interface by which the hooks report a script's training to its rank.
 
 
-class Watcher(Protocol):
+class TrainingObserver(Protocol):
     """Observer of the script's training. Every method is called on every rank."""
 
     def configured(self, config: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class Watcher(Protocol):
     def stepped(self) -> None:
         """Note the end of an optimizer step."""
 
-    def beside(self, number: int, rows: int) -> None:
+    def auxiliary_stepped(self, number: int, rows: int) -> None:
         """Note an optimizer step of auxiliary engine `number`, made after the one that trains, on `rows` rows."""
 
     def failed(self, error: BaseException) -> None:
@@ -73,10 +73,10 @@ class Watcher(Protocol):
         The script may catch it, so failures that decide a trial are reported here.
         """
 
-    def unbuilt(self, builder: str) -> None:
+    def op_missing(self, builder: str) -> None:
         """Note that the script will load a DeepSpeed op that this environment has not built. Return to allow it."""
 
-    def strayed(self) -> None:
+    def no_engine_found(self) -> None:
         """Note that the script trains without any DeepSpeed engine."""
 
 
@@ -154,7 +154,7 @@ class Context:
 
     job: Job
     candidate: Candidate | None  # None keeps the script's own settings
-    watcher: Watcher
+    watcher: TrainingObserver
     device: str  # `cpu` or `cuda`
     folder: Path  # for merged configs and copies of argument files
     quiet: bool  # True in a measurement: no checkpoints, evaluations, trackers and uploads

@@ -500,7 +500,7 @@ def watch(context: Context, engine: Any, steps: Callable[[Any], bool], done: Cal
         result = original(*args, **kwargs)
         number = next((at for at, one in enumerate(context.beside) if one is engine), None)
         if boundary and number is not None:
-            context.watcher.beside(number, rows)
+            context.watcher.auxiliary_stepped(number, rows)
             rows = 0
             done(engine)
         return result
@@ -628,7 +628,7 @@ def _load(context: Context, original: Callable[..., Any], /, builder: Any, *args
     place = folder / builder.name
     is_built = jit_ops.is_whole(place / f"{builder.name}.so")
     if not is_built and get_accelerator().get_op_builder(name) is type(builder):  # excludes the script's own builder
-        context.watcher.unbuilt(name)
+        context.watcher.op_missing(name)
     several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"  # machines may share a home, but not its locks
     if several:
         jit_ops.drop_torn(place, LIVELY_SECONDS)
@@ -776,7 +776,7 @@ def install_optimizers(context: Context) -> None:
         if context.engine is None and not context.earlier:
             steps += 1
             if steps >= _STEPS_WITHOUT_DEEPSPEED:
-                context.watcher.strayed()
+                context.watcher.no_engine_found()
 
     context.patches.on_undo(register_optimizer_step_post_hook(stepped).remove)
 

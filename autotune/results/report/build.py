@@ -21,7 +21,7 @@ from autotune.predict.predictor import SIGMAS, Prediction, Predictor
 from autotune.problem.candidate import Candidate, Value
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import SearchSpace
 from autotune.results.console import closest_lines, measured_alike, nearest, short_of, train_with, unlike_steps
 from autotune.results.export import deepspeed_config, environment_of, lossy_settings, needs, slice_line
@@ -31,21 +31,21 @@ from autotune.results.report.model import (
     Bar,
     Bars,
     Cell,
-    Clock,
     Code,
-    Forecast,
-    Gain,
+    MeasuredGain,
     MemoryMap,
     Square,
     Status,
     StudyReport,
+    TimeUse,
     Trial,
-    Verdict,
+    TrialPrediction,
+    WinnerSummary,
 )
-from autotune.search.leaderboard import Standings
+from autotune.search.leaderboard import Leaderboard
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record
-from autotune.search.tuner import rivals
+from autotune.search.tuner import comparable_trials
 from autotune.util.units import format_bytes
 from autotune.workers.launchers import variables_of
 
@@ -135,12 +135,12 @@ def _status(outcome: Outcome, hardware: Hardware) -> Status:
         return Status.FITS if outcome.measurement.peak_bytes <= hardware.ceiling_bytes else Status.ABOVE
     if outcome.kind.is_oom:
         return Status.RAN_OUT
-    if outcome.kind is Kind.OK:
+    if outcome.kind is OutcomeKind.OK:
         return Status.FITS  # it resumed from a checkpoint
-    return Status.FAILED if outcome.kind.says_something_of_the_candidate else Status.UNDECIDED
+    return Status.FAILED if outcome.kind.is_attributable_to_candidate else Status.UNDECIDED
 
 
-def _trial(record: Record, hardware: Hardware, expected: Forecast | None) -> Trial:
+def _trial(record: Record, hardware: Hardware, expected: TrialPrediction | None) -> Trial:
     label = str(record.candidate) or AS_IS
     outcome, knobs = record.outcome, record.candidate.as_dict
     if outcome is None:
@@ -223,7 +223,7 @@ def _verdict(
     trials: Sequence[Trial],
     winner: Record | None,
     candidates: Sequence[Candidate],
-) -> Verdict:
+) -> WinnerSummary:
     measured = winner.outcome.measurement if winner is not None and winner.outcome is not None else None
     # measured with another headroom
     if winner is None or measured is None or measured.peak_bytes > store.hardware.ceiling_bytes:
@@ -252,12 +252,12 @@ def _verdict(
         )
         instead, hints = "", ()
     variables = variables_of(winner.candidate, store.threads, environment_of(store, winner.candidate))
-    return Verdict(
+    return WinnerSummary(
         winner=trial,
         head="The fastest config that fits" if verified else "The fastest config that fits so far, not verified yet",
         verified=verified,
         checks=_checks(winner, records, store.hardware, store.job),
-        gains=_gains(winner, rivals(store), job, store.hardware),
+        gains=_gains(winner, comparable_trials(store), job, store.hardware),
         run_now=(*(Code(name, text) for name, text in commands), exported),
         instead=instead,
         needs=tuple(dict.fromkeys([*(hint.strip() for hint in hints), *needs(winner.candidate, job, variables)])),
@@ -265,19 +265,21 @@ def _verdict(
     )
 
 
-def _no_winner(store: StudyStore, records: list[Record], candidates: Sequence[Candidate]) -> Verdict:
+def _no_winner(store: StudyStore, records: list[Record], candidates: Sequence[Candidate]) -> WinnerSummary:
     # a masked command would not run
     again = tuple(Code("go on", command) for command in store.commands[-1:] if MASK not in command)
     if not any(record.outcome for record in records):
-        return Verdict(None, "Nothing was tried yet.", lines=("This study has no finished trial.",), run_now=again)
+        return WinnerSummary(
+            None, "Nothing was tried yet.", lines=("This study has no finished trial.",), run_now=again
+        )
     tried = {record.candidate for record in records}
     untried = [candidate for candidate in candidates if candidate not in tried]
     if of_interest(records, None, store.hardware).get("fastest so far") is not None:
         why = store.calls()[-1].ended if store.calls() else ""
         said = f"The search ended: {why}." if why else "The search was stopped before it ended."
-        return Verdict(None, "No winner was chosen yet.", lines=(said,), run_now=again)
+        return WinnerSummary(None, "No winner was chosen yet.", lines=(said,), run_now=again)
     lines = tuple(closest_lines(records, store.hardware, untried))
-    return Verdict(None, "Nothing fits yet." if untried else "Nothing fits.", lines=lines, run_now=again)
+    return WinnerSummary(None, "Nothing fits yet." if untried else "Nothing fits.", lines=lines, run_now=again)
 
 
 def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: Job) -> tuple[str, ...]:
@@ -309,11 +311,11 @@ def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: 
     return tuple(lines)
 
 
-def _gains(winner: Record, records: list[Record], job: Job, hardware: Hardware) -> tuple[Gain, ...]:
+def _gains(winner: Record, records: list[Record], job: Job, hardware: Hardware) -> tuple[MeasuredGain, ...]:
     """Return the gains over the user's own config, the next best and the slowest that fits."""
     alike = measured_alike(winner, records)
     own = next((record.candidate for record in records if record.note == AS_IS), None)
-    found: list[Gain] = []
+    found: list[MeasuredGain] = []
     if own is not None and own in alike:
         found.append(_gain(AS_IS, own, alike[own], unlike_steps(own, winner.candidate, job)))
     fitting = {c: pair for c, pair in alike.items() if pair[1].peak_bytes <= hardware.ceiling_bytes}
@@ -326,18 +328,18 @@ def _gains(winner: Record, records: list[Record], job: Job, hardware: Hardware) 
     return tuple(found)
 
 
-def _gain(over: str, other: Candidate, pair: tuple[Measurement, Measurement], detail: str = "") -> Gain:
+def _gain(over: str, other: Candidate, pair: tuple[Measurement, Measurement], detail: str = "") -> MeasuredGain:
     """Return a gain with a 95 % interval, from those of the two medians, taken as independent."""
     times = pair[0].tokens_per_second / pair[1].tokens_per_second
     spread = sum((one.step_seconds_spread / one.step_seconds) ** 2 for one in pair) ** 0.5
     low, high = times / (1 + spread), times * (1 + spread)
-    return Gain(over, str(other) or AS_IS, times, (low, high), detail.strip(" ()"))
+    return MeasuredGain(over, str(other) or AS_IS, times, (low, high), detail.strip(" ()"))
 
 
 # -- time, facts -----------------------------------------------------------------------------------------------------------
 
 
-def _clock(store: StudyStore, records: Sequence[Record]) -> Clock:
+def _clock(store: StudyStore, records: Sequence[Record]) -> TimeUse:
     spent = dict.fromkeys(
         (
             "measured steps of trials that ran",
@@ -366,7 +368,7 @@ def _clock(store: StudyStore, records: Sequence[Record]) -> Clock:
     used = sum(call[1] for call in calls)
     other = used - sum(spent.values())
     parts = [*spent.items(), ("between trials: imports, choosing, a script's first run", max(0.0, other))]
-    return Clock(calls, used, tuple((name, seconds) for name, seconds in parts if seconds > 0))
+    return TimeUse(calls, used, tuple((name, seconds) for name, seconds in parts if seconds > 0))
 
 
 def _facts(store: StudyStore) -> tuple[tuple[str, str], ...]:
@@ -405,7 +407,7 @@ def _refits(count: int) -> list[int]:
 
 def forecasts(
     records: Sequence[Record], predictor: Predictor, explained: Collection[Candidate]
-) -> tuple[dict[int, Forecast], dict[Candidate, Prediction]]:
+) -> tuple[dict[int, TrialPrediction], dict[Candidate, Prediction]]:
     """Return (forecast by trial number, breakdown before the first trial of each candidate in `explained`).
 
     The predictor has observed all trials afterwards.
@@ -413,7 +415,7 @@ def forecasts(
     told = [
         record for record in records if record.outcome is not None and record.role != RESUME and record.candidate.knobs
     ]
-    found: dict[int, Forecast] = {}
+    found: dict[int, TrialPrediction] = {}
     broken_down: dict[Candidate, Prediction] = {}
     starts = _refits(len(told))
     for start, end in pairwise([*starts, len(told)]):
@@ -424,7 +426,7 @@ def forecasts(
         for i, record in enumerate(block):
             spread = float(np.exp(SIGMAS * table.step_sigma[i]))
             peak, step, sigma = float(table.peak[i]), float(table.step[i]), float(table.peak_sigma[i])
-            found[record.number] = Forecast(
+            found[record.number] = TrialPrediction(
                 peak,
                 (max(0.0, peak - SIGMAS * sigma), peak + SIGMAS * sigma),
                 step,
@@ -476,14 +478,14 @@ def accuracy(trials: Sequence[Trial]) -> Accuracy | None:
 
 def of_interest(records: Sequence[Record], winner: Record | None, hardware: Hardware) -> dict[str, Candidate]:
     """Return the configs whose memory is shown: the winner, the next best that fits, and the probe run's."""
-    standings = Standings(hardware)
+    leaderboard = Leaderboard(hardware)
     for record in records:
         if record.outcome is not None and record.role != TRAINING:
-            standings.learn(record.number, record.candidate, record.outcome, record.role)
+            leaderboard.learn(record.number, record.candidate, record.outcome, record.role)
     found: dict[str, Candidate] = {}
     if winner is not None:
         found["winner"] = winner.candidate
-    rest = [candidate for candidate in standings.feasible() if winner is None or candidate != winner.candidate]
+    rest = [candidate for candidate in leaderboard.feasible() if winner is None or candidate != winner.candidate]
     if rest:
         found["runner-up" if winner else "fastest so far"] = rest[0]
     own = next((record.candidate for record in records if record.note == AS_IS), None)

@@ -200,7 +200,7 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """One part of a bar."""
 
     name: str
@@ -210,7 +210,7 @@ class Part:
 
 
 def stacked(
-    name: str, title: str, about: str, parts: Sequence[Part], whole: float, lines: Sequence[tuple[float, str]]
+    name: str, title: str, about: str, parts: Sequence[BarPart], whole: float, lines: Sequence[tuple[float, str]]
 ) -> Markup:
     """Draw a bar of parts from left to right, with vertical lines at some sizes.
 
@@ -450,7 +450,7 @@ def memory_bars(bars: Bars, at: int, scale: float, capacity_bytes: int, ceiling_
     """
     made = []
     for bar in bars.bars:
-        parts = [Part(f"{n}: {format_bytes(size)}", size, letter(n), hold(n)) for n, size in bar.parts]
+        parts = [BarPart(f"{n}: {format_bytes(size)}", size, letter(n), hold(n)) for n, size in bar.parts]
         about = "; ".join(part.name for part in parts)
         title = f"Memory of a rank, {bar.name}: {bars.label}"
         lines = ((float(ceiling_bytes), "ceiling"), (float(capacity_bytes), "capacity"))

@@ -28,7 +28,7 @@ from autotune.results.report import figures
 from autotune.results.report.build import given_back, predicted_bar
 from autotune.results.report.figures import Axis, Plot, size_axis, unit_of
 from autotune.results.report.knob_effects import shown
-from autotune.results.report.model import Bars, Cell, Forecast, StudyReport, Trial
+from autotune.results.report.model import Bars, Cell, StudyReport, Trial, TrialPrediction
 from autotune.util.files import cannot_write, write_atomically
 from autotune.util.streams import printable
 from autotune.util.units import format_bytes, format_duration
@@ -169,7 +169,7 @@ def _on_map(report: StudyReport, cell: Cell) -> bool:
 
 
 _NUMBERS = tuple(f.name for f in dataclasses.fields(Trial) if f.name not in ("knobs", "forecast"))
-_FORECAST = tuple(f.name for f in dataclasses.fields(Forecast))
+_FORECAST = tuple(f.name for f in dataclasses.fields(TrialPrediction))
 
 
 def study_data(report: StudyReport) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Measurement
 from autotune.problem.space import SearchSpace
 from autotune.results.report.model import Cell, Mattered, Pair, Status, Step, Trial
-from autotune.search.pruning import Dominance, Rules
+from autotune.search.pruning import Dominance, DominanceRules
 
 # -- paired knob effects -----------------------------------------------------------------------------------------------
 #
@@ -241,10 +241,12 @@ def judged(
         predictor: calibrated.
     """
     every = list(dict.fromkeys([*candidates, *ran_out]))
-    dominance = Dominance(every, Rules.of(hardware.device, hardware.count, predictor.trace if predictor else None))
+    dominance = Dominance(
+        every, DominanceRules.for_device(hardware.device, hardware.count, predictor.trace if predictor else None)
+    )
     culprits: dict[Candidate, Candidate] = {}
     for candidate in ran_out:
-        for i in np.flatnonzero(dominance.needs_no_less(candidate)):
+        for i in np.flatnonzero(dominance.at_least_as_large(candidate)):
             culprits.setdefault(every[i], candidate)
     if predictor is None or not candidates:
         cells = tuple(Cell.RULED_OUT if candidate in culprits else Cell.UNKNOWN for candidate in candidates)

@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.problem.candidate import Value
 from autotune.problem.hardware import Hardware
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from autotune.versions import StrEnum
 
 
@@ -23,7 +23,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True)
-class Forecast:
+class TrialPrediction:
     """Prediction of a candidate before its measurement; intervals hold 95 %."""
 
     peak_bytes: float
@@ -57,7 +57,7 @@ class Trial:
     why: str = ""  # reason for trying it
     happened: str = ""  # failure, if there is no measurement
     log: str = ""  # folder of its logs
-    forecast: Forecast | None = None
+    forecast: TrialPrediction | None = None
 
     @property
     def measured(self) -> bool:
@@ -66,11 +66,11 @@ class Trial:
 
     def lacks_memory_on(self, hardware: Hardware) -> bool:
         """Check for an OOM on devices that had at least about the memory of this machine's."""
-        return self.kind == Kind.OOM_DEVICE and not hardware.outgrew(Kind.OOM_DEVICE, self.capacity_bytes)
+        return self.kind == OutcomeKind.OOM_DEVICE and not hardware.outgrew(OutcomeKind.OOM_DEVICE, self.capacity_bytes)
 
 
 @dataclass(frozen=True)
-class Gain:
+class MeasuredGain:
     """The winner's tokens per second divided by another config's, both measured in the same way."""
 
     over: str  # description of the other config
@@ -89,14 +89,14 @@ class Code:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class WinnerSummary:
     """The answer, and how to use it."""
 
     winner: Trial | None
     head: str  # one line
     verified: bool = False
     checks: tuple[str, ...] = ()  # checks that the winner has passed, and open ones
-    gains: tuple[Gain, ...] = ()
+    gains: tuple[MeasuredGain, ...] = ()
     lines: tuple[str, ...] = ()  # the config that came closest if nothing fits, or how to begin
     run_now: tuple[Code, ...] = ()
     instead: str = ""  # alternative to the commands
@@ -165,7 +165,7 @@ class MemoryMap:
 
 
 @dataclass(frozen=True)
-class Clock:
+class TimeUse:
     """Use of a study's time, in seconds."""
 
     calls: tuple[tuple[str, float, float, str], ...]  # (started, used, budget, reason for its end)
@@ -240,13 +240,13 @@ class StudyReport:
     ceiling_bytes: int
     headroom: float
     objective: str
-    verdict: Verdict
+    verdict: WinnerSummary
     trials: tuple[Trial, ...]
     varying: tuple[str, ...]  # knobs that differ between trials
     constant: tuple[tuple[str, str], ...]  # other knobs, and their value
     memory: tuple[Bars, ...]
     map: MemoryMap | None
-    clock: Clock
+    clock: TimeUse
     mattered: Mattered
     accuracy: Accuracy | None
     no_forecast: str  # reason why there are none, or notes about them

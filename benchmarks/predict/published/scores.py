@@ -176,7 +176,7 @@ def learnt(case: Case, predictor: Predictor) -> Predictor:
         peak += case.value - figure(case, before)[0]
     allocated: dict[str, Any] = {"torch_allocated_bytes": int(case.value)} if case.quantity == "allocated" else {}
     measured = Measurement(step, 0.0, 4, 1.0, 1.0, int(peak), **allocated)
-    predictor.observe(case.candidate, Outcome(Kind.OK, measurement=measured))
+    predictor.observe(case.candidate, Outcome(OutcomeKind.OK, measurement=measured))
     return predictor
 
 

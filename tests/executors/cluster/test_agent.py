@@ -19,12 +19,12 @@ from autotune.executors.cluster.cluster import Cluster, Wishes, sent_variables
 from autotune.executors.cluster.rpc import NodeDown, NotGreeted, Wire
 from autotune.executors.cluster.transports import Host, agent_words
 from autotune.executors.machine import Needs
-from autotune.problem.outcome import Kind, Source
+from autotune.problem.outcome import OutcomeKind, Source
 from autotune.search.fingerprint import _WATCHED, _WATCHED_PREFIXES
 from autotune.workers.failure_classifier import judge
 from autotune.workers.gpu_memory import clock_mhz
-from autotune.workers.group import Group, Policy, Stop
-from autotune.workers.memory_monitor import Meter, Peaks, merged
+from autotune.workers.group import Policy, Stop, WorkerGroup
+from autotune.workers.memory_monitor import MemoryPeaks, Meter, merged
 from tests.conftest import pid_lives, wait_until
 
 FAKE = "tests.workers.fake_rank"
@@ -52,7 +52,7 @@ class Spread:
         self.said: list[str] = []
         self.ready: set[int] = set()
         self.heard: dict[int, list[dict]] = {}
-        self.group: Group | None = None
+        self.group: WorkerGroup | None = None
 
     def open(
         self, plan: dict[str, object] | None = None, slots: int = 1, names: tuple[str, ...] = ("n1", "n2")
@@ -66,14 +66,16 @@ class Spread:
         self.agents = [psutil.Process(node.wire.greeting["pid"]) for node in self.cluster.nodes]
         return self.cluster
 
-    def run(self, silent: float = HOUR) -> tuple[Group, Stop]:
+    def run(self, silent: float = HOUR) -> tuple[WorkerGroup, Stop]:
         def take(rank: int, message: dict) -> None:
             self.heard.setdefault(rank, []).append(message)
             if message.get("phase") == "ready":
                 self.ready.add(rank)
 
         policy = Policy(HOUR, lambda phase: silent, settle_seconds=0.2, may_leave=False)
-        self.group = Group(self.cluster.launcher, self.hardware, Meter(), policy, on_message=take, say=self.said.append)
+        self.group = WorkerGroup(
+            self.cluster.launcher, self.hardware, Meter(), policy, on_message=take, say=self.said.append
+        )
         world = self.hardware.count
         stop = self.group.start(FAKE, world, {}, logs=self.folder)
         return self.group, self.group.watch(lambda: len(self.ready) == world) if stop is Stop.ARRIVED else stop
@@ -140,12 +142,12 @@ def test_a_cluster_of_one_machine_meets_in_a_file(spread: Spread) -> None:
 @pytest.mark.parametrize(
     ("what", "kind"),
     [
-        ("error CUDA out of memory. Tried to allocate 2.00 GiB.", Kind.OOM_DEVICE),
-        ("SIGKILL", Kind.CRASH),
-        ("exit 3", Kind.CRASH),
+        ("error CUDA out of memory. Tried to allocate 2.00 GiB.", OutcomeKind.OOM_DEVICE),
+        ("SIGKILL", OutcomeKind.CRASH),
+        ("exit 3", OutcomeKind.CRASH),
     ],
 )
-def test_what_happens_to_a_rank_of_the_second_node_is_everybodys(spread: Spread, what: str, kind: Kind) -> None:
+def test_what_happens_to_a_rank_of_the_second_node_is_everybodys(spread: Spread, what: str, kind: OutcomeKind) -> None:
     spread.open({"rank": 1, "where": "forward", "what": what})
     group, stop = spread.run()
     assert stop is Stop.FAILED
@@ -160,7 +162,7 @@ def test_a_hang_on_two_nodes(spread: Spread) -> None:
     spread.open({"rank": 1, "where": "forward", "what": "hang"})
     group, stop = spread.run(silent=1.0)
     assert stop is Stop.SILENT
-    assert judge(group.evidence()).kind is Kind.TIMEOUT
+    assert judge(group.evidence()).kind is OutcomeKind.TIMEOUT
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_a_node_that_is_lost_is_the_machines_with_its_name(
             soon.setattr(wires, "SILENT_SECONDS", 4.0)
         assert group.watch(lambda: False) is Stop.FAILED
     verdict = judge(group.evidence())
-    assert (verdict.kind, verdict.source) == (Kind.INFRASTRUCTURE, Source.NODE)
+    assert (verdict.kind, verdict.source) == (OutcomeKind.INFRASTRUCTURE, Source.NODE)
     assert verdict.reason.startswith("node n2: ")
     assert group.failed_at is not None
     group.end()
@@ -187,7 +189,7 @@ def test_a_node_that_is_lost_is_the_machines_with_its_name(
     if how is signal.SIGSTOP:
         spread.agents[1].send_signal(signal.SIGCONT)
     first = spread.agents[0]
-    spread.cluster.mend()
+    spread.cluster.reconnect()
     assert not spread.cluster.broken
     assert spread.said[-1] == "node n2 is back"
     wait_until(lambda: gone([process for process in started if process.pid != first.pid]), "the lost node's end")
@@ -207,13 +209,13 @@ def test_a_node_that_does_not_come_back_is_the_machines_trouble(
     assert not cluster.all_see(Path("/"))
     cluster.transport = Pipe("sh", "-c", "echo down for maintenance >&2; exit 1")
     with pytest.raises(MachineTrouble, match=r"n2: .*down for maintenance; the study goes on with the same command"):
-        cluster.mend()
+        cluster.reconnect()
     cluster.transport = Pipe()
     cluster.cancelled = lambda: True
     with pytest.raises(Stopped):
-        cluster.mend()
+        cluster.reconnect()
     cluster.cancelled = lambda: False
-    cluster.mend()
+    cluster.reconnect()
     assert not cluster.broken
 
 
@@ -317,13 +319,15 @@ def test_what_a_study_says_that_it_was_measured_under_is_sent() -> None:
 
 
 def test_peaks_of_several_machines_are_in_the_ranks_order() -> None:
-    first = Peaks([1, 2], {1: 20}, host_low=9, oom_kills=0, clocks={"GPU 0": [1]})
-    second = Peaks([7, 4], {0: 70}, foreign=3, neighbours="b", host_low=5, oom_kills=1, clocks={"GPU 0": [3]}, lost="x")
+    first = MemoryPeaks([1, 2], {1: 20}, host_low=9, oom_kills=0, clocks={"GPU 0": [1]})
+    second = MemoryPeaks(
+        [7, 4], {0: 70}, foreign=3, neighbours="b", host_low=5, oom_kills=1, clocks={"GPU 0": [3]}, lost="x"
+    )
     whole = merged([first, second])
     assert (whole.used, whole.grown, whole.worst) == ([1, 2, 7, 4], {1: 20, 2: 70}, 7)
     assert (whole.foreign, whole.neighbours, whole.host_low, whole.oom_kills, whole.lost) == (3, "b", 5, 1, "x")
     assert sorted(whole.clocks.values()) == [[1], [3]], "each machine has a GPU 0"
-    fast, slow = Peaks(clocks={"GPU 0": [1900] * 9}), Peaks(clocks={"GPU 0": [1200] * 4})
+    fast, slow = MemoryPeaks(clocks={"GPU 0": [1900] * 9}), MemoryPeaks(clocks={"GPU 0": [1200] * 4})
     assert clock_mhz(merged([fast, slow])) == clock_mhz(merged([slow, fast])) == 1200
     assert merged([first]) is first
 

@@ -3,7 +3,7 @@
 import pytest
 
 from autotune.errors import UserError
-from autotune.executors.cluster.cluster import check_alike, check_versions_and_clocks, combined, meeting
+from autotune.executors.cluster.cluster import check_alike, check_versions_and_clocks, combined, rendezvous_network
 from autotune.problem.hardware import Hardware
 from autotune.search.fingerprint import fingerprint, identity
 from autotune.util.units import GIB
@@ -90,20 +90,20 @@ def test_ranks_meet_where_ssh_reached_the_first_node() -> None:
         at(("ib0", "10.1.0.1", FAST), ("eno1", "192.168.7.1", ADMIN), reached="192.168.7.1"),
         at(("eth0", "192.168.7.2", ADMIN), ("ib0", "10.1.0.2", FAST)),
     ]
-    found = meeting(["a", "b"], nodes)
+    found = rendezvous_network(["a", "b"], nodes)
     assert (found.host, found.interfaces) == ("192.168.7.1", ("eno1", "eth0"))
-    given = meeting(["a", "b"], nodes, "ib0")
+    given = rendezvous_network(["a", "b"], nodes, "ib0")
     assert (given.host, given.interfaces) == ("10.1.0.1", ("ib0", "ib0"))
     with pytest.raises(
         UserError, match="--interface eno1: node b has no such interface that is up; it has eth0, ib0, lo"
     ):
-        meeting(["a", "b"], nodes, "eno1")
+        rendezvous_network(["a", "b"], nodes, "eno1")
 
 
 def test_a_first_node_that_ssh_reached_by_its_loopback() -> None:
     """The tuner runs on it: the others do not reach it there."""
     nodes = [at(("eno1", "192.168.7.1", ADMIN), reached="127.0.0.1"), at(("eth0", "192.168.7.2", ADMIN))]
-    found = meeting(["a", "b"], nodes)
+    found = rendezvous_network(["a", "b"], nodes)
     assert (found.host, found.interfaces) == ("192.168.7.1", ("eno1", "eth0"))
 
 
@@ -112,23 +112,23 @@ def test_a_bridge_that_every_machine_has_is_no_network(reached: str) -> None:
     """docker0 has the same address everywhere; each node would find itself there."""
     bridge = ("docker0", "172.17.0.1", "255.255.0.0")
     nodes = [at(bridge, ("eth0", f"10.0.1.{number}", "255.255.255.255"), reached=reached) for number in (5, 6)]
-    found = meeting(["a", "b"], nodes)
+    found = rendezvous_network(["a", "b"], nodes)
     assert (found.host, found.interfaces) == ("10.0.1.5", ("", ""))
 
 
 def test_networks_with_a_router_in_between() -> None:
     nodes = [at(("eth0", "10.0.1.5", ADMIN)), at(("eth0", "10.0.2.5", ADMIN))]
-    found = meeting(["a", "b"], nodes)
+    found = rendezvous_network(["a", "b"], nodes)
     assert (found.host, found.interfaces) == ("10.0.1.5", ("", "")), "each library finds its own way"
 
 
 def test_a_node_without_a_network() -> None:
     with pytest.raises(UserError, match="node a has no address at which the other nodes could reach it"):
-        meeting(["a", "b"], [at(hostname="a"), at(("eth0", "10.0.2.5", ADMIN))])
+        rendezvous_network(["a", "b"], [at(hostname="a"), at(("eth0", "10.0.2.5", ADMIN))])
 
 
 def test_two_agents_of_one_machine_meet_on_its_loopback() -> None:
-    assert meeting(["a", "b"], [at(hostname="one"), at(hostname="one")]).host == "127.0.0.1"
+    assert rendezvous_network(["a", "b"], [at(hostname="one"), at(hostname="one")]).host == "127.0.0.1"
 
 
 def test_a_study_of_several_nodes_is_another_than_one_of_as_many_devices() -> None:

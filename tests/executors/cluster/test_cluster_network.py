@@ -10,8 +10,8 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.executors.cluster.agent import addresses
-from autotune.executors.cluster.cluster import meeting
-from autotune.rank.base import Meeting
+from autotune.executors.cluster.cluster import rendezvous_network
+from autotune.rank.base import Rendezvous
 from autotune.results.export import over_nodes
 from tests.executors.cluster.test_cluster_compare import ADMIN, at
 
@@ -32,15 +32,15 @@ def test_nodes_of_ipv6_alone_meet() -> None:
         only_six(six("ib0", "fd00:1::1"), six("eno1", "2001:db8::1"), reached="2001:db8::1"),
         only_six(six("eth0", "2001:db8::2"), six("ib0", "fd00:1::2")),
     ]
-    found = meeting(["a", "b"], nodes)
+    found = rendezvous_network(["a", "b"], nodes)
     assert (found.host, found.interfaces) == ("2001:db8::1", ("eno1", "eth0"))
-    given = meeting(["a", "b"], nodes, "ib0")
+    given = rendezvous_network(["a", "b"], nodes, "ib0")
     assert (given.host, given.interfaces) == ("fd00:1::1", ("ib0", "ib0"))
 
 
 def test_addresses_of_ipv6_with_a_router_in_between() -> None:
     nodes = [only_six(six("eth0", "2001:db8:1::5")), only_six(six("eth0", "2001:db8:2::5"))]
-    found = meeting(["a", "b"], nodes)
+    found = rendezvous_network(["a", "b"], nodes)
     assert (found.host, found.interfaces) == ("2001:db8:1::5", ("", ""))
 
 
@@ -49,18 +49,18 @@ def test_whoever_has_ipv4_meets_there_though_ssh_came_by_ipv6() -> None:
         only_six(six("eno1", "2001:db8::1"), ("eno1", "10.0.0.1", ADMIN), reached="2001:db8::1"),  # type: ignore[arg-type]
         only_six(six("eth0", "2001:db8::2"), ("eth0", "10.0.0.2", ADMIN)),  # type: ignore[arg-type]
     ]
-    found = meeting(["a", "b"], nodes)
+    found = rendezvous_network(["a", "b"], nodes)
     assert (found.host, found.interfaces) == ("10.0.0.1", ("eno1", "eth0"))
-    assert meeting(["a", "b"], [nodes[0], only_six(six("eth0", "2001:db8::2"))]).host == "2001:db8::1"
+    assert rendezvous_network(["a", "b"], [nodes[0], only_six(six("eth0", "2001:db8::2"))]).host == "2001:db8::1"
 
 
 def test_an_interface_of_which_nodes_have_unlike_addresses() -> None:
     four, both = at(("ib0", "10.0.0.1", ADMIN)), at(("ib0", "10.0.0.2", ADMIN), six("ib0", "fd00::2"))  # type: ignore
     alone = only_six(six("ib0", "fd00::3"))
-    assert meeting(["a", "b"], [four, both], "ib0").host == "10.0.0.1"
-    assert meeting(["a", "b"], [both, alone], "ib0").host == "fd00::2"
+    assert rendezvous_network(["a", "b"], [four, both], "ib0").host == "10.0.0.1"
+    assert rendezvous_network(["a", "b"], [both, alone], "ib0").host == "fd00::2"
     with pytest.raises(UserError, match="--interface ib0: some nodes have only IPv4 there and others only IPv6"):
-        meeting(["a", "b"], [four, alone], "ib0")
+        rendezvous_network(["a", "b"], [four, alone], "ib0")
 
 
 def test_what_a_machine_says_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,12 +90,12 @@ def test_ranks_meet_at_such_an_address() -> None:
         pytest.skip(f"this machine has no IPv6: {error}")
     import torch
 
-    first = Meeting(0, 2, host="::1", token="t")
+    first = Rendezvous(0, 2, host="::1", token="t")
     port = first.open()
     minute = datetime.timedelta(seconds=60)
     opened = first.store(torch, minute)
     opened.set("said", "hello")
-    assert Meeting(1, 2, host="::1", port=port, token="t").store(torch, minute).get("said") == b"hello"
+    assert Rendezvous(1, 2, host="::1", port=port, token="t").store(torch, minute).get("said") == b"hello"
 
 
 def test_such_an_address_and_a_port_in_a_command(tmp_path: Path) -> None:

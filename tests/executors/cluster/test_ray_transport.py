@@ -22,9 +22,9 @@ from autotune.executors.cluster.ray_transport import RayNodes, ray_address
 from autotune.executors.cluster.rpc import NotGreeted
 from autotune.executors.cluster.transports import PACKAGE, preamble
 from autotune.executors.machine import Needs
-from autotune.problem.outcome import Kind, Source
+from autotune.problem.outcome import OutcomeKind, Source
 from autotune.workers.failure_classifier import judge
-from autotune.workers.group import Group, Policy, Stop
+from autotune.workers.group import Policy, Stop, WorkerGroup
 from autotune.workers.memory_monitor import Meter
 from tests.conftest import SCRIPTS, wait_until
 from tests.executors.cluster.ray_cluster import WHY_NOT, Ray, made_ray, with_ray
@@ -197,9 +197,9 @@ def real(_ray_of_this_module: Ray, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     wait_until(lambda: not _ray_of_this_module.agents(), "the end of all that was started")
 
 
-def group_of(cluster: Cluster, hardware: object) -> Group:
+def group_of(cluster: Cluster, hardware: object) -> WorkerGroup:
     policy = Policy(HOUR, lambda phase: HOUR, settle_seconds=0.2, may_leave=False)
-    group = Group(cluster.launcher, hardware, Meter(), policy)  # type: ignore[arg-type]
+    group = WorkerGroup(cluster.launcher, hardware, Meter(), policy)  # type: ignore[arg-type]
     assert group.start("tests.workers.fake_rank", 2, {}) is Stop.ARRIVED
     return group
 
@@ -222,19 +222,19 @@ def test_nodes_that_are_lost_come_back(real: Ray, tmp_path: Path) -> None:
             real.kill(2)
             assert group.watch(lambda: False, time.monotonic() + 120) is Stop.FAILED
             verdict = judge(group.evidence())
-            assert (verdict.kind, verdict.source) == (Kind.INFRASTRUCTURE, Source.NODE)
+            assert (verdict.kind, verdict.source) == (OutcomeKind.INFRASTRUCTURE, Source.NODE)
             assert verdict.reason.startswith(f"node {lost}: ")
             group.end()
             real.start(2)
             real.wait(2)
-            cluster.mend()
+            cluster.reconnect()
             group = group_of(cluster, hardware)
             assert nodes._driver is not None
             nodes._driver.send_signal(signal.SIGKILL)
             assert group.watch(lambda: False, time.monotonic() + 120) is Stop.FAILED
-            assert judge(group.evidence()).kind is Kind.INFRASTRUCTURE
+            assert judge(group.evidence()).kind is OutcomeKind.INFRASTRUCTURE
             group.end()
-            cluster.mend()
+            cluster.reconnect()
             group_of(cluster, hardware).end()
     assert "the driver at Ray is gone: placing the nodes anew" in said
 

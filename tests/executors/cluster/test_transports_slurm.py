@@ -27,9 +27,9 @@ from autotune.executors.cluster.transports import (
     preamble,
 )
 from autotune.executors.machine import Needs
-from autotune.problem.outcome import Kind, Source
+from autotune.problem.outcome import OutcomeKind, Source
 from autotune.workers.failure_classifier import judge
-from autotune.workers.group import Group, Policy, Stop
+from autotune.workers.group import Policy, Stop, WorkerGroup
 from autotune.workers.memory_monitor import Meter
 from tests.cli_call import call
 from tests.conftest import wait_until
@@ -233,7 +233,7 @@ def test_agents_of_an_allocation(real: Slurm, tmp_path: Path, monkeypatch: pytes
             hardware = cluster.reach()
             assert (hardware.count, hardware.nodes) == (2, 2)
             cluster.open(Needs("cpu", 1))
-            group = Group(
+            group = WorkerGroup(
                 cluster.launcher,
                 hardware,
                 Meter(),
@@ -247,10 +247,10 @@ def test_agents_of_an_allocation(real: Slurm, tmp_path: Path, monkeypatch: pytes
             step.kill()
             assert group.watch(lambda: False, time.monotonic() + 120) is Stop.FAILED
             verdict = judge(group.evidence())
-            assert (verdict.kind, verdict.source) == (Kind.INFRASTRUCTURE, Source.NODE)
+            assert (verdict.kind, verdict.source) == (OutcomeKind.INFRASTRUCTURE, Source.NODE)
             assert verdict.reason.startswith("node n2: ")
             group.end()
-            cluster.mend()
+            cluster.reconnect()
             assert not cluster.broken
         wait_until(lambda: not real.processes(), "the end of all that was started")
 

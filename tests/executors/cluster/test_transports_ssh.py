@@ -18,10 +18,10 @@ from autotune.executors.cluster.cluster import Cluster, Wishes
 from autotune.executors.cluster.transports import Host, Ssh, read_hostfile
 from autotune.executors.local import LocalExecutor
 from autotune.executors.machine import Needs
-from autotune.problem.outcome import Kind, Phase, Source
+from autotune.problem.outcome import OutcomeKind, Phase, Source
 from autotune.util.units import MIB
 from autotune.workers.failure_classifier import judge
-from autotune.workers.group import Group, Policy, Stop
+from autotune.workers.group import Policy, Stop, WorkerGroup
 from autotune.workers.memory_monitor import Meter
 from tests.conftest import SCRIPTS, make_candidate, make_job, pid_lives, wait_until
 from tests.executors.cluster.hosts import Hosts
@@ -117,13 +117,13 @@ def test_the_command_line_says_it_with_exit_code_2(left_hosts: Hosts, tmp_path: 
 
 
 @contextmanager
-def running(hosts: Hosts, folder: Path, said: list[str]) -> Iterator[tuple[Cluster, Group]]:
+def running(hosts: Hosts, folder: Path, said: list[str]) -> Iterator[tuple[Cluster, WorkerGroup]]:
     """A group of fake ranks, one on each host, that is ready."""
     with reached(hosts, folder) as cluster:
         cluster.say = said.append
         cluster.open(Needs("cpu", 1))
         ready: set[int] = set()
-        group = Group(
+        group = WorkerGroup(
             cluster.launcher,
             cluster.nodes[0].hardware,  # type: ignore[arg-type]
             Meter(),
@@ -138,10 +138,10 @@ def running(hosts: Hosts, folder: Path, said: list[str]) -> Iterator[tuple[Clust
             group.end()
 
 
-def is_lost(cluster: Cluster, group: Group, name: str) -> None:
+def is_lost(cluster: Cluster, group: WorkerGroup, name: str) -> None:
     assert group.watch(lambda: False, time.monotonic() + 120) is Stop.FAILED
     verdict = judge(group.evidence())
-    assert (verdict.kind, verdict.source) == (Kind.INFRASTRUCTURE, Source.NODE)
+    assert (verdict.kind, verdict.source) == (OutcomeKind.INFRASTRUCTURE, Source.NODE)
     assert verdict.reason.startswith(f"node {name}: ")
     assert cluster.broken
 
@@ -160,7 +160,7 @@ def test_sshd_that_is_killed_is_a_lost_node_and_the_next_group_has_it_again(host
         session_of(hosts[1]).kill()
         is_lost(cluster, group, "node2")
         group.end()
-        cluster.mend()
+        cluster.reconnect()
         assert said[-1] == "node node2 is back"
         assert not cluster.broken
 
@@ -186,7 +186,7 @@ def test_a_link_that_is_cut(hosts: Hosts, tmp_path: Path) -> None:
         finally:
             hosts[1].mend()
         group.end()
-        cluster.mend()
+        cluster.reconnect()
         assert not cluster.broken
 
 
@@ -266,7 +266,7 @@ def test_out_of_memory_on_one_of_them(spread_bench: LocalExecutor) -> None:
         outcome = run(spread_bench, 2, "oom")
     finally:
         spread_bench.fault = lambda name: None
-    assert (outcome.kind, outcome.phase, outcome.rank) == (Kind.OOM_DEVICE, Phase.INIT, 1), outcome
+    assert (outcome.kind, outcome.phase, outcome.rank) == (OutcomeKind.OOM_DEVICE, Phase.INIT, 1), outcome
     assert outcome.source is Source.EXCEPTION
     assert outcome.missing_bytes
     assert outcome.peak_bytes is not None
@@ -301,7 +301,7 @@ def test_whoever_is_killed_in_a_trial_the_next_one_measures(
             outcome = session.measure(make_candidate(1, 2), QUICK, 240.0)
     finally:
         spread_bench.on_phase = lambda phase: None
-    assert outcome.kind is (Kind.CRASH if who == "a rank" else Kind.INFRASTRUCTURE), outcome
+    assert outcome.kind is (OutcomeKind.CRASH if who == "a rank" else OutcomeKind.INFRASTRUCTURE), outcome
     if who == "the agent":
         assert outcome.reason.startswith("node node2: ")
         assert not pid_lives(session._group._workers[1])  # type: ignore[union-attr]

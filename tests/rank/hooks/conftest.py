@@ -18,7 +18,7 @@ from tests.conftest import make_job
 
 
 class Recorder:
-    """A Watcher: all that it is told, in order, as JSON."""
+    """A TrainingObserver: all that it is told, in order, as JSON."""
 
     def __init__(self) -> None:
         self.seen: list[list[Any]] = []
@@ -51,16 +51,16 @@ class Recorder:
     def stepped(self) -> None:
         self.seen.append(["stepped"])
 
-    def beside(self, number: int, rows: int) -> None:
+    def auxiliary_stepped(self, number: int, rows: int) -> None:
         self.seen.append(["beside", number, rows])
 
     def failed(self, error: BaseException) -> None:
         self.seen.append(["failed", type(error).__name__])
 
-    def unbuilt(self, builder: str) -> None:
+    def op_missing(self, builder: str) -> None:
         self.seen.append(["unbuilt", builder])
 
-    def strayed(self) -> None:
+    def no_engine_found(self) -> None:
         self.seen.append(["strayed"])
 
 

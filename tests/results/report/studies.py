@@ -11,7 +11,7 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace_cache import closed_form_trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
-from autotune.problem.outcome import Kind, Measurement, Outcome, Phase
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.problem.space import SearchSpace, load_space
 from autotune.search.storage import default_storage
 from autotune.search.study import StudyStore
@@ -41,14 +41,14 @@ def measured(speed: float, peak_gib: float, seconds: float = 30.0, **more: objec
     }
     found = Measurement(8 / speed, 0.1 / speed, 5, speed, 32 * speed, int(peak_gib * GIB), **facts)  # type: ignore[arg-type]
     return Outcome(
-        Kind.OK, Phase.STEP, found, seconds=seconds, outside_seconds=seconds / 2, peak_bytes=found.peak_bytes
+        OutcomeKind.OK, Phase.STEP, found, seconds=seconds, outside_seconds=seconds / 2, peak_bytes=found.peak_bytes
     )
 
 
 def ran_out(phase: Phase, missing_gib: float, text: str = "torch.OutOfMemoryError") -> Outcome:
     missing = int(missing_gib * GIB)
     return Outcome(
-        Kind.OOM_DEVICE, phase, None, "ran out", text, missing_bytes=missing, rank=1, seconds=9.0, log="/logs/7"
+        OutcomeKind.OOM_DEVICE, phase, None, "ran out", text, missing_bytes=missing, rank=1, seconds=9.0, log="/logs/7"
     )
 
 
@@ -97,12 +97,16 @@ def everything(store: StudyStore | None = None, text: str = "an error") -> Study
     tell(
         store,
         make_candidate(3, 8, overlap_comm=True),
-        Outcome(Kind.TIMEOUT, Phase.BACKWARD, None, text, text, seconds=60),
+        Outcome(OutcomeKind.TIMEOUT, Phase.BACKWARD, None, text, text, seconds=60),
     )
-    tell(store, make_candidate(3, 4, overlap_comm=True), Outcome(Kind.CRASH, Phase.FORWARD, None, text, text, rank=0))
-    tell(store, make_candidate(2, 4, overlap_comm=True), Outcome(Kind.INTERRUPTED, reason=text, evidence=text))
+    tell(
+        store,
+        make_candidate(3, 4, overlap_comm=True),
+        Outcome(OutcomeKind.CRASH, Phase.FORWARD, None, text, text, rank=0),
+    )
+    tell(store, make_candidate(2, 4, overlap_comm=True), Outcome(OutcomeKind.INTERRUPTED, reason=text, evidence=text))
     best = tell(store, winner, measured(158, 17.2), VERIFY, "verification in a fresh process")
-    tell(store, winner, Outcome(Kind.OK, Phase.STEP, peak_bytes=int(18 * GIB), seconds=20), RESUME)
+    tell(store, winner, Outcome(OutcomeKind.OK, Phase.STEP, peak_bytes=int(18 * GIB), seconds=20), RESUME)
     store.set_winner(best, "verified")
     store.note_skips({f"crashes: {text}": 12, "needs no less memory than z0 mb32 ga1, which ran out": 5})
     store.update_call(400.0, "budget used")

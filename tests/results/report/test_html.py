@@ -15,7 +15,7 @@ from autotune.predict.trace_cache import closed_form_trace
 from autotune.problem.candidate import MICRO_BATCH, Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Script
-from autotune.problem.outcome import Kind, Outcome, Phase
+from autotune.problem.outcome import Outcome, OutcomeKind, Phase
 from autotune.results.plan import Plan, StagePlan
 from autotune.results.report.build import Searched, memory_map, study_report
 from autotune.results.report.confidential import LEFT_OUT, masker, without_secrets
@@ -187,8 +187,8 @@ def test_a_neighbour_that_needs_no_less_than_what_ran_out_gains_nothing() -> Non
     assert (step.cell, step.speed) == (Cell.RULED_OUT, None)
 
 
-CUT_SHORT = Outcome(Kind.INTERRUPTED, reason="x", evidence="y")
-CRASHED = Outcome(Kind.CRASH, Phase.FORWARD, None, "x", "y")
+CUT_SHORT = Outcome(OutcomeKind.INTERRUPTED, reason="x", evidence="y")
+CRASHED = Outcome(OutcomeKind.CRASH, Phase.FORWARD, None, "x", "y")
 SLOWER = measured(5, 2)
 
 
@@ -280,7 +280,7 @@ def test_a_study_that_only_ran_out_says_one_shortfall_and_draws_no_speed(tmp_pat
 
 def test_of_main_memory_no_headroom_is_told() -> None:
     store = in_memory()
-    out = dataclasses.replace(ran_out(Phase.INIT, 1.0), kind=Kind.OOM_HOST, capacity_bytes=2000 * GIB)
+    out = dataclasses.replace(ran_out(Phase.INIT, 1.0), kind=OutcomeKind.OOM_HOST, capacity_bytes=2000 * GIB)
     tell(store, plain(2), out)
     store.begin_call(60)
     store.update_call(60.0, "budget used")
@@ -344,7 +344,7 @@ def test_before_a_call_has_ended_the_rest_has_not_had_its_turn() -> None:
     [
         (measured(10, 1), None),
         (ran_out(Phase.BACKWARD, 1.0, "the allocator's text"), "the allocator&#39;s text"),
-        (Outcome(Kind.CRASH, Phase.FORWARD, None, "a crash's text", "x"), "a crash&#39;s text"),
+        (Outcome(OutcomeKind.CRASH, Phase.FORWARD, None, "a crash's text", "x"), "a crash&#39;s text"),
     ],
 )
 def test_a_trials_row_says_why_it_was_tried_whatever_happened(
@@ -639,7 +639,7 @@ def test_numbers_that_json_has_not_are_null() -> None:
 
 def test_an_outcome_without_words_is_shown(tmp_path: Path) -> None:
     store = in_memory()
-    tell(store, make_candidate(0, 1), Outcome(Kind.INFRASTRUCTURE))
+    tell(store, make_candidate(0, 1), Outcome(OutcomeKind.INFRASTRUCTURE))
     assert report_of(store).trials[0].status is Status.UNDECIDED
     assert page(store, tmp_path / "p.html").exists()
 
