@@ -106,7 +106,7 @@ class LocalExecutor:
         return SCRIPT_RANK if self.job.script else MODEL_RANK
 
     @property
-    def launcher(self) -> Launcher | Spread:
+    def launcher(self) -> Launcher | MultiHostLaunch:
         """Return the launcher of the ranks."""
         return self.ground.launcher
 

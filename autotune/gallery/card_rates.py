@@ -15,7 +15,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.util.files import write_atomically
 
 
-def taught(entry: Entry) -> Evidence | None:
+def taught(entry: Entry) -> CalibrationEvidence | None:
     """Return the evidence of the entry's steps.
 
     None if the entry has no GPU, or if its model cannot be built from its sizes.

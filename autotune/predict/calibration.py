@@ -149,7 +149,7 @@ class CalibrationEvidence:
     ]  # (rows, constants); their squares are what observations added to the priors' precision
 
     @classmethod
-    def of(cls, priors: Sequence[Prior], posterior: Posterior) -> Evidence:
+    def of(cls, priors: Sequence[Prior], posterior: Posterior) -> CalibrationEvidence:
         """Return the information that a posterior adds to the priors, without negligible directions."""
         values, vectors = np.linalg.eigh(np.linalg.inv(posterior.covariance) - _precision(priors))
         told = values > _NOTHING * values.max()

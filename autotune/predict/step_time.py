@@ -21,7 +21,7 @@ from autotune.util.units import GIB
 #
 # Seconds of an optimizer step: every operator against the device's peak and bandwidth, every byte against its link.
 
-# Rates of a CPU rank before the first trial: FLOPs, bytes and link bytes per second of one rank on one core. Measured
+# DeviceRates of a CPU rank before the first trial: FLOPs, bytes and link bytes per second of one rank on one core. Measured
 # on the machine of benchmarks/data/landscapes_real (an AMD EPYC), where 16 bits were as fast as 32. Cores without
 # 16-bit instructions are several times slower in them, and the priors of CPU ranks allow for that.
 CPU_TFLOPS, CPU_MEMORY_GB_PER_S, CPU_LINK_GB_PER_S = 0.2, 12.0, 1.0
@@ -81,7 +81,7 @@ class DeviceRates:
     node_link: float  # bytes per second within a node
 
     @classmethod
-    def of(cls, hardware: Hardware, precision: str) -> Rates:
+    def of(cls, hardware: Hardware, precision: str) -> DeviceRates:
         """Return the rates of a machine's GPUs for a precision, or those of CPU ranks."""
         facts: GpuFacts | None = hardware.gpu_facts
         if facts is None:  # CPU ranks

@@ -167,7 +167,7 @@ class JobKind:
     @classmethod
     def of(cls, job: Job, candidate: Candidate, hardware: Hardware) -> JobKind:
         """Return the kind of a candidate's training on the hardware."""
-        training = "lora" if under(job, candidate).lora else "full"
+        training = "lora" if job_with_candidate(job, candidate).lora else "full"
         offloaded = bool(candidate.offloaded)
         devices = "nodes" if hardware.nodes > 1 else "several" if hardware.count > 1 else "one"
         return cls(training, candidate.stage, offloaded, devices)

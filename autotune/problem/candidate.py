@@ -205,7 +205,7 @@ def trial_environment(candidate: Candidate, job: Job, own: Mapping[str, str]) ->
     return {**seen, **candidate.environment({**own, **seen})}
 
 
-def under(job: Job, candidate: Candidate) -> Job:
+def job_with_candidate(job: Job, candidate: Candidate) -> Job:
     """Return the job with its attention, compilation, LoRA, packing and kernels replaced by the candidate's."""
     lora = candidate.get(LORA)
     return dataclasses.replace(

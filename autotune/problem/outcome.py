@@ -26,7 +26,7 @@ class OutcomeKind(StrEnum):
     @property
     def is_oom(self) -> bool:
         """Return True for an OOM of a device or of the host."""
-        return self in (Kind.OOM_DEVICE, Kind.OOM_HOST)
+        return self in (OutcomeKind.OOM_DEVICE, OutcomeKind.OOM_HOST)
 
     @property
     def is_attributable_to_candidate(self) -> bool:
@@ -147,7 +147,7 @@ class Outcome:
     @property
     def ok(self) -> bool:
         """Return True if the candidate was measured."""
-        return self.kind is Kind.OK
+        return self.kind is OutcomeKind.OK
 
     @property
     def may_end_otherwise(self) -> bool:

@@ -171,7 +171,7 @@ class MeasureRequest:
     full: bool = False  # run every micro-batch of an accumulation, without extrapolation
 
     @classmethod
-    def of(cls, message: dict[str, Any]) -> Request:
+    def of(cls, message: dict[str, Any]) -> MeasureRequest:
         """Return the request of a message; ignore unknown fields."""
         return cls(**{field.name: message[field.name] for field in fields(cls) if field.name in message})
 

@@ -246,7 +246,7 @@ class ScriptRank(BaseRank):
         if not self._steps_left:
             self._compare_clocks(request)
 
-    def beside(self, number: int, rows: int) -> None:
+    def auxiliary_stepped(self, number: int, rows: int) -> None:
         """Record the rows of an auxiliary engine's optimizer step."""
         self.rows_beside.setdefault(str(number), []).append(rows)
 
@@ -273,14 +273,14 @@ class ScriptRank(BaseRank):
         if isinstance(error, Unusable) or self._failures == _MOST_FAILURES:
             self._leave_if_failed()
 
-    def unbuilt(self, builder: str) -> None:
+    def op_missing(self, builder: str) -> None:
         """Report a DeepSpeed op that must be built first, and end the rank."""
         if self.candidate is None and builder not in self.spec["ops"]:
             self.channel.send("unbuilt", op=builder)  # the parent builds it first, outside the budget
             self.report(RuntimeError(f"DeepSpeed's {builder} is not built yet"))
             leave(EXIT_REPORTED)
 
-    def strayed(self) -> None:
+    def no_engine_found(self) -> None:
         """Report that the script trains without DeepSpeed, and end the rank."""
         self.report(Unusable(f"{self.script.target} trains without {_MISSING_DEEPSPEED}"))
         leave(EXIT_REPORTED)

@@ -255,17 +255,17 @@ class TrainRank(BaseRank):
         self.steps += 1
         self.progress(0.0 if self.steps <= _FIRST_STEPS else _PROGRESS_SECONDS)
 
-    def beside(self, number: int, rows: int) -> None:
+    def auxiliary_stepped(self, number: int, rows: int) -> None:
         """Do nothing."""
 
     def failed(self, error: BaseException) -> None:
         """Report an OOM and end the rank."""
         self.leave_if_out_of_memory(error)
 
-    def unbuilt(self, builder: str) -> None:
+    def op_missing(self, builder: str) -> None:
         """Do nothing: DeepSpeed builds the op."""
 
-    def strayed(self) -> None:
+    def no_engine_found(self) -> None:
         """Report that the script trains without DeepSpeed."""
         self.channel.send("strayed")
 

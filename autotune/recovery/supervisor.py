@@ -451,7 +451,7 @@ class Heard:
             self.say("the script trains without DeepSpeed: no config of ours is in it")
         self.steps = max(self.steps, int(message.get("steps") or 0))
 
-    def end(self, code: int, kind: Kind | None, reason: str) -> End:
+    def end(self, code: int, kind: OutcomeKind | None, reason: str) -> End:
         """Return the end of an attempt, with the collected steps and checkpoint."""
         # A script with Trainer's arguments reports each load. Other scripts may load through torch alone.
         origin = self.origin or ("" if self.begun else None)
@@ -576,7 +576,7 @@ class RestartPolicy:
         self._barren += not steps
         return kind in _TOO_MUCH or self._barren >= _MOST_BARREN
 
-    def _comes_alike(self, kind: Kind, steps: int, origin: str | None) -> bool:
+    def _comes_alike(self, kind: OutcomeKind, steps: int, origin: str | None) -> bool:
         """Check that enough attempts in a row ended at the same step in the same way.
 
         Attempts without a step do not count. Without a known origin, a script may start from a different place each

@@ -61,7 +61,7 @@ class Outlook:
 
         None if either is unknown or only estimated.
         """
-        flops = model_flops_per_token(under(self.job, self.prediction.candidate))
+        flops = model_flops_per_token(job_with_candidate(self.job, self.prediction.candidate))
         card = self.hardware.gpu_facts
         if not flops or card is None or card.doubt:
             return None

@@ -170,13 +170,13 @@ class PeerTrials:
 
     def are_at(self, candidate: Candidate, role: str) -> bool:
         """Return True if a peer tuner runs the candidate in the role."""
-        return any((record.candidate, record.role) == (candidate, role) for record in self.elsewhere)
+        return any((record.candidate, record.role) == (candidate, role) for record in self.running_elsewhere)
 
-    def found(self, candidate: Candidate, role: str) -> Outcome | None:
+    def result_for(self, candidate: Candidate, role: str) -> Outcome | None:
         """Return the outcome that a peer tuner measured, or None."""
         return self._found.get((candidate, role))
 
-    def forget(self, candidate: Candidate, role: str) -> None:
+    def discard_result(self, candidate: Candidate, role: str) -> None:
         """Remove an outcome of a peer tuner."""
         self._found.pop((candidate, role), None)
 

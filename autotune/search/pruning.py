@@ -128,8 +128,8 @@ class CandidatePool:
 
     def rule_out(self, mask: Flags, reason: str) -> None:
         """Exclude the open candidates in a mask, and count them under the reason."""
-        if count := int((mask & self.open).sum()):
-            self.open &= ~mask
+        if count := int((mask & self.open_mask).sum()):
+            self.open_mask &= ~mask
             self.skipped[reason] += count
 
     def _rule_out_larger(self, candidate: Candidate) -> None:

@@ -46,13 +46,13 @@ class Trust:
 
     credit: float = CREDIT
 
-    def charge(self, predictor: float, surrogate: float) -> None:
+    def update_log_score(self, predictor: float, surrogate: float) -> None:
         """Add the predictor's gain over the surrogate to the credit, within bounds."""
         gained = max(-ONE_SURPRISE, min(ONE_SURPRISE, predictor - surrogate))
         self.credit = max(-MOST_DEBT, min(MOST_CREDIT, self.credit + gained))
 
     @property
-    def refuted(self) -> bool:
+    def predictor_rejected(self) -> bool:
         """Return True if the predictor is worse than the surrogate."""
         return self.credit < 0
 

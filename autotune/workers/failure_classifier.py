@@ -37,10 +37,10 @@ class FailureEvidence:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FailureVerdict:
     """Cause of a failure, with its evidence and source."""
 
-    kind: Kind
+    kind: OutcomeKind
     phase: Phase
     reason: str
     evidence: str

@@ -140,7 +140,7 @@ class NvmlMeter(Meter):
             if gpu.uuid == uuid:
                 self._places[rank] = place
 
-    def sample(self, pids: list[int], peaks: Peaks) -> None:
+    def sample(self, pids: list[int], peaks: MemoryPeaks) -> None:
         """Update the peaks with the memory of the ranks' GPUs."""
         listing = self._closely or time.monotonic() - self._listed_at >= _HOLDERS_SECONDS
         if listing:

@@ -274,7 +274,7 @@ class LocalWorkers:
         known = self._known()
         return self._vitals.alive(known.values(), [known[rank] for rank in waiting & known.keys()])
 
-    def look_anew(self) -> None:
+    def reset_liveness_baseline(self) -> None:
         """Restart the liveness check of the ranks."""
         self._vitals.forget()
 
@@ -286,7 +286,7 @@ class LocalWorkers:
         """Register the device of a rank."""
         self._onlooker.place(self.numbers.index(rank), device)
 
-    def peaks(self) -> Peaks:
+    def peaks(self) -> MemoryPeaks:
         """Return the peaks of the ranks, and the kernel's OOM kills since the launch."""
         peaks = self._gauge.look() if self._gauge is not None else self._memory_now()
         peaks.oom_kills = kernel_oom_kills() - self._oom_kills

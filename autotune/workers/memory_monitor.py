@@ -102,7 +102,7 @@ class CpuMeter(Meter):
 
     interval_seconds = 0.25
 
-    def sample(self, pids: list[int], peaks: Peaks) -> None:
+    def sample(self, pids: list[int], peaks: MemoryPeaks) -> None:
         """Update the peaks with the data segments of the processes, in bytes."""
         for index, pid in enumerate(pids):
             with suppress(OSError, IndexError, ValueError):
@@ -144,7 +144,7 @@ class MemoryMonitor:
 
     def reset(self) -> None:
         """Reset the peaks."""
-        self._peaks = Peaks(used=[0] * len(self._pids))
+        self._peaks = MemoryPeaks(used=[0] * len(self._pids))
 
     def peaks(self) -> MemoryPeaks:
         """Return the peaks since the last reset."""

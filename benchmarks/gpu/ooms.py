@@ -13,8 +13,8 @@ import yaml
 
 from autotune.problem.host_memory import host_available_bytes
 from autotune.util.units import GIB
-from autotune.workers.failure_classifier import Evidence, judge
-from autotune.workers.memory_monitor import Peaks
+from autotune.workers.failure_classifier import FailureEvidence, judge
+from autotune.workers.memory_monitor import MemoryPeaks
 from benchmarks.gpu.ground import EXPECTED, Child, Ground, Row, run_child
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

@@ -12,7 +12,7 @@ from typing import Any
 from autotune.executors.base import Effort
 from autotune.predict.trace import traced_predictor
 from autotune.problem.job import Lora
-from autotune.problem.outcome import Kind
+from autotune.problem.outcome import OutcomeKind
 from benchmarks.gpu.ground import EXPECTED, Ground, Row
 from benchmarks.gpu.rows import as_row, beside, candidate
 from benchmarks.trials.ranks import opened

@@ -22,7 +22,7 @@ from autotune.executors.replay import Landscape, load_landscape
 from autotune.predict.calibration import QUIRKS, TIME, time_priors
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from benchmarks.common import HERE, command_line, parse, print_table, write_json
 
 TABLES = tuple(

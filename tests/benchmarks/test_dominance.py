@@ -14,8 +14,8 @@ import pytest
 
 from autotune.executors.replay import load_landscape
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Kind
-from autotune.search.pruning import Dominance, Rules
+from autotune.problem.outcome import OutcomeKind
+from autotune.search.pruning import Dominance, DominanceRules
 from benchmarks.predict.published.published import cases_in
 from benchmarks.predict.published.rows import read_table
 

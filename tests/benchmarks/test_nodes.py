@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from autotune.problem.outcome import Kind, Outcome
+from autotune.problem.outcome import Outcome, OutcomeKind
 from benchmarks.cluster import nodes
 from benchmarks.cluster.node_grounds import FAILURES, Blow, Ground
 

@@ -234,7 +234,7 @@ class Cluster:
     # -- a ground for groups -----------------------------------------------------------------------------------------
 
     @property
-    def launcher(self) -> Spread:
+    def launcher(self) -> MultiHostLaunch:
         """Return the launcher that starts ranks on all nodes."""
         assert self._meeting is not None
         return MultiHostLaunch(self._squads, self._meeting.host)

@@ -125,7 +125,7 @@ GREETING = "agent"  # type of an agent's first message
 
 
 def peaks_of(data: dict[str, Any]) -> MemoryPeaks:
-    """Convert JSON to Peaks; JSON keys are strings."""
+    """Convert JSON to MemoryPeaks; JSON keys are strings."""
     return MemoryPeaks(**{**data, "grown": by_rank(data["grown"])})
 
 
@@ -554,7 +554,7 @@ class RemoteWorkers:
         """Return the exit status of each rank that has ended."""
         return dict(self._statuses)
 
-    def look_anew(self) -> None:
+    def reset_liveness_baseline(self) -> None:
         """Restart the liveness check of the ranks."""
         self._wire.tell("look_anew")
 
@@ -569,7 +569,7 @@ class RemoteWorkers:
         """Register the device of a rank."""
         self._wire.tell("place", rank=rank, device=device)
 
-    def peaks(self) -> Peaks:
+    def peaks(self) -> MemoryPeaks:
         """Return the peaks of the node's ranks: zeros if the node is lost."""
         answer = self._ask("peaks")
         return peaks_of(answer["peaks"]) if answer else MemoryPeaks(used=[0] * len(self.numbers))

@@ -16,7 +16,7 @@ from autotune.predict.trace import trace_job, trace_jobs
 from autotune.predict.trace_data import Trace
 from autotune.predict.what_if import JobKind
 from autotune.problem.hardware import Hardware
-from autotune.problem.outcome import Kind, Measurement, Outcome
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from benchmarks.predict.published.readers import Case
 from benchmarks.predict.published.sources import source_of
 
