@@ -26,7 +26,7 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # containers set it: every proc
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 from autotune.commands.script_probe import Probe, probe
-from autotune.executors import machine
+from autotune.executors import local, machine
 from autotune.executors.base import Effort
 from autotune.executors.local import Deadlines, LocalExecutor, LocalSession
+from autotune.executors.machine import trial_sandbox
 from autotune.predict import trace as tracing
 from autotune.problem import nvml
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
@@ -55,6 +56,7 @@ from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job, Script
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Outcome
+from autotune.rank.sandbox import Sandbox
 from autotune.script.profile import job_of, unknown_job
 from autotune.util.units import MIB
 from autotune.workers.gpu_locks import lock_file
@@ -450,8 +452,14 @@ def scripts(_path_of_ranks: None, tmp_path_factory: pytest.TempPathFactory) -> I
     """One fork server for all tests that measure a script; each test has a folder of its own and starts with a probe,
     which sets the executor's job and folder."""
     made = Scripts(tmp_path_factory.mktemp("scripts"))
-    with closing(made.executor):
+    with closing(made.executor), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "trial_sandbox", _with_seen)
         yield made
+
+
+def _with_seen(*args: Any, kept: Sequence[str] = (), **how: Any) -> Sandbox:
+    """A trial's sandbox whose script can write to `seen/` for a test."""
+    return trial_sandbox(*args, kept=[*kept, f"{args[1].script.cwd}/seen"], **how)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

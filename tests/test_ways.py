@@ -107,7 +107,7 @@ def test_the_sequences_of_a_step_are_found(scripts: Scripts, tmp_path: Path, way
 
 def batch_of_the_engine(folder: Path) -> tuple[int, int]:
     """(micro-batch, accumulation) of the engine that the script has made last."""
-    micro_batch, accumulation = json.loads((folder / "engine.json").read_text())
+    micro_batch, accumulation = json.loads((folder / "seen" / "engine.json").read_text())
     return micro_batch, accumulation
 
 
@@ -231,7 +231,7 @@ def test_the_config_of_an_engine_beside_the_first_stays_its_own(scripts: Scripts
     assert "an engine beside the first" in found.script.profile["batch_note"]
     outcome = scripts.measure(found, own_candidate(found.script).but(zero_stage=0))
     assert outcome.ok, outcome
-    assert json.loads((tmp_path / "stages.json").read_text()) == [0, 2]
+    assert json.loads((tmp_path / "seen" / "stages.json").read_text()) == [0, 2]
     printed = printed_command(found.script, own_candidate(found.script), "best.json")
     assert printed[-3:] == ["critic.json", "--deepspeed_config", "best.json"]
 

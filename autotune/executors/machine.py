@@ -396,7 +396,8 @@ def protection_of(cwd: Path, folder: Path, *, unprotected: bool) -> Protection:
 
 @cache
 def _available(cwd: Path, folder: Path, python: str) -> Protection:
-    return available_protection(cwd, folder, lambda module, *words: bound_command(python, module, *words))
+    command = lambda module, *words: bound_command(python, module, *words)  # noqa: E731
+    return available_protection(cwd, folder, command, current().environment())
 
 
 def trial_sandbox(

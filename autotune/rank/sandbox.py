@@ -184,14 +184,18 @@ def remove(folder: Path) -> None:
         shutil.rmtree(base, ignore_errors=True)
 
 
-def available_protection(cwd: Path, folder: Path, command: Callable[..., list[str]]) -> Protection:
+def available_protection(
+    cwd: Path, folder: Path, command: Callable[..., list[str]], environment: Mapping[str, str]
+) -> Protection:
     """Return the best mechanism that this machine offers, by entering a sandbox in a separate process.
 
     Args:
         cwd: the user's folder.
         folder: existing folder in which trials have theirs.
         command: makes the command line that runs a module, see `interpreter.bound_command`.
+        environment: of that process.
     """
+    how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "env": environment, "timeout": 60}
     trial = folder / f"protection-{os.getpid()}"
     for protection in (Protection.OVERLAY, Protection.LANDLOCK):
         sandbox = Sandbox(trial, cwd, protection)
@@ -199,7 +203,7 @@ def available_protection(cwd: Path, folder: Path, command: Callable[..., list[st
             sandbox.files.mkdir(parents=True)
             sandbox.script_cwd.mkdir(parents=True, exist_ok=True)
             words = command("autotune.rank.sandbox", str(trial), str(cwd), str(protection))
-            if not subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=60).returncode:
+            if not subprocess.run(words, check=False, **how).returncode:
                 return protection
         except (OSError, subprocess.SubprocessError):
             continue
