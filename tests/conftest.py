@@ -458,8 +458,9 @@ def scripts(_path_of_ranks: None, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def _with_seen(*args: Any, kept: Sequence[str] = (), **how: Any) -> Sandbox:
-    """A trial's sandbox whose script can write to `seen/` for a test."""
-    return trial_sandbox(*args, kept=[*kept, f"{args[1].script.cwd}/seen"], **how)
+    """A trial's sandbox whose script can write to `seen/` for a test that has made it."""
+    seen = f"{args[1].script.cwd}/seen"
+    return trial_sandbox(*args, kept=[*kept, *([seen] if os.path.isdir(seen) else [])], **how)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -437,6 +437,7 @@ def test_a_script_that_catches_our_out_of_memory(scripts: Scripts, tmp_path: Pat
 def test_workers_that_leave_their_process_group_are_ended_too(scripts: Scripts, tmp_path: Path, dies: bool) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     pids = tmp_path / "seen" / "pids"
+    pids.parent.mkdir()
     name = write(
         tmp_path,
         "workers.py",

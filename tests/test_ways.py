@@ -85,6 +85,7 @@ LEFT = {
 def folder_of(tmp_path: Path, config: dict[str, Any] | None = None) -> Path:
     (tmp_path / "ds.json").write_text(json.dumps(config or CONFIG))
     (tmp_path / "train.yaml").write_text("batch: 3\n")
+    (tmp_path / "seen").mkdir()
     return tmp_path
 
 

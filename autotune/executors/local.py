@@ -8,7 +8,7 @@ import re
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,7 @@ class LocalExecutor:
         variables: environment of ranks on this machine, such as their devices if other jobs use the rest.
         study: the study's folder, if `folder` is another.
         unprotected: run user code without a sandbox on machines that offer none.
+        kept: folders to which scripts write lastingly, such as logs that a benchmark reads.
     """
 
     def __init__(
@@ -84,13 +85,14 @@ class LocalExecutor:
         variables: Mapping[str, str] | None = None,
         study: Path | None = None,
         unprotected: bool = False,
+        kept: Sequence[Path] = (),
     ) -> None:
         self.job, self.hardware, self.folder, self.seed = job, hardware, folder, seed
         self.deadlines = deadlines or (SCRIPT_DEADLINES if job.script else Deadlines())
         self.cancelled, self.on_phase, self.fault = cancelled, on_phase, fault
         self.count_live_tensors = count_live_tensors
         self.isolation, self._variables = isolation, variables or {}
-        self.study, self.unprotected = study or folder, unprotected
+        self.study, self.unprotected, self.kept = study or folder, unprotected, tuple(kept)
         self._first, self.tried_ops = list(candidates), dict[str, None]()  # builders, in order
         self.say: Callable[[str], None] = lambda text: None
         self.show: Callable[[str], None] = lambda text: None  # receives the current slow operation
@@ -352,7 +354,8 @@ class LocalSession:
         if job.script:
             what = {"candidate": candidate.as_dict}
         if job.script or job.workload:
-            kept = [str((self._folder / CHECKPOINT).resolve())] if executor.resumes else []
+            kept = [str(one) for one in executor.kept]
+            kept += [str((self._folder / CHECKPOINT).resolve())] if executor.resumes else []
             how: dict[str, Any] = {"unprotected": executor.unprotected, "kept": kept}
             what |= {**how, "sandbox": None}  # a node creates its own sandbox
             if executor.here:

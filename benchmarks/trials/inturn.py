@@ -39,6 +39,7 @@ from autotune.workers.failure_classifier import log_tail
 from benchmarks.trials.ranks import launch, median_spread, opened, plain_environment, torchrun_words
 
 HERE = Path(__file__).parent
+LOGS = "logs"  # folder of the logs that trials write: all else of a trial vanishes
 SETTLE_STEPS = 8  # before the first turn
 STEPS_A_TURN, TURN_SECONDS = 8, 0.6  # at the least
 WHOLE_STEPS = 3  # fewer say nothing of a turn
@@ -139,7 +140,8 @@ def torchrun(name: str, argv: list[str], folder: Path, ranks: int, ds_config: st
 
 def under_autotune(kind: str, job: Job, candidate: Candidate, folder: Path) -> Side:
     """The job's script as a `trial` measures it, or under `launch`."""
-    log, spec = folder / f"{kind}.log", folder / f"{kind}.json"
+    log, spec = folder / LOGS / f"{kind}.log", folder / f"{kind}.json"
+    log.parent.mkdir(exist_ok=True)
     spec.write_text(json.dumps({"job": logged(job, log).to_json(), "candidate": candidate.as_dict}))
     words = [sys.executable, str(HERE / "inturn.py"), kind, str(spec)]
     return Side(kind, words, log, folder, {**os.environ, "HF_HUB_OFFLINE": "1"})
@@ -255,7 +257,7 @@ def main() -> None:
         os.chdir(job.script.cwd)
         launch(job, hardware, ladder, folder, max_restarts=0, silent_seconds=ENDLESS)
         return
-    with opened(job, hardware, folder, [candidate]) as executor:
+    with opened(job, hardware, folder, [candidate], kept=[spec.parent / LOGS]) as executor:
         effort = Effort(min_steps=ENDLESS, max_steps=ENDLESS, min_seconds=ENDLESS, max_seconds=ENDLESS)
         print(executor.session(candidate, "0").measure(candidate, effort, ENDLESS))
 

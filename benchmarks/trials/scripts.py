@@ -32,7 +32,16 @@ from autotune.rank.script_rank import WARMUP_STEPS
 from autotune.script.script import command
 from autotune.search.study import StudyStore
 from benchmarks.common import command_line, kept_rows, parse, print_table, write_json
-from benchmarks.trials.inturn import logged, ratio, samples_per_second, step_ends, take_turns, torchrun, under_autotune
+from benchmarks.trials.inturn import (
+    LOGS,
+    logged,
+    ratio,
+    samples_per_second,
+    step_ends,
+    take_turns,
+    torchrun,
+    under_autotune,
+)
 from benchmarks.trials.ranks import autotune_run, opened
 
 OWN = Path(__file__).parents[2] / "tests" / "scripts"
@@ -261,11 +270,12 @@ def one(
 
 def same_run(store: StudyStore, winner: Candidate, folder: Path, steps: int) -> float:
     """Speed by the log that a training writes itself, against what autotune measures of that very run."""
-    log = folder / "same.log"
+    log = folder / LOGS / "same.log"
+    log.parent.mkdir(exist_ok=True)
     log.unlink(missing_ok=True)
     effort = Effort(min_steps=steps, max_steps=steps, min_seconds=0.0, max_seconds=300.0)
     with (
-        opened(logged(store.job, log), store.hardware, folder / "same", [winner]) as executor,
+        opened(logged(store.job, log), store.hardware, folder / "same", [winner], kept=[log.parent]) as executor,
         closing(executor.session(winner, "0")) as session,
     ):
         measured = session.measure(winner, effort, 300.0).measurement
