@@ -31,7 +31,7 @@ LEAST_SHARE = 0.80
 SMALL_FILE, SMALL_TESTS, SMALL_MUTANTS = (
     "autotune/search/pruning.py",
     "tests/search/test_pruning_dominance.py",
-    "autotune.search.pruning.*needs_no_less*",
+    "autotune.search.pruning.xǁDominanceǁat_least_as_large*",
 )
 # A test run that ends in none of these was no test run of the mutant.
 # One that crashes the interpreter (a null handle to a C library) was noticed.
