@@ -195,7 +195,7 @@ def test_a_killed_tuner_leaves_nothing_on_the_hosts(left_hosts: Hosts, tmp_path:
         "import sys, time; from pathlib import Path; from tests.executors.cluster.test_transports_ssh import *\n"
         "cluster = Cluster(read_hostfile(Path(sys.argv[1])), Ssh(), Wishes('cpu'), Path(sys.argv[2]))\n"
         "cluster.reach(); cluster.open(Needs('cpu', 1))\n"
-        "group = Group(cluster.launcher, cluster.nodes[0].hardware, Meter(), "
+        "group = WorkerGroup(cluster.launcher, cluster.nodes[0].hardware, Meter(), "
         "Policy(HOUR, lambda p: HOUR, 0.2, may_leave=False))\n"
         "assert group.start('tests.workers.fake_rank', 2, {}) is Stop.ARRIVED; print('up', flush=True); time.sleep(600)"
     )
