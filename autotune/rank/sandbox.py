@@ -295,19 +295,22 @@ class _Tree:
         if path == "/":
             _mount("tmpfs", at, 0, "tmpfs", "mode=0755")
         for entry in islice(os.scandir(path), _MOST_ENTRIES):
-            there = os.path.join(at, entry.name)
-            if entry.is_symlink():
-                os.symlink(os.readlink(entry.path), there)
-            elif entry.is_dir():
-                os.mkdir(there)
-                self.show(entry.path)
-            elif self._is_copied(entry):
-                shutil.copy2(entry.path, there)
-            else:
-                Path(there).touch()
-                _mount(entry.path, there, _BIND)
-                _make_read_only(there, 0)
+            with suppress(FileNotFoundError):  # another process has removed it
+                self._show_entry(entry, os.path.join(at, entry.name))
         shutil.copystat(path, at)
+
+    def _show_entry(self, entry: os.DirEntry[str], there: str) -> None:
+        if entry.is_symlink():
+            os.symlink(os.readlink(entry.path), there)
+        elif entry.is_dir():
+            os.mkdir(there)
+            self.show(entry.path)
+        elif self._is_copied(entry):
+            shutil.copy2(entry.path, there)
+        else:
+            Path(there).touch()
+            _mount(entry.path, there, _BIND)
+            _make_read_only(there, 0)
 
     def _adopt(self, path: str, upper: str) -> None:
         """Make folders in a layer whose owner or group the user namespace lacks.
