@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,8 @@ def make_folder(context: Context, folder: Any, *, anywhere: bool = False) -> Non
     """
     kept = bool(folder) and context.sandbox is not None and context.sandbox.keeps(os.path.abspath(os.fsdecode(folder)))
     if folder and (anywhere or kept):
-        os.makedirs(folder, exist_ok=True)
+        with suppress(PermissionError):  # Landlock keeps it from the user's files; a script that only saves goes on
+            os.makedirs(folder, exist_ok=True)
 
 
 # -- resumes -----------------------------------------------------------------------------------------------------------
