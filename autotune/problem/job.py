@@ -371,7 +371,7 @@ def load_lengths(path: Path) -> tuple[tuple[int, int], ...]:
         data = parse_json(text, what, expected)
         rows = [[tokens, count] for tokens, count in data.items()]
     else:
-        rows = [[*line.replace(",", " ").split()] for line in text.splitlines() if line.strip()]
+        rows = [[*words] for line in text.splitlines() if (words := line.replace(",", " ").split())]
     pairs = []
     for row in rows:
         if len(row) > 2:

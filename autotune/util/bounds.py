@@ -62,28 +62,31 @@ def trouble(value: object) -> str | None:
 
 
 def check_data(data: Any, where: str) -> None:
-    """Check every key, number and text in nested data.
+    """Check every key, number and text in nested data. Keys are on one line, since messages quote them.
 
     Raises:
         UserError: a value is out of bounds; the message has its dotted key.
     """
-    for path, value in _leaves(data, ()):
-        if why := trouble(value):
+    for path, value, is_key in _leaves(data, ()):
+        why = trouble(value)
+        if is_key and not why and not str(value).isprintable():
+            why = f"the key {shown(value)} holds control characters"
+        if why:
             raise UserError(f"{where}: {shown('.'.join(path)) + ': ' if path else ''}{why}")
 
 
-def _leaves(data: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _leaves(data: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, bool]]:
     if len(path) > _MOST_DEPTH:
         raise RecursionError("nested too deeply")
     if isinstance(data, Mapping):
         for key, value in data.items():
-            yield path, key
+            yield path, key, True
             yield from _leaves(value, (*path, str(key)))
     elif isinstance(data, list | tuple):
         for at, value in enumerate(data):
             yield from _leaves(value, (*path, str(at)))
     else:
-        yield path, data
+        yield path, data, False
 
 
 def read_text(path: Path, what: str, expected: str) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from autotune.errors import UserError
@@ -50,7 +50,7 @@ def test_whole_numbers_are_read_however_they_are_written() -> None:
     assert [whole_number(one, "x") for one in (5, "5", 5.0, MOST)] == [5, 5, 5, MOST]
 
 
-@pytest.mark.parametrize("data", [{"a": [1, 10**400]}, {"a": {"b": "x\0"}}, ["x" * 100_000], {"k\0": 1}])
+@pytest.mark.parametrize("data", [{"a": [1, 10**400]}, {"a": {"b": "x\0"}}, ["x" * 100_000], {"k\0": 1}, {"a": {"b\n": 1}}, {"\x1b[2J": 1}])
 def test_nested_data_out_of_bounds_is_refused(data: Any) -> None:
     with pytest.raises(UserError, match=r"^f: "):
         check_data(data, "f")
@@ -179,6 +179,7 @@ def test_any_hostfile(tmp_path: Path, text: str | bytes) -> None:
 
 
 @FILES
+@example(text=",")
 @given(text=st.one_of(st.text(max_size=40), st.binary(max_size=40), VALUES.map(lambda one: json.dumps({"512": one}))))
 def test_any_file_of_lengths(tmp_path: Path, text: str | bytes) -> None:
     from autotune.problem.job import load_lengths
@@ -188,6 +189,7 @@ def test_any_file_of_lengths(tmp_path: Path, text: str | bytes) -> None:
 
 
 @FILES
+@example(text='{"knobs":{"zero_stage":{"\\n":1}}}')
 @given(
     text=st.one_of(
         st.text(max_size=60),
