@@ -24,6 +24,7 @@ from autotune.problem.candidate import Candidate, job_with_candidate, samples, t
 from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
+from autotune.problem.training_trace import TrainingTrace
 from autotune.rank.ds_config import all_ops, trial_config
 from autotune.rank.step_statistics import Pace, median_spread, pace_of
 from autotune.script.script import heavy_imports
@@ -97,6 +98,7 @@ class LocalExecutor:
         self.say: Callable[[str], None] = lambda text: None
         self.show: Callable[[str], None] = lambda text: None  # receives the current slow operation
         self.completed: Callable[[Candidate, Outcome], Outcome] = lambda _, found: found  # set for a slice (`local.py`)
+        self.reseeds = False  # scripts draw other random numbers from their first forward on
         self.here = ground is None
         self.meter = make_meter(hardware) if ground is None else Meter()  # nodes have their own meters
         ops = Ops(lambda text: self.say(text), lambda text: self.show(text))
@@ -316,7 +318,8 @@ class LocalSession:
         measurement = measurement_of(*seen, candidate=candidate, job=job, hardware=hardware, facts=self.facts)
         if self._beside_peak_bytes > measurement.peak_bytes:
             measurement = dataclasses.replace(measurement, peak_bytes=self._beside_peak_bytes)
-        found = Outcome(OutcomeKind.OK, Phase.STEP, measurement, peak_bytes=measurement.peak_bytes)
+        trace = TrainingTrace.merged([one.get("trace") for one in self._results])
+        found = Outcome(OutcomeKind.OK, Phase.STEP, measurement, peak_bytes=measurement.peak_bytes, trace=trace)
         return self._executor.completed(candidate, found)
 
     # -- the group ---------------------------------------------------------------------------------------------------
@@ -366,6 +369,7 @@ class LocalSession:
             "device": executor.hardware.device,
             "cap_bytes": executor.hardware.memory_cap_bytes,
             "seed": executor.seed,
+            "reseed": executor.reseeds,
             "threads": executor.threads,
             "env": trial_environment(candidate, job, os.environ),
             "fault": executor.fault(self._folder.name),

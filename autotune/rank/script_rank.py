@@ -32,6 +32,7 @@ from autotune.rank.measure import (
     say_goodbye,
 )
 from autotune.rank.sandbox import Sandbox
+from autotune.rank.training_trace import TraceRecorder, seed_all
 from autotune.script.profile import TOKENS, UNCOUNTED, Counted
 from autotune.script.source_digests import SOURCES
 from autotune.workers.protocol import Channel, Message
@@ -101,9 +102,15 @@ class ScriptRank(BaseRank):
         context = Context(
             self.job, self.candidate, self, self.spec["device"], sandbox.files, quiet=True, sandbox=sandbox
         )
+        if not self.sliced:  # ranks of a slice compute with parts of the gradients
+            context.trace = TraceRecorder(
+                partial(seed_all, self.spec["seed"] + 1, self.number) if self.spec.get("reseed") else None
+            )
+        self.trace = context.trace
         self.hooks = Hooks(context)
         self.hooks.install()
         self._variables = dict(os.environ)
+        seed_all(self.spec["seed"], self.number)
         try:
             run_script(self.script, self.hooks.arguments())
         except SystemExit as error:
@@ -220,6 +227,8 @@ class ScriptRank(BaseRank):
         device.synchronize()
         device.note()
         seconds = time.perf_counter() - self._step_began
+        if self.trace is not None:
+            seconds, self.trace.seconds = max(seconds - self.trace.seconds, 0.0), 0.0
         self.steps += 1
         self._failure, self._failures = None, 0
         self._evaluating = not self.engine.module.training
@@ -352,6 +361,7 @@ class ScriptRank(BaseRank):
             extrapolated=False,
             facts=facts,
             live_bytes={},
+            trace=self.trace.report() if self.trace is not None else None,
             **device.peaks(),
         )
         self._serve_certificates()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -202,6 +202,10 @@ class Proposer:
     def patience(self, candidate: Candidate) -> float:
         """Return the factor on a candidate's time limits: 2 after one of them ended its trial."""
         return 2.0 if self._overran[candidate] else 1.0
+
+    def exclude_alike(self, candidate: Candidate, alike: Callable[[Candidate], bool], reason: str) -> None:
+        """Exclude the candidates that train something else for the same reason as this one."""
+        self._pool.rule_out_alike(candidate, alike, reason)
 
     def give_up(self, candidate: Candidate) -> None:
         """Exclude the candidate for this call."""

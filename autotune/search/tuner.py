@@ -22,6 +22,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.budget import Budget
+from autotune.search.certificate import Certifier
 from autotune.search.concurrency import PeerTrials, SearchWorkers
 from autotune.search.leaderboard import NOT_VERIFIED, Leaderboard, Measured, held_bytes
 from autotune.search.proposer import Proposal, Proposer
@@ -80,6 +81,7 @@ class Tuner:
         self.clock = Budget(executor, proposer, verify_effort, budget_seconds, spent_seconds, self._best)
         self.blame = Blame(proposer, self.leaderboard, space)
         self.workers, self._beside = workers or SearchWorkers(), beside
+        self.certifier = Certifier(proposer.job)
         self._counts: Counter[str] = Counter()
         self._tried = 0
         self.peers = PeerTrials(store)
@@ -100,6 +102,7 @@ class Tuner:
         self.clock.begin()
         known = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
         mended = retryable_trial_numbers(self.store, known)
+        self.certifier = Certifier.of(self.proposer.job, [record for record, _ in known])
         for left, (record, outcome) in zip(range(len(known), 0, -1), known, strict=True):
             self.proposer.expect(left)
             self.peers.known.add(record.number)
@@ -260,14 +263,16 @@ class Tuner:
                 candidate, outcome, self._limited(limit, left), self.proposer, self.workers
             )
             self._tried += 1
-            self._record(number, candidate, outcome, SEARCH)
+            outcome = self._record(number, candidate, outcome, SEARCH)
         return outcome
 
     def _limited(self, limit: float, left: float) -> float | None:
         """Return the trial's limit in seconds; None if the budget or the user ended the trial first."""
         return limit if limit < left and not self.cancelled() else None
 
-    def _record(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
+    def _record(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> Outcome:
+        """Store and learn a trial's outcome, which is invalid if the candidate trains something else; return it."""
+        outcome = self.certifier.checked(candidate, outcome, role)
         self.store.finish(number, outcome)
         self.peers.known.add(number)
         self.observer.trial_finished(number, candidate, role, outcome)
@@ -276,6 +281,7 @@ class Tuner:
         self.clock.note(candidate, outcome, role)
         self._learn(number, candidate, outcome, role)
         self.blame.take(candidate, outcome)
+        return outcome
 
     def _replay_outcome(self, record: Record, outcome: Outcome, mended: bool = False) -> None:
         """Learn an outcome of an earlier call or a peer.
@@ -290,6 +296,8 @@ class Tuner:
     def _learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
         if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE):
             self.proposer.allow_longer(candidate, outcome)
+        if outcome.source is Source.TRACE:
+            self.proposer.exclude_alike(candidate, self.certifier.shares_cause(candidate, outcome), outcome.reason)
         searched = self.leaderboard.measured.get(candidate)
         self.leaderboard.learn(number, candidate, outcome, role)
         if role in (VERIFY, RESUME):
@@ -400,8 +408,7 @@ class Tuner:
         finally:
             session.close()
         outcome = downgrade_first_timeout(candidate, outcome, self._limited(limit, left), self.proposer, self.workers)
-        self._record(number, candidate, outcome, role)
-        return outcome
+        return self._record(number, candidate, outcome, role)
 
     def _awaited(self, candidate: Candidate, role: str) -> Outcome | None:
         """Wait for a peer tuner's outcome of the same trial; None if the peer ended without a usable one."""
