@@ -40,6 +40,7 @@ from autotune.script.profile import (
 )
 from autotune.script.recorded import RecordedItem, profile_names
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
+from autotune.search.certificate import floor_of
 from autotune.util.files import write_atomically
 from autotune.util.units import format_duration
 from autotune.workers.failure_classifier import log_tail
@@ -49,6 +50,7 @@ from autotune.workers.failure_classifier import log_tail
 # Probe run: the first, unmodified run of a user's script, which shows what it trains and how fast.
 
 EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
+_THREE_STEPS = Effort(min_steps=3, max_steps=3, min_seconds=0.0)  # after two warm-up steps, all that a trace records
 # Settings for a script that runs out of memory unmodified, so that some of its facts can still be learnt.
 _THRIFTY: dict[str, Value] = {
     "zero_stage": 3,
@@ -132,7 +134,7 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
     used = facts.get(SOURCES, ())
     profile[SOURCES] = digests([*([script.path] if script.path else []), *used], script.cwd)
     if measured is not None:
-        measured = _counted_as(measured, facts, profile)
+        measured = _counted_as(_with_noise_floor(executor, measured, seconds), facts, profile)
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
     return Probe(dataclasses.replace(script, profile=profile), measured, json.dumps(kept, indent=1))
 
@@ -197,6 +199,26 @@ def _batch(facts: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any
     if own:
         return read(facts)
     return read({**facts, "micro_batch": 1, "accumulation": 1, "said": {}})
+
+
+def _with_noise_floor(executor: LocalExecutor, baseline: Outcome, seconds: float) -> Outcome:
+    """Return the probe run's outcome with the noise floor of its trace.
+
+    A second run of the same config draws other random numbers from its first forward on (dropout, noise). It is left
+    out for a script that draws none there.
+    """
+    if baseline.trace is None or not baseline.trace.draws:
+        return baseline
+    executor.reseeds = True
+    try:
+        with closing(executor.session(Candidate(()), "probe-noise")) as session:
+            again = session.measure(Candidate(()), _THREE_STEPS, seconds)
+    finally:
+        executor.reseeds = False
+    if again.trace is None:
+        return baseline
+    floor = floor_of(baseline.trace, again.trace)
+    return dataclasses.replace(baseline, trace=dataclasses.replace(baseline.trace, floor=floor))
 
 
 def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any]) -> Outcome:

@@ -34,6 +34,7 @@ from autotune.results.tables import DataTable
 from autotune.script.command_line import framework_of
 from autotune.script.profile import SPLIT, other_batch
 from autotune.script.script import RELAUNCHED, carried, carries_knob, half_told, training_command, typed, variables_for
+from autotune.search.certificate import certificate_lines
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, SEARCH, VERIFY, Record, resumed_peak_bytes, uncollected
 from autotune.search.tuner import comparable_trials
@@ -302,6 +303,7 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
         lines.append(f"  goes on from a checkpoint: peak {format_bytes(peak_bytes)}")
     if measured.mfu is not None:
         lines.append(f"  {measured.model_tflops_per_gpu:.1f} model TFLOP/s a GPU, MFU {100 * measured.mfu:.1f} %")
+    lines += [f"  {line}" for line in certificate_lines(job, records, record)]
     times = _times_others(record, records)
     fits = {
         r.candidate

@@ -33,6 +33,7 @@ _RATE_TOLERANCE = 0.01  # relative; a schedule's length in steps is rounded
 _ROWS_TOLERANCE = 0.25  # relative; the last batch of a data set may be smaller
 _CLAMP = 1e-3  # smallest ratio, for a quantity that is zero in one run
 _TINY = 1e-12  # a quantity below is zero
+_SMALL_LOSS = 1e-4  # losses around zero, such as those of policy gradients, are compared with this size
 _SAME_ROWS = 1e-6  # relative; digests of equal rows, summed in another order
 # Adam's betas by default. DeepSpeed makes a dummy optimizer step when it initializes stage 0 in 16 bits, so that Adam's
 # step counter is one ahead: 0.744x in the first step, 0.83x in the second, harmless (`DEEPSPEED_FAULTS.md`, 0.19.8).
@@ -92,7 +93,7 @@ def compare(reference: TrainingTrace, own: Candidate, trace: TrainingTrace, cand
     if _samples(own) != _samples(candidate):
         why = f"its steps have {_samples(candidate)} samples a rank, yours {_samples(own)}"
         return Certificate(Verdict.NOT_COMPARED, why)
-    if (rows := _rows_factor(reference, trace)) is not None:
+    if (rows := _rows_factor(reference, trace, cut=own.micro_batch != candidate.micro_batch)) is not None:
         why = f"it trains on {rows:.3g}x your rows in an optimizer step"
         return _different(why, ROWS, rows, reference, own, trace, candidate)
     if (wrong := _wrong_rate(pairs)) is not None:
@@ -122,12 +123,16 @@ def _samples(candidate: Candidate) -> int:
     return candidate.micro_batch * candidate.accumulation
 
 
-def _rows_factor(reference: TrainingTrace, trace: TrainingTrace) -> float | None:
-    """Return the ratio of the rows per optimizer step if it is not 1."""
-    if any(all(s.rows <= s.micro_batches for s in one.steps) for one in (reference, trace)):
-        return None  # unknown, or packed into one row of a micro-batch
+def _rows_factor(reference: TrainingTrace, trace: TrainingTrace, *, cut: bool) -> float | None:
+    """Return the ratio of the rows per optimizer step if it is not 1.
+
+    Args:
+        cut: the micro-batches differ. A forward of as many rows as before then has packed rows, which are not counted.
+    """
     mine, theirs = (statistics.median(step.rows for step in one.steps) for one in (trace, reference))
-    return mine / theirs if theirs and abs(math.log(mine / theirs)) > math.log1p(_ROWS_TOLERANCE) else None
+    if not mine or not theirs or (cut and mine * reference.iterations == theirs * trace.iterations):
+        return None
+    return mine / theirs if abs(math.log(mine / theirs)) > math.log1p(_ROWS_TOLERANCE) else None
 
 
 def _wrong_rate(pairs: Iterable[tuple[TracedStep, TracedStep]]) -> tuple[int, float] | None:
@@ -159,7 +164,7 @@ def _differences(reference: TrainingTrace, trace: TrainingTrace, name: str) -> l
 
 def _signed(a: float, b: float, scale: float) -> float:
     """Return the difference of two losses of any sign, as the logarithm of a ratio."""
-    share = (b - a) / max(abs(a), abs(b), 0.1 * scale, 1e-5)
+    share = (b - a) / max(abs(a), abs(b), 0.1 * scale, _SMALL_LOSS)
     return math.copysign(-math.log(max(_CLAMP, 1 - min(1.0, abs(share)))), share)
 
 
@@ -255,7 +260,7 @@ def _different(
         because = f"the loss depends on how the batch is cut (micro-batch {candidate.micro_batch} instead of {own.micro_batch})"
     elif trace.stage != reference.stage:
         cause = _STAGE
-        because = _stage_reason(reference, trace)
+        because = _stage_reason(reference, trace, offloaded=bool(candidate.offloaded or own.offloaded))
     elif cut and quantity != ROWS:
         cause = MICRO_BATCH
         because = f"micro-batch {candidate.micro_batch} instead of {own.micro_batch}"
@@ -263,12 +268,14 @@ def _different(
     return Certificate(Verdict.DIFFERS, text, quantity, factor, cause)
 
 
-def _stage_reason(reference: TrainingTrace, trace: TrainingTrace) -> str:
-    several = trace.iterations > trace.accumulation
-    if several and trace.stage in (1, 2):
-        return f"stage {trace.stage} keeps only the last of {trace.iterations} gradients"
-    if several and reference.stage in (1, 2):
-        return f"your stage {reference.stage} keeps only the last of {reference.iterations} gradients, stage {trace.stage} all"
+def _stage_reason(reference: TrainingTrace, trace: TrainingTrace, *, offloaded: bool) -> str:
+    backwards, partial = trace.iterations, (1, 2)  # stages that do not sum what several backwards give
+    if backwards > trace.accumulation and (trace.stage in partial) != (reference.stage in partial):
+        keeps = trace.stage if trace.stage in partial else reference.stage
+        whose = "stage" if keeps == trace.stage else "your stage"
+        if offloaded:
+            return f"with offload, {whose} {keeps} does not sum the {backwards} gradients of your loop's step"
+        return f"{whose} {keeps} keeps only the last of {backwards} gradients"
     if reference.stage == 0:
         return (
             f"stage {trace.stage} steps with its own copy of the gradients, on which changes by hand (clipping) have no "
