@@ -20,6 +20,7 @@ from autotune.problem.job import Script
 from autotune.problem.knobs import steps_on_gpu
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
+from autotune.problem.training_trace import TrainingTrace
 from autotune.script.argument_files import said
 from autotune.script.profile import (
     CALL,
@@ -40,7 +41,7 @@ from autotune.script.profile import (
 )
 from autotune.script.recorded import RecordedItem, profile_names
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
-from autotune.search.certificate import floor_of
+from autotune.search.certificate import Verdict, compare, floor_of
 from autotune.util.files import write_atomically
 from autotune.util.units import format_duration
 from autotune.workers.failure_classifier import log_tail
@@ -102,7 +103,7 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
             return Probe(dataclasses.replace(script, profile=profile), baseline)
     say(f"running {script.name} as it is, to learn what it trains")
     baseline, facts = _try(executor, Candidate(()), "probe", seconds)
-    measured = None if baseline.kind.is_oom else baseline
+    measured = None if baseline.kind.is_oom else _with_noise_floor(executor, baseline, seconds)
     if measured is None:
         say(f"as it is it does not fit ({baseline.reason}); trying what takes least memory")
         found = _at_its_thriftiest(executor, script, facts.get("optimizer", ""), seconds)
@@ -122,7 +123,9 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
         )
     elif profile["checkpointed"] and not profile["checkpointing"]:
         say("its activation checkpointing cannot be switched off: it stays on")
-    note = batch_note(executor, dataclasses.replace(script, profile=profile), seconds)
+    varies = bool(facts.get("counted_by"))  # its steps have other rows each, and another loss
+    reference = measured.trace if measured is not None and not varies else None
+    note = batch_note(executor, dataclasses.replace(script, profile=profile), seconds, reference)
     if note and facts.get("counted_by") and not facts["fed"]:
         raise UserError(note)  # The number of rows changes between steps, and no evidence shows that this is intended.
     if note:
@@ -134,7 +137,7 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
     used = facts.get(SOURCES, ())
     profile[SOURCES] = digests([*([script.path] if script.path else []), *used], script.cwd)
     if measured is not None:
-        measured = _counted_as(_with_noise_floor(executor, measured, seconds), facts, profile)
+        measured = _counted_as(measured, facts, profile)
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
     return Probe(dataclasses.replace(script, profile=profile), measured, json.dumps(kept, indent=1))
 
@@ -378,8 +381,12 @@ _MOST_TRIES = 2  # batches that the script may refuse before its own is kept
 _MOST_TIMES = 4  # multiple of the script's micro-batch that is assumed to fit in memory
 
 
-def batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
-    """Return why the script's batch cannot be changed; empty if it honoured another batch.
+def batch_note(executor: LocalExecutor, script: Script, seconds: float, reference: TrainingTrace | None = None) -> str:
+    """Return why the script's batch cannot be changed; empty if it honoured another batch, and trained the same on it.
+
+    Args:
+        reference: trace of the probe run. A loss that depends on the cut of the batch, or a schedule that counts
+            micro-batches, differs from it.
 
     Raises:
         UserError: it does not take its own global batch from its known flag.
@@ -394,6 +401,9 @@ def batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
     for number, other in enumerate(others(own)[:_MOST_TRIES], 1):
         outcome = _told(executor, script, other, f"probe-batch-{number}", seconds)
         unknown = outcome.kind.is_oom or not outcome.kind.is_attributable_to_candidate
+        if outcome.ok and reference is not None and outcome.trace is not None:
+            found = compare(reference, own, outcome.trace, other)
+            return found.text if found.verdict is Verdict.DIFFERS else ""
         if outcome.ok or (unknown and not refused):
             return ""
         if not unknown:
