@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -151,7 +152,7 @@ def _differences(reference: TrainingTrace, trace: TrainingTrace, name: str) -> l
     """Return the logarithm of the ratio of each step; empty if a trace lacks the quantity."""
     found = []
     scale = max((abs(step.loss) for step in reference.counted if step.loss is not None), default=0.0)
-    for theirs, mine in zip(reference.steps, trace.steps, strict=False):
+    for theirs, mine in _compared(reference, trace):
         a, b = _value(theirs, name), _value(mine, name)
         if theirs.skipped or mine.skipped or a is None or b is None:
             continue
@@ -178,19 +179,24 @@ def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace) -> flo
     If the two runs trained on other rows, the variation between the reference's steps is tolerated too.
     """
     least = max(LEAST_TOLERANCE.get(one.precision, 5e-3) for one in (reference, trace))
+    if reference.draws and not reference.floor:  # dropout of an unknown size
+        return _MOST
     floor = _FLOORS * reference.floor.get(name, 0.0)
-    if not _same_rows(reference, trace):
+    if not _same_rows(*_compared(reference, trace)[0]):
         values = [abs(value) for step in reference.counted if (value := _value(step, name))]
         logs = [math.log(value) for value in values if value > _TINY]
         floor = max(floor, 2.0 * statistics.stdev(logs) if len(logs) > 1 else _MOST)
     return max(least, min(floor, _MOST))
 
 
-def _same_rows(reference: TrainingTrace, trace: TrainingTrace) -> bool:
-    return all(
-        abs(a.digest - b.digest) <= _SAME_ROWS * max(1.0, a.rows)
-        for a, b in zip(reference.steps, trace.steps, strict=False)
-    )
+def _compared(reference: TrainingTrace, trace: TrainingTrace) -> list[tuple[TracedStep, TracedStep]]:
+    """Return the steps until the first one on other rows, or all if the first is; weights have differed since."""
+    pairs = list(zip(reference.steps, trace.steps, strict=False))
+    return list(itertools.takewhile(lambda pair: _same_rows(*pair), pairs)) or pairs
+
+
+def _same_rows(one: TracedStep, other: TracedStep) -> bool:
+    return abs(one.digest - other.digest) <= _SAME_ROWS * max(1.0, one.rows)
 
 
 def _mean(name: str, found: dict[str, list[float]], reference: TrainingTrace, trace: TrainingTrace) -> float:
@@ -214,10 +220,12 @@ def _counter_factor(step: int) -> float:
 
 
 def _figures(reference: TrainingTrace, trace: TrainingTrace, found: dict[str, list[float]]) -> str:
+    pairs = [(a, b) for a, b in _compared(reference, trace) if not (a.skipped or b.skipped)]
+
     def means(name: str) -> list[float]:
         return [
-            statistics.fmean(v for step in one.counted if (v := _value(step, name)) is not None)
-            for one in (trace, reference)
+            statistics.fmean(value for pair in pairs if (value := _value(pair[side], name)) is not None)
+            for side in (1, 0)
         ]
 
     parts = []
@@ -226,7 +234,8 @@ def _figures(reference: TrainingTrace, trace: TrainingTrace, found: dict[str, li
             parts.append(f"{name} " + " / ".join(f"{value:.4g}" for value in means(name)))
     if UPDATE in found:
         parts.append(f"update {math.exp(statistics.fmean(found[UPDATE])):.2f}x")
-    return ", ".join([*parts, "learning rate equal", f"{min(len(reference.counted), len(trace.counted))} steps"])
+    steps = max(map(len, found.values()))
+    return ", ".join([*parts, "learning rate equal", f"{steps} step{'s' * (steps > 1)}"])
 
 
 # -- cause -------------------------------------------------------------------------------------------------------------
