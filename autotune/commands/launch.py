@@ -30,6 +30,7 @@ from autotune.script.parse_command import launchers_config
 from autotune.script.profile import over_present, own_samples
 from autotune.script.script import KNOWN_FLAGS, config_path, half_told, line_of
 from autotune.script.source_digests import SOURCES, digests
+from autotune.search.certificate import trains_otherwise
 from autotune.search.fingerprint import measured_under, other_variables, watched_variables
 from autotune.search.storage import check_no_links, make_study_folder, output_folder
 from autotune.search.study import StudyStore
@@ -234,7 +235,9 @@ def make_ladder(store: StudyStore, job: Job, top: Candidate, convert: bool = Fal
         if record.outcome is not None:
             predictor.observe(record.candidate, record.outcome)
     space = store.searched_space()
-    return recovery_ladder(top, space, job, predictor, store.measured(), store.failed(), convert=convert)
+    otherwise = trains_otherwise(store.job, store.records())
+    told = (store.measured(), store.failed())
+    return recovery_ladder(top, space, job, predictor, *told, convert=convert, trains_otherwise=otherwise)
 
 
 def _from_plan(setup: LaunchSetup) -> _Training:

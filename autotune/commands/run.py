@@ -42,6 +42,7 @@ from autotune.results.output_files import secrets_note
 from autotune.results.report.build import Searched
 from autotune.script.profile import own_candidate
 from autotune.script.recorded import knob_names
+from autotune.search.certificate import trains_otherwise
 from autotune.search.concurrency import SearchWorkers, agree_on_memory, host_bound
 from autotune.search.heartbeat import host_of
 from autotune.search.proposer import Proposer
@@ -418,7 +419,15 @@ def _write_report(setup: Setup, store: StudyStore, predictor: Predictor, say: Ca
 
 def _write_ladder(setup: Setup, store: StudyStore, predictor: Predictor, top: Candidate, path: Path) -> Path:
     """Write the recovery ladder of `autotune launch` next to the winner."""
-    ladder = recovery_ladder(top, setup.space, store.job, predictor, store.measured(), store.failed())
+    ladder = recovery_ladder(
+        top,
+        setup.space,
+        store.job,
+        predictor,
+        store.measured(),
+        store.failed(),
+        trains_otherwise=trains_otherwise(store.job, store.records()),
+    )
     write_ladder(path, ladder, store.job)
     return path
 

@@ -23,9 +23,11 @@ from autotune.problem.candidate import trial_environment
 from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind, Source
+from autotune.problem.training_trace import TrainingTrace
 from autotune.rank.ds_config import DISPENSABLE, all_ops, needed_ops
 from autotune.recovery.ladder import Rung
 from autotune.script.argument_writer import write_trial_files
+from autotune.search.certificate import iterations_line, structure_differs
 from autotune.util.entry_points import TRAIN_RANK
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import current
@@ -134,6 +136,8 @@ class Supervisor:
         self._earlier: dict[str, dict[str, Any]] = {}  # last messages about Trainer's output folders
         self._begun: set[str] = set()  # output folders into which an attempt may have written
         self._bad: list[str] = []  # folders of checkpoints that could not be loaded, since the last step
+        self._reference: TrainingTrace | None = None  # of the first attempt
+        self._otherwise = ""  # how a later attempt trains something else
 
     def run(self) -> LaunchSummary:
         """Train until the end. Pass SIGINT, SIGTERM and SIGHUP on, and SIGUSR1 and SIGUSR2 to ranks that catch them."""
@@ -302,6 +306,8 @@ class Supervisor:
     def _attempt(self, rung: Rung, course: Course, heard: Heard) -> End:
         def take(rank: int, message: Message) -> None:
             heard.take(rank, message)
+            if message["type"] == "traced":
+                self._compare(heard)
             if message["type"] == "progress":
                 with suppress(Exception):  # a device that cannot be queried costs a point, not the training
                     course.note(heard.steps, lambda: group.peaks().worst)
@@ -311,7 +317,7 @@ class Supervisor:
             self.hardware,
             None,
             self._policy,
-            cancelled=lambda: self._signal is not None,
+            cancelled=lambda: self._signal is not None or bool(self._otherwise),
             on_message=take,
         )
         spec = {
@@ -333,12 +339,33 @@ class Supervisor:
             stop = group.start(TRAIN_RANK, self.job.ranks, spec)
             if stop is Stop.ARRIVED:
                 stop = group.watch(lambda: group.all_left)
+            if self._otherwise and self._signal is None:
+                return heard.end(1, None, f"stopped, because {self._otherwise}")
             return self._leave(group, heard) if stop is Stop.CANCELLED else end_of(stop, group, heard, self.hardware)
         finally:
             self._end(group)
             self._group = None
             self._earlier |= heard.earlier
             self._begun |= heard.begun
+
+    def _compare(self, heard: Heard) -> None:
+        """Compare the first steps of an attempt with those of the first one, once all ranks have reported them.
+
+        A training that goes on with other rows or another learning rate is stopped.
+        """
+        if len(heard.traces) < self.job.ranks:
+            return
+        trace = TrainingTrace.merged([heard.traces[rank] for rank in sorted(heard.traces)])
+        if trace is None:
+            return
+        if self._reference is None:
+            self._reference = trace
+            return
+        if why := structure_differs(self._reference, trace):
+            self._otherwise = why
+            self.say(f"stopped: {why}; start it again from its checkpoint under a config of the same batch")
+        elif line := iterations_line(self.job, self._reference, trace):
+            self.say(line)
 
     def _end(self, group: WorkerGroup) -> None:
         """End the group. An OSError here does not change how the attempt ended."""
@@ -430,6 +457,7 @@ class Heard:
         default_factory=dict
     )  # fields of `rank.checkpoints.CheckpointLedger` by output folder
     begun: set[str] = field(default_factory=set)  # output folders of Trainer's arguments
+    traces: dict[int, dict[str, Any]] = field(default_factory=dict)  # first steps, by rank
 
     def take(self, rank: int, message: Message) -> None:
         """Process a message of a rank."""
@@ -442,6 +470,8 @@ class Heard:
                 self.say(f"going on from {self.resumed_from}")
         elif kind == "checkpoints":
             self.earlier[message["folder"]] = message["ledger"]
+        elif kind == "traced":
+            self.traces[rank] = message["trace"]
         elif kind == "output":
             self.begun.add(message["folder"])
         elif kind == "note":

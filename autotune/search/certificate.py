@@ -13,7 +13,7 @@ from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.job import Job
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.training_trace import LEAST_STEPS, TracedStep, TrainingTrace
-from autotune.script.profile import own_candidate
+from autotune.script.profile import loops_by_hand, own_candidate
 from autotune.search.trials import RESUME, Record
 from autotune.versions import StrEnum
 
@@ -378,21 +378,49 @@ class Certifier:
         return lambda other: other.stage == candidate.stage and (other.accumulation > 1) == accumulates
 
     def iterations_line(self, trace: TrainingTrace) -> str:
-        """Return what another number of loop iterations per step does to the training; empty if nothing changes.
+        """Return what another number of loop iterations per step does to the training; empty if nothing changes."""
+        return iterations_line(self._job, self._reference, trace) if self._reference is not None else ""
 
-        Trainer and Lightning count optimizer steps.
-        """
-        profile = self._job.script.profile if self._job.script is not None else {}
-        if self._reference is None or not profile or profile.get("through_arguments") or profile.get("lightning"):
-            return ""
-        own, now = self._reference.iterations, trace.iterations
-        if own == now or not own or not now:
-            return ""
-        return (
-            f"an optimizer step takes {now} iteration{'s' * (now > 1)} of your loop instead of {own}: if its end, its "
-            f"schedule or its saves count iterations, multiply these numbers by {now / own:g}, or it makes "
-            f"{own / now:g}x the optimizer steps"
-        )
+
+def iterations_line(job: Job, reference: TrainingTrace, trace: TrainingTrace) -> str:
+    """Return what another number of loop iterations per step does to the training; empty if nothing changes."""
+    own, now = reference.iterations, trace.iterations
+    if job.script is None or not loops_by_hand(job.script) or own == now or not own or not now:
+        return ""
+    return (
+        f"an optimizer step takes {now} iteration{'s' * (now > 1)} of your loop instead of {own}: if its end, its "
+        f"schedule or its saves count iterations, multiply these numbers by {now / own:g}, or it makes "
+        f"{own / now:g}x the optimizer steps"
+    )
+
+
+def structure_differs(reference: TrainingTrace, trace: TrainingTrace) -> str:
+    """Return how a restarted training differs in what does not depend on its weights; empty if it does not.
+
+    Args:
+        reference: trace of the training's first start.
+        trace: trace after a restart, from other weights and rows.
+    """
+    rows = _rows_factor(reference, trace, cut=True)
+    if rows is not None:
+        return f"it trains on {rows:.3g}x the rows in an optimizer step"
+    each = [{step.rates for step in one.counted} for one in (reference, trace)]
+    if all(len(rates) == 1 for rates in each):  # a schedule has moved on since
+        pairs = zip(reference.counted[:1], trace.counted[:1], strict=False)
+        if (wrong := _wrong_rate(pairs)) is not None:
+            return f"its learning rate is {wrong[1]:.3g}x that of its first start"
+    return ""
+
+
+def trains_otherwise(job: Job, records: Sequence[Record]) -> Callable[[Candidate], bool]:
+    """Return a test for candidates that train something else than the user's config, by what a study has traced."""
+    certifier = Certifier.of(job, records)
+    tests = [
+        certifier.shares_cause(record.candidate, record.outcome)
+        for record in records
+        if record.outcome is not None and record.outcome.source is Source.TRACE
+    ]
+    return lambda candidate: any(test(candidate) for test in tests)
 
 
 def certificate_lines(job: Job, records: Sequence[Record], winner: Record) -> list[str]:

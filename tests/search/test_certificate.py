@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,12 +19,12 @@ from autotune.search.certificate import LOSS, NORM, RATES, ROWS, UPDATE, Verdict
 OWN = Candidate.of({"zero_stage": 0, MICRO_BATCH: 2, ACCUMULATION: 4})
 
 
-def step(at: int, **changes: object) -> TracedStep:
+def step(at: int, **changes: Any) -> TracedStep:
     made = TracedStep(4, 4, 16, 0.5 + at, 2.0 - 0.1 * at, 1.0 + 0.05 * at, 1e-3, (1e-3,))
-    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(made, **changes)
 
 
-def trace(precision: str = "bf16", stage: int = 0, **changes: object) -> TrainingTrace:
+def trace(precision: str = "bf16", stage: int = 0, **changes: Any) -> TrainingTrace:
     return TrainingTrace(tuple(step(at, **changes) for at in range(MOST_STEPS)), stage, precision, 4)
 
 
@@ -48,7 +49,7 @@ def test_a_factor_of_1_5_differs_under_any_noise_floor_and_on_any_rows(
     quantity: str, factor: float, floor: float, other_rows: bool
 ) -> None:
     reference = dataclasses.replace(trace(), floor=dict.fromkeys((LOSS, NORM, UPDATE), floor))
-    found = scaled(trace(**({"digest": 9.0} if other_rows else {})), quantity, factor)
+    found = scaled(trace(digest=9.0) if other_rows else trace(), quantity, factor)
     verdict = compare(reference, OWN, found, OWN)
     assert verdict.verdict is Verdict.DIFFERS
     assert "of yours" in verdict.text or "your rows" in verdict.text
@@ -156,8 +157,15 @@ def test_a_trace_survives_its_storage() -> None:
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))).trace == outcome.trace
 
 
-def rank(**changes: object) -> dict[str, object]:
-    one = {"micro_batches": 2, "forwards": 2, "rows": 4, "digest": 1.5, "loss": 2.0, "gradient_norm": 3.0}
+def rank(**changes: Any) -> dict[str, Any]:
+    one: dict[str, Any] = {
+        "micro_batches": 2,
+        "forwards": 2,
+        "rows": 4,
+        "digest": 1.5,
+        "loss": 2.0,
+        "gradient_norm": 3.0,
+    }
     one |= {"squares": 8.0, "elements": 2, "rates": [0.1], "skipped": False, **changes}
     return {"stage": 1, "precision": "fp32", "accumulation": 2, "draws": False, "missing": "", "steps": [one]}
 
