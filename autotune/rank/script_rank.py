@@ -84,6 +84,7 @@ class ScriptRank(BaseRank):
         self.widest_tokens = self.short_steps = 0  # tokens of the longest row; number of steps that ended their data
         self.rows_beside: dict[str, list[int]] = {}  # rows of every step, by number of the auxiliary engine
         self.saved_tensors: SavedTensors | None = None
+        self.trace: TraceRecorder | None = None  # None in a slice
         self._failure: tuple[int, Message] | None = None  # id and description of the last failure since a step
         self._failures = 0  # since the last step
         self._evaluating = False  # True if the model was in evaluation mode in the last step

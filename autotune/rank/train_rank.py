@@ -62,7 +62,7 @@ class TrainRank(BaseRank):
         candidate, folder = Candidate.of(self.spec["candidate"]), Path(self.spec["folder"])
         context = Context(self.job, candidate, self, self.spec["device"], folder, quiet=False)
         context.collective_timeout = self.collective_timeout
-        self.trace = context.trace = TraceRecorder()
+        context.trace = TraceRecorder()
         self.hooks = Hooks(context)
         self.hooks.install()
         self._ledgers: dict[str, CheckpointLedger] = {}  # by output folder
@@ -257,8 +257,9 @@ class TrainRank(BaseRank):
         """Count a step and report progress."""
         self.steps += 1
         self.progress(0.0 if self.steps <= _FIRST_STEPS else _PROGRESS_SECONDS)
-        if self.steps == LEAST_STEPS:
-            self.channel.send("traced", trace=self.trace.report())
+        trace = self.hooks.context.trace
+        if trace is not None and self.steps == LEAST_STEPS:
+            self.channel.send("traced", trace=trace.report())
             self.hooks.context.trace = None
 
     def auxiliary_stepped(self, number: int, rows: int) -> None:
