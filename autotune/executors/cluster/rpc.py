@@ -200,7 +200,7 @@ class Wire:
         self.name, self.log = name, log
         self.down = ""  # reason of the failure; empty while connected
         self._echo = Echo(_STANDARD_ERROR, log)
-        self.echo = False  # copy its standard error to this process's
+        self._echoes = False
         self.greeting: Message = {}
         self._answers: dict[int, Message] = {}
         self._events: deque[Message] = deque()
@@ -280,7 +280,7 @@ class Wire:
         assert self._process.stderr is not None
         with self.log.open("ab", buffering=0) as log:
             while data := self._process.stderr.read(65536):
-                if self.echo:
+                if self._echoes:
                     self._echo.give(data)
                 if log.tell() > _MOST_LOG_BYTES:
                     log.truncate(0)
@@ -416,6 +416,10 @@ class Wire:
             raise OSError(answer["errno"], f"node {self.name}: {answer['text']}")
         if failure:
             raise NodeDown(f"{self.name}: its agent failed: {answer['text']}")
+
+    def start_echo(self) -> None:
+        """Copy the process's standard error to this process's from now on."""
+        self._echoes = True
 
     def hang_up(self) -> None:
         """Close the stream, which ends the agent; `close` waits for it."""
