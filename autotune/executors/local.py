@@ -386,23 +386,23 @@ class LocalSession:
         }
 
     def _take(self, rank: int, message: Message) -> None:
-        if (kind := message["type"]) == "phase" and message["phase"] == "ready":
+        if (verb := message["type"]) == "phase" and message["phase"] == "ready":
             self._ready.add(rank)
-        elif kind == "facts" and rank == 0:
+        elif verb == "facts" and rank == 0:
             self.facts = message
-        elif kind == "unbuilt":
+        elif verb == "unbuilt":
             self.unbuilt = message["op"]
-        elif kind in ("loaded", "measured"):
-            if kind == "loaded" or message.get("certified"):
+        elif verb in ("loaded", "measured"):
+            if verb == "loaded" or message.get("certified"):
                 self._beside_peak_bytes = max(self._beside_peak_bytes, inside_bytes(message))
-            if kind == "measured":
+            if verb == "measured":
                 self._answers[rank] = message
 
-    def _ask(self, kind: str, deadline: float, **request: Any) -> Stop:
+    def _ask(self, verb: str, deadline: float, **request: Any) -> Stop:
         """Send a request to every rank and wait for all answers."""
         group, world = self._running(), self._executor.hardware.processes
         self._answers = {}
-        group.tell(kind, **request)
+        group.tell(verb, **request)
         return group.watch(lambda: len(self._answers) == world, deadline)
 
     def _failed(self, stop: Stop) -> Outcome:

@@ -437,20 +437,20 @@ class Heard:
 
     def take(self, rank: int, message: Message) -> None:
         """Process a message of a rank."""
-        kind = message["type"]
-        if kind == "resumed":
+        verb = message["type"]
+        if verb == "resumed":
             # the last one counts, as a script may train in phases
             self.origin = f"{message['path']} {message.get('written')}"
             if not self.resumed_from:
                 self.resumed_from = message["path"]
                 self.say(f"going on from {self.resumed_from}")
-        elif kind == "checkpoints":
+        elif verb == "checkpoints":
             self.earlier[message["folder"]] = message["ledger"]
-        elif kind == "output":
+        elif verb == "output":
             self.begun.add(message["folder"])
-        elif kind == "note":
+        elif verb == "note":
             self.say(message["text"])
-        elif kind == "strayed" and not self.strayed:
+        elif verb == "strayed" and not self.strayed:
             self.strayed = True
             self.say("the script trains without DeepSpeed: no config of ours is in it")
         self.steps = max(self.steps, int(message.get("steps") or 0))
