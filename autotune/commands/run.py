@@ -17,9 +17,9 @@ from typing import Any
 from rich.console import Console
 
 from autotune.commands.environment import NAMED_MODEL, TRAINING, named_nodes, ranks_python
-from autotune.commands.request import Request, run_setup
+from autotune.commands.request import Request
 from autotune.commands.script_probe import Probe, after_probe, probe, remember
-from autotune.commands.setup import Setup
+from autotune.commands.setup import Setup, run_setup
 from autotune.commands.study_output import begin_with_gallery, begin_with_rates, write_study
 from autotune.commands.trust import Ask, accepted_table, grant, named_by, remembered_python
 from autotune.errors import NothingFits, UserError, one_line, readable

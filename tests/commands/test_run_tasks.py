@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from autotune.commands.request import Request, plan_setups
+from autotune.commands.request import Request
 from autotune.commands.run import run_study
+from autotune.commands.setup import plan_setups
 from autotune.commands.study_output import record_study
 from autotune.errors import UserError
 from autotune.executors.replay import load_landscape

@@ -8,8 +8,8 @@ import pytest
 
 from autotune.commands import run, study_output
 from autotune.commands.environment import Nodes
-from autotune.commands.request import Request, run_setup
-from autotune.commands.setup import Setup
+from autotune.commands.request import Request
+from autotune.commands.setup import Setup, run_setup
 from autotune.gallery.schema import Entry
 from autotune.gallery.warm_start import checked, entries_folder
 from autotune.search.study import StudyStore

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autotune.commands.request import study_name
+from autotune.commands.setup import study_name
 from autotune.problem.hardware import detect, named_hardware
 from autotune.problem.job import Script
 from autotune.search import fingerprint as module

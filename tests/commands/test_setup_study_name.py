@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.request import name_since_edits, study_folder, study_name
+from autotune.commands.setup import name_since_edits, study_folder, study_name
 from autotune.errors import UserError
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Script
