@@ -75,7 +75,7 @@ def test_a_search_of_a_table_begins_without_the_gallery_which_has_an_entry_of_it
     code, out, err = call(monkeypatch, capsys, *RUN, "--study", "table")
     assert code == 0, err
     assert "gallery" not in out
-    assert study_output.NOTE not in {record.note for record in StudyStore.load("table").records()}
+    assert run.NOTE not in {record.note for record in StudyStore.load("table").records()}
     assert not run_setup(Request(executor=f"replay:{TABLE}")).gallery
     asked = Request(model="tiny-llama", device="cpu", gpus=1)
     assert run_setup(asked).gallery
@@ -91,12 +91,12 @@ def test_a_run_begins_with_the_nearest_entry_and_says_so_once(
     assert code == 0, err
     assert out.count("gallery: begins with z0 mb16 ga2, the best known for tiny-llama on 2 x CPU rank") == 1
     first = StudyStore.load("with").records()[0]
-    assert (str(first.candidate), first.note) == ("z0 mb16 ga2", study_output.NOTE)
+    assert (str(first.candidate), first.note) == ("z0 mb16 ga2", run.NOTE)
     code, out, _ = call(monkeypatch, capsys, *RUN, "--study", "with")
     assert "gallery" not in out, "a study that goes on has its own measurements"
     code, out, _ = call(monkeypatch, capsys, *RUN, "--study", "without", "--no-gallery")
     assert "gallery" not in out
-    assert study_output.NOTE not in {record.note for record in StudyStore.load("without").records()}
+    assert run.NOTE not in {record.note for record in StudyStore.load("without").records()}
     code, _, err = call(monkeypatch, capsys, "share", "with")
     assert (code, "searches a recorded table" in err) == (2, True)
 

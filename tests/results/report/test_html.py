@@ -9,7 +9,7 @@ import pytest
 
 from autotune.commands import run as run_command
 from autotune.commands import study_output as command
-from autotune.commands.study_output import NOTE as GALLERY
+from autotune.commands.run import NOTE as GALLERY
 from autotune.predict.predictor import Prediction, Predictor
 from autotune.predict.trace_cache import closed_form_trace
 from autotune.problem.candidate import MICRO_BATCH, Candidate
