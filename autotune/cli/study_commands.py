@@ -35,7 +35,6 @@ def report(
     study: StudyArgument,
     out: Annotated[Path | None, option("File to write; default: NAME.html in the study's folder.")] = None,
     show_it: Annotated[bool, option("Open the page in the browser.", "--open")] = False,
-    hide: Annotated[bool, option("Without paths, host names and the model's name.", "--confidential")] = False,
     storage: Storage = None,
     as_json: Json = False,
 ) -> None:
@@ -43,7 +42,7 @@ def report(
     load_numpy()
     from autotune.commands.study_output import open_in_browser, report_study
 
-    written = report_study(study, storage, out, hide=hide)
+    written = report_study(study, storage, out)
     if as_json:
         emit({"files": [str(written)]})
     else:

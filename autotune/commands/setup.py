@@ -594,7 +594,7 @@ def _precision(config: dict[str, Any], hardware: Hardware) -> str:
 
 _LONGEST = 120  # characters of a name
 # files of these names exist in a study's folder, besides the winner's NAME.json and NAME.html
-_TAKEN = ("probe", "share", "launch", "confidential")
+_TAKEN = ("probe", "share", "launch")
 
 
 def study_name(job: Job, hardware: Hardware, global_batch_size: int | str | None = None) -> str:

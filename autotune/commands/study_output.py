@@ -23,8 +23,7 @@ from autotune.problem.models import CAUSAL
 from autotune.problem.outcome import OutcomeKind
 from autotune.results.output_files import check_out
 from autotune.results.plan import Plan
-from autotune.results.report.build import Searched, study_report
-from autotune.results.report.confidential import confidential, without_secrets
+from autotune.results.report.build import Searched, study_report, without_secrets
 from autotune.results.report.html import plan_page, plan_report, study_page, write_page
 from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
@@ -38,46 +37,34 @@ from autotune.util.units import GIB
 
 
 @uncollected()
-def report_study(study: str, storage: str | None, out: Path | None, *, hide: bool = False) -> Path:
+def report_study(study: str, storage: str | None, out: Path | None) -> Path:
     """Write the page of a study to `out`, or as `NAME.html` into the study's folder, and return its path.
-
-    Args:
-        hide: leave out paths, host names and the model's name; the file is then `confidential.html`.
 
     Raises:
         UserError: there is no such study, or the file cannot be written.
     """
     store = StudyStore.load(study, storage)
-    name = "confidential" if hide else store.name
-    out = out or output_file(store.folder, f"{name}.html")
+    out = out or output_file(store.folder, f"{store.name}.html")
     check_out(out)
     with failures_in_one_line():
-        write_study(store, out, hide=hide)
+        write_study(store, out)
     return out
 
 
 def write_study(
-    store: StudyStore,
-    out: Path,
-    *,
-    trace_of: Predictor | None = None,
-    searched: Searched | None = None,
-    hide: bool = False,
+    store: StudyStore, out: Path, *, trace_of: Predictor | None = None, searched: Searched | None = None
 ) -> None:
     """Write the page of an open study.
 
     Args:
         trace_of: a predictor of the same job and hardware, whose trace is used.
         searched: the space of the present call; None: the study's.
-        hide: leave out paths, host names and the model's name.
 
     Raises:
         UserError: the file cannot be written.
     """
     predictor, why_none = _predictor(store, trace_of)
     report = without_secrets(study_report(store, searched or _searched(store), predictor, why_none))
-    if hide:
-        report = confidential(report, store.job, store.folder)
     write_page(study_page(report), out)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands import run, study_output
+from autotune.commands import run
 from autotune.commands.environment import Nodes
 from autotune.commands.request import Request
 from autotune.commands.setup import Setup, run_setup
@@ -111,7 +111,7 @@ def test_a_start_that_is_not_believed_has_to_wait_and_costs_nothing(
     ran = [at for at, one in enumerate(known.candidates) if one.step_seconds]
     slowest = min(ran, key=lambda at: known.candidates[at].samples_per_second or 0.0)
     wrong = known.model_copy(update={"winner": slowest})
-    monkeypatch.setattr(study_output, "shipped_entries", lambda: dict[str, Entry](wrong=wrong))
+    monkeypatch.setattr(run, "shipped_entries", lambda: dict[str, Entry](wrong=wrong))
     code, out, err = call(monkeypatch, capsys, *RUN, "--study", "wrong")
     assert code == 0, err
     assert out.count("it is not predicted to be among the best here") == 1
