@@ -15,8 +15,8 @@ from pathlib import Path
 from autotune.commands.request import Request
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster, Wishes
-from autotune.executors.cluster.parcel import Parcel, parcel_of
 from autotune.executors.cluster.ray_transport import RayNodes, ray_address
+from autotune.executors.cluster.sync import Parcel, parcel_of
 from autotune.executors.cluster.transports import (
     JOB,
     PACKAGE,
