@@ -15,8 +15,8 @@ from typing import Any
 
 from autotune._version import __version__
 from autotune.errors import MachineTrouble, Stopped, UserError
-from autotune.executors.cluster.parcel import CHUNK_BYTES, Parcel
 from autotune.executors.cluster.rpc import GREETING_SECONDS, PROTOCOL, NodeDown, NotGreeted, RemoteWorkers, Wire
+from autotune.executors.cluster.sync import CHUNK_BYTES, Parcel
 from autotune.executors.cluster.transports import Host, Transport
 from autotune.executors.machine import Needs, Ops
 from autotune.problem.hardware import Hardware
