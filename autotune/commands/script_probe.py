@@ -13,10 +13,9 @@ from typing import Any
 from autotune.commands.setup import Setup
 from autotune.commands.trust import grant, is_granted
 from autotune.errors import Stopped, UserError
-from autotune.executors.base import Effort
-from autotune.executors.local import LocalExecutor
+from autotune.executors.base import Effort, Executor
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
-from autotune.problem.job import Script
+from autotune.problem.job import Job, Script
 from autotune.problem.knobs import steps_on_gpu
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
@@ -51,7 +50,8 @@ from autotune.workers.failure_classifier import log_tail
 # Probe run: the first, unmodified run of a user's script, which shows what it trains and how fast.
 
 EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
-_THREE_STEPS = Effort(min_steps=3, max_steps=3, min_seconds=0.0)  # after two warm-up steps, all that a trace records
+# after two warm-up steps, all that a trace records
+_OTHER_NUMBERS = Effort(min_steps=3, max_steps=3, min_seconds=0.0, reseed=True)
 # Settings for a script that runs out of memory unmodified, so that some of its facts can still be learnt.
 _THRIFTY: dict[str, Value] = {
     "zero_stage": 3,
@@ -83,7 +83,7 @@ class Probe:
     kept: str = ""  # text to store in the study's folder; empty if it was loaded from there
 
 
-def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float, say: Callable[[str], None]) -> Probe:
+def probe(executor: Executor, script: Script, folder: Path, seconds: float, say: Callable[[str], None]) -> Probe:
     """Run the script unchanged for a few steps, or load the findings of an earlier call on the same files (`remember`).
 
     Raises:
@@ -152,17 +152,16 @@ def remember(probed: Probe, folder: Path) -> None:
         grant([RecordedItem(_FIRST_RUN, probed.kept)])
 
 
-def _at_its_thriftiest(executor: LocalExecutor, script: Script, optimizer: str, seconds: float) -> dict[str, Any]:
+def _at_its_thriftiest(executor: Executor, script: Script, optimizer: str, seconds: float) -> dict[str, Any]:
     """Return the facts of a script that runs out of memory unmodified, from a run with minimal memory.
 
     Raises:
         UserError: it runs out of memory there too.
     """
-    before, executor.job = executor.job, dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
+    job = dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
     candidate = thrifty(optimizer, executor.hardware.device)
-    executor.load_ops([candidate])
-    outcome, found = _try(executor, candidate, "probe-thrifty", seconds)
-    executor.job = before
+    executor.load_ops([candidate], job=job)
+    outcome, found = _try(executor, candidate, "probe-thrifty", seconds, job)
     if not outcome.ok:
         raise UserError(f"{script.name} fits neither as it is nor at its thriftiest: {outcome.reason}")
     return found
@@ -204,7 +203,7 @@ def _batch(facts: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any
     return read({**facts, "micro_batch": 1, "accumulation": 1, "said": {}})
 
 
-def _with_noise_floor(executor: LocalExecutor, baseline: Outcome, seconds: float) -> Outcome:
+def _with_noise_floor(executor: Executor, baseline: Outcome, seconds: float) -> Outcome:
     """Return the probe run's outcome with the noise floor of its trace.
 
     A second run of the same config draws other random numbers from its first forward on (dropout, noise). It is left
@@ -212,12 +211,8 @@ def _with_noise_floor(executor: LocalExecutor, baseline: Outcome, seconds: float
     """
     if baseline.trace is None or not baseline.trace.draws:
         return baseline
-    executor.reseeds = True
-    try:
-        with closing(executor.session(Candidate(()), "probe-noise")) as session:
-            again = session.measure(Candidate(()), _THREE_STEPS, seconds)
-    finally:
-        executor.reseeds = False
+    with closing(executor.session(Candidate(()), "probe-noise")) as session:
+        again = session.measure(Candidate(()), _OTHER_NUMBERS, seconds)
     if again.trace is None:
         return baseline
     floor = floor_of(baseline.trace, again.trace)
@@ -235,16 +230,18 @@ def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any
     )
 
 
-def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: float) -> tuple[Outcome, dict[str, Any]]:
+def _try(
+    executor: Executor, candidate: Candidate, name: str, seconds: float, job: Job | None = None
+) -> tuple[Outcome, dict[str, Any]]:
     until, ops = executor.now() + seconds, list[str]()
     while True:
         began = executor.now()
-        with closing(executor.session(candidate, name)) as session:
+        with closing(executor.session(candidate, name, job=job)) as session:
             outcome = session.measure(candidate, EFFORT, until - began)
         if not session.unbuilt or session.unbuilt in executor.tried_ops:
             break
         building = executor.now()
-        executor.load_ops([], session.unbuilt)
+        executor.load_ops([], session.unbuilt, job=job)
         # Builds do not use up the time of the starts, and neither does the first failed start.
         until += executor.now() - (building if ops else began)
         ops.append(session.unbuilt)
@@ -381,7 +378,7 @@ _MOST_TRIES = 2  # batches that the script may refuse before its own is kept
 _MOST_TIMES = 4  # multiple of the script's micro-batch that is assumed to fit in memory
 
 
-def batch_note(executor: LocalExecutor, script: Script, seconds: float, reference: TrainingTrace | None = None) -> str:
+def batch_note(executor: Executor, script: Script, seconds: float, reference: TrainingTrace | None = None) -> str:
     """Return why the script's batch cannot be changed; empty if it honoured another batch, and trained the same on it.
 
     Args:
@@ -441,14 +438,10 @@ def _samples(candidate: Candidate) -> int:
     return candidate.micro_batch * candidate.accumulation
 
 
-def _told(executor: LocalExecutor, script: Script, other: Candidate, name: str, seconds: float) -> Outcome:
+def _told(executor: Executor, script: Script, other: Candidate, name: str, seconds: float) -> Outcome:
     """Return the outcome of two steps of the script with this batch."""
-    before, executor.job = executor.job, job_of(script, executor.hardware, None)
-    try:
-        with closing(executor.session(other, name)) as session:
-            outcome = session.measure(other, _TWO_STEPS, seconds)
-    finally:
-        executor.job = before
+    with closing(executor.session(other, name, job=job_of(script, executor.hardware, None))) as session:
+        outcome = session.measure(other, _TWO_STEPS, seconds)
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped before it was known whether the script takes another batch")
     return outcome

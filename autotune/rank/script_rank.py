@@ -104,9 +104,7 @@ class ScriptRank(BaseRank):
             self.job, self.candidate, self, self.spec["device"], sandbox.files, quiet=True, sandbox=sandbox
         )
         if not self.sliced:  # ranks of a slice compute with parts of the gradients
-            context.trace = TraceRecorder(
-                partial(seed_all, self.spec["seed"] + 1, self.number) if self.spec.get("reseed") else None
-            )
+            context.trace = TraceRecorder()
         self.trace = context.trace
         self.hooks = Hooks(context)
         self.hooks.install()
@@ -307,6 +305,8 @@ class ScriptRank(BaseRank):
         if message is None or message["type"] != "measure":
             say_goodbye(self)
         self.request = MeasureRequest.of(message)
+        if message.get("reseed"):
+            seed_all(self.spec["seed"] + 1, self.number)
         self._begin_measuring()
 
     def _tell_facts(self) -> None:

@@ -6,7 +6,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autotune.problem.training_trace import MOST_STEPS
@@ -22,14 +22,10 @@ class TraceRecorder:
 
     The recorder runs no collective and draws no random number. Every rank reports its own shards, and
     `TrainingTrace.merged` adds them up. An error while recording leaves the quantity out and never ends the training.
-
-    Args:
-        reseed: called at the first forward with gradients; None leaves the random state alone.
     """
 
-    def __init__(self, reseed: Callable[[], None] | None = None) -> None:
+    def __init__(self) -> None:
         self.seconds = 0.0  # spent on recording in the current step
-        self._reseed = reseed
         self.restart()
 
     def restart(self) -> None:
@@ -65,8 +61,6 @@ class TraceRecorder:
             return
         with _Timed(self):
             if self._states is None:
-                if self._reseed is not None:
-                    self._reseed()
                 self._states = _generator_states()
             self._in_backward = False
             seen = (rows, _digest(tensor))

@@ -124,10 +124,10 @@ def _trained(run: Run, rank: int) -> dict[str, Any]:
         **({"bf16": {"enabled": True}} if run.precision == "bf16" else {}),
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=kind(model.parameters(), lr=rate), config=config)
-    recorder = TraceRecorder((lambda: seed_all(99, rank)) if run.reseed else None)
+    recorder = TraceRecorder()
     rows = max(1, round(run.micro_batch * run.factor)) if run.fault == "batch" else run.micro_batch
     data = torch.randn(4096, 4, 32, generator=torch.Generator().manual_seed(run.data))
-    torch.manual_seed(1)
+    seed_all(99 if run.reseed else 1, 0)
     at, number = 0, 0
     for step in range(MOST_STEPS):
         for _ in range(accumulation):
