@@ -12,9 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
-from autotune.problem.outcome import Outcome, OutcomeKind
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
 from autotune.problem.training_trace import MOST_STEPS, TracedStep, TrainingTrace
-from autotune.search.certificate import LOSS, NORM, RATES, ROWS, UPDATE, Verdict, compare, floor_of
+from autotune.search.certificate import (
+    LOSS,
+    NORM,
+    RATES,
+    ROWS,
+    UPDATE,
+    Certifier,
+    Verdict,
+    certificate_lines,
+    compare,
+    floor_of,
+    structure_differs,
+)
+from autotune.search.trials import SEARCH, Record
+from tests.conftest import make_job
 
 OWN = Candidate.of({"zero_stage": 0, MICRO_BATCH: 2, ACCUMULATION: 4})
 
@@ -176,3 +190,48 @@ def test_ranks_add_rows_and_squares_and_average_losses() -> None:
     (found,) = merged.steps
     assert (found.rows, found.digest, found.loss, found.update, found.gradient_norm) == (8, 3.0, 3.0, 2.0, 3.0)
     assert TrainingTrace.merged([rank(), None]) is None
+
+
+def test_a_restarted_training_is_compared_in_what_weights_do_not_change() -> None:
+    later = trace(loss=0.3, gradient_norm=0.1, update=5e-4, digest=77.0, micro_batches=8, forwards=8)
+    assert structure_differs(trace(), later) == ""
+    assert "0.5x the rows" in structure_differs(trace(), scaled(later, ROWS, 0.5))
+    assert "learning rate is 0.1x" in structure_differs(trace(), scaled(later, RATES, 0.1))
+    moving = dataclasses.replace(trace(), steps=tuple(step(at, rates=(1e-3 * (at + 1),)) for at in range(5)))
+    assert structure_differs(moving, scaled(later, RATES, 0.1)) == "", "a schedule has moved on"
+
+
+def measured(found: TrainingTrace) -> Outcome:
+    return Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.01, 5, 8.0, 64.0, 10**6), trace=found)
+
+
+def test_a_study_of_a_named_model_takes_its_first_whole_step_as_reference() -> None:
+    certifier = Certifier(make_job())
+    shortened = OWN.but(**{MICRO_BATCH: 1, ACCUMULATION: 8})  # of which a rank ran four micro-batches
+    assert certifier.checked(shortened, measured(scaled(trace(), NORM, 2.0)), SEARCH).ok
+    assert certifier.checked(OWN, measured(trace()), SEARCH).ok
+    other = OWN.but(zero_stage=2)
+    assert certifier.checked(other, measured(dataclasses.replace(trace(), stage=2)), SEARCH).ok
+    wrong = certifier.checked(other, measured(dataclasses.replace(scaled(trace(), NORM, 2.0), stage=2)), SEARCH)
+    assert (wrong.kind, wrong.source, wrong.measurement) == (OutcomeKind.INVALID, Source.TRACE, None)
+    assert wrong.trace is not None
+    assert certifier.shares_cause(other, wrong)(other.but(reduce_bucket_size=1))
+
+
+def test_a_repeated_run_of_the_reference_raises_the_noise_floor() -> None:
+    certifier = Certifier(make_job())
+    certifier.learn(OWN, measured(trace()), SEARCH)
+    noisy = scaled(scaled(trace(), LOSS, 1.03), UPDATE, 1.03)
+    assert certifier.certificate(OWN, noisy).verdict is Verdict.DIFFERS
+    certifier.learn(OWN, measured(noisy), SEARCH)
+    assert certifier.certificate(OWN, noisy).verdict is Verdict.SAME
+
+
+def test_a_study_without_traces_has_no_line_about_its_training() -> None:
+    old = Record(1, OWN, Outcome(OutcomeKind.OK), SEARCH)
+    assert certificate_lines(make_job(), [old], old) == []
+    new = Record(2, OWN, measured(trace()), SEARCH)
+    (line,) = certificate_lines(make_job(), [old, new], new)
+    assert line.startswith(
+        "trains the same: loss 1.8 / 1.8, gradient norm 1.1 / 1.1, update 1.00x, learning rate equal"
+    )
