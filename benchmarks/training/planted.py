@@ -13,11 +13,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import queue
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,7 +170,7 @@ def _rank(rank: int, store: str, runs: list[Run], results: Any) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     import deepspeed
 
-    deepspeed.comm.comm.logger.setLevel("ERROR")
+    deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     for at, run in enumerate(runs):
         try:
@@ -194,12 +196,12 @@ def traces(runs: list[Run], seconds: float) -> dict[Run, TrainingTrace | str]:
         for one in ranks:
             one.start()
         until = time.monotonic() + seconds
-        for _ in range(RANKS * len(runs)):
-            try:
-                at, rank, report = results.get(timeout=max(0.1, until - time.monotonic()))
-            except Exception:  # out of time, or a rank died
-                break
-            reports.setdefault(at, {})[rank] = report
+        left = RANKS * len(runs)
+        while left and time.monotonic() < until and all(one.exitcode in (None, 0) for one in ranks):
+            with suppress(queue.Empty):
+                at, rank, report = results.get(timeout=1.0)
+                reports.setdefault(at, {})[rank] = report
+                left -= 1
         for one in ranks:
             one.join(timeout=5)
             if one.is_alive():
