@@ -79,7 +79,7 @@ def test_another_global_batch_is_refused_in_one_line(tmp_path: Path, words: str,
     assert "\n" not in str(no.value)
     assert launched(job, words).checked(8) == (job, [])
     assert launched(job, words).checked("free") == (job, [])
-    with pytest.raises(UserError, match=rf"--global-batch-size {samples}: study s is of 8 samples"):
+    with pytest.raises(UserError, match=rf"--global-batch-size {samples}: study s was tuned for 8 samples"):
         launched(job, words).checked(samples)
 
 
