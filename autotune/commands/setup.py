@@ -205,7 +205,6 @@ def launch_setup(request: Request, nodes: Nodes | None = None) -> LaunchSetup:
     if nodes is not None:
         nodes.also_send(typed.variables)
         nodes.also_sync(script)
-        nodes.lasting = True
     if request.max_restarts < 0:
         raise UserError(f"--max-restarts {request.max_restarts}: expected 0 or more")
     silent_seconds = parse_duration(request.hang_timeout)

@@ -262,7 +262,8 @@ class Cluster:
         for node in nodes:
             assert node.hardware is not None
             env = self._interface_variables(self.nodes.index(node))
-            node.wire.echo = self.echo
+            if self.echo:
+                node.wire.start_echo()
             what = {"needs": dataclasses.asdict(self._needs), "hardware": node.hardware.to_json()}
             asked.append((node, node.wire.begin("open", **what, env=env, who=self.who)))
         for node, number in asked:
