@@ -701,7 +701,7 @@ def planned_hardware(
     """Return `gpus_per_node` of the named GPU, or of the machine's own, in each of `nodes` machines.
 
     Args:
-        host_memory_bytes: of each machine; None: as measured, or 32 GiB a GPU.
+        host_memory_bytes: of each machine; None: as measured, or that of a common cloud machine.
         memory_cap_bytes: limit for one rank on its GPU.
 
     Raises:
