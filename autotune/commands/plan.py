@@ -12,16 +12,15 @@ from autotune.commands.environment import NAMED_MODEL, ranks_python
 from autotune.commands.request import Request, plan_setups
 from autotune.commands.setup import PlanSetup
 from autotune.errors import UserError
-from autotune.predict.predictor import Prediction, Predictor, Table
+from autotune.predict.predictor import SURE_SIGMAS, Prediction, Predictor, Table
 from autotune.predict.trace import traced_predictor
 from autotune.predict.trace_data import Trace
-from autotune.predict.what_if import PLENTY, Elsewhere, JobPredictions, host_bytes_per_node, known_errors
-from autotune.problem.candidate import CHECKPOINTING, Candidate
+from autotune.predict.what_if import Elsewhere, JobPredictions, host_bytes_per_node, known_errors
+from autotune.problem.candidate import Candidate
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_hardware
 from autotune.problem.job import Job
-from autotune.results.plan import CardPlan, HostNeed, Outlook, Plan, PlannedGain, StagePlan, short, token_speed
-from autotune.util.units import GIB, format_bytes
+from autotune.results.plan import CardPlan, Outlook, Plan, PlannedGain, WayPlan, short
 
 # -- plan --------------------------------------------------------------------------------------------------------------
 #
@@ -52,7 +51,7 @@ def plans(request: Request, gpus: Sequence[str | None], say: Callable[[str], Non
 def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere: bool = False) -> Plan:
     """Predict every candidate of the space.
 
-    The plan has the `top` fastest that surely fit (or else the likeliest to fit), and the largest micro-batch by ZeRO stage.
+    The plan has the `top` fastest that surely fit (or else the likeliest to fit), and each way to train.
 
     Args:
         elsewhere: add other machines that would suffice, and changes that would help.
@@ -63,23 +62,24 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
     candidates, left_out = predictor.buildable(setup.space.candidates(setup.job))
     table = predictor.table(candidates)
     best = _best(predictor, candidates, table, top)
-    of_stage = np.array([c.stage for c in candidates])
-    stages = []
-    for stage in sorted({c.stage for c in candidates}):
-        head = predictor.ranked(table, of_stage == stage)[:1]
-        stages.append(_stage_plan(stage, candidates, head, setup, predictor))
-    shown = best[0] if best else stages[-1].smallest
+    places = Places(setup.hardware, predictor, table)
+    closest = None if best else places.closest(range(len(candidates)))
+    with_host = None if best else places.with_host()
+    shown = [predictor.predict(candidates[i]) if i is not None else None for i in (closest, with_host)]
+    counted = best[0] if best else shown[1] or shown[0]
+    assert counted is not None
     plan = Plan(
         setup.job,
         setup.hardware,
         best,
-        stages,
+        tuple(_ways(predictor, candidates, places)),
         "; ".join([*left_out, *predictor.notes()]),
         tokens=setup.tokens,
         price=setup.price,
-        host=_host_needs(setup, predictor, candidates),
+        closest=shown[0],
+        with_host=shown[1],
         host_assumed=setup.host_assumed,
-        errors=known_errors(setup.job, shown.candidate, setup.hardware),
+        errors=known_errors(setup.job, counted.candidate, setup.hardware),
     )
     if not elsewhere:
         return plan
@@ -100,101 +100,43 @@ def _best(predictor: Predictor, candidates: list[Candidate], table: Table, top: 
     return predictor.predict_many([candidates[i] for i in chosen.values()]) if chosen else []
 
 
-def _host_needs(setup: PlanSetup, predictor: Predictor, candidates: list[Candidate]) -> tuple[HostNeed, ...]:
-    """Return the main memory for each way of offloading, at the fewest sequences and with activations recomputed."""
-    smallest: dict[tuple[int, bool], Candidate] = {}
-    for c in candidates:
-        if "cpu" in (c.offload_optimizer, c.offload_param) and c.offload_optimizer != "none":
-            key = (c.stage, c.offload_param != "none")
-            rank = (c.micro_batch, not c.checkpointing, -c.accumulation)
-            held = smallest.get(key)
-            if held is None or rank < (held.micro_batch, not held.checkpointing, -held.accumulation):
-                smallest[key] = c
-    if not smallest:
-        return ()
-    hardware, ways = setup.hardware, sorted(smallest)
-    roomy = Predictor(
-        setup.job, dataclasses.replace(hardware, host_memory_bytes=PLENTY), predictor.trace, predictor.tracer
-    )
-    return tuple(
-        HostNeed(stage, parameters, host_bytes_per_node(one.host_bytes, hardware), one.sure)
-        for (stage, parameters), one in zip(ways, roomy.predict_many([smallest[way] for way in ways]), strict=True)
-    )
+class Places:
+    """Indices of a table's candidates by what they need and lack."""
+
+    def __init__(self, hardware: Hardware, predictor: Predictor, table: Table) -> None:
+        self.table = table
+        self.sure = predictor.margins(table) >= SURE_SIGMAS
+        self._gpu_short = np.maximum(0.0, table.sure - hardware.ceiling_bytes)
+        own = host_bytes_per_node(0.0, hardware)
+        self._host = np.where(table.host > 0, table.host * hardware.per_node + own, 0.0)
+        self._host_short = np.maximum(0.0, self._host - hardware.host_memory_bytes)
+
+    def closest(self, among: Iterable[int]) -> int:
+        """Return the candidate that lacks the least memory of a GPU, then of main memory; of several the fastest."""
+        return min(among, key=lambda i: (self._gpu_short[i], self._host_short[i], -self.table.samples[i]))
+
+    def with_host(self) -> int | None:
+        """Return the candidate that surely fits the GPU and needs the least main memory; None if none fits the GPU."""
+        fitting = np.flatnonzero(self._gpu_short == 0)
+        return min(map(int, fitting), key=lambda i: (self._host[i], -self.table.samples[i]), default=None)
 
 
-def _stage_plan(
-    stage: int, candidates: list[Candidate], head: list[int], setup: PlanSetup, predictor: Predictor
-) -> StagePlan:
-    """Return the plan of one ZeRO stage.
-
-    Args:
-        head: the index of the stage's best candidate, if any may fit.
-    """
-    mine = [c for c in candidates if c.stage == stage]
-    # The family with the fewest changes: no checkpointing or offload if the space allows it, and defaults elsewhere.
-    plain = min(
-        mine,
-        key=lambda c: (
-            c.checkpointing,
-            c.offload_param != "none",
-            c.offload_optimizer != "none",
-            abs(c.get("reduce_bucket_size", 5e8) - 5e8),
-            not c.get("overlap_comm", True),
-        ),
-    )
-    rungs = sorted({c for c in mine if c.family == plain.family}, key=lambda c: (c.micro_batch, c.accumulation))
-    predictions = predictor.predict_many(rungs)
-    fitting = [one for one in predictions if one.sure]
-    largest = max(fitting, key=lambda one: (one.candidate.micro_batch, one.samples_per_second), default=None)
-    wanted = next(
-        (
-            one
-            for one in predictions
-            if not one.sure and (largest is None or one.candidate.micro_batch > largest.candidate.micro_batch)
-        ),
-        None,
-    )
-    unlocks = _unlocks(wanted, setup, predictor) if wanted is not None else []
-    helped = predictor.predict(candidates[head[0]]) if head and largest is None else None
-    return StagePlan(stage, largest, predictions[0], unlocks, helped)
-
-
-def _unlocks(wanted: Prediction, setup: PlanSetup, predictor: Predictor) -> list[str]:
-    """Return single changes, each of which would make a candidate fit that does not."""
-    job, hardware = setup.job, setup.hardware
-    candidate, found = wanted.candidate, []
-
-    def turned(name: str, value: bool | str) -> Candidate | None:
-        knob = setup.space.knobs.get(name)
-        return candidate.but(**{name: value}) if knob and value in knob.values else None
-
-    changes = [
-        ("activation checkpointing", turned(CHECKPOINTING, True)),
-        ("optimizer offload to the CPU", turned("offload_optimizer", "cpu")),
-        ("parameter offload to the CPU", turned("offload_param", "cpu")),
-    ]
-    for what, changed in changes:
-        if changed is not None and changed != candidate:
-            one = predictor.predict(changed)
-            if one.sure:
-                found.append(f"{what} ({token_speed(one, job)})")
-    if job.global_batch_size is None:
-        step = 1 if hardware.nodes == 1 else hardware.per_node
-        more = dataclasses.replace(job, ranks=job.ranks + step)
-        nodes = hardware.nodes + (hardware.nodes > 1)
-        grown = dataclasses.replace(hardware, count=hardware.count + step, nodes=nodes)
-        if Predictor(more, grown, predictor.trace, predictor.tracer).predict(candidate).sure:
-            found.append("one more GPU" if hardware.nodes == 1 else "one more node")
-    missing = wanted.sure_bytes - hardware.ceiling_bytes
-    if hardware.device == "cuda" and missing > 0:
-        needed = wanted.sure_bytes / (1 - hardware.headroom) / GIB
-        larger = [g for g in gpu_table().values() if g.memory_gib >= needed]
-        if larger:
-            card = min(larger, key=lambda g: g.memory_gib)
-            found.append(f"a card of {needed:.0f} GiB or more, like {card.name}")
-    return [f"micro-batch {candidate.micro_batch} would fit with {what}" for what in found] or [
-        f"micro-batch {candidate.micro_batch} is short of {format_bytes(missing)}; no single change is enough"
-    ]
+def _ways(predictor: Predictor, candidates: list[Candidate], places: Places) -> Iterator[WayPlan]:
+    """Yield the largest and the fastest candidate that surely fit, for each stage, checkpointing and offload."""
+    groups: dict[tuple[int, bool, bool], list[int]] = {}
+    for i, c in enumerate(candidates):
+        groups.setdefault((c.stage, bool(c.offloaded), c.checkpointing), []).append(i)
+    samples = places.table.samples
+    for (stage, offload, checkpointing), mine in sorted(groups.items()):
+        fitting = [i for i in mine if places.sure[i]]
+        if fitting:
+            largest = max(fitting, key=lambda i: (candidates[i].micro_batch, samples[i]))
+            fastest = max(fitting, key=lambda i: samples[i])
+            two = predictor.predict_many([candidates[largest], candidates[fastest]])
+            yield WayPlan(stage, checkpointing, offload, two[0], two[1], None)
+        else:
+            lacking = predictor.predict(candidates[places.closest(mine)])
+            yield WayPlan(stage, checkpointing, offload, None, None, lacking)
 
 
 # -- plan machines -----------------------------------------------------------------------------------------------------
