@@ -79,11 +79,12 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
         closest=shown[0],
         with_host=shown[1],
         host_assumed=setup.host_assumed,
+        batch_assumed=setup.batch_assumed,
         errors=known_errors(setup.job, counted.candidate, setup.hardware),
     )
     if not elsewhere:
         return plan
-    machines = Machines(setup, Elsewhere(setup.space, predictor, candidates, table))
+    machines = Machines(setup, Elsewhere(setup.space, predictor, candidates, table, batch_assumed=setup.batch_assumed))
     cards = machines.cards()
     helped = gains(plan.outlook, machines, cards) if plan.outlook else ()
     return dataclasses.replace(plan, own=machines.fewest_of_own(), cards=cards, gains=helped)

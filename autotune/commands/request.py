@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import hashlib
 import json
 import numbers
@@ -175,7 +176,11 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
     for name in gpus:
         hardware = planned_hardware(name, *per_node, headroom, host, cap)
         job = _named_job(request, hardware)
-        space = fitted(load_space(request.space or "default"), job, hardware).space
+        space = load_space(request.space or "default")
+        own_batch = job.global_batch_size
+        if request.global_batch_size is None and own_batch is None:
+            job = with_plausible_batch(job, space)
+        space = fitted(space, job, hardware).space
         known = price_table().get(hardware.facts or "")
         setups.append(
             PlanSetup(
@@ -186,6 +191,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
                 price=known if request.price is None else Price(request.price, "yours", "", "--price"),
                 host_assumed=name is not None and request.host_memory is None,
                 precision_typed=request.precision is not None,
+                batch_assumed=job.global_batch_size != own_batch,
             )
         )
     return setups
@@ -537,6 +543,23 @@ def kept_batch(asked: int | str | None, config: dict[str, Any], ranks: int, file
             f"{FREE})"
         )
     return batch
+
+
+_PLAUSIBLE_TOKENS = 2**18  # tokens per optimizer step: between fine-tuning's 0.1 and pretraining's 0.5 million and more
+
+
+def with_plausible_batch(job: Job, space: SearchSpace) -> Job:
+    """Return the job with a global batch of about 262,144 tokens per step, a power of two of sequences per rank.
+
+    Return the job unchanged if the space cannot make such a batch.
+    """
+    share = _PLAUSIBLE_TOKENS / (job.tokens_per_sample * job.samples_per_row * job.ranks)
+    batched = dataclasses.replace(job, global_batch_size=job.ranks * 2 ** max(0, round(math.log2(share))))
+    try:
+        space.rungs(batched)
+    except UserError:
+        return job
+    return batched
 
 
 def batch_note(asked: int | str | None, job: Job, file: Path | None) -> list[str]:

@@ -40,12 +40,22 @@ Family = tuple[tuple[str, Value], ...]
 class Elsewhere:
     """Predict one job on machines other than the first.
 
+    `batch_assumed`: a global batch that cannot be split over the ranks is rounded to the nearest that can.
+
     For each stage, checkpointing and offload it keeps two of the space's families: the fastest on the first machine, and the
     one that took the least memory there. The families left out move a prediction by a few per cent.
     """
 
-    def __init__(self, space: SearchSpace, predictor: Predictor, candidates: Sequence[Candidate], table: Table) -> None:
-        self.space, self.first = space, predictor
+    def __init__(
+        self,
+        space: SearchSpace,
+        predictor: Predictor,
+        candidates: Sequence[Candidate],
+        table: Table,
+        *,
+        batch_assumed: bool = False,
+    ) -> None:
+        self.space, self.first, self.batch_assumed = space, predictor, batch_assumed
         self.families = _families(candidates, table)
         self._known: dict[int | None, list[Candidate]] = {}  # by a rank's share of the global batch
 
@@ -77,11 +87,15 @@ class Elsewhere:
     def on(self, hardware: Hardware, job: Job | None = None) -> JobPredictions | None:
         """Predict all candidates on this hardware, for the job (default: the first one) with as many ranks.
 
-        None if the global batch cannot be split over so many ranks. Sizes are equal in bf16 and fp16, so the first machine's
-        trace serves cards without bf16 too.
+        None if the global batch cannot be split over so many ranks; a batch that was only assumed is rounded. Sizes are equal
+        in bf16 and fp16, so the first machine's trace serves cards without bf16 too.
         """
+        job = job or self.first.job
+        batch = job.global_batch_size
+        if self.batch_assumed and batch is not None:
+            batch = hardware.count * max(1, round(batch / hardware.count))
         try:
-            job = dataclasses.replace(job or self.first.job, ranks=hardware.count)
+            job = dataclasses.replace(job, ranks=hardware.count, global_batch_size=batch)
         except UserError:
             return None
         candidates = self.candidates(job)

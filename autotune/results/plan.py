@@ -234,6 +234,7 @@ class Plan:
     closest: Prediction | None = None  # if nothing fits: the config that lacks the least memory
     with_host: Prediction | None = None  # if nothing fits: the config that would fit with the least main memory
     host_assumed: bool = False  # main memory was neither measured nor given
+    batch_assumed: bool = False  # the global batch was neither given nor in a config
     own: CardPlan | None = None  # for the requested card, with an exact `fewest`
     cards: tuple[CardPlan, ...] = ()  # all cards, cheapest first, those without a price last
     gains: tuple[PlannedGain, ...] = ()  # best first
@@ -256,6 +257,7 @@ class Plan:
             "seq_len": self.job.seq_len,
             "precision": self.job.precision,
             "global_batch_size": self.job.global_batch_size,
+            "global_batch_assumed": self.batch_assumed,
             "capacity_bytes": self.hardware.capacity_bytes,
             "host_memory_bytes_per_node": self.hardware.host_memory_bytes,
             "host_memory_assumed": self.host_assumed,
@@ -355,6 +357,7 @@ UNPRICED = 12  # names of cards without a price; --json has all
 def show_plan(plan: Plan, out: Console) -> None:
     """Print one plan, at most 100 columns wide."""
     _put(out, Text(plan.job.summary, style="bold"))
+    _put(out, Text(_batch(plan)))
     _put(out, _machine(plan))
     if plan.note:
         _put(out, Text(plan.note, style="yellow"))
@@ -371,6 +374,16 @@ def _machine(plan: Plan) -> Text:
     node = " a node" if hardware.nodes > 1 else ""
     main = f"main memory {_gib(hardware.host_memory_bytes)}{node}{_assumed(plan)}"
     return Text(f"on {hardware}{per_node}; {main}")
+
+
+def _batch(plan: Plan) -> str:
+    """Format the tokens of an optimizer step; a free batch depends on the config."""
+    job = plan.job
+    if job.global_batch_size is None:
+        return "batch free: each config has its own tokens per step"
+    tokens = job.global_batch_size * job.samples_per_row * job.tokens_per_sample
+    assumed = " (assumed; --global-batch-size)" if plan.batch_assumed else ""
+    return f"{tokens:,.0f} tokens per step{assumed}"
 
 
 def _assumed(plan: Plan) -> str:

@@ -75,6 +75,31 @@ def test_the_nearest_config_is_the_thriftiest_and_its_shortage_adds_up() -> None
     assert done.exit_code == 3
 
 
+def test_without_a_batch_a_plausible_one_is_assumed_and_shown(tmp_path: Path) -> None:
+    typed = ["plan", "--model", "tiny-llama", "--gpu", "t4", "--gpus", "2", "--seq-len", "512"]
+    text = CliRunner().invoke(app, typed).output
+    assert "global batch 512\n262,144 tokens per step (assumed; --global-batch-size)" in text
+    free = json.loads(CliRunner().invoke(app, [*typed, "--global-batch-size", "free", "--json"]).output)
+    assert (free["global_batch_size"], free["global_batch_assumed"]) == (None, False)
+    given = json.loads(CliRunner().invoke(app, [*typed, "--global-batch-size", "64", "--json"]).output)
+    assert (given["global_batch_size"], given["global_batch_assumed"]) == (64, False)
+    space = tmp_path / "space.yaml"
+    space.write_text("knobs: {zero_stage: [2], train_micro_batch_size_per_gpu: [1], gradient_accumulation_steps: [3]}")
+    own = json.loads(CliRunner().invoke(app, [*typed, "--space", str(space), "--json"]).output)
+    assert (own["global_batch_size"], own["global_batch_assumed"]) == (None, False)
+
+
+@pytest.mark.slow
+def test_cards_are_compared_at_the_same_global_batch() -> None:
+    (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=1024), ["a100"])
+    batch = plan.job.global_batch_size
+    assert batch == 256
+    for card in plan.cards:
+        for outlook in (card.fewest, card.fewest_offloading, card.best):
+            assert outlook is None or outlook.job.global_batch_size == batch
+    assert plan.own is not None
+
+
 def largest_fitting(plan: Plan) -> int:
     return max((way.largest.candidate.micro_batch for way in plan.ways if way.largest), default=0)
 
