@@ -20,7 +20,7 @@ from autotune.executors.machine import Slot, slots
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.predict.calibration import overhead_prior
 from autotune.problem.candidate import Candidate
-from autotune.problem.ds_config import global_batch_of, load_ds_config
+from autotune.problem.ds_config import check_data_parallel, global_batch_of, load_ds_config
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.job import Job, Script, load_lengths, longest_sequence, parse_lora
@@ -176,6 +176,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
     for name in gpus:
         hardware = planned_hardware(name, *per_node, headroom, host, cap)
         job = _named_job(request, hardware)
+        check_data_parallel(job.base_config, request.ds_config)
         space = load_space(request.space or "default")
         own_batch = job.global_batch_size
         if request.global_batch_size is None and own_batch is None:

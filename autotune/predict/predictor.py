@@ -95,7 +95,7 @@ class Predictor:
         if not stepper(job).known:
             self._unread.append(f"optimizer {job.optimizer_kind}")
         self._memory_priors = memory_priors(job, hardware, widen, bool(self._unread or self._newer))
-        wider = UNTRACED if self._newer else 1.0
+        wider = UNTRACED if self._newer or self._unread else 1.0
         self._time_priors = time_priors(hardware, wider, not self.trace.exact, self.trace.counted)
         self._packed_rows = job.seq_len / job.tokens_per_sample
         self._memory_noise, self._time_noise = MEMORY_NOISE * widen, TIME_NOISE * widen
@@ -287,7 +287,7 @@ class Predictor:
 
     def notes(self) -> list[str]:
         """Return a line for each unknown that widens the predictions."""
-        unread = [f"{key} is not part of the memory model" for key in self._unread]
+        unread = [f"{key} is not modelled: intervals are wider" for key in self._unread]
         facts = self.hardware.gpu_facts
         if facts is not None and facts.whence:
             unread.insert(0, f"{self.hardware.name} is not in autotune's table of GPUs: its rates are {facts.whence}")

@@ -333,7 +333,7 @@ class Job:
     def summary(self) -> str:
         """One line for display."""
         batch = f"global batch {self.global_batch_size}" if self.global_batch_size else "batch free"
-        optimizer = "its own optimizer" if self.script else self.optimizer
+        optimizer = "its own optimizer" if self.script else self.optimizer_kind
         extras = [self.task] if self.task != CAUSAL else []
         extras += [f"images of {self.image_size} pixels"] if self.image_size else []
         extras += [f"LoRA of rank {self.lora.rank}"] if self.lora else []

@@ -89,6 +89,38 @@ def test_without_a_batch_a_plausible_one_is_assumed_and_shown(tmp_path: Path) ->
     assert (own["global_batch_size"], own["global_batch_assumed"]) == (None, False)
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel.autotp_size 4 splits"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size 2 splits"),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 4}}, "expert_parallel.autoep_size 4 splits"),
+        ({"pipeline": {"stages": 2}}, "pipeline.stages 2 splits"),
+        ({"pipeline": {"stages": "auto"}, "sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 1}}, ""),
+    ],
+)
+def test_a_config_that_splits_model_or_samples_over_ranks_is_refused(
+    config: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(config))
+    request = Request("tiny-llama", 4, ds_config=file)
+    if said:
+        with pytest.raises(UserError, match=re.escape(f"{file}: {said}")):
+            plans(request, ["t4"])
+    else:
+        assert plans(request, ["t4", "t4"])[0].best
+
+
+def test_the_header_names_the_optimizer_of_the_config_and_what_is_not_modelled(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"optimizer": {"type": "Muon"}, "activation_checkpointing": {"cpu_checkpointing": true}}')
+    done = CliRunner().invoke(app, ["plan", "--model", "tiny-llama", "--gpu", "t4", "--ds-config", str(file)])
+    text = " ".join(done.output.split())
+    assert "fp16, muon, global batch" in text
+    assert "activation_checkpointing.cpu_checkpointing is not modelled: intervals are wider" in text
+
+
 @pytest.mark.slow
 def test_cards_are_compared_at_the_same_global_batch() -> None:
     (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=1024), ["a100"])
