@@ -237,7 +237,9 @@ Gpu = Annotated[Text, option("Name like rtx3090 or a100-80gb; default: the machi
 GpuCount = Annotated[int, option("How many in each machine, as torchrun's --nproc-per-node.")]
 Nodes = Annotated[int, option("Machines, each with --gpus of them: 2 with --gpus 8 is 16 GPUs.")]
 Tokens = Annotated[Text, option("Say hours and cost for so many: 1e9, 2B, 500M, 1T; default 1B.")]
-HostMemory = Annotated[Text, option("Main memory of each machine, like 1TiB; default of a named GPU: 32 GiB each.")]
+HostMemory = Annotated[
+    Text, option("Main memory of each machine, like 1TiB; default of a named GPU: a common cloud machine's.")
+]
 Price = Annotated[float | None, option("Dollars that one of these GPUs costs an hour; default: a rough one.")]
 Compare = Annotated[Text, option("Several GPUs side by side: rtx4090,a100-80gb,h100.")]
 LaunchWords = Annotated[

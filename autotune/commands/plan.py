@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,14 +14,24 @@ from autotune.commands.request import Request, plan_setups
 from autotune.commands.setup import PlanSetup
 from autotune.errors import UserError
 from autotune.predict.predictor import SURE_SIGMAS, Prediction, Predictor, Table
-from autotune.predict.trace import traced_predictor
+from autotune.predict.trace import trace_job, traced_predictor
 from autotune.predict.trace_data import Trace
-from autotune.predict.what_if import Elsewhere, JobPredictions, host_bytes_per_node, known_errors
-from autotune.problem.candidate import Candidate
+from autotune.predict.what_if import (
+    Elsewhere,
+    JobPredictions,
+    host_bytes_per_node,
+    known_errors,
+    loading_bytes_per_node,
+    measured_cards,
+    published_widening,
+)
+from autotune.problem.candidate import ATTENTION, LIGER, Candidate
+from autotune.problem.ds_config import check_data_parallel
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_hardware
 from autotune.problem.job import Job
-from autotune.results.plan import CardPlan, Outlook, Plan, PlannedGain, WayPlan, short
+from autotune.problem.space import fitted, load_space
+from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, PlannedGain, WayPlan, short
 
 # -- plan --------------------------------------------------------------------------------------------------------------
 #
@@ -41,11 +52,33 @@ def plans(request: Request, gpus: Sequence[str | None], say: Callable[[str], Non
     made: list[Plan] = []
     traces: dict[str, Trace] = {}  # by precision: one trace serves all GPUs
     with ranks_python(request.python, say, named=NAMED_MODEL):  # without torch the plan is less exact
-        for setup in plan_setups(request, gpus):
-            predictor = traced_predictor(setup.job, setup.hardware, traces.get(setup.job.precision))
+        for setup in (with_plausible_batch(one, request) for one in plan_setups(request, gpus)):
+            check_data_parallel(setup.job.base_config, request.ds_config)
+            predictor = traced_predictor(setup.job, setup.hardware, traces.get(setup.job.precision), published_widening)
             traces[setup.job.precision] = predictor.trace
             made.append(make_plan(setup, predictor, elsewhere=len(gpus) == 1))
     return made
+
+
+_PLAUSIBLE_TOKENS = 2**18  # tokens per optimizer step: fine-tuning commonly has 0.1 to 0.5 million
+
+
+def with_plausible_batch(setup: PlanSetup, request: Request) -> PlanSetup:
+    """Return the setup with a global batch of about 262,144 tokens per step, a power of two of sequences per rank.
+
+    Return it unchanged if the request or the user's config says something of the batch, or the space cannot make such a batch.
+    """
+    job = setup.job
+    if request.global_batch_size is not None or job.global_batch_size is not None:
+        return setup
+    share = _PLAUSIBLE_TOKENS / (job.tokens_per_sample * job.samples_per_row * job.ranks)
+    job = dataclasses.replace(job, global_batch_size=job.ranks * 2 ** max(0, round(math.log2(share))))
+    space = load_space(request.space or "default")
+    try:
+        space.rungs(job)
+    except UserError:
+        return setup
+    return dataclasses.replace(setup, job=job, space=fitted(space, job, setup.hardware).space, batch_assumed=True)
 
 
 def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere: bool = False) -> Plan:
@@ -68,6 +101,7 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
     shown = [predictor.predict(candidates[i]) if i is not None else None for i in (closest, with_host)]
     counted = best[0] if best else shown[1] or shown[0]
     assert counted is not None
+    parameters = sum(predictor.trace.every_size)
     plan = Plan(
         setup.job,
         setup.hardware,
@@ -80,7 +114,9 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
         with_host=shown[1],
         host_assumed=setup.host_assumed,
         batch_assumed=setup.batch_assumed,
-        errors=known_errors(setup.job, counted.candidate, setup.hardware),
+        loading_bytes=loading_bytes_per_node(setup.job, parameters, setup.hardware),
+        chunked=_chunked_loss(predictor, candidates, best[0] if best else shown[0]),
+        errors=known_errors(setup.job, counted.candidate, setup.hardware, parameters),
     )
     if not elsewhere:
         return plan
@@ -88,6 +124,26 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
     cards = machines.cards()
     helped = gains(plan.outlook, machines, cards) if plan.outlook else ()
     return dataclasses.replace(plan, own=machines.fewest_of_own(), cards=cards, gains=helped)
+
+
+LARGE_LOSS = 0.15  # share of the peak from which a loss in chunks is predicted, which costs one more trace
+
+
+def _chunked_loss(predictor: Predictor, candidates: list[Candidate], before: Prediction | None) -> ChunkedLoss | None:
+    """Return the effect of a loss in chunks if logits and loss are a large part of the peak, else None."""
+    job, hardware = predictor.job, predictor.hardware
+    if before is None or before.memory["logits and loss"] < LARGE_LOSS * before.peak_bytes:
+        return None
+    trace = trace_job(job, loss="chunked", device=hardware.device)
+    if not trace.exact or not predictor.trace.exact:
+        return None  # the closed form of the logits is the same
+    thrifty = Predictor(job, hardware, trace, widening=predictor.widening)
+    whole = [one for one in candidates if one.get(LIGER) in (None, False) and ATTENTION not in one.as_dict]
+    if before.candidate not in whole:
+        return None  # its way of building the model has another trace
+    table = thrifty.table(whole)
+    fastest = thrifty.ranked(table)[:1]
+    return ChunkedLoss(thrifty.predict(before.candidate), thrifty.predict(whole[fastest[0]]) if fastest else None)
 
 
 def _best(predictor: Predictor, candidates: list[Candidate], table: Table, top: int) -> list[Prediction]:
@@ -159,7 +215,7 @@ class Machines:
         self._tried: dict[tuple[str, int, int], JobPredictions | None] = {}
 
     def cards(self) -> tuple[CardPlan, ...]:
-        """Return every card of the table: by cost per token, then those without a price, then those on which nothing fits."""
+        """Return every card: by cost per token, those with measured rows first, then those without a price, then the rest."""
         found = [self._card(name) for name in gpu_table()]
         return tuple(sorted(found, key=_rank))
 
@@ -242,10 +298,10 @@ class Machines:
         return (found for size in sizes if (found := self.tried(name, *size)))
 
 
-def _rank(card: CardPlan) -> tuple[bool, bool, float, str]:
+def _rank(card: CardPlan) -> tuple[bool, bool, bool, bool, float, str]:
     cost = card.best.usd if card.best else None
     long = card.best is not None and 3600 * card.best.hours > LONGEST_SECONDS
-    return card.best is None, long, cost if cost is not None else float("inf"), card.gpu
+    return card.best is None, cost is None, long, card.extrapolated, cost or 0.0, card.gpu
 
 
 # -- plan gains --------------------------------------------------------------------------------------------------------
@@ -303,10 +359,10 @@ def _on(base: Outlook, machines: Machines, hardware: Hardware | None = None, job
 
 
 def _of_other_cards(base: Outlook, machines: Machines, cards: tuple[CardPlan, ...]) -> list[PlannedGain]:
-    """Return gains of the same number of another card: the fastest card, and the faster one with the lowest cost per token."""
+    """Return gains of the same number of another card that can be rented: the fastest, and the cheapest per token."""
     hardware, found = base.hardware, []
     for card in cards:
-        if card.best is None or card.gpu == hardware.facts:
+        if card.best is None or card.best.price is None or card.gpu == hardware.facts:
             continue
         tried = machines.tried(card.gpu, hardware.count, hardware.nodes)
         place = tried.fastest() if tried else None
@@ -319,10 +375,15 @@ def _of_other_cards(base: Outlook, machines: Machines, cards: tuple[CardPlan, ..
     chosen = [max(faster, key=lambda one: one[0])]
     chosen.append(min(faster, key=lambda one: _dollars(machines, one[1]) / one[0]))
     gains = (
-        _gain(base, machines.fastest(tried), f"{tried.hardware.name} in place of {hardware.name}", config=True)
+        _gain(base, machines.fastest(tried), f"{_marked(tried.hardware)} in place of {hardware.name}", config=True)
         for _, tried in chosen
     )
     return list(dict.fromkeys(gain for gain in gains if gain))
+
+
+def _marked(hardware: Hardware) -> str:
+    extrapolated = hardware.name not in measured_cards()
+    return hardware.name + (" (extrapolated)" if extrapolated else "")
 
 
 def _dollars(machines: Machines, tried: JobPredictions) -> float:

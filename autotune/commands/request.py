@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import hashlib
 import json
 import numbers
@@ -20,7 +19,7 @@ from autotune.executors.machine import Slot, slots
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.predict.calibration import overhead_prior
 from autotune.problem.candidate import Candidate
-from autotune.problem.ds_config import check_data_parallel, global_batch_of, load_ds_config
+from autotune.problem.ds_config import global_batch_of, load_ds_config
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.job import Job, Script, load_lengths, longest_sequence, parse_lora
@@ -176,12 +175,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
     for name in gpus:
         hardware = planned_hardware(name, *per_node, headroom, host, cap)
         job = _named_job(request, hardware)
-        check_data_parallel(job.base_config, request.ds_config)
-        space = load_space(request.space or "default")
-        own_batch = job.global_batch_size
-        if request.global_batch_size is None and own_batch is None:
-            job = with_plausible_batch(job, space)
-        space = fitted(space, job, hardware).space
+        space = fitted(load_space(request.space or "default"), job, hardware).space
         known = price_table().get(hardware.facts or "")
         setups.append(
             PlanSetup(
@@ -192,7 +186,6 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
                 price=known if request.price is None else Price(request.price, "yours", "", "--price"),
                 host_assumed=name is not None and request.host_memory is None,
                 precision_typed=request.precision is not None,
-                batch_assumed=job.global_batch_size != own_batch,
             )
         )
     return setups
@@ -544,23 +537,6 @@ def kept_batch(asked: int | str | None, config: dict[str, Any], ranks: int, file
             f"{FREE})"
         )
     return batch
-
-
-_PLAUSIBLE_TOKENS = 2**18  # tokens per optimizer step: between fine-tuning's 0.1 and pretraining's 0.5 million and more
-
-
-def with_plausible_batch(job: Job, space: SearchSpace) -> Job:
-    """Return the job with a global batch of about 262,144 tokens per step, a power of two of sequences per rank.
-
-    Return the job unchanged if the space cannot make such a batch.
-    """
-    share = _PLAUSIBLE_TOKENS / (job.tokens_per_sample * job.samples_per_row * job.ranks)
-    batched = dataclasses.replace(job, global_batch_size=job.ranks * 2 ** max(0, round(math.log2(share))))
-    try:
-        space.rungs(batched)
-    except UserError:
-        return job
-    return batched
 
 
 def batch_note(asked: int | str | None, job: Job, file: Path | None) -> list[str]:

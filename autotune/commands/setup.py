@@ -27,7 +27,9 @@ class PlanSetup:
     price: Price | None = None  # of one of these GPUs
     host_assumed: bool = False  # main memory was neither measured nor typed
     precision_typed: bool = False  # otherwise each card has its own default
-    batch_assumed: bool = False  # the global batch was neither typed nor in a config; other machines keep its size roughly
+    batch_assumed: bool = (
+        False  # the global batch was neither typed nor in a config; other machines keep its size roughly
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from autotune.predict.predictor import Prediction
 from autotune.predict.step_time import model_flops_per_token
-from autotune.predict.what_if import KnownError, KnownErrors, host_bytes_per_node
+from autotune.predict.what_if import KnownErrors, host_bytes_per_node, measured_cards
 from autotune.problem.candidate import Candidate, describe, job_with_candidate
 from autotune.problem.gpu_specs import Price, cloud_machines
 from autotune.problem.hardware import Hardware
@@ -207,6 +207,19 @@ class CardPlan:
     fewest_offloading: Outlook | None  # smallest number with offload, with unlimited main memory
     best: Outlook | None  # cheapest, or without a price fastest per GPU, of 1 to 8, or of more if those are too few
 
+    @property
+    def extrapolated(self) -> bool:
+        """True if no published measurement is of this card."""
+        return self.gpu not in measured_cards()
+
+
+@dataclass(frozen=True)
+class ChunkedLoss:
+    """Effect of computing the loss in chunks, so that the logits never exist as a whole."""
+
+    same: Prediction  # of the plan's answer, or of the config that comes closest
+    fastest: Prediction | None  # that fits; None: still nothing does
+
 
 @dataclass(frozen=True)
 class PlannedGain:
@@ -235,8 +248,12 @@ class Plan:
     with_host: Prediction | None = None  # if nothing fits: the config that would fit with the least main memory
     host_assumed: bool = False  # main memory was neither measured nor given
     batch_assumed: bool = False  # the global batch was neither given nor in a config
+    loading_bytes: float = 0.0  # main memory of a node while each rank loads a full copy of the weights; 0: unknown
+    chunked: ChunkedLoss | None = None  # None: logits and loss are small, or cannot be avoided
     own: CardPlan | None = None  # for the requested card, with an exact `fewest`
-    cards: tuple[CardPlan, ...] = ()  # all cards, cheapest first, those without a price last
+    cards: tuple[
+        CardPlan, ...
+    ] = ()  # cheapest first, those with measured rows before others; those without a price last
     gains: tuple[PlannedGain, ...] = ()  # best first
     errors: KnownErrors | None = None  # for the fastest, or for the smallest that does not fit
 
@@ -278,6 +295,13 @@ class Plan:
             ],
             "closest": self._lacking_json(self.closest),
             "fits_with_host_memory": self._lacking_json(self.with_host),
+            "chunked_loss": {
+                "same_config": prediction_json(self.chunked.same, self.job),
+                "fastest": prediction_json(self.chunked.fastest, self.job) if self.chunked.fastest else None,
+            }
+            if self.chunked
+            else None,
+            "loading_bytes_per_node": round(self.loading_bytes),
             "would_help": [vars(gain) for gain in self.gains],
             "fewest_gpus": card_json(self.own) if self.own else None,
             "cards": [card_json(card) for card in self.cards],
@@ -300,7 +324,8 @@ class Plan:
 def card_json(card: CardPlan) -> dict[str, Any]:
     """Return a CardPlan for JSON; null if nothing fits."""
     named = {"fewest": card.fewest, "fewest_offloading": card.fewest_offloading, "best": card.best}
-    return {"gpu": card.gpu, **{name: one.to_json() if one else None for name, one in named.items()}}
+    outlooks = {name: one.to_json() if one else None for name, one in named.items()}
+    return {"gpu": card.gpu, "extrapolated": card.extrapolated, **outlooks}
 
 
 def prediction_json(one: Prediction, job: Job) -> dict[str, Any]:
@@ -333,6 +358,7 @@ _COLOURS = {
     "gradients": "cyan",
     "optimizer": "green",
     "activations": "yellow",
+    "logits and loss": "bright_yellow",
     "buckets": "magenta",
     "gathered parameters": "bright_blue",
     "temporaries": "bright_magenta",
@@ -349,6 +375,7 @@ _SHORT = {  # in the legend
 }
 _DECIDING = {*FIRST_ORDER, OFFLOAD_RATIO}
 WIDTH = 100  # columns at most
+CHUNKED_LOSSES = "TRL's chunked loss, Liger's fused_linear_cross_entropy, DeepSpeed's TiledFusedLogitsLoss"
 BAR = 36  # characters for a device's whole memory
 CARDS = 8  # rows in the table of cards, besides the requested card
 UNPRICED = 12  # names of cards without a price; --json has all
@@ -363,6 +390,7 @@ def show_plan(plan: Plan, out: Console) -> None:
         _put(out, Text(plan.note, style="yellow"))
     out.print()
     _show_answer(plan, out)
+    _show_chunked_loss(plan, out)
     _show_gains(plan, out)
     _show_ways(plan, out)
     _show_cards(plan, out)
@@ -430,10 +458,22 @@ def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str | Text]]:
             "main memory",
             f"{_gib(outlook.host_bytes)} a node for what is offloaded, pinned blocks as they are rounded",
         )
+    if plan.loading_bytes:
+        yield "loading", _loading(plan)
     yield f"{format_count(plan.tokens)} tokens", _cost(outlook)
     yield "limited by", f"{one.binding}: {_shares(one)}"
-    if plan.errors:
-        yield "measured", describe_errors(plan.errors)
+    for at, line in enumerate(describe_errors(plan.errors) if plan.errors else []):
+        yield "" if at else "measured", line
+
+
+def _loading(plan: Plan) -> str:
+    """Format the main memory that loading a checkpoint needs, and the remedy if there is less."""
+    hardware = plan.hardware
+    each = f"{hardware.per_node} ranks load a full copy each" if hardware.per_node > 1 else "the weights are loaded"
+    text = f"{_gib(plan.loading_bytes)} of main memory a node while {each}"
+    if plan.loading_bytes <= hardware.host_memory_bytes:
+        return text
+    return f"{text}: more than there is; at ZeRO 3 zero.Init loads one copy in parts"
 
 
 def _chance(one: Prediction) -> str:
@@ -460,8 +500,8 @@ def _show_nothing_fits(plan: Plan, out: Console) -> None:
         host = f", {_gib(need.host_needed_bytes)} of main memory a node" if need.host_needed_bytes else ""
         said = f"nearest: {short(plan.closest.candidate)}: needs {need.gpu_needed_bytes / GIB:.1f} GiB a GPU ({usable}){host}"
         _put(out, Text(f"{said}: {need}"))
-    if plan.errors:
-        _put(out, Text(f"measured: {describe_errors(plan.errors)}"))
+    for line in describe_errors(plan.errors) if plan.errors else []:
+        _put(out, Text(f"measured: {line}"))
     out.print()
 
 
@@ -489,29 +529,37 @@ def _shares(one: Prediction) -> str:
     return ", ".join(f"{cause} {share:.0%}" for share, cause in parts if share >= 0.01)
 
 
-def describe_errors(errors: KnownErrors) -> str:
-    """Format the predictor's measured error for this kind of job, or a note that there is none."""
-    if errors.peak is None and errors.step is None:
-        text = f"no measured rows for this kind of job ({errors.kind})"
-        every = _named_errors(errors.all_peak, errors.all_step)
-        return f"{text}; of every kind: {every}" if every else text
-    return f"{errors.kind}: {_named_errors(errors.peak, errors.step)}"
+def _show_chunked_loss(plan: Plan, out: Console) -> None:
+    """Print the size of logits and loss, and the effect of a loss in chunks."""
+    before = plan.best[0] if plan.best else plan.closest
+    if plan.chunked is None or before is None:
+        return
+    same, fastest = plan.chunked.same, plan.chunked.fastest
+    held = f"logits and loss hold {before.memory['logits and loss'] / GIB:.1f} of {before.peak_bytes / GIB:.1f} GiB"
+    then = f"this config then needs {same.peak_bytes / GIB:.1f} GiB"
+    if fastest is None:
+        gain = "and still nothing fits"
+    else:
+        ratio = fastest.samples_per_second / before.samples_per_second
+        faster = f", {ratio:.2f}x the speed" if plan.best else ""
+        gain = f"the fastest is then {short(fastest.candidate)}: {token_speed(fastest, plan.job)}{faster}"
+    text = f"{held}. Compute the loss in chunks ({CHUNKED_LOSSES}): {then}, {gain}"
+    _put(out, Text(text + "\n"))
 
 
-def _named_errors(peak: KnownError | None, step: KnownError | None) -> str:
-    named = (("memory", peak), ("step", step))
-    if peak is None and step is None:
-        return ""
-    return ", ".join(
-        f"{name} off by {error.median:.0%} ({_rows(error)})" if error else f"no measured {name} of this kind"
-        for name, error in named
-    )
-
-
-def _rows(error: KnownError) -> str:
-    if error.rows == 1:
-        return "1 published row"
-    return f"median of {error.rows} published rows, {error.sources} source{'s' if error.sources > 1 else ''}"
+def describe_errors(errors: KnownErrors) -> list[str]:
+    """Format the predictor's error on published rows of this kind of job, and the measured rows nearest to it."""
+    words = {"memory": (errors.peak, "high", "low"), "step": (errors.step, "long", "short")}
+    found = []
+    for name, (error, above, below) in words.items():
+        lean = f"{abs(error.bias):.0%} too {above if error.bias > 0 else below}" if round(error.bias, 2) else "unbiased"
+        rows = f"{error.rows} published rows of {error.sources} source{'s' if error.sources > 1 else ''}"
+        held = f"intervals hold {error.held} of {error.rows}"
+        found.append(f"{name} {lean} in the median of {rows} ({error.kind}); {held}")
+    for row in errors.nearest:
+        speed = f"{_rate(row.step_tokens / row.measured)} tokens/s, {row.predicted / row.measured:.2f}x"
+        found.append(f"by others: {speed} of the prediction for it: {row}")
+    return found
 
 
 def _show_gains(plan: Plan, out: Console) -> None:
@@ -597,16 +645,16 @@ def bar(one: Prediction, hardware: Hardware) -> Text:
 def _show_cards(plan: Plan, out: Console) -> None:
     if plan.own is not None:
         _put(out, Text(f"fewest {plan.own.gpu}: ", style="bold").append(_fewest(plan.own), style="not bold"))
-    usable = [card for card in plan.cards if card.best]
+    usable = [card for card in plan.cards if card.best and (card.best.price or card.gpu == plan.hardware.facts)]
     if not usable:
         if plan.cards:
-            _put(out, Text("no card that is known would do, in up to 8 machines of 8", style="yellow"))
+            _put(out, Text("no card with a known price would do, in up to 8 machines of 8", style="yellow"))
         return
     chosen = [card for at, card in enumerate(usable) if at < CARDS or card.gpu == plan.hardware.facts]
     table = _table(f"cheapest cards for {format_count(plan.tokens)} tokens")
     for name, justify in (("card", "left"), ("fits from", "right"), ("GPUs", "right"), ("tokens/s", "right")):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    for name in ("$ an hour", "time", "cost"):
+    for name in ("$ an hour", "read", "time", "cost"):
         table.add_column(name, justify="right", no_wrap=True)
     for card in chosen:
         own = card.gpu == plan.hardware.facts
@@ -616,7 +664,8 @@ def _show_cards(plan: Plan, out: Console) -> None:
     dear = [card.gpu for card in plan.cards if card.best and card.best.price is None]
     others = f" and {len(dear) - UNPRICED} more" if len(dear) > UNPRICED else ""
     note = "GPUs: the cheapest of 1, 2, 4, 8 or whole nodes of 8 within 30 days; +cpu: with offload. "
-    note += "Prices are rough, on demand"
+    note += "*: no published measurement of this card, so its speed is extrapolated. "
+    note += "Prices are rough, on demand, read in the month shown"
     note += f"; none known for {', '.join(dear[:UNPRICED])}{others}" if dear else ""
     _put(out, Text(note, style="dim"))
 
@@ -626,11 +675,12 @@ def _card_row(card: CardPlan) -> list[str]:
     assert best is not None
     usd = "" if best.usd is None else f"{format_usd(best.usd)}{_between(best.usd_interval, format_usd)}"
     return [
-        card.gpu,
+        card.gpu + (" *" if card.extrapolated else ""),
         _count(card.fewest) or f"{_count(card.fewest_offloading)} +cpu",
         _count(best),
         _rate(best.tokens_per_second),
         f"{best.usd_per_hour:.2f}" if best.usd_per_hour is not None else "",
+        best.price.date if best.price else "",
         format_hours(best.hours),
         usd,
     ]

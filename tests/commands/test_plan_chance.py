@@ -62,7 +62,7 @@ def test_the_headline_is_the_fastest_that_surely_fits(trace: Trace, monkeypatch:
     assert plan.best[0].samples_per_second < at_even_odds, "there is a faster one at a coin toss"
     assert "fastest " in text_of(plan)
     assert "; fits: 9" in text_of(plan)
-    monkeypatch.setattr(launch, "traced_predictor", lambda job, hardware: Predictor(job, hardware, trace))
+    monkeypatch.setattr(launch, "traced_predictor", lambda job, hardware, **_: Predictor(job, hardware, trace))
     assert launch._planned_ladder(setup, convert=False)[0].candidate == plan.best[0].candidate
 
 
@@ -81,7 +81,7 @@ def test_where_nothing_surely_fits_the_likeliest_is_said_to_be_that(
     assert "likeliest" in text
     assert "fits: only 69%" in text
     assert plan.best[0].peak_interval[1] > card.capacity_bytes, "it is not cut at the card"
-    monkeypatch.setattr(launch, "traced_predictor", lambda job, hardware: Predictor(job, hardware, trace))
+    monkeypatch.setattr(launch, "traced_predictor", lambda job, hardware, **_: Predictor(job, hardware, trace))
     assert launch._planned_ladder(setup, convert=False)[0].candidate == plan.best[0].candidate
 
 
