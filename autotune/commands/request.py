@@ -124,6 +124,9 @@ class Request:
     seq_len: int | str | None = _option(
         None, "Tokens per sequence, or max; default: 2048 (CPU ranks: 64).", Panel.TRAINING, first="run plan launch"
     )
+    max_positions: int | None = _option(
+        None, "Longest sequence of the model after scaling its positions (rope scaling).", Panel.TRAINING, "plan"
+    )
     precision: str | None = _option(
         None, "bf16, fp16 or fp32; default: the best that the device has.", Panel.TRAINING, first="run plan"
     )

@@ -22,7 +22,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.ds_config import global_batch_of, load_ds_config
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import Hardware, detect, named_hardware
-from autotune.problem.job import Job, Script, load_lengths, longest_sequence, parse_lora
+from autotune.problem.job import Job, Script, load_lengths, longest_sequence, parse_lora, with_positions
 from autotune.problem.knobs import missing_package
 from autotune.problem.models import ModelSpec, image_size_of, resolve_model, task_of, workload_spec
 from autotune.problem.space import SearchSpace, fitted, load_space
@@ -392,7 +392,8 @@ def _model(request: Request) -> ModelSpec:
         _refuse(request, _OF_A_MODEL, "cannot be combined with --workload, whose function makes model and batches")
         return workload_spec(request.workload)
     if request.model:
-        return resolve_model(request.model, trust_remote_code=request.trust_remote_code)
+        found = resolve_model(request.model, trust_remote_code=request.trust_remote_code)
+        return found if request.max_positions is None else with_positions(found, request.max_positions)
     others = "a folder, or a Hub id; or --workload, or your script after `--`"
     raise UserError(f"--model is missing: give a shipped name (`autotune models`), {others}")
 

@@ -121,6 +121,17 @@ def test_the_header_names_the_optimizer_of_the_config_and_what_is_not_modelled(t
     assert "activation_checkpointing.cpu_checkpointing is not modelled: intervals are wider" in text
 
 
+def test_positions_can_be_extended() -> None:
+    request = Request("gemma-2-2b", 8, seq_len=16384, max_positions=32768, global_batch_size=8)
+    (plan, _) = plans(request, ["h100", "h200"])
+    assert plan.job.seq_len == 16384
+    for positions, said in ((8192, "takes at most 8192 tokens"), (0, "--max-positions")):
+        with pytest.raises(UserError, match=said):
+            plans(Request("gemma-2-2b", 8, seq_len=16384, max_positions=positions), ["h100"])
+    with pytest.raises(UserError, match="no limit of its own"):
+        plans(Request("t5-small", 1, max_positions=4096), ["h100"])
+
+
 @pytest.mark.slow
 def test_cards_are_compared_at_the_same_global_batch() -> None:
     (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=1024), ["a100"])
