@@ -267,7 +267,7 @@ class ReplayExecutor(Executor):
     """Executor that returns rows of a Landscape, on a simulated clock."""
 
     def __init__(self, landscape: Landscape, seed: int = 0, headroom: float = 0.0) -> None:
-        self.landscape, self.ledger = landscape, ReplayLog()
+        self.landscape, self.log = landscape, ReplayLog()
         self._job, self._hardware = landscape.job(), landscape.hardware(headroom)
         self._random = random.Random(seed)
         self._now = 0.0
@@ -324,7 +324,7 @@ class ReplaySession(Session):
             raise UserError(f"the table has no row for {candidate}: use the space of the table (leave --space out)")
         outside = 0.0 if self._started else row.startup_seconds
         if not self._started:
-            executor.ledger.process_starts.append(executor.now())
+            executor.log.process_starts.append(executor.now())
             self._started = True
         if row.kind is not OutcomeKind.OK:
             outside += OOM_SECONDS
@@ -346,9 +346,9 @@ class ReplaySession(Session):
                 outside_seconds=max(0.0, deadline_seconds),
             )
         executor.advance(seconds)
-        executor.ledger.trials.append((executor.now(), candidate, row.kind))
+        executor.log.trials.append((executor.now(), candidate, row.kind))
         if row.kind is not OutcomeKind.OK:
-            executor.ledger.oom_seconds += seconds
+            executor.log.oom_seconds += seconds
             self._ended = True
             return self._failed(row, seconds)
         return self._measured(candidate, row, seconds, outside)

@@ -24,10 +24,10 @@ class Trial:
         driver.cards = [Card("A", 24)]
         driver.write()
         self.executor = LocalExecutor(make_job(1), detect("cuda", 1), folder, [])
-        self.executor.ground.found = SpawnLauncher(trial_environment("cpu", 1), folder / "spawn.log")
+        self.executor.target.found = SpawnLauncher(trial_environment("cpu", 1), folder / "spawn.log")
         self.said: list[str] = []
         self.executor.say = self.said.append
-        patch.setattr(LocalExecutor, "entry", "tests.workers.mute_rank")
+        patch.setattr(LocalExecutor, "rank_module", "tests.workers.mute_rank")
 
     def run(self, deadline_seconds: float) -> Outcome:
         session = self.executor.session(make_candidate(), "0001")
