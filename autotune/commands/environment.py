@@ -11,12 +11,12 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
+from autotune.commands.request import Request
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements
-from autotune.executors.cluster.parcel import Parcel, parcel_of
 from autotune.executors.cluster.ray_transport import RayNodes, ray_address
+from autotune.executors.cluster.sync import Parcel, parcel_of
 from autotune.executors.cluster.transports import (
     JOB,
     PACKAGE,
@@ -245,24 +245,9 @@ class Nodes:
         return self.cluster.reach()
 
 
-class NodeOptions(Protocol):
-    """Options about nodes: fields of Request."""
-
-    executor: str
-    ray_address: str | None
-    gpus: int | None
-    hostfile: Path | None
-    include: str | None
-    exclude: str | None
-    nodes: int | None
-    interface: str | None
-    exports: list[str]
-    sync: bool
-
-
 @contextmanager
 def named_nodes(
-    named: NodeOptions, say: Callable[[str], None], budget: str | None = None, *, lasting: bool = False
+    named: Request, say: Callable[[str], None], budget: str | None = None, *, lasting: bool = False
 ) -> Iterator[Nodes | None]:
     """Yield the named nodes before any is reached, and end each agent at the end. None: this machine is used.
 
@@ -306,7 +291,7 @@ def named_nodes(
                 made.cluster.close()
 
 
-def _refuse_strays(named: NodeOptions, scheduled: bool, slices: bool) -> None:
+def _refuse_strays(named: Request, scheduled: bool, slices: bool) -> None:
     """Raise UserError for options without meaning in this combination.
 
     Args:

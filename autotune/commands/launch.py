@@ -12,8 +12,8 @@ from typing import Any
 
 from autotune._version import __version__
 from autotune.commands.environment import SCHEDULERS, TRAINING, Nodes, named_nodes, ranks_python
-from autotune.commands.request import FREE, Request, launch_setup
-from autotune.commands.setup import LaunchSetup, PlanSetup
+from autotune.commands.request import Request
+from autotune.commands.setup import FREE, LaunchSetup, PlanSetup, launch_setup
 from autotune.commands.trust import Ask, remembered
 from autotune.errors import NothingFits, UserError, one_line
 from autotune.predict.trace import traced_predictor

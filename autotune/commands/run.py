@@ -16,10 +16,10 @@ from typing import Any
 from rich.console import Console
 
 from autotune.commands.environment import NAMED_MODEL, TRAINING, named_nodes, ranks_python
-from autotune.commands.request import Request, run_setup
+from autotune.commands.request import Request
 from autotune.commands.script_probe import Probe, after_probe, probe, remember
-from autotune.commands.setup import Setup
-from autotune.commands.study_output import begin_with_gallery, begin_with_rates, write_study
+from autotune.commands.setup import Setup, run_setup
+from autotune.commands.study_output import write_study
 from autotune.commands.trust import Ask, accepted_table, grant, named_by, remembered_python
 from autotune.errors import NothingFits, UserError, one_line, readable
 from autotune.executors.base import Executor
@@ -27,6 +27,7 @@ from autotune.executors.cluster.transports import hostfile_of, hostfile_text
 from autotune.executors.local import LocalExecutor, SliceExtrapolator
 from autotune.executors.machine import UNPROTECTED, protection_of
 from autotune.executors.replay import ReplayExecutor
+from autotune.gallery.warm_start import rates_for, shipped_entries, start_from
 from autotune.masking import hide_password
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
@@ -43,7 +44,7 @@ from autotune.script.profile import own_candidate
 from autotune.script.recorded import knob_names
 from autotune.search.concurrency import SearchWorkers, agree_on_memory, host_bound
 from autotune.search.heartbeat import host_of
-from autotune.search.proposer import Proposer
+from autotune.search.proposer import Proposer, Start
 from autotune.search.storage import (
     Failing,
     default_storage,
@@ -494,3 +495,41 @@ def executors_beside(setup: Setup, work: Path, cancelled: Callable[[], bool]) ->
         _local(setup, slot.hardware, work / f"beside-{number}", cancelled, slot.variables)
         for number, slot in enumerate(setup.slots[1:], 2)
     ]
+
+
+# -- start from the gallery ----------------------------------------------------------------------------------------------
+
+
+NOTE = "the gallery's nearest"  # stored reason of the first trial
+
+
+def begin_with_rates(setup: Setup, store: StudyStore, predictor: Predictor, say: Callable[[str], None]) -> None:
+    """Start predictions from the rates of the nearest entry on the same card. For a new study, log one line about it."""
+    rates = rates_for(shipped_entries(), setup.job, setup.hardware) if setup.gallery else None
+    if rates is None:
+        return
+    try:
+        predictor.begin_with(rates.learnt)
+    except (ValueError, ArithmeticError):  # rates for another version's constants are ignored
+        return
+    if all(record.note == AS_IS for record in store.records()):
+        say(f"gallery: steps are predicted with what is known of {rates.why}, until yours are measured")
+
+
+def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, say: Callable[[str], None]) -> None:
+    """Start a new study from the nearest entry's winner, and log one line about it."""
+    records = store.records()
+    if not setup.gallery or any(record.note != AS_IS for record in records):
+        return
+    start = start_from(shipped_entries(), setup.job, setup.hardware, setup.candidates)
+    if start is None:
+        return
+    whose = f"{start.candidate}, {start.why}"
+    if not proposer.begin_with(Start(start.candidate, NOTE)):
+        say(f"gallery: knows {whose}; it is not predicted to be among the best here, and waits its turn")
+    elif records:  # only the probe run: its outcome informs the search's start
+        say(
+            f"gallery: proposes {whose}; it is tried if it promises more than the script as it is (--no-gallery: without)"
+        )
+    else:
+        say(f"gallery: begins with {whose}; it is measured as all are (--no-gallery begins without)")

@@ -30,7 +30,8 @@ class NoTraining:
     def __init__(self, job: Any, hardware: Any, ladder: Any, folder: Path, **options: Any) -> None:
         NoTraining.given = {"job": job, "hardware": hardware, "ladder": ladder, "folder": folder, **options}
 
-    def run(self) -> LaunchSummary:
+    def run(self, ground: object) -> LaunchSummary:
+        assert ground is None
         return LaunchSummary(0, [Attempt(0, "it", steps=3, ended="done")])
 
 
@@ -90,7 +91,7 @@ def test_variables_that_are_others_than_the_studys_are_said(
     )
     assert os.environ["NCCL_ALGO"] == "Tree\nand more", "the user's"
     known = {name: value for name, value in store.fingerprint.items() if name != "environment"}
-    store._set("fingerprint", known)  # as version 0.1 wrote it
+    store._set("fingerprint", known)
     assert said not in call(monkeypatch, capsys, *command)[2]
 
 

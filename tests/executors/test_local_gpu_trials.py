@@ -56,7 +56,7 @@ def test_seconds_of_waiting_for_a_neighbour_are_not_the_candidates(
     assert trial.run(0.5).kind is OutcomeKind.INTERRUPTED
     trial.driver.cards[0].processes = {NEIGHBOUR: 12 * 1024}
     trial.driver.write()
-    monkeypatch.setattr(host_workers, "ROOM_SECONDS", 0.2)
+    monkeypatch.setattr(host_workers, "FREE_MEMORY_SECONDS", 0.2)
     outcome = trial.run(0.5)
     assert (outcome.kind, outcome.source) == (OutcomeKind.GPU_CONTENTION, Source.BUDGET)
     assert "of waiting for the device's memory" in outcome.reason

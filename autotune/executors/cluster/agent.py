@@ -27,10 +27,8 @@ from filelock import FileLock, Timeout
 
 from autotune._version import __version__
 from autotune.errors import Stopped, UserError
-from autotune.executors.cluster.deposit import Deposit
-from autotune.executors.cluster.moved import PathMap
-from autotune.executors.cluster.parcel import is_there
 from autotune.executors.cluster.rpc import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS, Verb, own_stream
+from autotune.executors.cluster.sync import Deposit, PathMap, is_there
 from autotune.executors.cluster.transports import SENT_FOLDER
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements, remove_scratch, trial_sandbox
 from autotune.problem.candidate import Candidate
@@ -187,7 +185,7 @@ class Agent:
         deposit = Deposit(place)
         if lasting:
             self._lasting.append(deposit)
-        kept = deposit.unpack(data, manifest)
+        kept = deposit.unpack(data)
         self._path_map.places[old] = str(place)
         return {"folder": str(place), "kept": kept}
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from autotune._version import __version__
 from autotune.errors import MachineTrouble, Stopped, UserError
-from autotune.executors.cluster.parcel import CHUNK_BYTES, Parcel
 from autotune.executors.cluster.rpc import (
     GREETING_SECONDS,
     PROTOCOL,
@@ -24,6 +23,7 @@ from autotune.executors.cluster.rpc import (
     NoGreeting,
     RemoteWorkers,
 )
+from autotune.executors.cluster.sync import CHUNK_BYTES, Parcel
 from autotune.executors.cluster.transports import Host, Transport
 from autotune.executors.machine import Ops, RankRequirements
 from autotune.problem.hardware import Hardware
