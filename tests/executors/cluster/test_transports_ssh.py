@@ -196,8 +196,8 @@ def test_a_killed_tuner_leaves_nothing_on_the_hosts(left_hosts: Hosts, tmp_path:
         "cluster = Cluster(read_hostfile(Path(sys.argv[1])), Ssh(), NodeRequirements('cpu'), Path(sys.argv[2]))\n"
         "cluster.reach(); cluster.open(RankRequirements('cpu', 1))\n"
         "group = WorkerGroup(cluster.launcher, cluster.nodes[0].hardware, Meter(), "
-        "Policy(HOUR, lambda p: HOUR, 0.2, may_leave=False))\n"
-        "assert group.start('tests.workers.fake_rank', 2, {}) is Stop.ARRIVED; print('up', flush=True); time.sleep(600)"
+        "GroupPolicy(HOUR, lambda p: HOUR, 0.2, may_exit=False))\n"
+        "assert group.start('tests.workers.fake_rank', 2, {}) is WatchEnd.ARRIVED; print('up', flush=True); time.sleep(600)"
     )
     words = [sys.executable, "-c", program, str(left_hosts.hostfile()), str(tmp_path)]
     tuner = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
