@@ -233,19 +233,19 @@ def _facts_in(about: Path) -> dict[str, Any] | None:
 
 def read_value(name: str, word: str) -> Value:
     """Return a knob's value from a table cell."""
-    kind = KNOBS[name].kind if name in KNOBS else None
-    if word in ("True", "False", "true", "false") and kind in (bool, None):
+    value_type = KNOBS[name].kind if name in KNOBS else None
+    if word in ("True", "False", "true", "false") and value_type in (bool, None):
         return word.lower() == "true"
-    if kind is Lora:
+    if value_type is Lora:
         return knob_value(KNOBS[name], word)
-    if isinstance(kind, tuple):
-        if word not in kind:
-            raise ValueError(f"{name}: expected one of {', '.join(kind)}, found {word!r}")
+    if isinstance(value_type, tuple):
+        if word not in value_type:
+            raise ValueError(f"{name}: expected one of {', '.join(value_type)}, found {word!r}")
         return word
     try:
         number = float(word)
     except ValueError:
-        if kind is None:
+        if value_type is None:
             return word
         raise ValueError(f"{name}: expected a number, found {word!r}") from None
     return int(number) if number.is_integer() else number

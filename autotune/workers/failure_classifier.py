@@ -120,20 +120,20 @@ def _weight(error: dict[str, Any], verdict: FailureVerdict) -> tuple[int, int]:
 
 def is_memory_error(error: dict[str, Any], device: str) -> bool:
     """Return True if an `error` message reports an OOM of the device or host, by the rules of `judge`."""
-    kinds = error.get("kinds") or []
-    if not any(kind in _RUNTIME_TYPES or kind.endswith("OutOfMemoryError") for kind in kinds):
+    type_names = error.get("kinds") or []
+    if not any(name in _RUNTIME_TYPES or name.endswith("OutOfMemoryError") for name in type_names):
         return False  # its text quotes an OOM
     kind = _classify_error(error, FailureEvidence(device)).kind
     return kind.is_oom or kind is OutcomeKind.GPU_CONTENTION
 
 
 def _classify_error(error: dict[str, Any], evidence: FailureEvidence) -> FailureVerdict:
-    kinds = tuple(error.get("kinds") or ())
-    name, text = kinds[0] if kinds else "Exception", error.get("text", "")
-    account = MemorySnapshot.of(text, error.get("numbers"))
-    kind, why = _class_of_error(error, FailureContext(evidence.device, account, _is_host_full(evidence, account)))
+    type_names = tuple(error.get("kinds") or ())
+    name, text = type_names[0] if type_names else "Exception", error.get("text", "")
+    snapshot = MemorySnapshot.of(text, error.get("numbers"))
+    kind, why = _class_of_error(error, FailureContext(evidence.device, snapshot, _is_host_full(evidence, snapshot)))
     if kind is OutcomeKind.OOM_DEVICE:
-        kind, why = _unless_gpu_contention(kind, why, account, evidence.peaks)
+        kind, why = _unless_gpu_contention(kind, why, snapshot, evidence.peaks)
     if counted := str(MemorySnapshot.of("", error.get("numbers"))):
         why = f"{why}; {counted}"
     reason = f"{name.split('.')[-1]}: {_first_line(text) or name}"
@@ -141,26 +141,26 @@ def _classify_error(error: dict[str, Any], evidence: FailureEvidence) -> Failure
         reason = f"{reason} (the disk of {error['full_disk']} is full)"
     missing = MemorySnapshot.of(text).missing if kind.is_oom else None  # later figures describe another state
     phase, rank = _phase(error.get("phase")), error.get("rank")
-    return FailureVerdict(kind, phase, reason, why, Source.EXCEPTION, rank, missing, exceptions=kinds)
+    return FailureVerdict(kind, phase, reason, why, Source.EXCEPTION, rank, missing, exceptions=type_names)
 
 
-def _class_of_error(error: dict[str, Any], scene: FailureContext) -> tuple[OutcomeKind, str]:
+def _class_of_error(error: dict[str, Any], context: FailureContext) -> tuple[OutcomeKind, str]:
     """Return the class of a rank's error and the reason: type first, then frames and text, then origin."""
-    kinds, file = error.get("kinds") or ["Exception"], error.get("file", "")
-    name = kinds[0]
+    type_names, file = error.get("kinds") or ["Exception"], error.get("file", "")
+    name = type_names[0]
     by_type = f"exception {name}"
-    if any(kind.endswith("OutOfMemoryError") for kind in kinds):
+    if any(one.endswith("OutOfMemoryError") for one in type_names):
         return (OutcomeKind.OOM_HOST if name.startswith("ray.") else OutcomeKind.OOM_DEVICE), by_type
-    if "builtins.MemoryError" in kinds:
-        return (OutcomeKind.OOM_DEVICE if scene.device == "cpu" else OutcomeKind.OOM_HOST), by_type
-    if any(kind.endswith(_INVALID_TYPES) for kind in kinds):
+    if "builtins.MemoryError" in type_names:
+        return (OutcomeKind.OOM_DEVICE if context.device == "cpu" else OutcomeKind.OOM_HOST), by_type
+    if any(one.endswith(_INVALID_TYPES) for one in type_names):
         return OutcomeKind.INVALID, by_type
     words = f"{error.get('traceback', '')[-_TRACEBACK_CHARACTERS:]}\n{error.get('text', '')}"
-    found = classify_text(words, scene, error.get("files"))
+    found = classify_text(words, context, error.get("files"))
     by_text = f"{by_type} with text {found[1]!r}" if found else ""
     if found and (found[0].is_oom or (found[0] is OutcomeKind.CRASH and not name.endswith(_REFUSALS))):
         return found[0], by_text
-    if any(kind.endswith(_MACHINE_TYPES) for kind in kinds):
+    if any(one.endswith(_MACHINE_TYPES) for one in type_names):
         return OutcomeKind.INFRASTRUCTURE, by_text or by_type
     if found and not name.endswith(_REFUSALS):
         return found[0], by_text
@@ -172,22 +172,22 @@ def _class_of_error(error: dict[str, Any], scene: FailureContext) -> tuple[Outco
 
 
 def _unless_gpu_contention(
-    kind: OutcomeKind, why: str, account: MemorySnapshot, peaks: MemoryPeaks
+    kind: OutcomeKind, why: str, snapshot: MemorySnapshot, peaks: MemoryPeaks
 ) -> tuple[OutcomeKind, str]:
-    """Return FOREIGN if another process took enough device memory for the failure, or holds most of the device."""
-    capped = account.under_cap is not None and account.under_cap < (account.free or 0)
-    if not capped and peaks.foreign > FOREIGN_BYTES and peaks.foreign >= (account.missing or 0):
+    """Return GPU_CONTENTION if another process took enough device memory for the failure, or holds most of the device."""
+    capped = snapshot.under_cap is not None and snapshot.under_cap < (snapshot.free or 0)
+    if not capped and peaks.foreign > FOREIGN_BYTES and peaks.foreign >= (snapshot.missing or 0):
         return (
             OutcomeKind.GPU_CONTENTION,
             f"{why}; NVML: other processes grew by {format_bytes(peaks.foreign)} meanwhile",
         )
-    if others := account.held_by_others:
+    if others := snapshot.held_by_others:
         return OutcomeKind.GPU_CONTENTION, f"{why}; other processes hold {format_bytes(others)} of the device"
     return kind, why
 
 
-def _is_host_full(evidence: FailureEvidence, account: MemorySnapshot) -> bool:
-    lowest = min(evidence.peaks.host_low, account.host_available if account.host_available is not None else 2**62)
+def _is_host_full(evidence: FailureEvidence, snapshot: MemorySnapshot) -> bool:
+    lowest = min(evidence.peaks.host_low, snapshot.host_available if snapshot.host_available is not None else 2**62)
     return evidence.peaks.oom_kills > 0 or lowest < _HOST_LOW * evidence.host_total_bytes
 
 
@@ -209,17 +209,17 @@ def _classify_signal(rank: int, number: int, evidence: FailureEvidence) -> Failu
     if number == signal.SIGBUS:
         return verdict(OutcomeKind.OOM_HOST, "shared memory ran out (SIGBUS)", "SIGBUS")
     log = evidence.logs.get(rank, "")
-    found = classify_text(log, _scene(evidence))
+    found = classify_text(log, _context(evidence))
     if found and found[0].is_oom:
         return verdict(found[0], f"died by {name} after running out of memory", f"{name}, log text {found[1]!r}")
-    if (last_words := _ABORT.search(log)) and (found := classify_text(last_words[1], _scene(evidence))):
+    if (last_words := _ABORT.search(log)) and (found := classify_text(last_words[1], _context(evidence))):
         return verdict(found[0], f"died by {name}: {_first_line(last_words[1])}", f"{name}, log text {found[1]!r}")
     return verdict(OutcomeKind.CRASH, f"died by {name}", name)
 
 
 def _classify_status(rank: int, status: int, evidence: FailureEvidence) -> FailureVerdict:
     tail = evidence.logs.get(rank, "")
-    found = classify_text(tail, _scene(evidence))
+    found = classify_text(tail, _context(evidence))
     if found:
         return FailureVerdict(
             found[0], evidence.phase, _last_line(tail), f"exit {status}, log text {found[1]!r}", Source.EXIT, rank
@@ -234,8 +234,8 @@ def _classify_status(rank: int, status: int, evidence: FailureEvidence) -> Failu
     )
 
 
-def _scene(evidence: FailureEvidence) -> FailureContext:
-    return FailureContext(evidence.device, host_ran_out=_is_host_full(evidence, MemorySnapshot()))
+def _context(evidence: FailureEvidence) -> FailureContext:
+    return FailureContext(evidence.device, host_is_full=_is_host_full(evidence, MemorySnapshot()))
 
 
 def _phase(name: Any) -> Phase:
@@ -425,52 +425,52 @@ class FailureContext:
     """Circumstances of a text, which decide ambiguous ones."""
 
     device: str
-    account: MemorySnapshot = field(default_factory=MemorySnapshot)
-    host_ran_out: bool = False  # True if the kernel killed for lack of main memory, or almost none is left
+    snapshot: MemorySnapshot = field(default_factory=MemorySnapshot)
+    host_is_full: bool = False  # True if the kernel killed for lack of main memory, or almost none is left
 
 
-def _memory(scene: FailureContext) -> OutcomeKind:
+def _memory(context: FailureContext) -> OutcomeKind:
     """Classify an OOM of main memory, which is the device's memory on a CPU rank."""
-    return OutcomeKind.OOM_DEVICE if scene.device == "cpu" else OutcomeKind.OOM_HOST
+    return OutcomeKind.OOM_DEVICE if context.device == "cpu" else OutcomeKind.OOM_HOST
 
 
-def _allocation(scene: FailureContext) -> OutcomeKind:
+def _allocation(context: FailureContext) -> OutcomeKind:
     """Classify CUDA's text, which is identical for device memory and pinned memory.
 
     torch's own allocator prints another text. The remaining device allocations (contexts, modules, streams, workspaces)
     are small.
     """
-    if scene.account.is_roomy and (scene.account.pins_much or scene.host_ran_out):
+    if context.snapshot.is_roomy and (context.snapshot.pins_much or context.host_is_full):
         return OutcomeKind.OOM_HOST
     return OutcomeKind.OOM_DEVICE
 
 
-def _mapping(scene: FailureContext) -> OutcomeKind:
+def _mapping(context: FailureContext) -> OutcomeKind:
     """Classify a failure of the driver's virtual memory (`expandable_segments`).
 
     torch prints another text when the device is full. Some machines (Jetson, vGPU, WSL) have too little of it, or none.
     """
-    return OutcomeKind.INFRASTRUCTURE if scene.account.is_roomy else OutcomeKind.OOM_DEVICE
+    return OutcomeKind.INFRASTRUCTURE if context.snapshot.is_roomy else OutcomeKind.OOM_DEVICE
 
 
-def _handle(scene: FailureContext) -> OutcomeKind:
+def _handle(context: FailureContext) -> OutcomeKind:
     """Classify a library's failure to create a handle: an OOM, or a consequence of a failed kernel."""
-    return OutcomeKind.CRASH if scene.account.is_roomy else OutcomeKind.OOM_DEVICE
+    return OutcomeKind.CRASH if context.snapshot.is_roomy else OutcomeKind.OOM_DEVICE
 
 
-def _internal(scene: FailureContext) -> OutcomeKind:
+def _internal(context: FailureContext) -> OutcomeKind:
     """Classify a library's internal error, which a full device explains."""
-    return OutcomeKind.OOM_DEVICE if scene.account.is_full else OutcomeKind.CRASH
+    return OutcomeKind.OOM_DEVICE if context.snapshot.is_full else OutcomeKind.CRASH
 
 
-def _communicator(scene: FailureContext) -> OutcomeKind:
+def _communicator(context: FailureContext) -> OutcomeKind:
     """Classify a failure of NCCL, whose buffers (0.2-1.5 GiB) are outside torch's allocator."""
-    return OutcomeKind.OOM_DEVICE if scene.account.is_full else OutcomeKind.INFRASTRUCTURE
+    return OutcomeKind.OOM_DEVICE if context.snapshot.is_full else OutcomeKind.INFRASTRUCTURE
 
 
-def _lost(scene: FailureContext) -> OutcomeKind | None:
+def _lost(context: FailureContext) -> OutcomeKind | None:
     """Classify a killed process: a host OOM if main memory had run out, otherwise unknown."""
-    return _memory(scene) if scene.host_ran_out else None
+    return _memory(context) if context.host_is_full else None
 
 
 @dataclass(frozen=True)
@@ -615,22 +615,22 @@ _PATTERNS = (
 )
 
 
-def classify_text(text: str, scene: FailureContext, files: list[str] | None = None) -> tuple[OutcomeKind, str] | None:
+def classify_text(text: str, context: FailureContext, files: list[str] | None = None) -> tuple[OutcomeKind, str] | None:
     """Return the outcome class of a text and the words that decided it, or None if no pattern matches.
 
     Args:
         text: an error's text, preceded by its traceback if there is one.
         files: files of the frames that raised it, the innermost last, for a truncated traceback.
     """
-    for face in _PATTERNS:
-        match = face.text.search(text)
+    for pattern in _PATTERNS:
+        match = pattern.text.search(text)
         if match is None:
             continue
-        seen = _frame_match(face.frames, text[: match.start()], files or []) if face.frames else match[0]
+        seen = _frame_match(pattern.frames, text[: match.start()], files or []) if pattern.frames else match[0]
         if seen is not None:
-            kind = face.points_to if isinstance(face.points_to, OutcomeKind) else face.points_to(scene)
+            kind = pattern.points_to if isinstance(pattern.points_to, OutcomeKind) else pattern.points_to(context)
             if kind is not None:
-                words = seen if face.frames is None else f"{match[0]} in {seen}"
+                words = seen if pattern.frames is None else f"{match[0]} in {seen}"
                 return kind, words.strip()[:_WORDS]
     return None
 
@@ -646,7 +646,7 @@ def _frame_match(pattern: re.Pattern[str], before: str, files: list[str]) -> str
 
 def is_peer_gone(text: str) -> bool:
     """Return True if a text only states that a peer is gone."""
-    if re.search(_PEER_GONE, text, re.IGNORECASE) is None or any(face.text.search(text) for face in _CERTAIN):
+    if re.search(_PEER_GONE, text, re.IGNORECASE) is None or any(pattern.text.search(text) for pattern in _CERTAIN):
         return False
     found = classify_text(text, FailureContext("cuda"))
     return found is None or not found[0].is_oom
