@@ -24,7 +24,7 @@ class Trial:
         driver.cards = [Card("A", 24)]
         driver.write()
         self.executor = LocalExecutor(make_job(1), detect("cuda", 1), folder, [])
-        self.executor.target.found = SpawnLauncher(trial_environment("cpu", 1), folder / "spawn.log")
+        self.executor.target.opened_launcher = SpawnLauncher(trial_environment("cpu", 1), folder / "spawn.log")
         self.said: list[str] = []
         self.executor.say = self.said.append
         patch.setattr(LocalExecutor, "rank_module", "tests.workers.mute_rank")
