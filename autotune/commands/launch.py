@@ -35,7 +35,7 @@ from autotune.search.certificate import trains_otherwise
 from autotune.search.fingerprint import measured_under, other_variables, watched_variables
 from autotune.search.storage import check_no_links, make_study_folder, output_folder
 from autotune.search.study import StudyStore
-from autotune.workers.gpu_locks import held_gpus
+from autotune.workers.gpu_locks import lock_gpus
 
 # -- launch ------------------------------------------------------------------------------------------------------------
 #
@@ -104,7 +104,7 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: 
     )
     if ground is not None:
         ground = dataclasses.replace(ground, who=who, cancelled=lambda: supervisor.stopped, echo=True)
-    with held_gpus(found, who, say) if ground is None else nullcontext():  # agents lock their own GPUs
+    with lock_gpus(found, who, say) if ground is None else nullcontext():  # agents lock their own GPUs
         summary = supervisor.run(ground)
     _write_page(summary, training, found, say)
     return summary

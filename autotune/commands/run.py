@@ -62,7 +62,7 @@ from autotune.search.tuner import SearchSummary, Tuner, comparable_trials
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import other_python
 from autotune.util.units import format_bytes, format_duration
-from autotune.workers.gpu_locks import held_gpus
+from autotune.workers.gpu_locks import lock_gpus
 
 # -- run ---------------------------------------------------------------------------------------------------------------
 #
@@ -139,7 +139,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
     all_gpus = tuple(uuid for slot in setup.slots for uuid in slot.hardware.gpus) or setup.hardware.gpus
     ours = dataclasses.replace(setup.hardware, gpus=all_gpus)
     # agents of the nodes lock their own GPUs
-    gpus = held_gpus(ours, who, observer.say) if setup.nodes is None else nullcontext()
+    gpus = lock_gpus(ours, who, observer.say) if setup.nodes is None else nullcontext()
     with failures_in_one_line() as failing, gpus, stop_on_signals() as stopped, ExitStack() as kept:
         if setup.storage is not None and is_server(setup.storage):
             open_storage(setup.storage)  # a server that refuses does so before anything is built or started
@@ -220,7 +220,7 @@ def _open(executor: Executor, say: Callable[[str], None]) -> None:
 def _with_ops(executor: Executor, candidates: list[Candidate], say: Callable[[str], None]) -> list[Candidate]:
     """Return the candidates whose DeepSpeed ops can be loaded here. Missing ops are built now."""
     executor.load_ops(candidates)
-    left, lines = executor.ops.left(candidates, executor.job, executor.hardware.device)
+    left, lines = executor.ops.buildable(candidates, executor.job, executor.hardware.device)
     for line in lines:
         say(line)
     return left
@@ -491,7 +491,7 @@ def _local(
         seed=setup.seed,
         cancelled=cancelled,
         show=show,
-        ground=setup.nodes,
+        target=setup.nodes,
         variables=variables,
         study=setup.folder,
         unprotected=setup.unprotected,

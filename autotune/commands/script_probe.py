@@ -238,13 +238,13 @@ def _try(
         began = executor.now()
         with closing(executor.session(candidate, name, job=job)) as session:
             outcome = session.measure(candidate, EFFORT, until - began)
-        if not session.unbuilt or session.unbuilt in executor.tried_ops:
+        if not session.missing_op or session.missing_op in executor.tried_ops:
             break
         building = executor.now()
-        executor.load_ops([], session.unbuilt, job=job)
+        executor.load_ops([], session.missing_op, job=job)
         # Builds do not use up the time of the starts, and neither does the first failed start.
         until += executor.now() - (building if ops else began)
-        ops.append(session.unbuilt)
+        ops.append(session.missing_op)
     if outcome.ok or outcome.kind.is_oom:
         return outcome, {**session.facts, OPS: [op for op in ops if op not in executor.ops.failed]}
     assert executor.job.script is not None

@@ -38,7 +38,7 @@ from autotune.search.certificate import certificate_lines
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, SEARCH, VERIFY, Record, resumed_peak_bytes, uncollected
 from autotune.search.tuner import comparable_trials
-from autotune.util.interpreter import launched
+from autotune.util.interpreter import launch_command
 from autotune.util.streams import is_watched
 from autotune.util.units import format_bytes, format_count, format_duration
 from autotune.workers.launchers import assignments, variables_of
@@ -401,7 +401,7 @@ def train_with(
     words, each = training_command(job.script, winner, per_node, path), False
     if nodes > 1:
         words, each = over_nodes(words, nodes, per_node, hostfile)
-    words = launched(words, python)
+    words = launch_command(words, python)
     variables = {**variables_of(winner, threads, environment), **variables_for(job.script, per_node)}
     plain = f"{assignments(masked_data(variables))} {shlex.join(masked_words(words))}"
     where = f" --hostfile {shlex.quote(str(hostfile or 'HOSTFILE'))}" if nodes > 1 else ""

@@ -25,7 +25,7 @@ from autotune.rank.versions import backward_prologue
 from autotune.script.profile import EARLIER, KEPT, TORCHS
 from autotune.script.script import several_configs
 from autotune.workers import jit_ops
-from autotune.workers.jit_ops import LIVELY_SECONDS, held
+from autotune.workers.jit_ops import LIVELY_SECONDS, hold_build_lock
 
 # -- deepspeed ---------------------------------------------------------------------------------------------------------
 #
@@ -655,15 +655,15 @@ def _load(context: Context, original: Callable[..., Any], /, builder: Any, *args
 
     folder, name = jit_ops.use_own_folder(), type(builder).__name__
     place = folder / builder.name
-    is_built = jit_ops.is_whole(place / f"{builder.name}.so")
+    is_built = jit_ops.is_complete(place / f"{builder.name}.so")
     if not is_built and get_accelerator().get_op_builder(name) is type(builder):  # excludes the script's own builder
         context.watcher.op_missing(name)
     several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"  # machines may share a home, but not its locks
     if several:
-        jit_ops.drop_torn(place, LIVELY_SECONDS)
+        jit_ops.remove_incomplete(place, LIVELY_SECONDS)
     if several or (is_built and not (place / "lock").exists()):  # ranks load a built op in parallel
         return original(builder, *args, **kwargs)
-    with held(folder, builder.name):
+    with hold_build_lock(folder, builder.name):
         return original(builder, *args, **kwargs)
 
 
