@@ -30,7 +30,6 @@ if __name__ == "__main__":
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.training_trace import MOST_STEPS, TrainingTrace
 from autotune.search.certificate import Verdict, compare, floor_of
-from autotune.workers.jit_ops import use_own_folder
 from benchmarks.common import command_line, parse, print_table, write_json
 
 RANKS = 2
@@ -167,11 +166,13 @@ def _rank(rank: int, store: str, runs: list[Run], results: Any) -> None:
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), DS_ACCELERATOR="cpu")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1")
-    use_own_folder()  # DeepSpeed would build its collective of CPU ranks anew
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     import deepspeed
+    import deepspeed.comm.torch
 
+    # DeepSpeed would compile its own collective of CPU ranks for minutes; `comm.torch` is also an attribute.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     for at, run in enumerate(runs):
