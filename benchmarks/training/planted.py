@@ -11,6 +11,7 @@ compared with that of stage 0, as a candidate's is with the user's own config.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import os
 import queue
@@ -169,10 +170,10 @@ def _rank(rank: int, store: str, runs: list[Run], results: Any) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     import deepspeed
-    import deepspeed.comm.torch
 
-    # DeepSpeed would compile its own collective of CPU ranks for minutes; `comm.torch` is also an attribute.
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    # DeepSpeed would compile its own collective of CPU ranks for minutes. An attribute hides the module `comm.torch`.
+    collectives: Any = importlib.import_module("deepspeed.comm.torch")
+    collectives.build_shm_op = lambda: None
     deepspeed.utils.logger.setLevel("ERROR")
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     for at, run in enumerate(runs):
