@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,15 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import OutcomeKind
 from autotune.rank.sandbox import Protection
 from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
-from autotune.results.console import PlainObserver, closest_lines, make_observer, record_json, train_with, winner_lines
+from autotune.results.console import (
+    PlainObserver,
+    make_observer,
+    no_winner_lines,
+    own_line,
+    record_json,
+    train_with,
+    verdict_lines,
+)
 from autotune.results.export import environment_of, export_record
 from autotune.results.output_files import secrets_note
 from autotune.results.report.build import Searched
@@ -44,6 +52,7 @@ from autotune.script.profile import own_candidate
 from autotune.script.recorded import knob_names
 from autotune.search.concurrency import SearchWorkers, agree_on_memory, host_bound
 from autotune.search.heartbeat import host_of
+from autotune.search.leaderboard import Leaderboard
 from autotune.search.proposer import Proposer
 from autotune.search.storage import (
     Failing,
@@ -57,7 +66,7 @@ from autotune.search.storage import (
 )
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, SEARCH, Record
-from autotune.search.tuner import SearchSummary, Tuner, comparable_trials
+from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import other_python
 from autotune.util.units import format_bytes, format_duration
@@ -133,7 +142,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
         console.print("no GPU found: running CPU ranks", style="yellow")
         if confirm is not None and not confirm("tune on CPU ranks?"):
             raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
-    observer = make_observer(setup.hardware, setup.budget_seconds, console, quiet)
+    observer = make_observer(console, quiet)
     who = f"study {setup.name}"
     all_gpus = tuple(uuid for slot in setup.slots for uuid in slot.hardware.gpus) or setup.hardware.gpus
     ours = dataclasses.replace(setup.hardware, gpus=all_gpus)
@@ -148,6 +157,9 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
         if setup.nodes is not None:
             write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
             setup.nodes.who, setup.nodes.say, setup.nodes.cancelled = who, observer.say, stopped.is_set
+        kept.enter_context(observer)
+        if setup.landscape is None:
+            observer.doing("starting the ranks' Python, which imports torch and DeepSpeed")
         opening = time.monotonic()
         with closing(first_executor(setup, work, stopped.is_set)) as executor:
             executor.begin()  # its imports run while the study is opened
@@ -265,6 +277,11 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
             if number is not None:
                 store.finish(number, probed.baseline)
     _announce(setup, store, observer, resumed, closed)
+    leaderboard = Leaderboard(setup.hardware, setup.job, setup.candidates)
+    for record in store.records() if resumed else ():
+        leaderboard.replay(record)
+    leaderboard.begin_call()
+    observer.begin_study(leaderboard)
     if not resumed:  # trials known before the search: a script's own config
         for record in store.records():
             if record.outcome is not None:
@@ -333,11 +350,10 @@ def _search(
         workers=workers,
     )
     try:
-        observer.start()
+        observer.start(setup.budget_seconds, spent_seconds)
         return tuner.run()
     finally:
-        with suppress(Exception):
-            observer.stop()
+        observer.doing("")
 
 
 def _summary(
@@ -354,13 +370,14 @@ def _summary(
         NothingFits: nothing was found, and the call was not stopped early.
     """
     files: list[Path] = []
+    facts = store.facts()
     if found.winner is not None:
         files = _export(setup, store, found.winner, found.verified, say)
         if setup.landscape is None:
             ladder = ladder_path(setup.folder, setup.name)
             files.append(_write_ladder(setup, store, predictor, found.winner.candidate, ladder))
         files += _write_report(setup, store, predictor, say)
-        lines = winner_lines(found.winner, comparable_trials(store), store.job, store.hardware)
+        lines = verdict_lines(facts, store.records(), store.job, store.hardware)
         if not found.verified:
             lines.append("  not verified: the budget or the call ended first; run again to verify it")
         given = (store.threads, environment_of(store, found.winner.candidate))
@@ -377,11 +394,10 @@ def _summary(
     elif found.interrupted:
         lines = ["stopped before anything was measured"]
     else:
-        first = "nothing fits yet" if untried else "nothing fits"
         where = [f"wrote {path}" for path in _write_report(setup, store, predictor, say)]
-        mine = set(setup.candidates)
-        tried = [record for record in store.records() if record.candidate in mine]
-        raise NothingFits("\n".join([first, *closest_lines(tried, store.hardware, untried), *where]))
+        tried = {record.candidate for record in store.records()} & set(setup.candidates)
+        lines = [own_line(facts, store.job), *no_winner_lines(facts, store.hardware, tried, untried), *where]
+        raise NothingFits("\n".join(filter(None, lines)))
     return RunSummary(
         store.name,
         setup.folder,

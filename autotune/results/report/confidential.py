@@ -173,7 +173,7 @@ def confidential(report: StudyReport, job: Job, folder: Path | None) -> StudyRep
     Ranks' messages are left out, as they may hold any name; kinds, phases and sizes stay.
     """
     mask = masker(job, report.study, folder)
-    trials = tuple(dataclasses.replace(trial, log="", happened=_said(trial)) for trial in report.trials)
+    trials = tuple(_without_free_text(trial) for trial in report.trials)
     winner = report.verdict.winner
     bare = dataclasses.replace(job, base_config={})  # the user's own config may name anything
     shown = json.dumps(Candidate.of(winner.knobs).ds_config(bare), indent=2) if winner else LEFT_OUT
@@ -182,6 +182,7 @@ def confidential(report: StudyReport, job: Job, folder: Path | None) -> StudyRep
         winner=next((trial for trial in trials if winner and trial.number == winner.number), None),
         lines=tuple(_own(line) for line in report.verdict.lines),
         checks=tuple(_own(line) for line in report.verdict.checks),
+        own=_own(report.verdict.own),
         run_now=tuple(
             Code(code.name, shown if code.text.startswith("{") else LEFT_OUT) for code in report.verdict.run_now
         ),
@@ -207,12 +208,16 @@ def confidential(report: StudyReport, job: Job, folder: Path | None) -> StudyRep
     )
 
 
-def _said(trial: Trial) -> str:
-    return f"what it said is {LEFT_OUT}" if trial.happened else ""
+def _without_free_text(trial: Trial) -> Trial:
+    said = f"what it said is {LEFT_OUT}" if trial.happened else ""
+    return dataclasses.replace(trial, log="", happened=said, remark=_own(trial.remark))
 
 
 _FREE = (
     "no candidate ran: ",
+    "rejected: ",
+    "crash in ",
+    "invalid in ",
     "crashes: ",
     "DeepSpeed refuses: ",
     "given up: ",
