@@ -81,6 +81,7 @@ from autotune.cli.options import (
     WorstCase,
     Yes,
     asking,
+    begin,
     console,
     emit,
     fail,
@@ -96,6 +97,8 @@ from autotune.masking import learn_environment
 from autotune.util.streams import is_watched, lasting_streams
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from autotune.commands.request import Request
 
 app = typer.Typer(
@@ -183,10 +186,11 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Tune, verify and export; run again with the same study to go on."""
+    shown = begin("reading the job, the machine and the search space", as_json)
     request = dataclasses.replace(typed(locals()), command=typed_command())
     if executor == "slurm":
         _in_one_job(request, partition=partition, account=account, time=time, more=slurm or [])
-    _tune(request, yes, as_json)
+    _tune(request, yes, as_json, shown)
 
 
 def _in_one_job(request: Request, **where: Any) -> None:
@@ -203,11 +207,10 @@ def _in_one_job(request: Request, **where: Any) -> None:
         )
 
 
-def _tune(request: Request, yes: bool, as_json: bool) -> None:
+def _tune(request: Request, yes: bool, as_json: bool, shown: Console) -> None:
     from autotune.commands.run import run_study
 
     confirm = None if yes or as_json or not is_watched(sys.stdin) else (lambda text: typer.confirm(text, default=True))
-    shown = console(stderr=as_json)
     summary = run_study(request, shown, quiet=as_json, confirm=confirm, ask=asking(as_json))
     if as_json:
         emit(summary.to_json())

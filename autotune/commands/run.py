@@ -353,7 +353,7 @@ def _search(
         observer.start(setup.budget_seconds, spent_seconds)
         return tuner.run()
     finally:
-        observer.doing("")
+        observer.doing("writing the results")
 
 
 def _summary(
