@@ -247,7 +247,7 @@ def _with_ops(
 
 
 def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, failing: Failing) -> StudyStore:
-    """Open and announce the study. A script's own config becomes a trial if it was measured."""
+    """Open and announce the study. A script's own config becomes a trial if it was measured or ran out of memory."""
     storage = setup.storage or default_storage(setup.folder)
     of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
     with readable("the study"):
@@ -269,13 +269,14 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
             f"{late} trial{'s' * (late > 1)} stored that an earlier call had measured while the database was away"
         )
     closed = store.close_interrupted()
-    if probed is not None and probed.baseline is not None:
+    own_outcome = (probed.baseline or probed.ran_out) if probed is not None else None
+    if probed is not None and own_outcome is not None:
         own = own_candidate(probed.script)
         known = store.records()
         if probed.kept or all(record.candidate != own for record in known):
             number = store.claim(own, setup.space, SEARCH, AS_IS, [record.number for record in known])
             if number is not None:
-                store.finish(number, probed.baseline)
+                store.finish(number, own_outcome)
     _announce(setup, store, observer, resumed, closed)
     leaderboard = Leaderboard(setup.hardware, setup.job, setup.candidates)
     for record in store.records() if resumed else ():
