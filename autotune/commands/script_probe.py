@@ -13,10 +13,9 @@ from typing import Any
 from autotune.commands.setup import Setup
 from autotune.commands.trust import grant, is_granted
 from autotune.errors import Stopped, UserError
-from autotune.executors.base import Effort
-from autotune.executors.local import LocalExecutor
+from autotune.executors.base import Effort, Executor
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
-from autotune.problem.job import Script
+from autotune.problem.job import Job, Script
 from autotune.problem.knobs import steps_on_gpu
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
@@ -81,7 +80,7 @@ class Probe:
     ran_out: Outcome | None = None  # OOM of the script's config, if its batch was known by then
 
 
-def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float, say: Callable[[str], None]) -> Probe:
+def probe(executor: Executor, script: Script, folder: Path, seconds: float, say: Callable[[str], None]) -> Probe:
     """Run the script unchanged for a few steps, or load the findings of an earlier call on the same files (`remember`).
 
     Raises:
@@ -151,17 +150,16 @@ def remember(probed: Probe, folder: Path) -> None:
         grant([RecordedItem(_FIRST_RUN, probed.kept)])
 
 
-def _at_its_thriftiest(executor: LocalExecutor, script: Script, optimizer: str, seconds: float) -> dict[str, Any]:
+def _at_its_thriftiest(executor: Executor, script: Script, optimizer: str, seconds: float) -> dict[str, Any]:
     """Return the facts of a script that runs out of memory unmodified, from a run with minimal memory.
 
     Raises:
         UserError: it runs out of memory there too.
     """
-    before, executor.job = executor.job, dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
+    job = dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
     candidate = thrifty(optimizer, executor.hardware.device)
-    executor.load_ops([candidate])
-    outcome, found = _try(executor, candidate, "probe-thrifty", seconds)
-    executor.job = before
+    executor.load_ops([candidate], job=job)
+    outcome, found = _try(executor, candidate, "probe-thrifty", seconds, job)
     if not outcome.ok:
         raise UserError(f"{script.name} fits neither as it is nor at its thriftiest: {outcome.reason}")
     return found
@@ -214,16 +212,18 @@ def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any
     )
 
 
-def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: float) -> tuple[Outcome, dict[str, Any]]:
+def _try(
+    executor: Executor, candidate: Candidate, name: str, seconds: float, job: Job | None = None
+) -> tuple[Outcome, dict[str, Any]]:
     until, ops = executor.now() + seconds, list[str]()
     while True:
         began = executor.now()
-        with closing(executor.session(candidate, name)) as session:
+        with closing(executor.session(candidate, name, job=job)) as session:
             outcome = session.measure(candidate, EFFORT, until - began)
         if not session.unbuilt or session.unbuilt in executor.tried_ops:
             break
         building = executor.now()
-        executor.load_ops([], session.unbuilt)
+        executor.load_ops([], session.unbuilt, job=job)
         # Builds do not use up the time of the starts, and neither does the first failed start.
         until += executor.now() - (building if ops else began)
         ops.append(session.unbuilt)
@@ -379,7 +379,7 @@ _MOST_TRIES = 2  # batches that the script may refuse before its own is kept
 _MOST_TIMES = 4  # multiple of the script's micro-batch that is assumed to fit in memory
 
 
-def batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
+def batch_note(executor: Executor, script: Script, seconds: float) -> str:
     """Return why the script's batch cannot be changed; empty if it honoured another batch.
 
     Raises:
@@ -432,14 +432,10 @@ def _samples(candidate: Candidate) -> int:
     return candidate.micro_batch * candidate.accumulation
 
 
-def _told(executor: LocalExecutor, script: Script, other: Candidate, name: str, seconds: float) -> Outcome:
+def _told(executor: Executor, script: Script, other: Candidate, name: str, seconds: float) -> Outcome:
     """Return the outcome of two steps of the script with this batch."""
-    before, executor.job = executor.job, job_of(script, executor.hardware, None)
-    try:
-        with closing(executor.session(other, name)) as session:
-            outcome = session.measure(other, _TWO_STEPS, seconds)
-    finally:
-        executor.job = before
+    with closing(executor.session(other, name, job=job_of(script, executor.hardware, None))) as session:
+        outcome = session.measure(other, _TWO_STEPS, seconds)
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped before it was known whether the script takes another batch")
     return outcome

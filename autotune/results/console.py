@@ -38,9 +38,9 @@ from autotune.script.command_line import framework_of
 from autotune.script.profile import SPLIT, other_batch
 from autotune.script.script import RELAUNCHED, carried, carries_knob, half_told, training_command, typed, variables_for
 from autotune.search.leaderboard import Leaderboard, StudyFacts, missing_bytes
+from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, VERIFY, Record, resumed_peak_bytes, uncollected
-from autotune.search.tuner import BUDGET_USED
 from autotune.util.interpreter import launched
 from autotune.util.streams import is_watched
 from autotune.util.units import format_bytes, format_count, format_duration
@@ -579,7 +579,7 @@ def no_winner_lines(
         return [first, *_closest_lines(facts.closest, facts.closest.outcome, hardware, tried, untried)]
     budget, used = format_duration(facts.budget_seconds), facts.used_seconds
     if not facts.trials:
-        if facts.stop_reason == BUDGET_USED:
+        if facts.stop_reason == StopReason.BUDGET_USED.value:
             more = _larger_budget(used + facts.budget_seconds)
             return [f"no trial ran: the budget of {budget} ended during start-up ({format_duration(used)}); use {more}"]
         return [f"no trial ran: {facts.stop_reason or 'the study was stopped before its first trial'}"]

@@ -14,10 +14,8 @@ from autotune.results.export import lossy_settings, needs
 from autotune.results.report.build import _gains
 from autotune.script.script import CONFIG_FLAG, KNOWN_FLAGS, half_told
 from autotune.search.leaderboard import study_facts
-from autotune.search.leaderboard import study_facts
+from autotune.search.stopping import StopReason
 from autotune.search.trials import AS_IS, SEARCH, VERIFY, Record
-from autotune.search.tuner import BUDGET_USED
-from autotune.search.tuner import BUDGET_USED
 from autotune.util.units import MIB
 from tests.conftest import make_candidate, make_job
 from tests.studies import study_of_every_kind
@@ -32,17 +30,6 @@ def measured(number: int, role: str, micro_batch: int, rate: float, note: str = 
     step_seconds, peak_bytes = 10.0 / rate, int(more.get("peak_mib", 300) * MIB)
     spread = more.get("spread", 0.001) * step_seconds
     outcome = Outcome(OutcomeKind.OK, measurement=Measurement(step_seconds, spread, 5, rate, rate, peak_bytes))
-    return Record(number, make_candidate(0, micro_batch), outcome, role, note)
-
-
-def verdict(winner: Record, records: list[Record], job: Job | None = None) -> list[str]:
-    job, hardware = job or make_job(), detect("cpu", 2)
-    return verdict_lines(study_facts(records, job, hardware, winner=winner.number), records, job, hardware)
-
-
-def measured(number: int, role: str, micro_batch: int, rate: float, note: str = "", **more: float) -> Record:
-    seconds, peak_bytes = more.get("spread", 0.001), int(more.get("peak_mib", 300) * MIB)
-    outcome = Outcome(OutcomeKind.OK, measurement=Measurement(1.0, seconds, 5, rate, rate, peak_bytes))
     return Record(number, make_candidate(0, micro_batch), outcome, role, note)
 
 
@@ -75,7 +62,12 @@ def test_a_config_rejected_in_verification_is_not_the_next_best() -> None:
     """It was, with a margin of -31.8 %."""
     out = Outcome(OutcomeKind.OOM_DEVICE, Phase.SAVE, reason="ran out", missing_bytes=MIB)
     fast = measured(0, SEARCH, 8, 587.0)
-    records = [fast, measured(1, SEARCH, 1, 400.0), measured(2, SEARCH, 2, 350.0), replace(fast, number=3, outcome=out, role=VERIFY)]
+    records = [
+        fast,
+        measured(1, SEARCH, 1, 400.0),
+        measured(2, SEARCH, 2, 350.0),
+        replace(fast, number=3, outcome=out, role=VERIFY),
+    ]
     records.append(measured(4, VERIFY, 1, 401.0))
     facts = study_facts(records, make_job(), detect("cpu", 2), winner=4)
     assert facts.next_best is not None
@@ -103,11 +95,7 @@ def test_turns_of_two_close_verifications_count_as_their_mean() -> None:
 
 @pytest.mark.parametrize(
     ("rate", "peak_mib", "why"),
-    [
-        (99.0, 300, "it measured fastest"),
-        (101.0, 400, "it needs least memory"),
-        (101.0, 200, "it is verified"),
-    ],
+    [(99.0, 300, "it measured fastest"), (101.0, 400, "it needs least memory"), (101.0, 200, "it is verified")],
 )
 def test_a_difference_below_noise_is_a_tie(rate: float, peak_mib: int, why: str) -> None:
     won = measured(0, VERIFY, 1, 100.0, spread=0.17)
@@ -116,7 +104,10 @@ def test_a_difference_below_noise_is_a_tie(rate: float, peak_mib: int, why: str)
     lines = verdict(won, [won, other, clear])
     tie = f"  tied with 1 other (difference below noise): {other.candidate}; chosen because {why}"
     assert tie in lines
-    assert f"  +100.0 % against the next best that is not tied ({clear.candidate}), 2.0x the slowest of 3 that fit" in lines
+    assert (
+        f"  +100.0 % against the next best that is not tied ({clear.candidate}), 2.0x the slowest of 3 that fit"
+        in lines
+    )
 
 
 def test_a_verdict_is_a_sentence_with_the_codes_below() -> None:
@@ -139,7 +130,9 @@ def test_the_users_own_config_that_ran_out_is_the_first_line() -> None:
     out = Outcome(OutcomeKind.OOM_DEVICE, Phase.INIT, reason="ran out", missing_bytes=16 * MIB)
     own, won = Record(0, make_candidate(2, 4, 2), out, SEARCH, AS_IS), measured(1, VERIFY, 1, 68.9)
     first = verdict(won, [own, won])[0]
-    assert first == "yours (ZeRO-2, micro-batch 4 x 2): OOM in setup, 16.0 MiB short; winner: 68.9 samples/s (69 tokens/s)"
+    assert (
+        first == "yours (ZeRO-2, micro-batch 4 x 2): OOM in setup, 16.0 MiB short; winner: 68.9 samples/s (69 tokens/s)"
+    )
 
 
 @pytest.mark.parametrize(("spread", "doubtful"), [(0.4, False), (0.6, True), (3.97, True)])
@@ -168,7 +161,7 @@ def test_nothing_fits_is_only_said_about_memory(tmp_path: Path) -> None:
     cut = Outcome(OutcomeKind.INTERRUPTED, reason="its share of the budget ended in forward", source=Source.BUDGET)
     lines = no_winner([Record(0, make_candidate(0, 64, 4), cut, SEARCH)], budget_seconds=30.0, used_seconds=31.0)
     assert lines[0] == "no trial ended within the budget of 30.0 s, so nothing is known of memory; use --budget 2m"
-    started = no_winner([], stop_reason=BUDGET_USED, budget_seconds=12.0, used_seconds=31.0)
+    started = no_winner([], stop_reason=StopReason.BUDGET_USED.value, budget_seconds=12.0, used_seconds=31.0)
     assert started == ["no trial ran: the budget of 12.0 s ended during start-up (31.0 s); use --budget 60s"]
     assert no_winner([], stop_reason="interrupted") == ["no trial ran: interrupted"]
 
