@@ -169,6 +169,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             probed = None
             if setup.landscape is None and setup.job.script is not None:
                 _open(first, observer.say)
+                observer.showing("running the script as it is, then with another batch")
                 probed = probe(first, setup.job.script, work, setup.budget_seconds / 2, observer.say)
                 setup = after_probe(setup, probed)
             complete = SliceExtrapolator(setup.job, setup.hardware).extrapolate if setup.hardware.sliced else None
@@ -179,6 +180,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             kept.callback(store.leave)
             if probed is not None:
                 remember(probed, work)
+            observer.doing("tracing the model, to predict memory and speed")
             predictor = traced_predictor(setup.job, setup.hardware)
             begin_with_rates(setup, store, predictor, observer.say)
             candidates, left_out = predictor.buildable(setup.candidates)
@@ -186,6 +188,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             for line in [*left_out, *wider]:
                 observer.say(line)
             if probed is None:
+                observer.showing("waiting for the ranks' Python, and building DeepSpeed's ops where they are missing")
                 _open(first, observer.say)
             executor = first.for_search(setup.job, observer.phase, complete)
             candidates = _with_ops(executor, candidates, observer.say)

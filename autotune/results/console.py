@@ -121,6 +121,9 @@ class PlainObserver:
         if text and text != self._last:
             self._print(text)
 
+    def showing(self, text: str) -> None:
+        """Do nothing: plain output has its own line about this operation."""
+
     def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
         """Do nothing: plain output reports ends."""
 
@@ -182,6 +185,10 @@ class LiveObserver(PlainObserver):
     def doing(self, text: str) -> None:
         """Show the current preparation; an empty text ends it."""
         self._doing = (text, time.monotonic())
+
+    def showing(self, text: str) -> None:
+        """Show the current preparation, about which a line is printed elsewhere."""
+        self.doing(text)
 
     def phase(self, name: str) -> None:
         """Show the name of the current phase."""
