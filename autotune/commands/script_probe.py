@@ -42,7 +42,7 @@ from autotune.script.recorded import RecordedItem, profile_names
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
 from autotune.search.certificate import Verdict, compare, floor_of
 from autotune.util.files import write_atomically
-from autotune.util.units import format_duration
+from autotune.util.units import format_bytes, format_duration
 from autotune.workers.failure_classifier import log_tail
 
 # -- probe run ---------------------------------------------------------------------------------------------------------
@@ -81,6 +81,7 @@ class Probe:
     script: Script  # includes its profile
     baseline: Outcome | None  # measurement of the script's config; None if that ran out of memory
     kept: str = ""  # text to store in the study's folder; empty if it was loaded from there
+    ran_out: Outcome | None = None  # OOM of the script's config, if its batch was known by then
 
 
 def probe(executor: Executor, script: Script, folder: Path, seconds: float, say: Callable[[str], None]) -> Probe:
@@ -100,10 +101,12 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
         changed = edited_since(profile.get(SOURCES, {}), script.cwd)
         if known["key"] == key and believed and not changed and not _counted_otherwise(profile):
             baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
-            return Probe(dataclasses.replace(script, profile=profile), baseline)
+            ran_out = Outcome.from_json(known["ran_out"]) if known.get("ran_out") else None
+            return Probe(dataclasses.replace(script, profile=profile), baseline, ran_out=ran_out)
     say(f"running {script.name} as it is, to learn what it trains")
     baseline, facts = _try(executor, Candidate(()), "probe", seconds)
     measured = None if baseline.kind.is_oom else _with_noise_floor(executor, baseline, seconds)
+    ran_out = baseline if measured is None and "micro_batch" in facts else None
     if measured is None:
         say(f"as it is it does not fit ({baseline.reason}); trying what takes least memory")
         found = _at_its_thriftiest(executor, script, facts.get("optimizer", ""), seconds)
@@ -139,7 +142,8 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
     if measured is not None:
         measured = _counted_as(measured, facts, profile)
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
-    return Probe(dataclasses.replace(script, profile=profile), measured, json.dumps(kept, indent=1))
+    kept |= {"ran_out": ran_out.to_json()} if ran_out else {}
+    return Probe(dataclasses.replace(script, profile=profile), measured, json.dumps(kept, indent=1), ran_out)
 
 
 def remember(probed: Probe, folder: Path) -> None:
@@ -257,7 +261,26 @@ def _try(
         raise UserError(f"{outcome.reason}, before anything of the script was measured{more}")
     log = f"{outcome.log}/rank{outcome.rank or 0}.log"
     tail = "\n".join(f"  {line}" for line in log_tail(Path(log)).strip().splitlines()[-12:])
-    raise UserError(f"the script fails by itself, before anything is tuned ({outcome.reason}):\n{tail}\n  log: {log}")
+    limits = _limits(outcome, executor.hardware.memory_cap_bytes)
+    who = "the script fails by itself" if not limits else "the script fails"
+    raise UserError(f"{who}, before anything is tuned ({outcome.reason}){limits}:\n{tail}\n  log: {log}")
+
+
+# types of exceptions by which a failed allocation, mapping or thread shows, and by which a refused write does
+_OF_MEMORY = {"builtins.MemoryError", "builtins.RuntimeError", "builtins.OSError", "builtins.SystemError"}
+_OF_MEMORY |= {"builtins.ImportError"}
+_OF_WRITES = {"builtins.PermissionError", "builtins.OSError"}
+
+
+def _limits(outcome: Outcome, cap_bytes: int | None) -> str:
+    """Return which limit of autotune may have made a script fail, and the remedy; empty if none can have."""
+    raised, found = set(outcome.exceptions), []
+    if cap_bytes is not None and (not raised or raised & _OF_MEMORY):
+        cap = format_bytes(cap_bytes)
+        found.append(f"the cap of {cap} a rank may be the cause: give a larger --memory-cap, or leave it out")
+    if "builtins.PermissionError" in raised or (raised & _OF_WRITES and "Read-only file system" in outcome.reason):
+        found.append("the protection of your files may be the cause: run it on a copy of the folder with --unprotected")
+    return "".join(f"; {one}" for one in found)
 
 
 def _in_one_line(outcome: Outcome, target: str, reached: bool) -> str:

@@ -112,6 +112,7 @@ class Tuner:
             ended = StopReason.INTERRUPTED.stop()
         if winner is not None:
             self.store.set_winner(winner.number, "verified" if verified else "measured, not verified")
+            winner = self.store.winner or winner
         self.store.note_skips(self.proposer.skips())
         self.trials.save_call(ended.sentence)
         counts = self.trials.counts
@@ -661,11 +662,7 @@ class Blame:
         )
 
 
-# -- comparable trials -------------------------------------------------------------------------------------------------
-#
-# Select the trials that a winner is compared with: those of the space of the latest call.
-
-_ASIDE = "set aside"  # trial numbers
+# -- candidates outside the space --------------------------------------------------------------------------------------
 
 
 def mark_out_of_space(store: StudyStore, candidates: Collection[Candidate]) -> str:
@@ -674,19 +671,11 @@ def mark_out_of_space(store: StudyStore, candidates: Collection[Candidate]) -> s
     Returns:
         A line for the user; empty if there are none.
     """
-    numbers = [record.number for record in store.records() if record.candidate in candidates]
-    if numbers != store.attributes.get(_ASIDE, []):
-        set_attribute(store.study, _ASIDE, numbers)
+    store.note_set_aside([record.number for record in store.records() if record.candidate in candidates])
     if not candidates:
         return ""
     they = "1 measured candidate is" if len(candidates) == 1 else f"{len(candidates)} measured candidates are"
     return f"{they} not in this call's space: what they taught counts, and they cannot win"
-
-
-def comparable_trials(store: StudyStore) -> list[Record]:
-    """Return the study's trials without those outside the latest call's space."""
-    aside = set(store.attributes.get(_ASIDE, ()))
-    return [record for record in store.records() if record.number not in aside]
 
 
 # -- retryable trials --------------------------------------------------------------------------------------------------
