@@ -409,7 +409,7 @@ def test_what_the_kernel_does_not_let_go_is_said(fakes: Fakes, monkeypatch: pyte
     assert len(fakes.said) == 2
     assert all(
         f"pid={pid}" in line and line.endswith("the kernel has not let it go")
-        for pid, line in zip(group.pids, said, strict=True)
+        for pid, line in zip(group.pids, fakes.said, strict=True)
     )
     group.kill()
     wait_until(lambda: len(group.statuses()) == 2, "the ranks' end")
