@@ -207,8 +207,8 @@ class Nodes:
             return
         if not Path(script.target).is_absolute():
             raise UserError(
-                f"--sync: {script.target} lies outside of {script.cwd}, which is sent: call autotune from a folder that has it "
-                "below, or name it by its full path"
+                f"--sync sends {script.cwd}, and {script.target} lies outside of it. Start autotune in a folder above the "
+                "script, or name the script by its full path."
             )
         self.folders = (file.parent,)
 
@@ -298,28 +298,32 @@ def _refuse_strays(named: Request, scheduled: bool, slices: bool) -> None:
         slices: `--nodes` without a hostfile means a node slice.
     """
     if named.ray_address is not None and named.executor != "ray":
-        raise UserError("--ray-address is of --executor ray: give that too, or leave --ray-address out")
+        raise UserError("--ray-address needs --executor ray. Add it, or remove --ray-address.")
     if scheduled and named.hostfile is not None:
-        raise UserError(f"--executor {named.executor} brings its own nodes: leave --hostfile out")
+        raise UserError(
+            f"--hostfile cannot be combined with --executor {named.executor}, which has its own nodes. Remove --hostfile."
+        )
     filters = {"--include": named.include, "--exclude": named.exclude}
     for option, filtered in filters.items() if scheduled else ():
         if filtered:
-            raise UserError(f"{option} filters a hostfile: leave it out with --executor {named.executor}")
+            raise UserError(
+                f"{option} filters a hostfile and cannot be combined with --executor {named.executor}. Remove {option}."
+            )
     if named.hostfile is None and not scheduled:
         others: dict[str, object] = {"--nodes": None if slices else named.nodes, "--interface": named.interface}
         others |= {"--export": named.exports or None, "--sync": named.sync or None}
         for option, given in {**filters, **others}.items():
             if given is not None:
                 raise UserError(
-                    f"{option} is about several machines: give --hostfile FILE too (or --executor slurm or ray), or leave "
-                    f"{option} out"
+                    f"{option} needs several machines. Add --hostfile FILE, --executor slurm or --executor ray, or "
+                    f"remove {option}."
                 )
 
 
 def _allocated(gpus: int | None) -> tuple[list[Host], str]:
     """Return the hosts of Slurm's allocation, and a name for them."""
     if not in_allocation():
-        raise UserError("--executor slurm: this process is in no allocation; the command `autotune run` asks for one")
+        raise UserError("--executor slurm: this process is in no allocation. `autotune run` requests one.")
     return allocated_hosts(gpus), f"allocation {os.environ[JOB]}"
 
 

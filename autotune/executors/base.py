@@ -22,6 +22,7 @@ class Effort:
 
     full: bool = False  # measure every micro-batch of a step; extrapolate none
     certify: bool = False  # also run an evaluation forward and a gathered save
+    reseed: bool = False  # a script draws other random numbers from its first forward on
     resume: bool = False  # only save a checkpoint, and load and continue it in a fresh group of ranks
     min_steps: int = 3
     max_steps: int = 30

@@ -25,6 +25,7 @@ from autotune.problem.candidate import Candidate, job_with_candidate, samples, t
 from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
+from autotune.problem.training_trace import TrainingTrace
 from autotune.rank.ds_config import all_ops, trial_config
 from autotune.rank.step_statistics import Pace, median_spread, pace_of
 from autotune.script.script import heavy_imports
@@ -282,6 +283,7 @@ class LocalSession:
             micro_batch=candidate.micro_batch,
             accumulation=candidate.accumulation,
             full=effort.full,
+            reseed=effort.reseed,
             min_steps=effort.min_steps,
             max_steps=effort.max_steps,
             min_seconds=effort.min_seconds,
@@ -329,7 +331,8 @@ class LocalSession:
         measurement = measurement_of(*seen, candidate=candidate, job=self._job, hardware=hardware, facts=self.facts)
         if self._peak_bytes_outside_steps > measurement.peak_bytes:
             measurement = dataclasses.replace(measurement, peak_bytes=self._peak_bytes_outside_steps)
-        found = Outcome(OutcomeKind.OK, Phase.STEP, measurement, peak_bytes=measurement.peak_bytes)
+        trace = TrainingTrace.merged([one.get("trace") for one in self._results])
+        found = Outcome(OutcomeKind.OK, Phase.STEP, measurement, peak_bytes=measurement.peak_bytes, trace=trace)
         return self._executor.complete(candidate, found)
 
     # -- the group ---------------------------------------------------------------------------------------------------

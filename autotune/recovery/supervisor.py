@@ -23,9 +23,11 @@ from autotune.problem.candidate import trial_environment
 from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind, Source
+from autotune.problem.training_trace import TrainingTrace
 from autotune.rank.ds_config import DISPENSABLE, all_ops, needed_ops
 from autotune.recovery.ladder import Rung
 from autotune.script.argument_writer import write_trial_files
+from autotune.search.certificate import iterations_line, structure_differs
 from autotune.util.entry_points import TRAIN_RANK
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import current
@@ -133,6 +135,8 @@ class Supervisor:
         self._earlier: dict[str, dict[str, Any]] = {}  # last messages about Trainer's output folders
         self._begun: set[str] = set()  # output folders into which an attempt may have written
         self._bad: list[str] = []  # folders of checkpoints that could not be loaded, since the last step
+        self._reference: TrainingTrace | None = None  # of the first attempt
+        self._otherwise = ""  # how a later attempt trains something else
 
     def run(self, ground: LaunchTarget | None = None) -> LaunchSummary:
         """Train until the end. Pass SIGINT, SIGTERM and SIGHUP on, and SIGUSR1 and SIGUSR2 to ranks that catch them.
@@ -306,6 +310,8 @@ class Supervisor:
     def _attempt(self, rung: Rung, course: Course, heard: AttemptMessages) -> AttemptEnd:
         def take(rank: int, message: Message) -> None:
             heard.process(rank, message)
+            if message["type"] == "traced":
+                self._compare(heard)
             if message["type"] == "progress":
                 with suppress(Exception):  # a device that cannot be queried costs a point, not the training
                     course.note(heard.steps, lambda: group.peaks().worst)
@@ -315,7 +321,7 @@ class Supervisor:
             self.hardware,
             None,
             self._policy,
-            cancelled=lambda: self._signal is not None,
+            cancelled=lambda: self._signal is not None or bool(self._otherwise),
             on_message=take,
         )
         spec = {
@@ -337,6 +343,8 @@ class Supervisor:
             stop = group.start(TRAIN_RANK, self.job.ranks, spec)
             if stop is WatchEnd.ARRIVED:
                 stop = group.watch(lambda: group.all_succeeded)
+            if self._otherwise and self._signal is None:
+                return heard.end(1, None, f"stopped, because {self._otherwise}")
             return (
                 self._leave(group, heard) if stop is WatchEnd.CANCELLED else end_of(stop, group, heard, self.hardware)
             )
@@ -345,6 +353,25 @@ class Supervisor:
             self._group = None
             self._earlier |= heard.earlier
             self._begun |= heard.begun
+
+    def _compare(self, heard: AttemptMessages) -> None:
+        """Compare the first steps of an attempt with those of the first one, once all ranks have reported them.
+
+        A training that goes on with other rows or another learning rate is stopped.
+        """
+        if len(heard.traces) < self.job.ranks:
+            return
+        trace = TrainingTrace.merged([heard.traces[rank] for rank in sorted(heard.traces)])
+        if trace is None:
+            return
+        if self._reference is None:
+            self._reference = trace
+            return
+        if why := structure_differs(self._reference, trace):
+            self._otherwise = why
+            self.say(f"stopped: {why}; start it again from its checkpoint under a config of the same batch")
+        elif line := iterations_line(self.job, self._reference, trace):
+            self.say(line)
 
     def _end(self, group: WorkerGroup) -> None:
         """End the group. An OSError here does not change how the attempt ended."""
@@ -436,6 +463,7 @@ class AttemptMessages:
         default_factory=dict
     )  # fields of `rank.checkpoints.CheckpointLedger` by output folder
     begun: set[str] = field(default_factory=set)  # output folders of Trainer's arguments
+    traces: dict[int, dict[str, Any]] = field(default_factory=dict)  # first steps, by rank
 
     def process(self, rank: int, message: Message) -> None:
         """Process a message of a rank."""
@@ -448,6 +476,8 @@ class AttemptMessages:
                 self.say(f"going on from {self.resumed_from}")
         elif verb == "checkpoints":
             self.earlier[message["folder"]] = message["ledger"]
+        elif verb == "traced":
+            self.traces[rank] = message["trace"]
         elif verb == "output":
             self.begun.add(message["folder"])
         elif verb == "note":

@@ -1,7 +1,7 @@
 import json
 import shutil
-import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -114,15 +114,20 @@ def test_a_deepspeed_newer_than_what_is_known_of_it() -> None:
 
 
 def test_a_probe_that_dies_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    dead = types.SimpleNamespace(stdout="", stderr="Segmentation fault")
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: dead)
-    assert "Segmentation fault" in by_name(doctor._libraries())["libraries"].found
+    heard: list[str] = []
+    monkeypatch.setattr(doctor, "APART", "")
+    monkeypatch.setattr(doctor, "_EXAMINATION", "import sys; print('DOING this'); sys.exit('Segmentation fault')")
+    assert "Segmentation fault" in by_name(doctor._libraries(heard.append))["libraries"].found
+    assert heard == ["this"], "each step is said as it begins"
 
-    def hang(*a: object, **k: object) -> None:
-        raise subprocess.TimeoutExpired("x", 1)
-
-    monkeypatch.setattr(subprocess, "run", hang)
-    assert by_name(doctor._libraries())["libraries"].level == "bad"
+    monkeypatch.setattr(doctor, "_BUILD_SECONDS", 1.0)
+    compiles = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
+    monkeypatch.setattr(doctor, "_EXAMINATION", compiles)
+    began = time.monotonic()
+    found = by_name(doctor._libraries(heard.append))["libraries"]
+    assert found.level == "bad"
+    assert "no answer within 1.0 s" in found.found
+    assert time.monotonic() - began < 60, "a compiler that holds the output open does not keep it waiting"
 
 
 def found_of(driver: Driver, *cards: Card) -> dict[str, doctor.Finding]:

@@ -61,9 +61,9 @@ def test_what_sbatch_is_told() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nodes=3", "autotune sets it"),
-        ("wrap=reboot", "autotune sets it"),
-        ("export=NONE", "autotune sets it"),
+        ("nodes=3", "autotune sets this option"),
+        ("wrap=reboot", "autotune sets this option"),
+        ("export=NONE", "autotune sets this option"),
         ("a b", "expected KEY=VALUE"),
         ("=", "expected"),
     ],
@@ -101,7 +101,7 @@ def test_a_time_limit_in_which_nothing_can_be_done(limit: str) -> None:
 def test_a_job_that_was_ended_before_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = tmp_path / "code"
     code.write_text("143\n")
-    with pytest.raises(UserError, match="job 7 was told to end before it had begun: give it a longer --time"):
+    with pytest.raises(UserError, match=r"job 7 was stopped before it began\. Give it a longer --time"):
         _follow("7", tmp_path / "log", code, pytest.fail)
 
 
@@ -262,7 +262,7 @@ def test_agents_of_an_allocation(real: Slurm, tmp_path: Path, monkeypatch: pytes
     ("options", "said"),
     [
         (["--partition", "none"], "--executor slurm: error: .*partition"),
-        (["--nodes", "5"], r"--executor slurm: the job can never start \(PartitionConfig\): ask for fewer nodes"),
+        (["--nodes", "5"], r"--executor slurm: the job can never start \(PartitionConfig\). Request fewer nodes"),
         (["--time", "soon"], "--executor slurm: error: .*time"),
     ],
 )

@@ -334,7 +334,7 @@ def test_a_script_is_tuned_and_trained(left_hosts: Hosts, tmp_path: Path) -> Non
     assert "'train_runtime'" in trained.stderr, "what ranks write is shown"
     alone = call(["launch", "mine", "--", *script], tmp_path)
     assert alone.returncode == 2
-    assert "it was tuned on 2 nodes with 1 devices each: give --hostfile FILE" in alone.stderr
+    assert "the study was tuned on 2 nodes with 1 devices each. Add --hostfile FILE" in alone.stderr
 
 
 def call(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
