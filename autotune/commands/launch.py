@@ -17,6 +17,7 @@ from autotune.commands.setup import FREE, LaunchSetup, PlanSetup, launch_setup
 from autotune.commands.trust import Ask, remembered
 from autotune.errors import NothingFits, UserError, one_line
 from autotune.predict.trace import traced_predictor
+from autotune.predict.what_if import published_widening
 from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, MICRO_BATCH, Candidate
 from autotune.problem.ds_config import BATCH, global_batch_of, read_config
 from autotune.problem.hardware import Hardware, detect
@@ -30,10 +31,11 @@ from autotune.script.parse_command import launchers_config
 from autotune.script.profile import over_present, own_samples
 from autotune.script.script import KNOWN_FLAGS, config_path, half_told, line_of
 from autotune.script.source_digests import SOURCES, digests
+from autotune.search.certificate import trains_otherwise
 from autotune.search.fingerprint import measured_under, other_variables, watched_variables
 from autotune.search.storage import check_no_links, make_study_folder, output_folder
 from autotune.search.study import StudyStore
-from autotune.workers.gpu_locks import held_gpus
+from autotune.workers.gpu_locks import lock_gpus
 
 # -- launch ------------------------------------------------------------------------------------------------------------
 #
@@ -102,7 +104,7 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: 
     )
     if ground is not None:
         ground = dataclasses.replace(ground, who=who, cancelled=lambda: supervisor.stopped, echo=True)
-    with held_gpus(found, who, say) if ground is None else nullcontext():  # agents lock their own GPUs
+    with lock_gpus(found, who, say) if ground is None else nullcontext():  # agents lock their own GPUs
         summary = supervisor.run(ground)
     _write_page(summary, training, found, say)
     return summary
@@ -231,7 +233,9 @@ def make_ladder(store: StudyStore, job: Job, top: Candidate, convert: bool = Fal
         if record.outcome is not None:
             predictor.observe(record.candidate, record.outcome)
     space = store.searched_space()
-    return recovery_ladder(top, space, job, predictor, store.measured(), store.failed(), convert=convert)
+    otherwise = trains_otherwise(store.job, store.records())
+    told = (store.measured(), store.failed())
+    return recovery_ladder(top, space, job, predictor, *told, convert=convert, trains_otherwise=otherwise)
 
 
 def _from_plan(setup: LaunchSetup) -> _Training:
@@ -245,7 +249,7 @@ def _from_plan(setup: LaunchSetup) -> _Training:
 
 
 def _planned_ladder(plan: PlanSetup, convert: bool) -> list[Rung]:
-    predictor = traced_predictor(plan.job, plan.hardware)
+    predictor = traced_predictor(plan.job, plan.hardware, widening=published_widening)
     candidates, _ = predictor.buildable(plan.space.candidates(plan.job))
     ranked = predictor.ranked(predictor.table(candidates))
     if not ranked:

@@ -22,7 +22,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.ds_config import global_batch_of, load_ds_config
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import Hardware, detect, named_hardware
-from autotune.problem.job import Job, Script, load_lengths, longest_sequence, parse_lora
+from autotune.problem.job import Job, Script, load_lengths, longest_sequence, parse_lora, with_positions
 from autotune.problem.knobs import missing_package
 from autotune.problem.models import ModelSpec, image_size_of, resolve_model, task_of, workload_spec
 from autotune.problem.space import SearchSpace, fitted, load_space
@@ -51,6 +51,9 @@ class PlanSetup:
     price: Price | None = None  # of one of these GPUs
     host_assumed: bool = False  # main memory was neither measured nor typed
     precision_typed: bool = False  # otherwise each card has its own default
+    batch_assumed: bool = (
+        False  # the global batch was neither typed nor in a config; other machines keep its size roughly
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,7 +394,8 @@ def _model(request: Request) -> ModelSpec:
         _refuse(request, _OF_A_MODEL, "cannot be combined with --workload, whose function makes model and batches")
         return workload_spec(request.workload)
     if request.model:
-        return resolve_model(request.model, trust_remote_code=request.trust_remote_code)
+        found = resolve_model(request.model, trust_remote_code=request.trust_remote_code)
+        return found if request.max_positions is None else with_positions(found, request.max_positions)
     others = "a folder, or a Hub id; or --workload, or your script after `--`"
     raise UserError(f"--model is missing: give a shipped name (`autotune models`), {others}")
 
@@ -668,7 +672,7 @@ def planned_hardware(
     """Return `gpus_per_node` of the named GPU, or of the machine's own, in each of `nodes` machines.
 
     Args:
-        host_memory_bytes: of each machine; None: as measured, or 32 GiB a GPU.
+        host_memory_bytes: of each machine; None: as measured, or that of a common cloud machine.
         memory_cap_bytes: limit for one rank on its GPU.
 
     Raises:
