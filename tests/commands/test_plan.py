@@ -181,7 +181,7 @@ def test_a_global_batch_is_kept() -> None:
         (Request("gemma-2-2b", 4, tokens=""), ["rtx3090"], "--tokens : expected a number"),
         (Request("gemma-2-2b", 4, price=0.0), ["rtx3090"], "--price 0"),
         (Request("gemma-2-2b", 4, price=float("nan")), ["rtx3090"], "--price nan"),
-        (Request("gemma-2-2b", 4, price=2.0), ["rtx3090", "h100"], "leave it out with --compare"),
+        (Request("gemma-2-2b", 4, price=2.0), ["rtx3090", "h100"], "cannot be combined with --compare"),
         (Request("gemma-2-2b", 4, host_memory="lots"), ["rtx3090"], "no size"),
         (Request("gemma-2-2b", 4, memory_cap="600MiB"), ["rtx3090"], "context and NCCL"),
         (Request("gemma-2-2b", 4, memory_cap="25GiB"), ["rtx3090"], "above the capacity of 24.00 GiB"),
