@@ -21,6 +21,7 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 from autotune.commands.request import Request
 from autotune.commands.setup import plan_setups
+from autotune.errors import UserError
 from autotune.predict.trace import trace_jobs
 from autotune.predict.trace_cache import RUNS_IT, VERSION, cache_path, cached, runnable, shipped_key
 from autotune.problem.job import Job
@@ -34,7 +35,10 @@ CARD = "h100"  # any card with bf16: a trace does not depend on it
 def jobs(names: Sequence[str]) -> Iterator[tuple[Job, str]]:
     """(job, loss) of every shipped trace of these models."""
     for name in names:
-        job, _ = runnable(plan_setups(Request(name), [CARD])[0].job)
+        try:
+            job, _ = runnable(plan_setups(Request(name), [CARD])[0].job)
+        except UserError:
+            continue  # a model that needs an option, like --image-size
         for loss in ("own", "chunked") if job.task == CAUSAL else ("own",):
             yield job, loss
 
