@@ -119,6 +119,8 @@ def plan(request: Request) -> None:
         show_comparison(found, console())
     else:
         show_plan(found[0], console())
+    if not any(one.best for one in found):
+        raise typer.Exit(3)
 
 
 @app.command()

@@ -33,12 +33,12 @@ from autotune.problem.nvml import (
 )
 from autotune.rank.sandbox import Protection
 from autotune.util.file_systems import file_system_of
-from autotune.util.interpreter import APART, Own, current
+from autotune.util.interpreter import APART, OwnInterpreter, current
 from autotune.util.units import GIB, MIB, format_bytes
 from autotune.versions import Versions, complaint, newer
-from autotune.workers.gpu_locks import holder_of
+from autotune.workers.gpu_locks import lock_holder
 from autotune.workers.launchers import MARK, trial_environment
-from autotune.workers.process_tree import end_marked
+from autotune.workers.process_tree import end_processes_with_variable
 
 _LEAST_SHM_BYTES = 64 * MIB  # bytes for the shared segments of NCCL and gloo, and a data loader's batches
 _SPARE_SHM_BYTES = GIB  # Docker's default for a container is 64 MiB
@@ -125,7 +125,7 @@ def _gpu(gpu: Gpu) -> Finding:
     if gpu.held_bytes >= MIB:
         unknown = "processes that NVML does not show" if gpu.reserved_bytes else "the driver and processes, as it seems"
         found += f"; {format_bytes(gpu.held_bytes)} in use by {holders_text(gpu.holders) or unknown}"
-    if holder := holder_of(gpu.uuid):
+    if holder := lock_holder(gpu.uuid):
         return Finding(
             "warn", gpu.label, f"{found}; held by autotune ({holder})", "a study waits its turn", "wait for it"
         )
@@ -284,8 +284,8 @@ def _python() -> Iterator[Finding]:
     """Check the Python of the ranks, and that the versions of its packages are supported."""
     ranks = current()
     found = f"{'.'.join(map(str, ranks.python))} ({ranks.path})"
-    if ranks.beside:
-        found += f", beside autotune's own ({Own().path})"
+    if ranks.is_other:
+        found += f", beside autotune's own ({OwnInterpreter().path})"
     try:
         check_versions(versions_of(ranks))
     except UserError as error:
@@ -320,7 +320,7 @@ def _examination(device: str, doing: Callable[[str], None]) -> tuple[dict[str, A
 
     def end() -> None:
         hung.set()
-        end_marked(MARK, mark)  # its compilers too, which hold its output open
+        end_processes_with_variable(MARK, mark)  # its compilers too, which hold its output open
 
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         child = subprocess.Popen(
@@ -344,7 +344,7 @@ def _examination(device: str, doing: Callable[[str], None]) -> tuple[dict[str, A
             child.wait()
         finally:
             limit.cancel()
-            end_marked(MARK, mark)
+            end_processes_with_variable(MARK, mark)
             child.wait()
         errors.seek(0)
         last = (errors.read().strip().splitlines() or ["no output"])[-1]

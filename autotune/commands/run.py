@@ -50,6 +50,7 @@ from autotune.results.output_files import secrets_note
 from autotune.results.report.build import Searched
 from autotune.script.profile import own_candidate
 from autotune.script.recorded import knob_names
+from autotune.search.certificate import trains_otherwise
 from autotune.search.concurrency import SearchWorkers, agree_on_memory, host_bound
 from autotune.search.heartbeat import host_of
 from autotune.search.leaderboard import Leaderboard
@@ -70,7 +71,7 @@ from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import other_python
 from autotune.util.units import format_bytes, format_duration
-from autotune.workers.gpu_locks import held_gpus
+from autotune.workers.gpu_locks import lock_gpus
 
 # -- run ---------------------------------------------------------------------------------------------------------------
 #
@@ -147,7 +148,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
     all_gpus = tuple(uuid for slot in setup.slots for uuid in slot.hardware.gpus) or setup.hardware.gpus
     ours = dataclasses.replace(setup.hardware, gpus=all_gpus)
     # agents of the nodes lock their own GPUs
-    gpus = held_gpus(ours, who, observer.say) if setup.nodes is None else nullcontext()
+    gpus = lock_gpus(ours, who, observer.say) if setup.nodes is None else nullcontext()
     with failures_in_one_line() as failing, gpus, stop_on_signals() as stopped, ExitStack() as kept:
         if setup.storage is not None and is_server(setup.storage):
             open_storage(setup.storage)  # a server that refuses does so before anything is built or started
@@ -234,7 +235,7 @@ def _open(executor: Executor, say: Callable[[str], None]) -> None:
 def _with_ops(executor: Executor, candidates: list[Candidate], say: Callable[[str], None]) -> list[Candidate]:
     """Return the candidates whose DeepSpeed ops can be loaded here. Missing ops are built now."""
     executor.load_ops(candidates)
-    left, lines = executor.ops.left(candidates, executor.job, executor.hardware.device)
+    left, lines = executor.ops.buildable(candidates, executor.job, executor.hardware.device)
     for line in lines:
         say(line)
     return left
@@ -429,7 +430,15 @@ def _write_report(setup: Setup, store: StudyStore, predictor: Predictor, say: Ca
 
 def _write_ladder(setup: Setup, store: StudyStore, predictor: Predictor, top: Candidate, path: Path) -> Path:
     """Write the recovery ladder of `autotune launch` next to the winner."""
-    ladder = recovery_ladder(top, setup.space, store.job, predictor, store.measured(), store.failed())
+    ladder = recovery_ladder(
+        top,
+        setup.space,
+        store.job,
+        predictor,
+        store.measured(),
+        store.failed(),
+        trains_otherwise=trains_otherwise(store.job, store.records()),
+    )
     write_ladder(path, ladder, store.job)
     return path
 
@@ -502,7 +511,7 @@ def _local(
         seed=setup.seed,
         cancelled=cancelled,
         show=show,
-        ground=setup.nodes,
+        target=setup.nodes,
         variables=variables,
         study=setup.folder,
         unprotected=setup.unprotected,

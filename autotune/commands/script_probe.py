@@ -19,6 +19,7 @@ from autotune.problem.job import Job, Script
 from autotune.problem.knobs import steps_on_gpu
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
+from autotune.problem.training_trace import TrainingTrace
 from autotune.script.argument_files import said
 from autotune.script.profile import (
     CALL,
@@ -39,6 +40,7 @@ from autotune.script.profile import (
 )
 from autotune.script.recorded import RecordedItem, profile_names
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
+from autotune.search.certificate import Verdict, compare, floor_of
 from autotune.util.files import write_atomically
 from autotune.util.units import format_bytes, format_duration
 from autotune.workers.failure_classifier import log_tail
@@ -48,6 +50,8 @@ from autotune.workers.failure_classifier import log_tail
 # Probe run: the first, unmodified run of a user's script, which shows what it trains and how fast.
 
 EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
+# after two warm-up steps, all that a trace records
+_OTHER_NUMBERS = Effort(min_steps=3, max_steps=3, min_seconds=0.0, reseed=True)
 # Settings for a script that runs out of memory unmodified, so that some of its facts can still be learnt.
 _THRIFTY: dict[str, Value] = {
     "zero_stage": 3,
@@ -101,7 +105,7 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
             return Probe(dataclasses.replace(script, profile=profile), baseline, ran_out=ran_out)
     say(f"running {script.name} as it is, to learn what it trains")
     baseline, facts = _try(executor, Candidate(()), "probe", seconds)
-    measured = None if baseline.kind.is_oom else baseline
+    measured = None if baseline.kind.is_oom else _with_noise_floor(executor, baseline, seconds)
     ran_out = baseline if measured is None and "micro_batch" in facts else None
     if measured is None:
         say(f"as it is it does not fit ({baseline.reason}); trying what takes least memory")
@@ -122,7 +126,9 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
         )
     elif profile["checkpointed"] and not profile["checkpointing"]:
         say("its activation checkpointing cannot be switched off: it stays on")
-    note = batch_note(executor, dataclasses.replace(script, profile=profile), seconds)
+    varies = bool(facts.get("counted_by"))  # its steps have other rows each, and another loss
+    reference = measured.trace if measured is not None and not varies else None
+    note = batch_note(executor, dataclasses.replace(script, profile=profile), seconds, reference)
     if note and facts.get("counted_by") and not facts["fed"]:
         raise UserError(note)  # The number of rows changes between steps, and no evidence shows that this is intended.
     if note:
@@ -201,6 +207,22 @@ def _batch(facts: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any
     return read({**facts, "micro_batch": 1, "accumulation": 1, "said": {}})
 
 
+def _with_noise_floor(executor: Executor, baseline: Outcome, seconds: float) -> Outcome:
+    """Return the probe run's outcome with the noise floor of its trace.
+
+    A second run of the same config draws other random numbers from its first forward on (dropout, noise). It is left
+    out for a script that draws none there.
+    """
+    if baseline.trace is None or not baseline.trace.draws:
+        return baseline
+    with closing(executor.session(Candidate(()), "probe-noise")) as session:
+        again = session.measure(Candidate(()), _OTHER_NUMBERS, seconds)
+    if again.trace is None:
+        return baseline
+    floor = floor_of(baseline.trace, again.trace)
+    return dataclasses.replace(baseline, trace=dataclasses.replace(baseline.trace, floor=floor))
+
+
 def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any]) -> Outcome:
     """Return the script's own speed in samples as trials count them; it was measured in the config's samples."""
     if baseline.measurement is None:
@@ -220,13 +242,13 @@ def _try(
         began = executor.now()
         with closing(executor.session(candidate, name, job=job)) as session:
             outcome = session.measure(candidate, EFFORT, until - began)
-        if not session.unbuilt or session.unbuilt in executor.tried_ops:
+        if not session.missing_op or session.missing_op in executor.tried_ops:
             break
         building = executor.now()
-        executor.load_ops([], session.unbuilt, job=job)
+        executor.load_ops([], session.missing_op, job=job)
         # Builds do not use up the time of the starts, and neither does the first failed start.
         until += executor.now() - (building if ops else began)
-        ops.append(session.unbuilt)
+        ops.append(session.missing_op)
     if outcome.ok or outcome.kind.is_oom:
         return outcome, {**session.facts, OPS: [op for op in ops if op not in executor.ops.failed]}
     assert executor.job.script is not None
@@ -379,8 +401,12 @@ _MOST_TRIES = 2  # batches that the script may refuse before its own is kept
 _MOST_TIMES = 4  # multiple of the script's micro-batch that is assumed to fit in memory
 
 
-def batch_note(executor: Executor, script: Script, seconds: float) -> str:
-    """Return why the script's batch cannot be changed; empty if it honoured another batch.
+def batch_note(executor: Executor, script: Script, seconds: float, reference: TrainingTrace | None = None) -> str:
+    """Return why the script's batch cannot be changed; empty if it honoured another batch, and trained the same on it.
+
+    Args:
+        reference: trace of the probe run. A loss that depends on the cut of the batch, or a schedule that counts
+            micro-batches, differs from it.
 
     Raises:
         UserError: it does not take its own global batch from its known flag.
@@ -395,6 +421,9 @@ def batch_note(executor: Executor, script: Script, seconds: float) -> str:
     for number, other in enumerate(others(own)[:_MOST_TRIES], 1):
         outcome = _told(executor, script, other, f"probe-batch-{number}", seconds)
         unknown = outcome.kind.is_oom or not outcome.kind.is_attributable_to_candidate
+        if outcome.ok and reference is not None and outcome.trace is not None:
+            found = compare(reference, own, outcome.trace, other)
+            return found.text if found.verdict is Verdict.DIFFERS else ""
         if outcome.ok or (unknown and not refused):
             return ""
         if not unknown:

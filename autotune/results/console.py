@@ -37,11 +37,12 @@ from autotune.results.tables import DataTable
 from autotune.script.command_line import framework_of
 from autotune.script.profile import SPLIT, other_batch
 from autotune.script.script import RELAUNCHED, carried, carries_knob, half_told, training_command, typed, variables_for
+from autotune.search.certificate import certificate_lines
 from autotune.search.leaderboard import Leaderboard, StudyFacts, missing_bytes
 from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, VERIFY, Record, resumed_peak_bytes, uncollected
-from autotune.util.interpreter import launched
+from autotune.util.interpreter import launch_command
 from autotune.util.streams import is_watched
 from autotune.util.units import format_bytes, format_count, format_duration
 from autotune.workers.launchers import assignments, variables_of
@@ -451,6 +452,7 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
         lines.append(f"  goes on from a checkpoint: peak {format_bytes(peak_bytes)}")
     if measured.mfu is not None:
         lines.append(f"  {measured.model_tflops_per_gpu:.1f} model TFLOP/s a GPU, MFU {100 * measured.mfu:.1f} %")
+    lines += [f"  {line}" for line in certificate_lines(job, records, record)]
     lines += [f"  {line}" for line in facts.comparison()]
     if other := other_batch(record.candidate, job):
         lines.append(f"  {other}")
@@ -507,7 +509,7 @@ def train_with(
     words, each = training_command(job.script, winner, per_node, path), False
     if nodes > 1:
         words, each = over_nodes(words, nodes, per_node, hostfile)
-    words = launched(words, python)
+    words = launch_command(words, python)
     variables = {**variables_of(winner, threads, environment), **variables_for(job.script, per_node)}
     plain = f"{assignments(masked_data(variables))} {shlex.join(masked_words(words))}"
     where = f" --hostfile {shlex.quote(str(hostfile or 'HOSTFILE'))}" if nodes > 1 else ""

@@ -226,6 +226,10 @@ class Proposer:
         """Return the factor on a candidate's time limits: 2 after one of them ended its trial."""
         return 2.0 if self._overran[candidate] else 1.0
 
+    def exclude_alike(self, candidate: Candidate, alike: Callable[[Candidate], bool], reason: str) -> None:
+        """Exclude the candidates that train something else for the same reason as this one."""
+        self._pool.rule_out_alike(candidate, alike, reason)
+
     def give_up(self, candidate: Candidate) -> None:
         """Exclude the candidate for this call."""
         self._pool.close(candidate)

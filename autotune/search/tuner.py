@@ -22,6 +22,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.budget import Budget
+from autotune.search.certificate import Certifier
 from autotune.search.concurrency import PeerTrials, SearchWorkers
 from autotune.search.leaderboard import NOT_VERIFIED, Leaderboard, Measured, held_bytes
 from autotune.search.proposer import Proposal, Proposer
@@ -302,6 +303,7 @@ class TrialRecorder:
         self.store, self.proposer, self.space, self.hardware = store, proposer, space, hardware
         self.leaderboard, self.clock, self.blame, self.workers = leaderboard, clock, blame, workers
         self.observer, self.cancelled = observer, cancelled
+        self.certifier = Certifier(proposer.job)
         self.peers = PeerTrials(store)
         self.counts: Counter[str] = Counter()  # trials of this call by kind of outcome
 
@@ -309,6 +311,7 @@ class TrialRecorder:
         """Learn the outcomes of the study's earlier calls."""
         known = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
         mended = retryable_trial_numbers(self.store, known)
+        self.certifier = Certifier.of(self.proposer.job, [record for record, _ in known])
         for left, (record, outcome) in zip(range(len(known), 0, -1), known, strict=True):
             self.proposer.expect(left)
             self.peers.known.add(record.number)
@@ -335,7 +338,9 @@ class TrialRecorder:
     def end(
         self, number: int, candidate: Candidate, outcome: Outcome, role: str, limit_seconds: float, left_seconds: float
     ) -> Outcome:
-        """Store and learn the outcome of a trial, and return it, downgraded if the trial is retried.
+        """Store and learn the outcome of a trial, and return it.
+
+        The outcome is downgraded if the trial is retried, and invalid if the candidate trains something else.
 
         Args:
             number: the trial's number.
@@ -348,6 +353,7 @@ class TrialRecorder:
         # the budget or the user may have ended the trial before its own limit
         limited = limit_seconds if limit_seconds < left_seconds and not self.cancelled() else None
         outcome = downgrade_first_timeout(candidate, outcome, limited, self.proposer, self.workers)
+        outcome = self.certifier.checked(candidate, outcome, role)
         self.store.finish(number, outcome)
         self.peers.known.add(number)
         self.observer.trial_finished(number, candidate, role, outcome)
@@ -371,6 +377,8 @@ class TrialRecorder:
     def _learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
         if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE):
             self.proposer.allow_longer(candidate, outcome)
+        if outcome.source is Source.TRACE:
+            self.proposer.exclude_alike(candidate, self.certifier.shares_cause(candidate, outcome), outcome.reason)
         searched = self.leaderboard.measured.get(candidate)
         self.leaderboard.learn(number, candidate, outcome, role)
         if role in (VERIFY, RESUME):

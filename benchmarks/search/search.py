@@ -75,7 +75,7 @@ def autotune(
         cancelled=lambda: until_found and "trials98" in judge(landscape, executor, budget),
     )
     result = tuner.run()
-    trials = max(1, len(executor.ledger.trials))
+    trials = max(1, len(executor.log.trials))
     return {
         **judge(landscape, executor, budget),
         "own_seconds": (time.perf_counter() - began) / trials,
@@ -88,7 +88,7 @@ def autotune(
 
 def sequence(executor: ReplayExecutor) -> list[tuple[float, str, str]]:
     """(simulated seconds at its end, candidate, outcome) of each trial. The clock's last bits depend on the machine's libm."""
-    return [(round(seconds, 6), str(candidate), kind.value) for seconds, candidate, kind in executor.ledger.trials]
+    return [(round(seconds, 6), str(candidate), kind.value) for seconds, candidate, kind in executor.log.trials]
 
 
 def baseline(landscape: Landscape, seed: int, budget: float, strategy: Strategy) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def baseline(landscape: Landscape, seed: int, budget: float, strategy: Strategy)
 
 def judge(landscape: Landscape, executor: ReplayExecutor, budget: float) -> dict[str, Any]:
     """When the run first measured something within 5 % and 2 % of the table's best, and what that had cost."""
-    ledger, best = executor.ledger, landscape.best_step_seconds
+    ledger, best = executor.log, landscape.best_step_seconds
     found: dict[str, Any] = {
         "ooms": sum(kind is not OutcomeKind.OK for _, _, kind in ledger.trials),
         "oom_share": ledger.oom_seconds / budget,

@@ -45,7 +45,7 @@ BASE = ("run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--bud
         ((*BASE, "--out", "runs/s/study.db"), "is where a study is kept"),
         ((*BASE, "--study", "-neg"), "not starting with a dot or a hyphen"),
         ((*BASE, "--study", "two\nlines"), "expected a plain name"),
-        ((*BASE, "--study", "share"), "choose another"),
+        ((*BASE, "--study", "share"), "Choose another name"),
         ((*BASE, "--headroom", "120%"), "share"),
         ((*BASE, "--seq-len", "0"), "--seq-len"),
         ((*BASE, "--seq-len", "99999999"), "--seq-len"),

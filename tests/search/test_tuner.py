@@ -58,11 +58,11 @@ def test_it_finds_the_best_soon_and_verifies_it(landscape: Landscape, seed: int)
     assert landscape.best_step_seconds / landscape.seconds_per_sample(result.winner.candidate) > 0.95
     first = next(
         seconds
-        for seconds, candidate, kind in executor.ledger.trials
+        for seconds, candidate, kind in executor.log.trials
         if kind is OutcomeKind.OK and landscape.best_step_seconds / landscape.seconds_per_sample(candidate) > 0.95
     )
     assert first < 240
-    assert sum(kind is not OutcomeKind.OK for _, _, kind in executor.ledger.trials) <= 3
+    assert sum(kind is not OutcomeKind.OK for _, _, kind in executor.log.trials) <= 3
     searched = [r.candidate for r in store.records() if r.role == SEARCH]
     assert len(searched) == len(set(searched))
 
@@ -292,11 +292,11 @@ def test_what_failed_before_anything_worked_may_work_in_another_call(landscape: 
     failed = [record.candidate for record in store.records()]
     short, executor, _ = search(landscape, 600, store=store, executor=ReplayExecutor(landscape, 9), max_trials=1)
     assert short.winner is not None, "it was the machine or the job, and somebody has mended it"
-    assert executor.ledger.trials[0][1] in failed, "the most promising is tried again"
+    assert executor.log.trials[0][1] in failed, "the most promising is tried again"
     result, executor, _ = search(landscape, 3600, store=store, executor=ReplayExecutor(landscape, 9))
     assert result.verified
     families = {one.family for one in failed}
-    assert any(one.family in families for _, one, _ in executor.ledger.trials), "it stays mended in every later call"
+    assert any(one.family in families for _, one, _ in executor.log.trials), "it stays mended in every later call"
 
 
 def test_what_fails_again_in_every_call_is_not_what_each_call_begins_with(landscape: Landscape) -> None:
@@ -322,7 +322,7 @@ def test_a_tuner_that_joins_others_takes_nothing_for_mended(
     monkeypatch.setattr(store.tuners, "others", lambda: ["another"])
     _, executor, _ = search(landscape, 600, store=store, executor=ReplayExecutor(landscape, 9), max_trials=4)
     failed = store.records()[0].candidate
-    assert failed.family not in [candidate.family for _, candidate, _ in executor.ledger.trials]
+    assert failed.family not in [candidate.family for _, candidate, _ in executor.log.trials]
 
 
 def test_what_failed_where_something_worked_fails_for_ever(landscape: Landscape) -> None:
@@ -332,7 +332,7 @@ def test_what_failed_where_something_worked_fails_for_ever(landscape: Landscape)
     search(landscape, 3600, store=store, executor=once, max_trials=4)
     failed = store.records()[0].candidate
     _, executor, _ = search(landscape, 600, store=store, executor=ReplayExecutor(landscape, 9))
-    assert failed.family not in [candidate.family for _, candidate, _ in executor.ledger.trials]
+    assert failed.family not in [candidate.family for _, candidate, _ in executor.log.trials]
 
 
 def test_verification_that_fails_gives_the_next(landscape: Landscape) -> None:
@@ -405,7 +405,7 @@ def test_verification_that_fails_again_and_again_teaches_the_search(landscape: L
     )
     assert min(passing) / landscape.seconds_per_sample(result.winner.candidate) > 0.9
     assert len(executor.failed) <= 20
-    assert len(executor.ledger.trials) <= 80, "candidates as tight as those are not measured again and again"
+    assert len(executor.log.trials) <= 80, "candidates as tight as those are not measured again and again"
 
 
 def test_more_than_one_round_of_verifications_may_fail(landscape: Landscape) -> None:

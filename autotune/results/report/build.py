@@ -53,6 +53,7 @@ from autotune.results.report.model import (
     TrialPrediction,
     WinnerSummary,
 )
+from autotune.search.certificate import certificate_lines
 from autotune.search.leaderboard import SpeedRatio, StudyFacts
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record
@@ -320,6 +321,7 @@ def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: 
         lines.append(f"{slice_line(measured, hardware).capitalize()}.")
     if measured.extrapolated:
         lines.append("Its step is extrapolated from a shortened accumulation.")
+    lines += [f"{line[0].upper()}{line[1:]}." for line in certificate_lines(job, list(records), winner)]
     lines += [f"It {line}." for line in lossy_settings(winner.candidate, job)]
     lines += [f"The clock of a GPU was limited: {', '.join(measured.clock_limits)}."] if measured.clock_limits else []
     return tuple(lines)

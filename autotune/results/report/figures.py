@@ -250,6 +250,7 @@ LETTERS = {  # for contents of memory; the classes `hold-…` of page.css have a
     "gradients": "G",
     "optimizer": "O",
     "activations": "A",
+    "logits and loss": "L",
     "buckets": "B",
     "gathered parameters": "F",
     "temporaries": "T",
