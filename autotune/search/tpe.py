@@ -35,7 +35,7 @@ class Sampler:
         self.space = space
         self._distances = Distances(candidates)
         names = [name for name in (*space.order, MICRO_BATCH, ACCUMULATION) if name in space.knobs]
-        self._names = [name for name in names if name != ACCUMULATION or not _follows(candidates)]
+        self._names = [name for name in names if name != ACCUMULATION or not accumulation_follows(candidates)]
         self._answers = answers  # known results by place, from any strategy
         self._waiting: list[tuple[optuna.Trial, int]] = []
         with warnings.catch_warnings():
@@ -92,7 +92,7 @@ class Sampler:
         return value
 
 
-def _follows(candidates: Sequence[Candidate]) -> bool:
+def accumulation_follows(candidates: Sequence[Candidate]) -> bool:
     """Return True if the other knobs determine accumulation, as with a given global batch."""
     others = {tuple(item for item in candidate.knobs if item[0] != ACCUMULATION) for candidate in candidates}
     return len(others) == len(candidates)
