@@ -35,7 +35,7 @@ class Sampler:
     def __init__(self, candidates: list[Candidate], space: SearchSpace, seed: int, answers: dict[int, Answer]) -> None:
         self._distances = Distances(candidates)
         names = [name for name in (*space.order, MICRO_BATCH, ACCUMULATION) if name in space.knobs]
-        names = [name for name in names if name != ACCUMULATION or not _follows(candidates)]
+        names = [name for name in names if name != ACCUMULATION or not accumulation_follows(candidates)]
         # one object per knob for the whole search: a trial keeps the distributions that it was asked with
         self._distributions: dict[str, BaseDistribution] = {
             name: CategoricalDistribution(space.knobs[name].values) for name in names
@@ -92,7 +92,7 @@ class Sampler:
         self._study.tell(trial, speed)
 
 
-def _follows(candidates: Sequence[Candidate]) -> bool:
+def accumulation_follows(candidates: Sequence[Candidate]) -> bool:
     """Return True if the other knobs determine accumulation, as with a given global batch."""
     others = {tuple(item for item in candidate.knobs if item[0] != ACCUMULATION) for candidate in candidates}
     return len(others) == len(candidates)
