@@ -55,7 +55,7 @@ FULL: dict[str, list[str]] = {
         "--strategies",
         "autotune,tpe,random,adversarial",
     ],
-    "search-real": ["search/search.py", "--landscapes", REAL, "--seeds", "10"],
+    "search-real": ["search/search.py", "--landscapes", REAL, "--seeds", "10", "--left-out"],
     "search-ablation": ["search/search.py", "--seeds", "3", "--strategies", ABLATIONS],
     "search-wrong": [
         "search/search.py",

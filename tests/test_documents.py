@@ -162,7 +162,7 @@ def identifiers(text: str) -> set[str]:
     return {
         word
         for word in words
-        if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", word) and not re.search(r"\.(py|md)$", word)
+        if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", word) and not re.search(r"\.(py|md|toml)$", word)
     }
 
 
@@ -173,6 +173,28 @@ def test_a_how_to_names_code_that_exists(title: str, text: str) -> None:
     named = identifiers(text)
     assert named, title
     assert {name for name in named if not set(name.split(".")) <= words} == set()
+
+
+def unknown_names(row: str) -> set[str]:
+    """Names of code in a row of the table that are in none of its files."""
+    files = [ROOT / word for word in re.findall(r"`([\w/.]+)`", row) if (ROOT / word).is_file()]
+    words = {word for path in files for word in re.findall(r"\w+", path.read_text())}
+    return {name for name in identifiers(row) if not set(name.split(".")) <= words} - {"Makefile"}
+
+
+def test_the_table_of_where_to_look_names_at_most_three_files_and_what_is_in_them() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## Where to look")[2].partition("\n## ")[0]
+    rows = [
+        line for line in text.splitlines() if line.startswith("| ") and "question" not in line and "---" not in line
+    ]
+    assert len(rows) >= 6
+    for row in rows:
+        files = {
+            word for word in re.findall(r"`([\w/.]+)`", row) if "/" in word or ("." in word and (ROOT / word).is_file())
+        }
+        assert 1 <= len(files) <= 3, row
+        assert unknown_names(row) == set(), row
+    assert unknown_names(rows[0].replace("CandidatePool", "Openings")) == {"Openings.observe"}
 
 
 def test_a_how_to_that_names_code_that_is_gone_is_found() -> None:

@@ -387,6 +387,7 @@ def _summary(
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
         lines.append(f"  {trials} trials ({counts}) in {used}; {found.ended}")
+        lines += [f"  {found.confidence.sentence}"] if found.confidence else []
     elif found.interrupted:
         lines = ["stopped before anything was measured"]
     else:
@@ -542,7 +543,7 @@ def begin_with_rates(setup: Setup, store: StudyStore, predictor: Predictor, say:
     except (ValueError, ArithmeticError):  # rates for another version's constants are ignored
         return
     if all(record.note == AS_IS for record in store.records()):
-        say(f"gallery: steps are predicted with what is known of {rates.why}, until yours are measured")
+        say(f"gallery: predictions use the rates of {rates.why} until yours are measured")
 
 
 def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, say: Callable[[str], None]) -> None:
@@ -555,10 +556,10 @@ def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, say:
         return
     whose = f"{start.candidate}, {start.why}"
     if not proposer.begin_with(Start(start.candidate, NOTE)):
-        say(f"gallery: knows {whose}; it is not predicted to be among the best here, and waits its turn")
+        say(f"gallery: has {whose}; it is not predicted to be among the best here, so it is not tried first")
     elif records:  # only the probe run: its outcome informs the search's start
         say(
-            f"gallery: proposes {whose}; it is tried if it promises more than the script as it is (--no-gallery: without)"
+            f"gallery: proposes {whose}; it is tried if it is predicted to be faster than the script (--no-gallery: never)"
         )
     else:
-        say(f"gallery: begins with {whose}; it is measured as all are (--no-gallery begins without)")
+        say(f"gallery: starts with {whose}; it is measured like any other (--no-gallery turns this off)")

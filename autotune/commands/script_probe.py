@@ -103,20 +103,20 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
             baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
             ran_out = Outcome.from_json(known["ran_out"]) if known.get("ran_out") else None
             return Probe(dataclasses.replace(script, profile=profile), baseline, ran_out=ran_out)
-    say(f"running {script.name} as it is, to learn what it trains")
+    say(f"running {script.name} without changes, to learn what it trains")
     baseline, facts = _try(executor, Candidate(()), "probe", seconds)
     measured = None if baseline.kind.is_oom else _with_noise_floor(executor, baseline, seconds)
     ran_out = baseline if measured is None and "micro_batch" in facts else None
     if measured is None:
-        say(f"as it is it does not fit ({baseline.reason}); trying what takes least memory")
+        say(f"the unmodified script does not fit ({baseline.reason}); trying the config with the least memory")
         found = _at_its_thriftiest(executor, script, facts.get("optimizer", ""), seconds)
         if "micro_batch" not in facts:
-            say("it ran out before its own batch was known: --global-batch-size says what it is")
+            say("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
     if late := facts.get("late"):
         say(late)
     if named := ", ".join(sorted(facts.get("variables", {}))):
-        say(f"{script.name} sets {named} in its code: ranks have that from their start now")
+        say(f"{script.name} sets {named} in its code: ranks start with it now")
     facts = {**facts, "said": _all_said(script, facts)}
     own = measured is not None
     profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own)
@@ -125,14 +125,14 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
             f"{script.name} trains its model in evaluation mode (no model.train()): dropout and checkpointing do nothing"
         )
     elif profile["checkpointed"] and not profile["checkpointing"]:
-        say("its activation checkpointing cannot be switched off: it stays on")
+        say("the script's activation checkpointing cannot be switched off and stays on")
     varies = bool(facts.get("counted_by"))  # its steps have other rows each, and another loss
     reference = measured.trace if measured is not None and not varies else None
     note = batch_note(executor, dataclasses.replace(script, profile=profile), seconds, reference)
     if note and facts.get("counted_by") and not facts["fed"]:
         raise UserError(note)  # The number of rows changes between steps, and no evidence shows that this is intended.
     if note:
-        say(f"{note}; its batch is left as it is, and all else is tuned")
+        say(f"{note}; its batch is kept, and everything else is tuned")
         profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)
         if not own:  # the script's steps were not counted
             profile |= {"held": {}, "beside": dict.fromkeys(profile.get("beside", {}), 0)}
@@ -167,7 +167,7 @@ def _at_its_thriftiest(executor: Executor, script: Script, optimizer: str, secon
     executor.load_ops([candidate], job=job)
     outcome, found = _try(executor, candidate, "probe-thrifty", seconds, job)
     if not outcome.ok:
-        raise UserError(f"{script.name} fits neither as it is nor at its thriftiest: {outcome.reason}")
+        raise UserError(f"{script.name} does not fit, even with the config of the least memory: {outcome.reason}")
     return found
 
 
@@ -253,12 +253,12 @@ def _try(
         return outcome, {**session.facts, OPS: [op for op in ops if op not in executor.ops.failed]}
     assert executor.job.script is not None
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
-        raise Stopped("stopped before anything of the script was measured")
+        raise Stopped("stopped before the script was measured")
     if why := _in_one_line(outcome, executor.job.script.target, reached=bool(session.facts)):
         raise UserError(why)
     if outcome.kind is OutcomeKind.INTERRUPTED:
         more = ": give a larger --budget" if outcome.source is Source.BUDGET else ""
-        raise UserError(f"{outcome.reason}, before anything of the script was measured{more}")
+        raise UserError(f"{outcome.reason}, before the script was measured{more}")
     log = f"{outcome.log}/rank{outcome.rank or 0}.log"
     tail = "\n".join(f"  {line}" for line in log_tail(Path(log)).strip().splitlines()[-12:])
     limits = _limits(outcome, executor.hardware.memory_cap_bytes)
@@ -466,5 +466,5 @@ def _told(executor: Executor, script: Script, other: Candidate, name: str, secon
     with closing(executor.session(other, name, job=job_of(script, executor.hardware, None))) as session:
         outcome = session.measure(other, _TWO_STEPS, seconds)
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
-        raise Stopped("stopped before it was known whether the script takes another batch")
+        raise Stopped("stopped during the check of the script's batch size")
     return outcome

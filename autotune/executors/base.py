@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ class Effort:
     max_steps: int = 30
     min_seconds: float = 1.0  # measured steps
     max_seconds: float = 20.0
+    beaten_step_seconds: float = math.inf  # a candidate whose interval lies above cannot win; measuring ends early
 
 
 SEARCH = Effort()

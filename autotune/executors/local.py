@@ -289,6 +289,7 @@ class LocalSession:
             min_seconds=effort.min_seconds,
             max_seconds=min(effort.max_seconds, max(1.0, most_seconds)),
             most_seconds=most_seconds,
+            beaten_step_seconds=effort.beaten_step_seconds,
         )
         self._results = [self._answers[rank] for rank in sorted(self._answers)]
         return stop

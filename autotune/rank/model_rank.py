@@ -118,6 +118,10 @@ class ModelRank(BaseRank):
                 steps.append(self._whole_step(batches, request))
             elapsed = self.agree(time.perf_counter() - began)
             pace = elapsed / len(steps)
+            if request.can_be_beaten:
+                whole = self.average([measure.extrapolate(parts, request.accumulation) for parts in steps])
+                if measure.beaten(request, whole):
+                    break
         return steps
 
     def _set_batch(self, request: MeasureRequest) -> None:

@@ -325,7 +325,9 @@ class ScriptRank(BaseRank):
     def _compare_clocks(self, request: MeasureRequest) -> None:
         """End the measurement on all ranks at once, or schedule the next comparison."""
         elapsed, steps = self.agree(time.perf_counter() - self._measuring_began), len(self.timed)
-        if not measure.enough(request, elapsed, steps):
+        if request.can_be_beaten and measure.beaten(request, self.average([seconds for seconds, _ in self.timed])):
+            self._finish()
+        elif not measure.enough(request, elapsed, steps):
             self._go_on(measure.stretch(request, elapsed, steps, elapsed / steps))
         elif measure.settled(request, elapsed, self.average([seconds for seconds, _ in self.timed]), self.warmup):
             self._finish()

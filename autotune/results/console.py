@@ -590,7 +590,12 @@ def no_winner_lines(
     if not facts.trials:
         if facts.stop_reason == StopReason.BUDGET_USED.value:
             more = _larger_budget(used + facts.budget_seconds)
-            return [f"no trial ran: the budget of {budget} ended during start-up ({format_duration(used)}); use {more}"]
+            took = format_duration(used)
+            if used < facts.budget_seconds:
+                return [
+                    f"no trial ran: start-up took {took} of the budget of {budget}, too much for a trial after it; use {more}"
+                ]
+            return [f"no trial ran: the budget of {budget} ended during start-up ({took}); use {more}"]
         return [f"no trial ran: {facts.stop_reason or 'the study was stopped before its first trial'}"]
     lines = [
         f"no candidate ran: {shortened(reason, 2 * _MOST_REASON)} ({count}x)" for reason, count in facts.failures[:3]

@@ -171,6 +171,12 @@ class Leaderboard:
         """Return the best feasible candidate, or None."""
         return next(iter(self.feasible()), None)
 
+    def least_winning_speed(self, best: Candidate) -> float:
+        """Return the samples per second below which nothing wins against `best`, neither by speed nor by thrift."""
+        measured = self.measured[best][1]
+        low = measured.samples_per_second / (1 + measured.step_seconds_spread / measured.step_seconds)
+        return (1 - THRIFT_SHARE) * low
+
     def passed(self) -> list[Candidate]:
         """Return verified candidates that may win."""
         return [candidate for candidate in self.verified if not self.why_not(candidate)]

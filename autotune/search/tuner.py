@@ -17,7 +17,7 @@ from autotune.executors.base import RESUME as RESUME_EFFORT
 from autotune.executors.base import SEARCH as SEARCH_EFFORT
 from autotune.executors.base import VERIFY as VERIFY_EFFORT
 from autotune.executors.base import Effort, Executor, Session
-from autotune.problem.candidate import MODEL_KNOBS, Candidate
+from autotune.problem.candidate import MODEL_KNOBS, Candidate, samples
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace
@@ -26,7 +26,7 @@ from autotune.search.certificate import Certifier
 from autotune.search.concurrency import PeerTrials, SearchWorkers
 from autotune.search.leaderboard import NOT_VERIFIED, Leaderboard, Measured, held_bytes
 from autotune.search.proposer import Proposal, Proposer
-from autotune.search.stopping import Stop, StopReason
+from autotune.search.stopping import Confidence, Stop, StopReason
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, set_attribute
 from autotune.util.units import format_duration
@@ -50,6 +50,7 @@ class SearchSummary:
     used_seconds: float
     measured: int = 0
     by_kind: Counter[str] = field(default_factory=Counter)
+    confidence: Confidence | None = None  # bound of the speed that is left; None without a measurement
 
 
 class Tuner:
@@ -117,7 +118,8 @@ class Tuner:
         self.trials.save_call(ended.sentence)
         counts = self.trials.counts
         used, measured = self.clock.used_seconds, counts[OutcomeKind.OK.value]
-        return SearchSummary(winner, verified, ended.sentence, self.cancelled(), used, measured, counts)
+        confidence = self.proposer.confidence()
+        return SearchSummary(winner, verified, ended.sentence, self.cancelled(), used, measured, counts, confidence)
 
     def _search_and_verify(self) -> tuple[Stop, Record | None, bool]:
         """Search and verify until neither can improve the result.
@@ -203,7 +205,8 @@ class SearchLoop:
             self._poll_peers()
             if (why := self.why_stop()) is not None:
                 return why
-            proposal = self.proposer.next()
+            clock = self.trials.clock
+            proposal = self.proposer.next(clock.left_seconds - clock.reserve_seconds)
             if proposal is None:
                 # the running trials' outcomes may open new candidates, or be lost and retried
                 if self.peers.running_elsewhere or self.workers.at_work:
@@ -258,6 +261,15 @@ class SearchLoop:
         if self.trials.store.tuners.shared or self.parallel:
             self.proposer.reserve([*self.peers.searching(), *self.workers.at_work])
 
+    def _effort(self, candidate: Candidate) -> Effort:
+        """Return the length of a trial, which ends early once the candidate cannot beat the best one."""
+        leaderboard = self.trials.leaderboard
+        if (best := leaderboard.best) is None:
+            return self.effort
+        slowest = leaderboard.least_winning_speed(best)
+        beaten = samples(self.proposer.job, candidate) / slowest
+        return dataclasses.replace(self.effort, beaten_step_seconds=beaten)
+
     def _session_name(self) -> str:
         return f"{len(self.trials.store.study.get_trials(deepcopy=False)):04d}"
 
@@ -271,9 +283,9 @@ class SearchLoop:
             with self.workers.device_section(candidate):
                 reserved = clock.reserve_seconds if self.trials.leaderboard.measured else 0.0
                 left = max(1.0, clock.left_seconds - reserved)
-                limit = self.proposer.trial_seconds(candidate)
+                limit, effort = self.proposer.trial_seconds(candidate), self._effort(candidate)
                 with self.workers.unlocked():
-                    outcome = session.measure(candidate, self.effort, min(left, limit))
+                    outcome = session.measure(candidate, effort, min(left, limit))
             self._tried += 1
             outcome = self.trials.end(number, candidate, outcome, SEARCH, limit, left)
         return outcome

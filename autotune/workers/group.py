@@ -60,7 +60,7 @@ class WorkerGroup:
         on_phase: Callable[[str], None] = lambda phase: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._hardware, self._policy, self._say = hardware, policy, say
+        self._hardware, self._policy = hardware, policy
         self._cancelled, self._on_message, self._on_phase = cancelled, on_message, on_phase
 
         self._store_host = launcher.store_host if isinstance(launcher, MultiHostLaunch) else ""

@@ -163,6 +163,8 @@ def test_nothing_fits_is_only_said_about_memory(tmp_path: Path) -> None:
     assert lines[0] == "no trial ended within the budget of 30.0 s, so nothing is known of memory; use --budget 2m"
     started = no_winner([], stop_reason=StopReason.BUDGET_USED.value, budget_seconds=12.0, used_seconds=31.0)
     assert started == ["no trial ran: the budget of 12.0 s ended during start-up (31.0 s); use --budget 60s"]
+    most = no_winner([], stop_reason=StopReason.BUDGET_USED.value, budget_seconds=50.0, used_seconds=44.5)[0]
+    assert most.startswith("no trial ran: start-up took 44.5 s of the budget of 50.0 s")
     assert no_winner([], stop_reason="interrupted") == ["no trial ran: interrupted"]
 
 

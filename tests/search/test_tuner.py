@@ -12,11 +12,11 @@ from autotune.executors.base import Effort
 from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
 from autotune.predict.predictor import Predictor, Prepared, Table
 from autotune.predict.trace import trace_job
-from autotune.problem.candidate import Candidate
+from autotune.problem.candidate import Candidate, samples
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.search.budget import too_short
-from autotune.search.leaderboard import Leaderboard, averaged, overlap
+from autotune.search.leaderboard import THRIFT_SHARE, Leaderboard, averaged, overlap
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY
@@ -24,6 +24,7 @@ from autotune.search.tuner import MACHINE_FAILURES, MAX_VERIFIED, SearchSummary,
 from autotune.util.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
 
+REAL_TABLES = Path(__file__).parents[2] / "benchmarks" / "data" / "landscapes_real"
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
 
@@ -117,6 +118,48 @@ class Scripted(ReplayExecutor):
                 return super().measure(candidate, effort, deadline_seconds)
 
         return Session(self, candidate)
+
+
+class Noting(ReplayExecutor):
+    """Notes the effort of each search trial, and the best speed before it."""
+
+    def __init__(self, landscape: Landscape) -> None:
+        super().__init__(landscape)
+        self.noted: list[tuple[float, float]] = []  # samples per second that a trial must reach, best measured before
+        self._best = 0.0
+
+    def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
+        session = super().session(candidate, name)
+        measure = session.measure
+
+        def noted(candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+            outcome = measure(candidate, effort, deadline_seconds)
+            if not effort.full:
+                self.noted.append((samples(self._job, candidate) / effort.beaten_step_seconds, self._best))
+            if outcome.measurement is not None:
+                self._best = max(self._best, outcome.measurement.samples_per_second)
+            return outcome
+
+        session.measure = noted  # type: ignore[method-assign]
+        return session
+
+
+def test_trials_end_early_below_what_could_win_by_speed_or_thrift(landscape: Landscape) -> None:
+    executor = Noting(landscape)
+    search(landscape, 1800, executor=executor)
+    assert executor.noted[0] == (0.0, 0.0), "nothing to be beaten by"
+    for least, best in executor.noted[1:]:
+        assert least == 0.0 if not best else 0.9 * best < least < (1 - THRIFT_SHARE) * best
+
+
+def test_short_budget_measures_four_candidates_and_verifies_a_winner() -> None:
+    """Two CPU ranks of real DeepSpeed, if imports take 5 of 30 seconds."""
+    for name in ("gemma_2xcpu", "llama-wide_2xcpu", "t5_2xcpu"):
+        result, executor, _ = search(load_landscape(REAL_TABLES / f"{name}.csv.gz"), 30, spent_seconds=5.0)
+        assert result.verified, name
+        measured = {candidate for _, candidate, kind in executor.ledger.trials if kind is OutcomeKind.OK}
+        assert len(measured) >= 4, name
+        assert executor.now() <= 25
 
 
 class QuicklyVerified(ReplayExecutor):

@@ -50,6 +50,7 @@ class Fakes:
         self.launcher = SpawnLauncher(self._environment, folder / "spawn.log")
         self.group: WorkerGroup | None = None
         self.ready: set[int] = set()
+        self.said: list[str] = []
 
     def make(
         self, policy: GroupPolicy, plan: dict[str, object] | None = None, **options: Callable[[], bool]
@@ -61,7 +62,8 @@ class Fakes:
                 self.ready.add(rank)
 
         meter = None if policy.may_exit else make_meter(self.hardware)
-        self.group = WorkerGroup(self.launcher, self.hardware, meter, policy, on_message=take, **options)
+        told = {"on_message": take, "say": self.said.append}
+        self.group = WorkerGroup(self.launcher, self.hardware, meter, policy, **told, **options)
         return self.group
 
     def run(self, policy: GroupPolicy, plan: dict[str, object] | None = None) -> tuple[WorkerGroup, WatchEnd]:
@@ -287,10 +289,10 @@ def test_ranks_that_save_after_a_signal_are_waited_for(
 
 
 class Suspended(Leaving):
-    """Two ranks that never leave, and say nothing once they are up; squad and clock of a loop that is stopped for a while."""
+    """Two ranks that never leave, and say nothing once they are up; workers and clock of a loop that is stopped for a while."""
 
-    lost = cut_off = ""
-    hung_up = False
+    lost_device = unreachable = ""
+    has_closed_channel = False
     numbers = (0, 1)
 
 
@@ -396,8 +398,6 @@ def test_what_the_kernel_does_not_let_go_is_said(fakes: Fakes, monkeypatch: pyte
     """SIGKILL is no end for a process that frees pinned memory, or sits in a dead driver."""
     group, stop = fakes.run(policy())
     assert stop is WatchEnd.ARRIVED
-    said: list[str] = []
-    group._say = said.append
     with monkeypatch.context() as patch:
         for name in ("KILL_GRACE_SECONDS", "KILL_SECONDS", "REAP_SECONDS"):
             patch.setattr(process_tree, name, 0.1)
@@ -406,10 +406,10 @@ def test_what_the_kernel_does_not_let_go_is_said(fakes: Fakes, monkeypatch: pyte
         patch.setattr(group, "tell", lambda kind: None)
         patch.setattr(Channel, "close", lambda channel: None)
         group.end()
-    assert len(said) == 2
+    assert len(fakes.said) == 2
     assert all(
         f"pid={pid}" in line and line.endswith("the kernel has not let it go")
-        for pid, line in zip(group.pids, said, strict=True)
+        for pid, line in zip(group.pids, fakes.said, strict=True)
     )
     group.kill()
     wait_until(lambda: len(group.statuses()) == 2, "the ranks' end")

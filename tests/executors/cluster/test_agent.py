@@ -294,7 +294,7 @@ def test_a_request_can_be_stopped_and_an_agent_that_fails_says_how(tmp_path: Pat
     wire = AgentConnection("n1", agent_words(), tmp_path / "n1.log")
     with closing(wire):
         wire.greet(60)
-        with pytest.raises(NodeDown, match="n1: its agent failed: AttributeError"):
+        with pytest.raises(NodeDown, match="n1: its agent failed: KeyError"):
             wire.ask("no_such_request", 60)
         with pytest.raises(OSError, match="node n1: "):
             wire.ask("peaks", 60)
