@@ -74,7 +74,7 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
         setup.hardware,
         best,
         stages,
-        "; ".join([*left_out, *predictor.notes()]),
+        "; ".join([*setup.faults, *left_out, *predictor.notes()]),
         tokens=setup.tokens,
         price=setup.price,
         host=_host_needs(setup, predictor, candidates),

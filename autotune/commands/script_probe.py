@@ -16,8 +16,9 @@ from autotune.errors import Stopped, UserError
 from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
-from autotune.problem.job import Script
-from autotune.problem.knobs import steps_on_gpu
+from autotune.problem.faults import own_facts, warnings
+from autotune.problem.job import Job, Script
+from autotune.problem.knobs import Circumstances, steps_on_gpu
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.script.argument_files import said
@@ -327,12 +328,19 @@ def after_probe(setup: Setup, probed: Probe) -> Setup:
     """Return the setup of a script after its probe run: its real job, and the remaining space and candidates."""
     job = job_of(probed.script, setup.hardware, setup.global_batch_size, free=setup.free_batch)
     space, notes = fitted(setup.space, job, setup.hardware)
+    notes = [*warnings_after_probe(setup, job), *notes]
     own, candidates = own_candidate(probed.script), tuple(space.candidates(job))
     if own not in candidates:
         candidates = (*candidates, own)
     return dataclasses.replace(
         setup, job=job, space=_with_values(space, own), candidates=candidates, notes=(*setup.notes, *notes)
     )
+
+
+def warnings_after_probe(setup: Setup, job: Job) -> list[str]:
+    """Return the known faults of the script's own training that its config alone did not show."""
+    deepspeed = Circumstances.of(job, setup.hardware).deepspeed
+    return [line for line in warnings(own_facts(job), deepspeed) if line not in setup.warnings]
 
 
 def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:

@@ -23,6 +23,7 @@ class PlanSetup:
     job: Job
     hardware: Hardware
     space: SearchSpace
+    faults: tuple[str, ...] = ()  # known faults of the installed DeepSpeed that concern the job, for display
     tokens: float = TOKENS  # tokens of the whole training, for its hours and cost
     price: Price | None = None  # of one of these GPUs
     host_assumed: bool = False  # main memory was neither measured nor typed
@@ -41,6 +42,7 @@ class Setup:
     space: SearchSpace
     candidates: tuple[Candidate, ...]
     notes: tuple[str, ...]  # for display, before the search
+    warnings: tuple[str, ...] = ()  # known faults of the user's own config, for display before anything runs
     landscape: Landscape | None  # the recorded table to search; None: machines are used
     nodes: Cluster | None = None  # the machines, reached; None: this one
     slots: tuple[Slot, ...] = ()  # for parallel candidates, the first on `hardware`; empty: one candidate at a time
