@@ -267,6 +267,8 @@ def plan(
         show_comparison(made, console())
     else:
         show_plan(made[0], console())
+    if not any(one.best for one in made):
+        raise typer.Exit(3)
 
 
 @app.command()

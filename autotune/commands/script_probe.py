@@ -23,6 +23,7 @@ from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.script.argument_files import said
 from autotune.script.profile import (
+    BY_HAND,
     CALL,
     EARLIER,
     KEPT,
@@ -122,8 +123,6 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
     elif profile["checkpointed"] and not profile["checkpointing"]:
         say("its activation checkpointing cannot be switched off: it stays on")
     note = batch_note(executor, dataclasses.replace(script, profile=profile), seconds)
-    if note and facts.get("counted_by") and not facts["fed"]:
-        raise UserError(note)  # The number of rows changes between steps, and no evidence shows that this is intended.
     if note:
         say(f"{note}; its batch is left as it is, and all else is tuned")
         profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)
@@ -205,6 +204,7 @@ def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any
     if baseline.measurement is None:
         return baseline
     times = profile["micro_batch"] * profile["accumulation"] / (facts["micro_batch"] * facts["accumulation"])
+    times *= profile.get(BY_HAND, 1)
     speed = baseline.measurement.samples_per_second * times
     return dataclasses.replace(
         baseline, measurement=dataclasses.replace(baseline.measurement, samples_per_second=speed)
@@ -309,7 +309,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
     kept |= {key: facts[key] for key in named if facts.get(key)}
     if facts.get("evaluating"):  # transformers' layers do not checkpoint in evaluation mode
         kept |= {"checkpointing": False, "checkpointed": False, "evaluating": True}
-    samples = batch["micro_batch"] * batch["accumulation"]
+    samples = batch["micro_batch"] * batch["accumulation"] * batch.get(BY_HAND, 1)
     saved = facts.get("saved_bytes") if batch["counted"] else None
     kept |= batch
     if not own:

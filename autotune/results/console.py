@@ -273,8 +273,13 @@ DOUBTFUL = 0.5  # share of a step's seconds; half the 95 % interval above it mak
 
 def speed(measured: Measurement) -> str:
     """Return the text of a throughput."""
-    tokens = format_count(measured.tokens_per_second)
-    return f"{measured.samples_per_second:.4g} samples/s ({tokens.strip()} tokens/s)"
+    tokens = f" ({format_count(measured.tokens_per_second).strip()} tokens/s)" if _has_tokens(measured) else ""
+    return f"{measured.samples_per_second:.4g} samples/s{tokens}"
+
+
+def _has_tokens(measured: Measurement) -> bool:
+    """Return False for batches without sequences (images), which have no tokens or one a sample."""
+    return measured.tokens_per_second > 1.001 * measured.samples_per_second
 
 
 def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hardware) -> list[str]:
@@ -287,7 +292,8 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
     free = 100 * (1 - measured.peak_bytes / hardware.capacity_bytes)
     lines = [
         f"winner: {record.candidate}",
-        f"  {speed(measured)}, ±{spread:.1f} %; a GPU: {samples:.4g} samples/s, {tokens:.5g} tokens/s",
+        f"  {speed(measured)}, ±{spread:.1f} %; a GPU: {samples:.4g} samples/s"
+        + (f", {tokens:.5g} tokens/s" if _has_tokens(measured) else ""),
         f"  step {format_duration(measured.step_seconds)}; peak {format_bytes(measured.peak_bytes)} of "
         f"{format_bytes(hardware.capacity_bytes)} ({free:.0f} % free, headroom {100 * hardware.headroom:.0f} %)",
     ]
@@ -315,12 +321,20 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
         )
     own = next((r.candidate for r in records if r.note == AS_IS), None)
     if own is not None and own in times:
-        lines.append(f"  {times[own]:.2f}x {AS_IS}: {own}{unlike_steps(own, record.candidate, job)}")
+        pair = measured_alike(record, records)[own]
+        lines.append(f"  {times[own]:.2f}x {AS_IS}: {own}{unlike_steps(own, record.candidate, job)}{_basis(measured, *pair)}")
     elif own == record.candidate:
         lines.append(f"  {AS_IS} has this config already")
     if other := other_batch(record.candidate, job):
         lines.append(f"  {other}")
     return [*lines, *(f"  it {line}" for line in lossy_settings(record.candidate, job))]
+
+
+def _basis(shown: Measurement, mine: Measurement, theirs: Measurement) -> str:
+    """Return the two speeds of a ratio, if the winner's shown speed is another measurement's."""
+    if mine is shown:
+        return ""
+    return f" (in the search: {mine.samples_per_second:.4g} against {theirs.samples_per_second:.4g} samples/s)"
 
 
 def unlike_steps(own: Candidate, winner: Candidate, job: Job) -> str:

@@ -344,8 +344,12 @@ def _leaves(value: Any, name: str = "", depth: int = 5) -> Iterator[tuple[str, A
     elif isinstance(value, torch.nn.Module | str | bytes) or not depth:
         return
     elif isinstance(value, Mapping):
+        columns = _are_columns(value)
         for key, inner in value.items():
-            yield from _leaves(inner, str(key), depth - 1)
+            if columns and isinstance(inner[0], torch.Tensor):
+                yield str(key), list(inner)
+            else:
+                yield from _leaves(inner, str(key), depth - 1)
     elif isinstance(value, list | tuple):
         if _are_samples(value):
             yield name, list(value)
@@ -354,6 +358,14 @@ def _leaves(value: Any, name: str = "", depth: int = 5) -> Iterator[tuple[str, A
             yield from _leaves(inner, name, depth - 1)
     elif hasattr(value, "__dict__"):  # a batch of the script's own class
         yield from _leaves(vars(value), name, depth - 1)
+
+
+def _are_columns(value: Mapping[Any, Any]) -> bool:
+    """Return True if a mapping holds columns of a batch: several lists of one length, a list of texts among them."""
+    lists = list(value.values())
+    if len(lists) < 2 or not all(isinstance(one, list | tuple) and one for one in lists):
+        return False
+    return len({len(one) for one in lists}) == 1 and any(all(isinstance(i, str) for i in one) for one in lists)
 
 
 def _are_samples(values: Sequence[Any]) -> bool:
