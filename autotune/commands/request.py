@@ -311,8 +311,8 @@ def _own_config(path: Path, said: str = "--ds-config") -> dict[str, Any]:
         UserError: see `load_ds_config`; or it has a key that the installed DeepSpeed refuses by its presence.
     """
     config = load_ds_config(path, said)
-    for key, trouble in removed_keys(config, _deepspeed()):
-        raise UserError(f"{path}: {key}: {trouble}")
+    for key, why in removed_keys(config, _deepspeed()):
+        raise UserError(f"{path}: {key}: {why}")
     return config
 
 

@@ -26,6 +26,7 @@ from autotune.script.profile import (
     BY_HAND,
     CALL,
     EARLIER,
+    FOUND,
     KEPT,
     OPS,
     SPLIT,
@@ -41,6 +42,7 @@ from autotune.script.profile import (
     own_candidate,
 )
 from autotune.script.recorded import RecordedItem, profile_names
+from autotune.script.script import LOCAL_RANK_FLAGS, carries_knob, with_flag
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
 from autotune.util.files import write_atomically
 from autotune.util.units import format_duration
@@ -99,7 +101,7 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
         changed = edited_since(profile.get(SOURCES, {}), script.cwd)
         if known["key"] == key and believed and not changed and not _counted_otherwise(profile):
             baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
-            return Probe(dataclasses.replace(script, profile=profile), baseline)
+            return Probe(_mapped(script, profile), baseline)
     say(f"running {script.name} as it is, to learn what it trains")
     baseline, facts = _try(executor, Candidate(()), "probe", seconds)
     measured = None if baseline.kind.is_oom else baseline
@@ -122,10 +124,16 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
         )
     elif profile["checkpointed"] and not profile["checkpointing"]:
         say("its activation checkpointing cannot be switched off: it stays on")
-    note = batch_note(executor, dataclasses.replace(script, profile=profile), seconds)
+    if own and (found_flags := flags_found(executor, dataclasses.replace(script, profile=profile), facts, seconds)):
+        profile[FOUND] = found_flags
+        for knob, flag in found_flags.items():
+            say(
+                f"{flag} {facts['integers'][flag]} is its {_NAMED[knob]}: candidates set it (--map {knob}=--FLAG names another)"
+            )
+    note = batch_note(executor, _mapped(script, profile), seconds)
     if note:
         say(f"{note}; its batch is left as it is, and all else is tuned")
-        profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)
+        profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)  # without flags: nothing sets its batch
         if not own:  # the script's steps were not counted
             profile |= {"held": {}, "beside": dict.fromkeys(profile.get("beside", {}), 0)}
     profile["batch_note"] = note
@@ -134,7 +142,13 @@ def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float,
     if measured is not None:
         measured = _counted_as(measured, facts, profile)
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
-    return Probe(dataclasses.replace(script, profile=profile), measured, json.dumps(kept, indent=1))
+    return Probe(_mapped(script, profile), measured, json.dumps(kept, indent=1))
+
+
+def _mapped(script: Script, profile: dict[str, Any]) -> Script:
+    """Return the script with its profile, and with the flags that were found to carry knobs."""
+    flags = dict(profile.get(FOUND, {})) | dict(script.flags)
+    return dataclasses.replace(script, profile=profile, flags=tuple(flags.items()))
 
 
 def remember(probed: Probe, folder: Path) -> None:
@@ -355,6 +369,74 @@ def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:
     return dataclasses.replace(space, knobs=knobs)
 
 
+# -- flags that carry the batch ----------------------------------------------------------------------------------------
+#
+# Find flags without `--map`: each integer flag with the value of the micro-batch or the accumulation gets another value, all in one
+# short run of the script. The batch of its steps then shows the role of each flag.
+
+_NAMED = {MICRO_BATCH: "micro-batch", ACCUMULATION: "accumulation"}
+_MOST_FLAGS = 6  # flags that get another value at once
+_TIMES = (2, 3, 5, 7, 11, 13)  # their values' multiples: distinct, and divisible by what they were
+
+
+def flags_found(executor: LocalExecutor, script: Script, facts: dict[str, Any], seconds: float) -> dict[str, str]:
+    """Return the flags that carry the micro-batch or the accumulation, by knob, of those that no known flag carries.
+
+    Args:
+        facts: of the probe run.
+
+    Raises:
+        Stopped: the user stopped the tuner.
+    """
+    seen = script.profile
+    if seen["through_arguments"] or not Counted.of(seen).unit or not facts.get("rows") or not facts.get("micros"):
+        return {}
+    own = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: seen["accumulation"]}
+    wanted = [knob for knob in own if not carries_knob(script, knob)]
+    taken = {*dict(script.flags).values(), *LOCAL_RANK_FLAGS}
+    integers = {flag: value for flag, value in facts.get("integers", {}).items() if flag not in taken}
+    # An accumulation of 1 alone would try each flag that happens to be 1.
+    for knobs in (wanted, wanted[:1]) if len(wanted) > 1 else (wanted,):
+        options = {flag: value for flag, value in integers.items() if value in [own[knob] for knob in knobs]}
+        if (MICRO_BATCH in knobs and own[MICRO_BATCH] not in options.values()) or not 0 < len(options) <= _MOST_FLAGS:
+            continue
+        halved = len(options) == 1 and own[MICRO_BATCH] % 2 == 0  # needs least memory
+        changed = {
+            flag: value // 2 if halved else value * times
+            for (flag, value), times in zip(options.items(), _TIMES, strict=False)
+        }
+        now = _batch_with(executor, script, facts, changed, seconds)
+        if now is not None:
+            carriers = {
+                knob: [flag for flag, value in changed.items() if value == now[knob] != own[knob]] for knob in knobs
+            }
+            return {knob: flags[0] for knob, flags in carriers.items() if len(flags) == 1}
+    return {}
+
+
+def _batch_with(
+    executor: LocalExecutor, script: Script, facts: dict[str, Any], flags: dict[str, int], seconds: float
+) -> dict[str, float] | None:
+    """Return the batch of the script's own steps with these values of its flags, by knob; None if it does not run with them."""
+    argv = list(script.argv)
+    for flag, value in flags.items():
+        argv = with_flag(argv, flag, value)
+    typed = dataclasses.replace(script, argv=tuple(argv), profile={})
+    before, executor.job = executor.job, dataclasses.replace(executor.job, script=typed)
+    try:
+        with closing(executor.session(Candidate(()), "probe-flags")) as session:
+            outcome = session.measure(Candidate(()), _TWO_STEPS, seconds)
+    finally:
+        executor.job = before
+    if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
+        raise Stopped("stopped before it was known which flags carry the script's batch")
+    now = session.facts
+    if not outcome.ok or not now.get("rows") or not now.get("micros"):
+        return None
+    rows_of_one = facts["rows"] / (facts["micros"] * script.profile["micro_batch"])
+    return {MICRO_BATCH: now["rows"] / now["micros"] / rows_of_one, ACCUMULATION: now["accumulation"]}
+
+
 # -- batch check -------------------------------------------------------------------------------------------------------
 #
 # Batch check: run a user's script with another batch before the search, to see that it honours a batch size.
@@ -388,7 +470,8 @@ def batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
     if first.source is not Source.BATCH:
         return f"told another batch ({other}), {script.target} fails: {first.reason}"
     disobeys = all(one.source is Source.BATCH and _samples(told) == _samples(own) for told, one in refused)
-    if disobeys and {MICRO_BATCH, ACCUMULATION} & dict(script.flags).keys():
+    typed = dict(script.flags).keys() - script.profile.get(FOUND, {}).keys()
+    if disobeys and {MICRO_BATCH, ACCUMULATION} & typed:
         raise UserError(first.reason)
     return first.reason
 

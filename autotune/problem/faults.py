@@ -1,7 +1,7 @@
 """Known faults of DeepSpeed by version, and the keys that it refuses by their mere presence.
 
-`data/deepspeed_faults.json` is the table. A fault holds for a training if every condition in its `when` holds for the facts of that
-training (`facts_of`). A condition is a list of allowed values, or `{"from": N}` for a number of at least N.
+`data/deepspeed_faults.json` is the table. A fault holds for a training if every condition in its `when` holds for the facts of
+that training (`facts_of`). A condition is a list of allowed values, or `{"from": N}` for a number of at least N.
 """
 
 from __future__ import annotations

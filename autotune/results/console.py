@@ -33,7 +33,16 @@ from autotune.results.export import (
 from autotune.results.tables import DataTable
 from autotune.script.command_line import framework_of
 from autotune.script.profile import SPLIT, other_batch
-from autotune.script.script import RELAUNCHED, carried, carries_knob, half_told, training_command, typed, variables_for
+from autotune.script.script import (
+    RELAUNCHED,
+    carried,
+    carries_knob,
+    flags_to_give,
+    half_told,
+    training_command,
+    typed,
+    variables_for,
+)
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, SEARCH, VERIFY, Record, resumed_peak_bytes, uncollected
 from autotune.search.tuner import comparable_trials
@@ -322,7 +331,9 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
     own = next((r.candidate for r in records if r.note == AS_IS), None)
     if own is not None and own in times:
         pair = measured_alike(record, records)[own]
-        lines.append(f"  {times[own]:.2f}x {AS_IS}: {own}{unlike_steps(own, record.candidate, job)}{_basis(measured, *pair)}")
+        lines.append(
+            f"  {times[own]:.2f}x {AS_IS}: {own}{unlike_steps(own, record.candidate, job)}{_basis(measured, *pair)}"
+        )
     elif own == record.candidate:
         lines.append(f"  {AS_IS} has this config already")
     if other := other_batch(record.candidate, job):
@@ -424,6 +435,8 @@ def train_with(
     else:
         commands = [("train with", watched)]
         instead = f"or put {config} where the script has its own config"
+        if given := flags_to_give(job.script, winner):
+            instead += f", and give it {shlex.join(given)}"
         if under_lightning(job.script) and not job.script.holds_batch:
             hints += [f"  {lightnings_own(winner)}"]
     hints += [f"  {line}" for line in _checkpointing(winner, job, job.script)]
@@ -433,7 +446,7 @@ def train_with(
     if started not in (0, per_node) and not job.script.launcher and framework_of(job.script) is None:
         hints += [f"  it starts its own ranks: have it start {per_node}"]
     loads = job.script.profile["loader_prepared"] and not job.script.holds_batch
-    if loads and not dict(job.script.flags).get(MICRO_BATCH):
+    if loads and not carries_knob(job.script, MICRO_BATCH):
         size = winner.micro_batch * (job.ranks if job.script.profile.get(SPLIT) else 1)
         hints += [f"  with batch_size={size} in its data loader, which no config reaches"]
     if half := half_told(job.script, winner):

@@ -50,8 +50,10 @@ def left_of(job: Job, deepspeed: tuple[int, ...]) -> tuple[set[int], list[str]]:
 def test_stages_that_drop_hand_accumulated_gradients_are_left_out_with_the_reason() -> None:
     left, (line,) = left_of(job_with(), READ)
     assert left == {0, 3}
-    assert line.startswith("stages 1 and 2 with several backwards in one step") and line.endswith("left out")
-    assert "only the last backward counts" in line and "deepspeed 0.19.8" in line
+    assert line.startswith("stages 1 and 2 with several backwards in one step")
+    assert line.endswith("left out")
+    assert "only the last backward counts" in line
+    assert "deepspeed 0.19.8" in line
     assert left_of(job_with(micros_per_accumulation=1.0), READ) == ({0, 1, 2, 3}, [])
 
 
@@ -63,13 +65,15 @@ def test_a_fault_of_the_own_config_leaves_nothing_out_and_is_a_warning() -> None
     assert warnings(own_facts(job_with()), READ) == []
 
 
-@pytest.mark.parametrize(("deepspeed", "faulty"), [("0.17.5", False), ("0.17.6", True), ("0.18.2", True), ("0.18.3", False)])
+@pytest.mark.parametrize(
+    ("deepspeed", "faulty"), [("0.17.5", False), ("0.17.6", True), ("0.18.2", True), ("0.18.3", False)]
+)
 def test_a_fault_holds_in_its_versions_only(deepspeed: str, faulty: bool) -> None:
     job = job_with(micros_per_accumulation=1.0)
     space, lines = STAGES.without_faults(job, release(deepspeed))
     pairs = {(candidate.stage, candidate.accumulation) for candidate in space.candidates(job)}
     assert ((2, 4) not in pairs) == faulty == bool(lines)
-    assert (2, 1) in pairs and (1, 4) in pairs  # the condition is on stage and accumulation together
+    assert {(2, 1), (1, 4)} <= pairs  # the condition is on stage and accumulation together
 
 
 def test_a_named_model_of_this_deepspeed_loses_no_candidate() -> None:
@@ -82,9 +86,13 @@ def test_every_row_is_complete_and_its_conditions_are_facts_that_exist() -> None
     job = job_with(zero_init=True, boundary_by_hand=True)
     known = set(facts_of({"data_types": {"grad_accum_dtype": "fp32"}}, job)) | {"compiled"}
     for fault in known_faults():
-        assert fault.setting and fault.effect and fault.source and fault.known in ("measured", "read", "reported")
+        assert fault.setting
+        assert fault.effect
+        assert fault.source
+        assert fault.known in ("measured", "read", "reported")
         assert set(fault.when) - known <= {"module_reused", "grad_changed_by_hand"}, fault.setting  # seen by no probe
-    assert "optimizer" in known and "fused_optimizer" in known
+    assert "optimizer" in known
+    assert "fused_optimizer" in known
 
 
 def test_an_unknown_fact_neither_excludes_nor_acquits() -> None:
@@ -95,7 +103,8 @@ def test_an_unknown_fact_neither_excludes_nor_acquits() -> None:
         True,
     )
     facts = facts_of({"gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"}})
-    assert "accumulation" not in facts and "precision" not in facts
+    assert "accumulation" not in facts
+    assert "precision" not in facts
 
 
 # -- installed DeepSpeed -----------------------------------------------------------------------------------------------
@@ -133,9 +142,9 @@ def test_the_table_agrees_with_the_installed_deepspeed() -> None:
     apart = apart_on_two_ranks([*(setting for _, setting in faults), *right])
     bf16_at_0 = {"stage": 0, "precision": "bf16", "fused_optimizer": False}
     for (fault, setting), distance in zip(faults, apart, strict=False):
-        shown = fault.concerns(INSTALLED) or (setting == bf16_at_0 and any(
-            other.concerns(INSTALLED) for other, one in faults if one == bf16_at_0
-        ))
+        shown = fault.concerns(INSTALLED) or (
+            setting == bf16_at_0 and any(other.concerns(INSTALLED) for other, one in faults if one == bf16_at_0)
+        )
         assert (distance > NEAR) == shown, (fault.setting, setting, distance)
     assert max(apart[len(faults) :]) < NEAR
 

@@ -530,9 +530,7 @@ def test_the_rows_of_an_engine_beside_the_first() -> None:
     assert usual([4, 6, 4]) == usual([4, 1, 4, 1]) == usual([0, 0]) == 0
 
 
-@pytest.mark.parametrize(
-    ("rows", "usually"), [([8] * 5, 8), ([8, 8, 3, 8], 8), ([8, 9, 8], 0), ([8, 3, 8, 3], 0)]
-)
+@pytest.mark.parametrize(("rows", "usually"), [([8] * 5, 8), ([8, 8, 3, 8], 8), ([8, 9, 8], 0), ([8, 3, 8, 3], 0)])
 def test_a_script_whose_batch_changes(rows: list[int], usually: int) -> None:
     assert usual(rows) == usually
 

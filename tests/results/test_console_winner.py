@@ -38,7 +38,10 @@ def test_the_margin_compares_what_was_measured_alike() -> None:
     own = record(5, SEARCH, 8, 200.0, AS_IS)
     last = winner_lines(slowed, [*searched, slowed, own], make_job(), hardware)[-1]
     other = "(in tokens/s: its steps are of 16 samples, the winner's of 2)"
-    assert last == f"  2.00x the script as it is: {make_candidate(0, 8)} {other} (in the search: 400 against 200 samples/s)"
+    assert (
+        last
+        == f"  2.00x the script as it is: {make_candidate(0, 8)} {other} (in the search: 400 against 200 samples/s)"
+    )
     alike = Record(5, make_candidate(1, 1), own.outcome, SEARCH, AS_IS)
     last = winner_lines(slowed, [*searched, slowed, alike], make_job(), hardware)[-1]
     assert last == f"  2.00x the script as it is: {make_candidate(1, 1)}"

@@ -177,6 +177,7 @@ class Context:
     relaunched: int = 0  # number of ranks that the script would have started; 1 if unknown
     flags: set[str] = field(default_factory=set)  # flags of `script.script.FLAGS` that the script's parsers have
     spellings: dict[str, list[str | None]] = field(default_factory=dict)  # flag -> [no, yes], see `hooks.arguments`
+    integers: dict[str, int] = field(default_factory=dict)  # positive integers of the script's parsers, by flag
     said: dict[str, list[int]] = field(default_factory=dict)  # values in the script's arguments and loaders, by knob
     beside: list[Any] = field(default_factory=list)  # engines with an optimizer, made after the one that trains
     earlier: list[Any] = field(default_factory=list)  # engines made before the one that trains, see `hooks.election`
