@@ -520,11 +520,11 @@ def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = Tru
             raise UserError(f"{why}; leave it out of `fixed`, or give it what it needs")
         notes.append(f"{why}: left out")
         del knobs[name]
-    left = dataclasses.replace(own, knobs=knobs)
+    whole = dataclasses.replace(own, knobs=knobs)
     if not here:
-        return Fitted(left, notes)
-    left, faults = left.without_faults(job, around.deepspeed)
-    return Fitted(left, [*notes, *faults])
+        return Fitted(whole, notes)
+    without, faults = whole.without_faults(job, around.deepspeed)
+    return Fitted(without, [*notes, *faults])
 
 
 def _check_own(around: Circumstances) -> None:
