@@ -44,7 +44,7 @@ def tune(command: list[str] | None = None, *, quiet: bool = False, **options: An
     from autotune.commands.request import request_of
     from autotune.commands.run import run_study
 
-    return run_study(request_of(command, options, ["quiet"]), Console(quiet=quiet), quiet=quiet)
+    return run_study(request_of("run", command, options, "quiet"), Console(quiet=quiet), quiet=quiet)
 
 
 def open_study(study: str, storage: str | None = None) -> StudyStore:
@@ -103,7 +103,7 @@ def launch(study: str, command: list[str], **options: Any) -> LaunchSummary:
     from autotune.commands.request import request_of
 
     say = options.pop("say", print)
-    return launch_training(request_of(command, options, ["say"], study=study), say)
+    return launch_training(request_of("launch", command, options, "say", study=study), say)
 
 
 def __getattr__(name: str) -> Any:

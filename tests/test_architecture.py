@@ -65,3 +65,13 @@ def test_every_file_that_is_named_is_there() -> None:
         if any(f"/{module}".endswith(f"/{name}") for module in MODULES)
     }
     assert {name for name in set(_NAME.findall(ARCHITECTURE)) - ends if not (ROOT / name).exists()} == set()
+
+
+def test_commands_pass_all_that_objects_need_to_their_constructors() -> None:
+    """A command composes executors, clusters and observers. None is changed after its construction, nor asked for its class."""
+    for path in sorted(path for folder in ("commands", "cli") for path in (ROOT / "autotune" / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and not node.attr.startswith("__"):
+                assert ast.unparse(node.value) == "self", f"{path}:{node.lineno} sets {ast.unparse(node)}"
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                assert "Executor" not in ast.unparse(node.args[1]), f"{path}:{node.lineno} asks for an executor's class"

@@ -51,7 +51,8 @@ def test_a_model_by_its_name(copied: Path) -> None:
     runs = folder / "runs" / "named-model"
     assert json.loads((runs / "named-model.json").read_text())["train_batch_size"] == 8
     assert (runs / "named-model.training_arguments.json").exists()
-    assert "tiny-llama" not in (runs / "confidential.html").read_text()
+    assert "tiny-llama" in (runs / "named-model.html").read_text()
+    assert str(folder) not in (runs / "share.json").read_text()
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from autotune.commands.request import Request, launch_setup
+from autotune.commands.request import Request
 from autotune.commands.script_probe import Probe
+from autotune.commands.setup import launch_setup
 from autotune.problem.candidate import Candidate
 from autotune.script.argument_writer import winners_files
 from autotune.script.parse_command import read_command

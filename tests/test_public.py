@@ -15,7 +15,7 @@ import autotune
 from autotune.commands import run
 from autotune.commands.request import Request
 from autotune.errors import UserError
-from autotune.util.units import parse_bytes, parse_count, parse_duration, parse_share
+from autotune.util.units import parse_bytes, parse_duration, parse_share
 
 ROOT = Path(__file__).parent.parent
 
@@ -81,12 +81,11 @@ def tuned(monkeypatch: pytest.MonkeyPatch, *command: Any, **options: Any) -> Req
 
 def test_tune_takes_pythons_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number is what the same number means on the command line."""
-    found = tuned(monkeypatch, budget=600, headroom=0.1, tolerance=np.float64(0.01), memory_cap=2**34, tokens=1e9)
+    found = tuned(monkeypatch, budget=600, headroom=0.1, tolerance=np.float64(0.01), memory_cap=2**34)
     assert parse_duration(found.budget) == 600
     assert parse_share(found.headroom or "") == 0.1
     assert parse_share(found.tolerance) == 0.01
     assert parse_bytes(found.memory_cap or "") == 2**34
-    assert parse_count(found.tokens or "", "--tokens") == 1e9
     assert parse_duration(tuned(monkeypatch, budget=90.5).budget) == 90.5
     assert parse_bytes(tuned(monkeypatch, memory_cap=1e17).memory_cap or "") == 10**17
     assert parse_share(tuned(monkeypatch, headroom=0).headroom or "") == 0
@@ -120,7 +119,9 @@ def test_tune_takes_pythons_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, {"out": 3}, "out: expected a path, found 3"),
         (None, {"out": "a\0b"}, "out: expected one line of text"),
         (None, {"exhaustive": "no"}, "exhaustive: expected True or False, found 'no'"),
-        (None, {"price": "cheap"}, "price: expected a number, found 'cheap'"),
+        (None, {"tokens": 1e9}, "no option 'tokens'"),  # of `plan`
+        (None, {"max_restarts": 1}, "no option 'max_restarts'"),  # of `launch`
+        (None, {"as_json": True}, "no option 'as_json'"),  # of the command line
         (None, {"maps": "a=--b"}, "maps: expected a list of texts, found 'a=--b'"),
         (None, {"budgett": "5m"}, "no option 'budgett'; did you mean budget"),
         (None, {"attn": "sdpa"}, "no option 'attn'; did you mean attention"),

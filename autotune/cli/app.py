@@ -5,191 +5,45 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from autotune._version import __version__
 from autotune.cli.machine_commands import agent, doctor, models
-from autotune.cli.options import (
-    STORAGE_VARIABLE,
-    Account,
-    Attention,
-    Budget,
-    Compare,
-    Compiled,
-    Convert,
-    Device,
-    DsConfig,
-    Exclude,
-    Executor,
-    Exhaustive,
-    Exports,
-    Force,
-    GlobalBatchSize,
-    Gpu,
-    GpuCount,
-    Gpus,
-    HangTimeout,
-    Headroom,
-    Hostfile,
-    HostMemory,
-    ImageSize,
-    Include,
-    Interface,
-    Isolation,
-    Json,
-    LaunchWords,
-    Lengths,
-    Lora,
-    Maps,
-    MaxRestarts,
-    MaxTrials,
-    MemoryCap,
-    Model,
-    NodeCount,
-    Nodes,
-    NoGallery,
-    Optimizer,
-    Packed,
-    Parallel,
-    ParallelOffload,
-    Partition,
-    PlannedModel,
-    Precision,
-    Price,
-    Python,
-    RayAddress,
-    ScriptWords,
-    Seed,
-    SeqLen,
-    SlurmOptions,
-    SlurmTime,
-    Space,
-    Storage,
-    StudyName,
-    Sync,
-    Task,
-    Tokens,
-    Tolerance,
-    Trust,
-    TrustRemoteCode,
-    Unprotected,
-    WinnerFile,
-    Workload,
-    WorstCase,
-    Yes,
-    asking,
-    console,
-    emit,
-    fail,
-    load_numpy,
-    of_a_database,
-    option,
-    say,
-    typed_command,
-)
+from autotune.cli.options import asking, console, emit, fail, of_a_database, option, say, takes_request, typed_command
 from autotune.cli.study_commands import export, gallery_app, record, report, share, show, spaces_app
+from autotune.commands.request import STORAGE_VARIABLE, Request
 from autotune.errors import MachineTrouble, NothingFits, Stopped, UserError
 from autotune.masking import learn_environment
 from autotune.util.streams import is_watched, lasting_streams
-
-if TYPE_CHECKING:
-    from autotune.commands.request import Request
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="Finds the fastest DeepSpeed config that fits your GPUs, by measuring it.",
+    rich_markup_mode="rich",  # panels; texts of users are not part of any help
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Find the fastest DeepSpeed config that fits your GPUs, by measuring it.",
 )
 app.add_typer(spaces_app, name="spaces")
 app.add_typer(gallery_app, name="gallery")
-
-
-def typed(parameters: dict[str, Any]) -> Request:
-    """Return the Request of a command's `locals()`, whose parameters have the names of its fields.
-
-    None keeps a field's default.
-    """
-    load_numpy()
-    from autotune.commands.request import Request
-
-    os.environ.pop(STORAGE_VARIABLE, None)  # already read, and ranks need no password
-    fields = {field.name for field in dataclasses.fields(Request)}
-    return Request(**{name: value for name, value in parameters.items() if name in fields and value is not None})
 
 
 # -- commands ------------------------------------------------------------------------------------------------------------
 
 
 @app.command()
-def run(
-    script: ScriptWords = None,
-    model: Model = None,
-    gpus: Gpus = None,
-    parallel: Parallel = 1,
-    parallel_offload: ParallelOffload = False,
-    budget: Budget = "30m",
-    device: Device = "auto",
-    seq_len: SeqLen = None,
-    precision: Precision = None,
-    optimizer: Optimizer = "adamw",
-    global_batch_size: GlobalBatchSize = None,
-    ds_config: DsConfig = None,
-    space: Space = None,
-    memory_cap: MemoryCap = None,
-    headroom: Headroom = None,
-    study: StudyName = None,
-    storage: Storage = None,
-    seed: Seed = 0,
-    max_trials: MaxTrials = None,
-    out: WinnerFile = None,
-    isolation: Isolation = "fork",
-    python: Python = None,
-    task: Task = None,
-    image_size: ImageSize = None,
-    trust_remote_code: TrustRemoteCode = False,
-    tolerance: Tolerance = "1%",
-    exhaustive: Exhaustive = False,
-    executor: Executor = "local",
-    hostfile: Hostfile = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    nodes: NodeCount = None,
-    ray_address: RayAddress = None,
-    sync: Sync = False,
-    interface: Interface = None,
-    exports: Exports = None,
-    partition: Partition = None,
-    account: Account = None,
-    time: SlurmTime = None,
-    slurm: SlurmOptions = None,
-    maps: Maps = None,
-    worst_case: WorstCase = False,
-    lora: Lora = None,
-    attention: Attention = None,
-    compiled: Compiled = False,
-    workload: Workload = None,
-    lengths: Lengths = None,
-    packed: Packed = False,
-    no_gallery: NoGallery = False,
-    force: Force = False,
-    unprotected: Unprotected = False,
-    trust: Trust = False,
-    yes: Yes = False,
-    as_json: Json = False,
-) -> None:
-    """Tune, verify and export; run again with the same study to go on."""
-    request = dataclasses.replace(typed(locals()), command=typed_command())
-    if executor == "slurm":
-        _in_one_job(request, partition=partition, account=account, time=time, more=slurm or [])
-    _tune(request, yes, as_json)
+@takes_request
+def run(request: Request) -> None:
+    """Tune, verify and export. The same study resumes."""
+    request = dataclasses.replace(request, command=typed_command())
+    if request.executor == "slurm":
+        _in_one_job(request)
+    _tune(request)
 
 
-def _in_one_job(request: Request, **where: Any) -> None:
+def _in_one_job(request: Request) -> None:
     """Outside of a Slurm allocation, run this command in one and exit with its code."""
     from autotune.commands.slurm_submit import options_of, outside, submit, words_without_password
 
@@ -197,16 +51,28 @@ def _in_one_job(request: Request, **where: Any) -> None:
         words, _ = words_without_password(sys.argv[1:])
         if request.storage:
             os.environ[STORAGE_VARIABLE] = request.storage  # sbatch passes it on; the words are stored in a file
-        options = options_of(nodes=request.nodes, gpus=request.gpus, device=request.device, **where)
-        raise typer.Exit(
-            submit(words, options, request.runs / "slurm", say, needs=[STORAGE_VARIABLE] if request.storage else [])
+        options = options_of(
+            nodes=request.nodes,
+            gpus=request.gpus,
+            device=request.device,
+            partition=request.partition,
+            account=request.account,
+            time=request.time,
+            more=request.slurm,
         )
+        needs = [STORAGE_VARIABLE] if request.storage else []
+        raise typer.Exit(submit(words, options, request.runs / "slurm", say, needs=needs))
 
 
-def _tune(request: Request, yes: bool, as_json: bool) -> None:
+def _tune(request: Request) -> None:
     from autotune.commands.run import run_study
 
-    confirm = None if yes or as_json or not is_watched(sys.stdin) else (lambda text: typer.confirm(text, default=True))
+    as_json = request.as_json
+    confirm = (
+        None
+        if request.yes or as_json or not is_watched(sys.stdin)
+        else (lambda text: typer.confirm(text, default=True))
+    )
     shown = console(stderr=as_json)
     summary = run_study(request, shown, quiet=as_json, confirm=confirm, ask=asking(as_json))
     if as_json:
@@ -218,102 +84,46 @@ def _tune(request: Request, yes: bool, as_json: bool) -> None:
 
 
 @app.command()
-def plan(
-    model: Model = None,
-    gpu: Gpu = None,
-    gpus: GpuCount = 1,
-    nodes: Nodes = 1,
-    tokens: Tokens = None,
-    compare: Compare = None,
-    seq_len: SeqLen = None,
-    precision: Precision = None,
-    optimizer: Optimizer = "adamw",
-    global_batch_size: GlobalBatchSize = None,
-    ds_config: DsConfig = None,
-    space: Space = "default",
-    memory_cap: MemoryCap = None,
-    host_memory: HostMemory = None,
-    headroom: Headroom = None,
-    price: Price = None,
-    lora: Lora = None,
-    attention: Attention = None,
-    lengths: Lengths = None,
-    packed: Packed = False,
-    workload: Workload = None,
-    task: Task = None,
-    image_size: ImageSize = None,
-    trust_remote_code: TrustRemoteCode = False,
-    python: Python = None,
-    html: Annotated[Path | None, option("Write the plan as one HTML page, too.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Predict what fits, how fast and for what money, on how many of which GPUs, and what would help; runs nothing."""
-    request = typed(locals())
+@takes_request
+def plan(request: Request) -> None:
+    """Predict which configs fit, their speed and cost, the GPUs needed, and what would help. Nothing is run."""
     from autotune.commands.plan import plans
     from autotune.results.output_files import check_out
     from autotune.results.plan import show_comparison, show_plan
 
-    if html is not None:
-        check_out(html)
-    names = [one for one in map(str.strip, [gpu or "", *(compare or "").split(",")]) if one]
-    made = plans(request, [*dict.fromkeys(names)] if compare else [gpu], say)
-    if html is not None:
+    if request.html is not None:
+        check_out(request.html)
+    names = [one for one in map(str.strip, [request.gpu or "", *(request.compare or "").split(",")]) if one]
+    found = plans(request, [*dict.fromkeys(names)] if request.compare else [request.gpu], say)
+    if request.html is not None:
         from autotune.commands.study_output import write_plan
 
-        write_plan(made, html)
-    if as_json:
-        emit([one.to_json() for one in made] if compare else made[0].to_json())
-    elif compare:
-        show_comparison(made, console())
+        write_plan(found, request.html)
+    if request.as_json:
+        emit([one.to_json() for one in found] if request.compare else found[0].to_json())
+    elif request.compare:
+        show_comparison(found, console())
     else:
-        show_plan(made[0], console())
-    if not any(one.best for one in made):
+        show_plan(found[0], console())
+    if not any(one.best for one in found):
         raise typer.Exit(3)
 
 
 @app.command()
-def launch(
-    words: LaunchWords,
-    model: PlannedModel = None,
-    task: Task = None,
-    image_size: ImageSize = None,
-    gpus: Gpus = None,
-    device: Device = "auto",
-    seq_len: SeqLen = None,
-    precision: Precision = None,
-    global_batch_size: GlobalBatchSize = None,
-    ds_config: DsConfig = None,
-    space: Space = None,
-    maps: Maps = None,
-    max_restarts: MaxRestarts = 10,
-    hang_timeout: HangTimeout = "30m",
-    convert: Convert = False,
-    executor: Executor = "local",
-    hostfile: Hostfile = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    nodes: NodeCount = None,
-    ray_address: RayAddress = None,
-    sync: Sync = False,
-    interface: Interface = None,
-    exports: Exports = None,
-    memory_cap: MemoryCap = None,
-    storage: Storage = None,
-    python: Python = None,
-    trust: Trust = False,
-    as_json: Json = False,
-) -> None:
-    """Train your script under the winner, and bring it back with less memory when it runs out.
+@takes_request
+def launch(request: Request) -> None:
+    """Train your script with the winner. After an OOM, restart it with a config that needs less memory.
 
-    Options that say what is trained and on what, up to --space, go with --model: a study knows its own. Where the command says
-    another global batch than the study's, --global-batch-size trains with the study's.
+    A study has its own model, machine and space. Options for them need --model.
+    If your script sets another global batch size than the study, training with
+    the study's size needs --global-batch-size.
     """
-    study, script = (None, words) if model else (words[0], words[1:])
-    request = typed(locals())
     from autotune.commands.launch import launch_training
 
-    summary = launch_training(request, say, ask=asking(as_json))
-    if as_json:
+    if not request.model:
+        request = dataclasses.replace(request, study=request.script[0], script=request.script[1:])
+    summary = launch_training(request, say, ask=asking(request.as_json))
+    if request.as_json:
         emit(summary.to_json())
     else:
         for line in summary.lines():

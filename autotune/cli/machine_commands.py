@@ -11,7 +11,7 @@ from autotune.cli.options import Json, Python, emit, option, say
 
 
 def models(as_json: Json = False) -> None:
-    """The models that resolve offline by name."""
+    """List the models that resolve offline by name."""
     from autotune.problem.models import shipped_models
     from autotune.util.units import format_count
 
@@ -24,11 +24,11 @@ def models(as_json: Json = False) -> None:
 
 
 def doctor(
-    nvme_path: Annotated[Path | None, option("A folder that nvme offload would use.")] = None,
+    nvme_path: Annotated[Path | None, option("Folder for NVMe offload.")] = None,
     python: Python = None,
     as_json: Json = False,
 ) -> None:
-    """Check driver, torch, NCCL, DeepSpeed's ops, memory and disk; builds CPU Adam ahead of time."""
+    """Check driver, torch, NCCL, DeepSpeed ops, memory and disk. CPU Adam is built ahead of time."""
     from autotune.commands.doctor import examine
     from autotune.commands.environment import ranks_python
 
@@ -46,7 +46,7 @@ def doctor(
 
 
 def agent() -> None:
-    """What a node of several runs for a tuner elsewhere, which starts it: it speaks JSON lines on standard input and output."""
+    """Serve a tuner on this node. The tuner starts this command; both exchange JSON lines on stdin and stdout."""
     from autotune.executors.cluster.agent import main
 
     main()

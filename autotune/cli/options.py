@@ -1,20 +1,22 @@
-"""Every command-line option, once, and helpers of all commands."""
+"""Typer options from the fields of Request, and helpers of all commands."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import MISSING
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from autotune.commands.request import STORAGE_VARIABLE, Parameter, Request, flag_of, parameters
 from autotune.errors import MachineTrouble, UserError, one_line
 from autotune.masking import masked_data, masked_words
 
@@ -22,12 +24,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # -- helpers of all commands -------------------------------------------------------------------------------------------
-#
-# Helpers that the commands of the command line share.
-
-Text = str | None
-STORAGE_VARIABLE = "AUTOTUNE_STORAGE"
-
 
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
@@ -45,14 +41,6 @@ def load_numpy() -> None:
         importlib.import_module("numpy")
     finally:
         del os.environ[_BLAS_THREADS]
-
-
-def option(help: str, *names: str) -> Any:
-    """Declare a command-line option with its help and names."""
-    return typer.Option(*names, help=help)
-
-
-Json = Annotated[bool, option("One JSON object on stdout, nothing else.", "--json")]
 
 
 def console(stderr: bool = False) -> Console:
@@ -113,140 +101,49 @@ def of_a_database(error: Exception) -> tuple[str, int]:
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
-#
-# Options of the command line, each defined once; a command sets its default.
-#
-# An option's parameter has the name of its field in Request.
 
-# the training
-Model = Annotated[Text, option("Shipped name (`autotune models`), folder or config.json, or Hub id.")]
-Workload = Annotated[Text, option("package.module:function that returns (model, batches) instead of a model.")]
-Task = Annotated[
-    Text,
-    option(
-        "causal-lm, masked-lm, classification, token-classification, question-answering, seq2seq or image-text; default: "
-        "what the model's configuration is for."
-    ),
-]
-ImageSize = Annotated[int | None, option("Height and width of images in pixels, where the configuration has none.")]
-SeqLen = Annotated[Text, option("Tokens a sequence, or max; default 2048 (CPU ranks: 64).")]
-Precision = Annotated[Text, option("bf16, fp16 or fp32; default: the best the device has.")]
-Optimizer = Annotated[str, option("adamw, adam, fused_adam, lion, sgd or adagrad.")]
-GlobalBatchSize = Annotated[
-    Text,
-    option(
-        "Sequences an optimizer step over all ranks, kept exactly; default: what --ds-config says, or a script's own; free: "
-        "whatever is fastest."
-    ),
-]
-DsConfig = Annotated[Path | None, option("Your own DeepSpeed config: what is not tuned is kept.")]
-Lora = Annotated[Text, option("Adapters: r=16,targets=all-linear (or q_proj+v_proj),alpha=32.")]
-Attention = Annotated[Text, option("eager, sdpa, flash_attention_2, flash_attention_3 or flex_attention.", "--attn")]
-Compiled = Annotated[bool, option("Compile the model (DeepSpeed's engine.compile).", "--compile")]
-Lengths = Annotated[Path | None, option("A data set's lengths (`512,1000` a line): the winner fits its longest batch.")]
-Packed = Annotated[bool, option("Sequences of --lengths laid end to end in rows of --seq-len.", "--packing")]
-TrustRemoteCode = Annotated[bool, option("Run the model's own code.", "--trust-remote-code")]
-ScriptWords = Annotated[
-    list[str] | None, typer.Argument(metavar="[-- SCRIPT ARGS…]", help="Your own training script, tuned as it is.")
-]
-Maps = Annotated[list[str] | None, option("KNOB=--FLAG: the script's flag that carries a knob; repeatable.", "--map")]
-WorstCase = Annotated[bool, option("Pad the script's batches to the longest that it allows.", "--worst-case")]
 
-# the devices
-Gpus = Annotated[
-    int | None, option("GPUs (or CPU ranks) to use, of each machine where there are several; default: all.")
-]
-Parallel = Annotated[int, option("Candidates to measure at once, each on devices of its own (--gpus says how many).")]
-ParallelOffload = Annotated[
-    bool, option("With --parallel: also those that offload, which share the host's speed.", "--parallel-offload")
-]
-Device = Annotated[str, option("auto, cuda or cpu.")]
-MemoryCap = Annotated[Text, option("What one rank may use, like 24GiB.")]
-Headroom = Annotated[Text, option("Share of the capacity to leave free; default 5%.")]
-Executor = Annotated[str, option("local, slurm, ray, or replay:TABLE to search a recorded table.")]
-Python = Annotated[
-    Text, option("Python of the environment that you train in; default: $AUTOTUNE_PYTHON, this one, or an active one.")
-]
-Isolation = Annotated[str, option("fork (pre-imported server) or spawn (cold starts).")]
+def option(help: str, *names: str) -> Any:
+    """Declare an option of one command, with its help and names."""
+    return typer.Option(*names, help=help)
 
-# the machines
-Hostfile = Annotated[
-    Path | None, option("DeepSpeed's hostfile (`worker-1 slots=8` a line): several machines, over ssh.")
-]
-Include = Annotated[Text, option("Hosts of it to use: worker-1@worker-2:0,1, as DeepSpeed's launcher takes them.")]
-Exclude = Annotated[Text, option("Hosts or slots of it to leave out.")]
-NodeCount = Annotated[
-    int | None,
-    option(
-        "Machines: of the hostfile the first so many, of Slurm or Ray so many; for run with neither: tune this one as a slice "
-        "of so many like it.",
-        "--nodes",
-    ),
-]
-RayAddress = Annotated[
-    Text, option("Of the cluster, with --executor ray: HOST:PORT; default: $RAY_ADDRESS, or the one of this machine.")
-]
-Sync = Annotated[
-    bool,
-    option("Send this package and the script's folder to machines that have them not in the same place.", "--sync"),
-]
-Interface = Annotated[Text, option("Network interface by which the machines reach each other; default: found out.")]
-Exports = Annotated[
-    list[str] | None, option("A variable of yours that the machines are told too; repeatable.", "--export")
-]
-Partition = Annotated[
-    Text, option("Of Slurm, with --executor slurm outside an allocation; so are --account and --time.")
-]
-Account = Annotated[Text, option("Slurm's.")]
-SlurmTime = Annotated[Text, option("How long Slurm's allocation may last, as sbatch takes it.", "--time")]
-SlurmOptions = Annotated[list[str] | None, option("KEY=VALUE: another option of sbatch's; repeatable.", "--slurm")]
 
-# the search, and its storage
-Space = Annotated[Text, option("Search space: a file, or a name of `autotune spaces list`.")]
-Budget = Annotated[str, option("Time for this call, verification included: 90s, 30m, 1h30m.")]
-MaxTrials = Annotated[int | None, option("Stop after this many trials of this call.")]
-Tolerance = Annotated[str, option("Stop when going on promises less than this share.")]
-Exhaustive = Annotated[bool, option("Use the whole budget.", "--exhaustive")]
-Seed = Annotated[int, option("Of the sampler and of the data.")]
-StudyName = Annotated[Text, option("Name of the study; the same name resumes it.")]
+def shared(name: str) -> Any:
+    """Declare an option that is a field of Request, for a command without panels."""
+    return _declared(next(one for one in parameters("run") if one.name == name), None)
+
+
+def _declared(parameter: Parameter, panel: str | None) -> Any:
+    help, option = parameter.help, parameter.option
+    if parameter.metavar is not None:
+        return typer.Argument(metavar=parameter.metavar, help=help)
+    flags = option.flags or (flag_of(parameter.name),)
+    return typer.Option(*flags, help=help, rich_help_panel=panel, envvar=option.variable, show_envvar=False)
+
+
+def takes_request(command: Callable[[Request], None]) -> Callable[..., None]:
+    """Return a typer command for a function of a Request. Its options are the fields for the function's name."""
+
+    def call(**values: Any) -> None:
+        load_numpy()
+        os.environ.pop(STORAGE_VARIABLE, None)  # already read, and ranks need no password
+        command(Request(**{name: value for name, value in values.items() if value is not None}))
+
+    found = []
+    for one in parameters(command.__name__):
+        kind = str if str in one.types else one.types[0]  # texts with a number are parsed later
+        default = inspect.Parameter.empty if one.default is MISSING else one.default
+        annotation: Any = Annotated[kind if default is not None else kind | None, _declared(one, one.panel.value)]
+        found.append(
+            inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__annotations__ = {one.name: one.annotation for one in found}
+    vars(call)["__signature__"] = inspect.Signature(found)
+    return call
+
+
+Json = Annotated[bool, shared("as_json")]
+Storage = Annotated[str | None, shared("storage")]
+Python = Annotated[str | None, shared("python")]
 StudyArgument = Annotated[str, typer.Argument(help="Name of the study, or its folder.")]
-Storage = Annotated[
-    Text,
-    typer.Option(
-        help="postgresql://USER:PASSWORD@HOST/DB, mysql://, sqlite:/// or journal:FILE; default: $AUTOTUNE_STORAGE, or a file in "
-        "runs/NAME. Calls that name the same tune one study together.",
-        envvar=STORAGE_VARIABLE,
-        show_envvar=False,
-    ),
-]
-WinnerFile = Annotated[Path | None, option("Where the winner goes; default: runs/NAME/NAME.json.")]
-NoGallery = Annotated[
-    bool, option("Do not begin with what the gallery knows of such a job and its card.", "--no-gallery")
-]
-Force = Annotated[bool, option("Go on with a study of another job or machine.", "--force")]
-Unprotected = Annotated[
-    bool, option("Run the script even if this machine cannot keep its writes from your files.", "--unprotected")
-]
-Trust = Annotated[
-    bool,
-    option("Run what a study or table of another user names: Python, workload, remote code, variables.", "--trust"),
-]
-
-# plan and launch
-Gpu = Annotated[Text, option("Name like rtx3090 or a100-80gb; default: the machine's own.")]
-GpuCount = Annotated[int, option("How many in each machine, as torchrun's --nproc-per-node.")]
-Nodes = Annotated[int, option("Machines, each with --gpus of them: 2 with --gpus 8 is 16 GPUs.")]
-Tokens = Annotated[Text, option("Say hours and cost for so many: 1e9, 2B, 500M, 1T; default 1B.")]
-HostMemory = Annotated[Text, option("Main memory of each machine, like 1TiB; default of a named GPU: 32 GiB each.")]
-Price = Annotated[float | None, option("Dollars that one of these GPUs costs an hour; default: a rough one.")]
-Compare = Annotated[Text, option("Several GPUs side by side: rtx4090,a100-80gb,h100.")]
-LaunchWords = Annotated[
-    list[str], typer.Argument(metavar="[STUDY] -- SCRIPT ARGS…", help="A study, then the script to train.")
-]
-PlannedModel = Annotated[Text, option("Instead of a study: start from the plan for this model.", "--model")]
-MaxRestarts = Annotated[int, option("Give up after this many without a newer checkpoint.")]
-HangTimeout = Annotated[str, option("No rank computes, reads or writes for so long: it hangs.")]
-Convert = Annotated[bool, option("Step down to stage 3 too, converting checkpoints for it.", "--convert-checkpoints")]
-
-# output
-Yes = Annotated[bool, option("Ask nothing.", "--yes", "-y")]

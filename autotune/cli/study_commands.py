@@ -18,7 +18,7 @@ from autotune.errors import readable
 
 @readable("the study")
 def show(study: StudyArgument, storage: Storage = None, as_json: Json = False) -> None:
-    """A study's trials with their reasons, and its winner."""
+    """Show the trials of a study with their outcomes, and the winner."""
     load_numpy()
     from autotune.results.console import show_study, study_json
     from autotune.search.study import StudyStore
@@ -34,16 +34,15 @@ def show(study: StudyArgument, storage: Storage = None, as_json: Json = False) -
 def report(
     study: StudyArgument,
     out: Annotated[Path | None, option("File to write; default: NAME.html in the study's folder.")] = None,
-    show_it: Annotated[bool, option("Open it in the browser.", "--open")] = False,
-    hide: Annotated[bool, option("Without paths, host names and the model's name.", "--confidential")] = False,
+    show_it: Annotated[bool, option("Open the page in the browser.", "--open")] = False,
     storage: Storage = None,
     as_json: Json = False,
 ) -> None:
-    """Write a study as one HTML page that works offline: verdict, memory, every trial, how to reproduce it."""
+    """Write a study as one HTML page that works offline: winner, memory, trials and how to reproduce it."""
     load_numpy()
     from autotune.commands.study_output import open_in_browser, report_study
 
-    written = report_study(study, storage, out, hide=hide)
+    written = report_study(study, storage, out)
     if as_json:
         emit({"files": [str(written)]})
     else:
@@ -57,11 +56,11 @@ def export(
     study: StudyArgument,
     style: Annotated[str, option("deepspeed, accelerate, hf or sbatch.", "--format")] = "deepspeed",
     out: Annotated[Path | None, option("File to write; default: in the study's folder.")] = None,
-    trial: Annotated[int | None, option("A trial's number instead of the winner.")] = None,
+    trial: Annotated[int | None, option("Number of a trial to export instead of the winner.")] = None,
     storage: Storage = None,
     as_json: Json = False,
 ) -> None:
-    """Write the winner as a DeepSpeed config, an accelerate config, TrainingArguments or a batch script for Slurm."""
+    """Write the winner as a DeepSpeed config, accelerate config, TrainingArguments or Slurm batch script."""
     from autotune.results.export import export_study
     from autotune.results.output_files import secrets_note
 
@@ -93,7 +92,7 @@ def record(
 #
 # `autotune share` and `autotune gallery`: writing a study as a public entry, and reading entries of other users.
 
-gallery_app = typer.Typer(no_args_is_help=True, help="What others have measured: listed and checked.")
+gallery_app = typer.Typer(no_args_is_help=True, help="List and check results of other users.")
 
 
 @readable("the study")
@@ -103,7 +102,7 @@ def share(
     storage: Storage = None,
     as_json: Json = False,
 ) -> None:
-    """Write a study as a small anonymous file for the gallery: machine, sizes of the model, candidates and how each ended."""
+    """Write a study as an anonymous file for the gallery: machine, model sizes, candidates and outcomes."""
     from autotune.commands.study_output import share_study
 
     shared = share_study(study, storage, out)
@@ -116,7 +115,7 @@ def share(
 
 @gallery_app.command("list")
 def gallery_list(as_json: Json = False) -> None:
-    """The best of each entry that came with this version."""
+    """List the best candidate of each entry in this version."""
     from autotune.gallery.page import rows
 
     found = rows()
@@ -136,10 +135,9 @@ def gallery_list(as_json: Json = False) -> None:
 
 @gallery_app.command("check")
 def gallery_check(
-    files: Annotated[list[Path], typer.Argument(help="Entries, as `autotune share` writes them.")],
-    as_json: Json = False,
+    files: Annotated[list[Path], typer.Argument(help="Entries written by `autotune share`.")], as_json: Json = False
 ) -> None:
-    """Check entries as the gallery's tests do: their form, and whether their figures can be."""
+    """Check the format and the plausibility of entries, as the tests of the gallery do."""
     from autotune.commands.study_output import check_entries
 
     found = check_entries(files)
@@ -155,12 +153,12 @@ def gallery_check(
 # `autotune spaces`: listing, showing and validating search spaces.
 
 spaces_app = typer.Typer(no_args_is_help=True, help="List, show and validate search spaces.")
-SpaceArgument = Annotated[str, typer.Argument(help="Name or file.")]
+SpaceArgument = Annotated[str, typer.Argument(help="Name or file of the space.")]
 
 
 @spaces_app.command("list")
 def spaces_list(as_json: Json = False) -> None:
-    """The shipped search spaces."""
+    """List the shipped search spaces."""
     from autotune.problem.space import load_space, shipped_spaces
 
     found = {name: load_space(name).about for name in shipped_spaces()}
@@ -173,7 +171,7 @@ def spaces_list(as_json: Json = False) -> None:
 
 @spaces_app.command("show")
 def spaces_show(space: SpaceArgument) -> None:
-    """A search space's file, comments included."""
+    """Print the file of a search space with its comments."""
     from autotune.problem.space import load_space
 
     print(load_space(space).text, end="")
@@ -181,7 +179,7 @@ def spaces_show(space: SpaceArgument) -> None:
 
 @spaces_app.command("knobs")
 def spaces_knobs(as_json: Json = False) -> None:
-    """Every knob that a space may have: where it is read, what it needs, whether it changes what is computed."""
+    """List the knobs of spaces: which stages read them, what they need, and which change the results."""
     from autotune.problem.knobs import KNOBS, facts
 
     found = {name: facts(knob) for name, knob in KNOBS.items()}
@@ -194,7 +192,7 @@ def spaces_knobs(as_json: Json = False) -> None:
 
 @spaces_app.command("validate")
 def spaces_validate(space: SpaceArgument, as_json: Json = False) -> None:
-    """Check a search space, and count what it holds."""
+    """Check a search space and count its engines."""
     from autotune.problem.space import load_space
 
     found = load_space(space)

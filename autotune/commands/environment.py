@@ -11,12 +11,12 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
+from autotune.commands.request import Request
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster, Wishes
-from autotune.executors.cluster.parcel import Parcel, parcel_of
 from autotune.executors.cluster.ray_transport import RayNodes, ray_address
+from autotune.executors.cluster.sync import Parcel, parcel_of
 from autotune.executors.cluster.transports import (
     JOB,
     PACKAGE,
@@ -219,47 +219,42 @@ class Nodes:
         return tuple(parcel_of(one) for one in (here, *(two for two in self.folders if not two.is_relative_to(here))))
 
     def reach(
-        self, device: str, per_node: int | None, memory_cap_bytes: int | None, headroom: float, path: str
+        self,
+        device: str,
+        per_node: int | None,
+        memory_cap_bytes: int | None,
+        headroom: float,
+        path: str,
+        count: int | None = None,
     ) -> Hardware:
         """Reach and compare all nodes, and return their joint hardware.
 
         Args:
             per_node: devices of each; None: all.
             path: folder that each must have; empty: none.
+            count: number of nodes if the user named none; None: `place` decides.
 
         Raises:
             UserError: a node cannot be reached, lacks something, or differs from the others.
         """
         sent = (self._parcels(path), preamble(PACKAGE) if self.sync else b"", self.lasting)
-        hosts = self.place(self.count, per_node, device)
+        hosts = self.place(self.count or count, per_node, device)
         about = (device, headroom, memory_cap_bytes, path, self.interface, self.variables)
         wishes = Wishes(*about, *sent)
         self.cluster = Cluster(hosts, self.transport, wishes, self.folder, say=self.say)
         return self.cluster.reach()
 
 
-class NodeOptions(Protocol):
-    """Options about nodes: fields of Request."""
-
-    executor: str
-    ray_address: str | None
-    gpus: int | None
-    hostfile: Path | None
-    include: str | None
-    exclude: str | None
-    nodes: int | None
-    interface: str | None
-    exports: list[str]
-    sync: bool
-
-
 @contextmanager
-def named_nodes(named: NodeOptions, say: Callable[[str], None], budget: str | None = None) -> Iterator[Nodes | None]:
+def named_nodes(
+    named: Request, say: Callable[[str], None], budget: str | None = None, *, lasting: bool = False
+) -> Iterator[Nodes | None]:
     """Yield the named nodes before any is reached, and end each agent at the end. None: this machine is used.
 
     Args:
         budget: as typed; an allocation must last as long. None: nothing is measured, so that this machine cannot stand for
             several.
+        lasting: files that ranks write into sent folders are kept, as for a training.
 
     Raises:
         UserError: the hostfile or a filter is wrong, or an option needs a hostfile.
@@ -287,7 +282,7 @@ def named_nodes(named: NodeOptions, say: Callable[[str], None], budget: str | No
             assert named.hostfile is not None
             hosts = read_hostfile(named.hostfile, named.include, named.exclude)
             place, transport = _evenly(hosts, str(named.hostfile)), Ssh(sync=named.sync)
-        asked = (named.nodes, named.interface, tuple(named.exports), named.sync)
+        asked = (named.nodes, named.interface, tuple(named.exports), named.sync, lasting)
         made = Nodes(place, transport, folder, say, *asked)
         try:
             yield made
@@ -296,7 +291,7 @@ def named_nodes(named: NodeOptions, say: Callable[[str], None], budget: str | No
                 made.cluster.close()
 
 
-def _refuse_strays(named: NodeOptions, scheduled: bool, slices: bool) -> None:
+def _refuse_strays(named: Request, scheduled: bool, slices: bool) -> None:
     """Raise UserError for options without meaning in this combination.
 
     Args:

@@ -12,8 +12,8 @@ from typing import Any
 
 from autotune._version import __version__
 from autotune.commands.environment import SCHEDULERS, TRAINING, Nodes, named_nodes, ranks_python
-from autotune.commands.request import FREE, Request, launch_setup
-from autotune.commands.setup import LaunchSetup, PlanSetup
+from autotune.commands.request import Request
+from autotune.commands.setup import FREE, LaunchSetup, PlanSetup, launch_setup
 from autotune.commands.trust import Ask, remembered
 from autotune.errors import NothingFits, UserError, one_line
 from autotune.predict.trace import traced_predictor
@@ -69,7 +69,7 @@ def launch_training(request: Request, say: Callable[[str], None] = print, *, ask
     request = dataclasses.replace(request, maps=known.maps_under(request.maps))
     with (
         ranks_python(request.python, say, needed=TRAINING, remembered=known.python),
-        named_nodes(request, say) as nodes,
+        named_nodes(request, say, lasting=True) as nodes,
     ):
         return _launch(launch_setup(request, nodes), nodes, known.job, say)
 
@@ -99,13 +99,11 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: 
         convert=setup.convert,
         say=say,
         threads=training.threads,
-        ground=ground,
     )
     if ground is not None:
-        ground.who = who
-        ground.cancelled, ground.echo = lambda: supervisor.stopped, True
+        ground = dataclasses.replace(ground, who=who, cancelled=lambda: supervisor.stopped, echo=True)
     with held_gpus(found, who, say) if ground is None else nullcontext():  # agents lock their own GPUs
-        summary = supervisor.run()
+        summary = supervisor.run(ground)
     _write_page(summary, training, found, say)
     return summary
 
@@ -124,9 +122,8 @@ def _machines(tuned: Hardware, memory_cap_bytes: int | None, nodes: Nodes | None
             )
         return detect(tuned.device, tuned.count, memory_cap_bytes=memory_cap_bytes, headroom=tuned.headroom)
     if nodes.cluster is None:
-        nodes.count = nodes.count or tuned.nodes
         path = str(Path.cwd())
-        found = nodes.reach(tuned.device, tuned.per_node, memory_cap_bytes, tuned.headroom, path)
+        found = nodes.reach(tuned.device, tuned.per_node, memory_cap_bytes, tuned.headroom, path, tuned.nodes)
     else:  # for the plan
         found = tuned
     if (found.nodes, found.count) != (tuned.nodes, tuned.count):

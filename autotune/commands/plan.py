@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from autotune.commands.environment import NAMED_MODEL, ranks_python
-from autotune.commands.request import Request, plan_setups
-from autotune.commands.setup import PlanSetup
+from autotune.commands.request import Request
+from autotune.commands.setup import PlanSetup, plan_setups
 from autotune.errors import UserError
 from autotune.predict.predictor import Prediction, Predictor, Table
 from autotune.predict.trace import traced_predictor

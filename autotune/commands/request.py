@@ -1,787 +1,423 @@
-"""The typed Request of a call and its validation into a frozen Setup."""
+"""The typed request of `run`, `plan` and `launch`: every option once, for the command line and for the Python API.
+
+This module imports nothing slow, since `autotune --help` reads it.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 import numbers
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
+from functools import cache
 from pathlib import Path, PurePath
+from types import NoneType, UnionType
 from typing import Any, NamedTuple
 
-from autotune.commands.environment import SCHEDULERS, Nodes
-from autotune.commands.setup import LaunchSetup, PlanSetup, Setup
 from autotune.errors import UserError, near
-from autotune.executors.machine import Slot, slots
-from autotune.executors.replay import Landscape, load_landscape
-from autotune.predict.calibration import overhead_prior
-from autotune.problem.candidate import Candidate
-from autotune.problem.ds_config import global_batch_of, load_ds_config
-from autotune.problem.faults import facts_of, own_facts, removed_keys, warnings
-from autotune.problem.gpu_specs import Price, price_table
-from autotune.problem.hardware import Hardware, detect, named_hardware
-from autotune.problem.job import Job, Script, load_lengths, longest_sequence, parse_lora
-from autotune.problem.knobs import READ, missing_package
-from autotune.problem.models import ModelSpec, image_size_of, resolve_model, task_of, workload_spec
-from autotune.problem.space import SearchSpace, fitted, load_space
-from autotune.results.output_files import check_out
-from autotune.script.parse_command import Typed, read_command
-from autotune.script.profile import first_candidates, unknown_job
-from autotune.script.script import named_configs
-from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
-from autotune.search.fingerprint import identity
-from autotune.util.bounds import MOST, shown, trouble, whole_number
-from autotune.util.interpreter import current
-from autotune.util.units import GIB, format_bytes, parse_count, parse_duration, parse_memory, parse_share
-from autotune.versions import release
+from autotune.util.bounds import MOST, trouble, whole_number
 
-# -- request -----------------------------------------------------------------------------------------------------------
-#
-# Conversion of a typed request to a frozen setup. Only this module parses the texts of options.
+# -- options -------------------------------------------------------------------------------------------------------------
 
-DEFAULT_HEADROOM = "5%"
+
+class Panel(Enum):
+    """Groups of options in `--help`, in this order."""
+
+    FIRST = "Options"  # the ten that most users need
+    TRAINING = "What to train"
+    MACHINE = "This machine"
+    SEARCH = "Search"
+    RECOVERY = "Recovery"
+    NODES = "Several machines"
+    OUTPUT = "Output"
+    TRUST = "Trust and protection"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Differences of an option in one command. None keeps the option's own."""
+
+    help: str | None = None
+    default: object = None
+    metavar: str | None = None
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class Option:
+    """Command-line form of a field of Request. Its name, type and default are those of the field."""
+
+    help: str
+    panel: Panel
+    commands: str  # names, separated by spaces
+    first: str  # commands that show the option in the first panel
+    flags: tuple[str, ...]  # empty: the field's name with hyphens
+    metavar: str | None  # of an argument, which has no flag; None: an option
+    variable: str | None  # environment variable that sets the option
+    in_python: bool  # the Python API has the option
+    variants: Mapping[str, Variant]  # by command
+
+
+_ALL = "run plan launch"
+
+
+def _option(
+    default: object,
+    help: str,
+    panel: Panel,
+    commands: str = _ALL,
+    first: str = "",
+    *,
+    flags: tuple[str, ...] = (),
+    metavar: str | None = None,
+    variable: str | None = None,
+    in_python: bool = True,
+    **variants: Variant,
+) -> Any:
+    """Return a field of Request that is an option, see `Option`. A default of `list` is an empty list."""
+    option = Option(help, panel, commands, first, flags, metavar, variable, in_python, variants)
+    metadata = {_OPTION: option}
+    return (
+        field(default_factory=list, metadata=metadata) if default is list else field(default=default, metadata=metadata)
+    )
+
+
+_OPTION = "option"  # key of a field's metadata
+STORAGE_VARIABLE = "AUTOTUNE_STORAGE"
 
 
 @dataclass
 class Request:
     """Options of `run`, `plan` or `launch`, one per field, with texts as typed."""
 
-    model: str | None = None
-    gpus: int | None = None
-    budget: str = "30m"
-    device: str = "auto"
-    seq_len: int | str | None = None  # tokens; `max`: the model's longest
-    precision: str | None = None
-    optimizer: str = "adamw"
-    global_batch_size: int | str | None = None  # sequences; `free`: the fastest
-    ds_config: Path | None = None
-    space: str | None = None
-    memory_cap: str | None = None
-    headroom: str | None = None
-    study: str | None = None
-    storage: str | None = None
-    parallel: int = 1  # jobs that are measured in parallel
-    parallel_offload: bool = False  # also jobs whose speed depends on the host
-    seed: int = 0
-    max_trials: int | None = None
-    out: Path | None = None
-    force: bool = False
-    unprotected: bool = False
-    isolation: str = "fork"
-    trust_remote_code: bool = False
-    trust: bool = False  # trust the things that a study or a table names
-    tolerance: str = "1%"
-    exhaustive: bool = False
-    executor: str = "local"
-    ray_address: str | None = None
-    script: list[str] = field(default_factory=list)  # words typed after `--`
-    maps: list[str] = field(default_factory=list)
-    worst_case: bool = False
-    lora: str | None = None
-    attention: str | None = None
-    nodes: int | None = None  # machines; None: one, or all of the hostfile
-    tokens: str | None = None
-    price: float | None = None
-    host_memory: str | None = None
-    compiled: bool = False
-    lengths: Path | None = None
-    packed: bool = False
-    workload: str | None = None
-    task: str | None = None  # None: the task of the model's configuration
-    image_size: int | None = None
-    max_restarts: int = 10
-    hang_timeout: str = "30m"
-    convert: bool = False
-    python: str | None = None  # the environment where ranks run
-    hostfile: Path | None = None
-    include: str | None = None
-    exclude: str | None = None
-    interface: str | None = None  # network interface between nodes
-    sync: bool = False
-    exports: list[str] = field(default_factory=list)  # variables that nodes are sent, besides the usual ones
-    no_gallery: bool = False
+    # -- what to train
+    model: str | None = _option(
+        None,
+        "Name of a shipped model (`autotune models`), folder or config.json, or Hub id.",
+        Panel.TRAINING,
+        first="run plan launch",
+        launch=Variant("Model to plan for. It replaces the study."),
+    )
+    gpus: int | None = _option(
+        None,
+        "GPUs (or CPU ranks) to use on each machine; default: all.",
+        Panel.MACHINE,
+        first="run plan launch",
+        plan=Variant("GPUs in each machine, like --nproc-per-node of torchrun.", default=1),
+    )
+    workload: str | None = _option(
+        None,
+        "package.module:function that returns (model, batches). It replaces the model.",
+        Panel.TRAINING,
+        "run plan",
+    )
+    task: str | None = _option(
+        None,
+        "causal-lm, masked-lm, classification, token-classification, question-answering, seq2seq or "
+        "image-text; default: the task of the model's configuration.",
+        Panel.TRAINING,
+    )
+    image_size: int | None = _option(
+        None, "Height and width of images in pixels, if the model's configuration has none.", Panel.TRAINING
+    )
+    seq_len: int | str | None = _option(
+        None, "Tokens per sequence, or max; default: 2048 (CPU ranks: 64).", Panel.TRAINING, first="run plan launch"
+    )
+    precision: str | None = _option(
+        None, "bf16, fp16 or fp32; default: the best that the device has.", Panel.TRAINING, first="run plan"
+    )
+    optimizer: str = _option("adamw", "adamw, adam, fused_adam, lion, sgd or adagrad.", Panel.TRAINING, "run plan")
+    global_batch_size: int | str | None = _option(
+        None,
+        "Sequences per optimizer step over all ranks, or free for the fastest number; default: the number in "
+        "--ds-config or in your script.",
+        Panel.TRAINING,
+        first="run plan launch",
+    )
+    ds_config: Path | None = _option(
+        None, "Your DeepSpeed config. Keys that are not tuned are kept.", Panel.TRAINING, first="run plan launch"
+    )
+    lora: str | None = _option(
+        None, "LoRA adapters: r=16,targets=all-linear (or q_proj+v_proj),alpha=32.", Panel.TRAINING, "run plan"
+    )
+    attention: str | None = _option(
+        None,
+        "eager, sdpa, flash_attention_2, flash_attention_3 or flex_attention.",
+        Panel.TRAINING,
+        "run plan",
+        flags=("--attn",),
+    )
+    compiled: bool = _option(
+        False, "Compile the model with DeepSpeed's engine.compile.", Panel.TRAINING, "run", flags=("--compile",)
+    )
+    lengths: Path | None = _option(
+        None,
+        "File with the lengths of your sequences (`512,1000` a line). The winner fits the longest batch.",
+        Panel.TRAINING,
+        "run plan",
+    )
+    packed: bool = _option(
+        False, "Pack sequences of --lengths into rows of --seq-len.", Panel.TRAINING, "run plan", flags=("--packing",)
+    )
+    script: list[str] = _option(
+        list,
+        "Your own training script, tuned without changes.",
+        Panel.TRAINING,
+        "run launch",
+        metavar="[-- SCRIPT ARGS…]",
+        in_python=False,
+        launch=Variant("A study, then the script to train.", metavar="[STUDY] -- SCRIPT ARGS…", required=True),
+    )
+    maps: list[str] = _option(
+        list,
+        "KNOB=--FLAG: flag of your script that sets a knob; repeatable.",
+        Panel.TRAINING,
+        "run launch",
+        first="launch",
+        flags=("--map",),
+    )
+    worst_case: bool = _option(False, "Pad the script's batches to the longest that it allows.", Panel.TRAINING, "run")
+
+    # -- this machine
+    gpu: str | None = _option(
+        None,
+        "GPU by name, like rtx3090 or a100-80gb; default: the GPU of this machine.",
+        Panel.MACHINE,
+        "plan",
+        first="plan",
+    )
+    compare: str | None = _option(None, "GPUs to compare: rtx4090,a100-80gb,h100.", Panel.MACHINE, "plan", first="plan")
+    device: str = _option("auto", "auto, cuda or cpu.", Panel.MACHINE, "run launch")
+    memory_cap: str | None = _option(None, "Device memory that one rank may use, like 24GiB.", Panel.MACHINE)
+    headroom: str | None = _option(
+        None, "Share of the memory capacity to leave free; default: 5%.", Panel.MACHINE, "run plan"
+    )
+    host_memory: str | None = _option(
+        None, "Main memory of each machine, like 1TiB; default for a named GPU: 32 GiB per GPU.", Panel.MACHINE, "plan"
+    )
+    parallel: int = _option(
+        1, "Candidates to measure at the same time, each on its own --gpus devices.", Panel.MACHINE, "run"
+    )
+    parallel_offload: bool = _option(
+        False,
+        "With --parallel: also measure candidates that offload. They share the host's speed.",
+        Panel.MACHINE,
+        "run",
+    )
+    python: str | None = _option(
+        None,
+        "Python of your training environment; default: $AUTOTUNE_PYTHON, this Python, or the active environment.",
+        Panel.MACHINE,
+        first="launch",
+    )
+    isolation: str = _option(
+        "fork", "fork (ranks from a pre-imported server) or spawn (cold starts).", Panel.MACHINE, "run"
+    )
+
+    # -- search
+    budget: str = _option(
+        "30m", "Time for this call, verification included: 90s, 30m, 1h30m.", Panel.SEARCH, "run", first="run"
+    )
+    space: str | None = _option(
+        None,
+        "Search space: a file, or a name from `autotune spaces list`.",
+        Panel.SEARCH,
+        first="run",
+        plan=Variant(default="default"),
+    )
+    study: str | None = _option(None, "Name of the study. The same name resumes it.", Panel.SEARCH, "run", first="run")
+    storage: str | None = _option(
+        None,
+        "postgresql://USER:PASSWORD@HOST/DB, mysql://, sqlite:/// or journal:FILE; default: "
+        "$AUTOTUNE_STORAGE, or a file in runs/NAME. Calls with the same storage and study tune together.",
+        Panel.SEARCH,
+        "run launch",
+        variable=STORAGE_VARIABLE,
+    )
+    max_trials: int | None = _option(None, "Stop after this many trials of this call.", Panel.SEARCH, "run")
+    tolerance: str = _option("1%", "Stop when the expected gain is below this share.", Panel.SEARCH, "run")
+    exhaustive: bool = _option(False, "Use the whole budget.", Panel.SEARCH, "run")
+    executor: str = _option(
+        "local",
+        "local, slurm, ray, or replay:TABLE to search a recorded table.",
+        Panel.NODES,
+        "run launch",
+        launch=Variant("local, slurm or ray."),
+    )
+    seed: int = _option(0, "Random seed for the sampler and the data.", Panel.SEARCH, "run")
+    no_gallery: bool = _option(False, "Do not start from the results of the gallery.", Panel.SEARCH, "run")
+    tokens: str | None = _option(
+        None,
+        "Tokens of the whole training, for its hours and cost: 1e9, 2B, 500M, 1T; default: 1B.",
+        Panel.OUTPUT,
+        "plan",
+        first="plan",
+    )
+    price: float | None = _option(
+        None, "Price of one GPU in dollars per hour; default: a rough estimate.", Panel.OUTPUT, "plan"
+    )
+
+    # -- recovery
+    max_restarts: int = _option(
+        10, "Give up after this many restarts without a newer checkpoint.", Panel.RECOVERY, "launch", "launch"
+    )
+    hang_timeout: str = _option(
+        "30m",
+        "A training hangs if no rank computes, reads or writes for this time.",
+        Panel.RECOVERY,
+        "launch",
+        "launch",
+    )
+    convert: bool = _option(
+        False,
+        "Also fall back to ZeRO stage 3. Checkpoints are converted for it.",
+        Panel.RECOVERY,
+        "launch",
+        "launch",
+        flags=("--convert-checkpoints",),
+    )
+
+    # -- several machines
+    hostfile: Path | None = _option(
+        None, "DeepSpeed hostfile (`worker-1 slots=8` a line): machines reached by ssh.", Panel.NODES, "run launch"
+    )
+    include: str | None = _option(
+        None,
+        "Hosts of the hostfile to use, in the syntax of DeepSpeed: worker-1@worker-2:0,1.",
+        Panel.NODES,
+        "run launch",
+    )
+    exclude: str | None = _option(None, "Hosts or slots of the hostfile to leave out.", Panel.NODES, "run launch")
+    nodes: int | None = _option(
+        None,
+        "Machines to use of the hostfile, of Slurm or of Ray. Without them, this machine is tuned as a slice "
+        "of so many equal machines.",
+        Panel.NODES,
+        first="plan",
+        plan=Variant("Machines, each with --gpus GPUs: 2 with --gpus 8 is 16 GPUs.", default=1),
+        launch=Variant("Machines to use of the hostfile, of Slurm or of Ray."),
+    )
+    ray_address: str | None = _option(
+        None,
+        "Ray cluster, with --executor ray: HOST:PORT; default: $RAY_ADDRESS, or the cluster of this machine.",
+        Panel.NODES,
+        "run launch",
+    )
+    sync: bool = _option(
+        False,
+        "Send this package and the script's folder to machines that do not have them in the same place.",
+        Panel.NODES,
+        "run launch",
+    )
+    interface: str | None = _option(
+        None, "Network interface between the machines; default: detected.", Panel.NODES, "run launch"
+    )
+    exports: list[str] = _option(
+        list,
+        "Environment variable to pass to the machines; repeatable.",
+        Panel.NODES,
+        "run launch",
+        flags=("--export",),
+    )
+    partition: str | None = _option(
+        None, "Slurm partition, with --executor slurm outside an allocation.", Panel.NODES, "run", in_python=False
+    )
+    account: str | None = _option(
+        None, "Slurm account, with --executor slurm outside an allocation.", Panel.NODES, "run", in_python=False
+    )
+    time: str | None = _option(
+        None, "Time limit of the Slurm allocation, in the format of sbatch.", Panel.NODES, "run", in_python=False
+    )
+    slurm: list[str] = _option(
+        list, "KEY=VALUE: another option for sbatch; repeatable.", Panel.NODES, "run", in_python=False
+    )
+
+    # -- output
+    out: Path | None = _option(None, "File for the winner; default: runs/NAME/NAME.json.", Panel.OUTPUT, "run")
+    html: Path | None = _option(None, "Also write the plan as one HTML page.", Panel.OUTPUT, "plan", in_python=False)
+    yes: bool = _option(False, "Ask nothing.", Panel.OUTPUT, "run", "run", flags=("--yes", "-y"), in_python=False)
+    as_json: bool = _option(False, "Print one JSON object on stdout.", Panel.OUTPUT, flags=("--json",), in_python=False)
+
+    # -- trust and protection
+    force: bool = _option(False, "Resume a study of another job or machine.", Panel.TRUST, "run")
+    unprotected: bool = _option(
+        False, "Run the script even if this machine cannot protect your files from its writes.", Panel.TRUST, "run"
+    )
+    trust: bool = _option(
+        False,
+        "Run the Python, workload, remote code and variables that a study or table of another user names.",
+        Panel.TRUST,
+        "run launch",
+    )
+    trust_remote_code: bool = _option(False, "Run code of the model's repository.", Panel.TRUST, "run plan")
+
+    # -- no options
     runs: Path = Path("runs")
     command: str = ""  # the whole command as typed
 
     def __post_init__(self) -> None:
-        check_bounds(vars(self))
+        _check_bounds(self)
 
 
-def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
-    """Return the Setup of `autotune run`, on this machine or on `nodes`, which are reached first.
+class Parameter(NamedTuple):
+    """An option as one command has it."""
 
-    Raises:
-        UserError: the request is wrong, or not possible here.
-    """
-    from autotune.search.budget import too_short  # imports optuna, which is slow and not needed for a plan
-
-    budget_seconds = parse_duration(request.budget)
-    if why := too_short(budget_seconds):
-        raise UserError(why)
-    check_early(request.seed, request.out, request.max_trials)
-    if request.isolation not in ("fork", "spawn"):
-        raise UserError(f"--isolation {request.isolation}: expected fork or spawn")
-    batch = parse_global_batch(request.global_batch_size)
-    tuned = _what_is_tuned(request, nodes)
-    asked_batch = FREE if request.global_batch_size == FREE else batch
-    name, edits = request.study or study_name(tuned.job, tuned.hardware, asked_batch), list[str]()
-    if not (request.study or request.force):
-        name, edits = name_since_edits(name, request.runs, tuned.job)
-    return Setup(
-        job=tuned.job,
-        hardware=tuned.hardware,
-        space=tuned.space,
-        candidates=tuple(tuned.candidates),
-        notes=(*tuned.notes, *edits),
-        warnings=tuple(tuned.warnings),
-        landscape=tuned.landscape,
-        nodes=nodes.cluster if nodes is not None else None,
-        name=name,
-        folder=study_folder(request.runs, name),
-        storage=request.storage or None,
-        slots=tuple(tuned.slots),
-        parallel_offload=request.parallel_offload,
-        out=request.out,
-        command=request.command,
-        found_no_gpu=tuned.hardware.device == "cpu" and request.device == "auto" and tuned.landscape is None,
-        global_batch_size=batch,
-        free_batch=request.global_batch_size == FREE,
-        budget_seconds=budget_seconds,
-        max_trials=request.max_trials,
-        tolerance=parse_share(request.tolerance),
-        exhaustive=request.exhaustive,
-        isolation=request.isolation,
-        seed=request.seed,
-        force=request.force,
-        unprotected=request.unprotected,
-        gallery=not request.no_gallery and tuned.landscape is None,  # an entry may be from the same table
-    )
+    name: str  # of the field
+    types: tuple[Any, ...]  # without None
+    default: object  # MISSING: the option is required
+    help: str
+    metavar: str | None
+    panel: Panel
+    option: Option
 
 
-def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]:
-    """Return the setup of `autotune plan` for each named GPU; None is the machine's own.
-
-    Raises:
-        UserError: bad input.
-    """
-    per_node = (1 if request.gpus is None else request.gpus, 1 if request.nodes is None else request.nodes)
-    headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
-    host = parse_memory(request.host_memory, "--host-memory") if request.host_memory else None
-    cap = _cap(request)
-    tokens = parse_count(request.tokens, "--tokens") if request.tokens is not None else PlanSetup.tokens
-    if request.price is not None and not 0 < request.price <= 10_000:
-        raise UserError(f"--price {request.price:g}: expected dollars of one GPU and hour, above 0")
-    if request.price is not None and len(gpus) > 1:
-        raise UserError("--price is of one card: leave it out with --compare")
-    setups = []
-    for name in gpus:
-        hardware = planned_hardware(name, *per_node, headroom, host, cap)
-        job = _named_job(request, hardware)
-        space = fitted(load_space(request.space or "default"), job, hardware).space
-        faults = [one.told(_deepspeed()) for one in space.faults]
-        known = price_table().get(hardware.facts or "")
-        setups.append(
-            PlanSetup(
-                job=job,
-                hardware=hardware,
-                space=space,
-                faults=(*warnings(own_facts(job), _deepspeed()), *(f"{one}: left out" for one in faults)),
-                tokens=tokens,
-                price=known if request.price is None else Price(request.price, "yours", "", "--price"),
-                host_assumed=name is not None and request.host_memory is None,
-                precision_typed=request.precision is not None,
-            )
-        )
-    return setups
+@cache
+def _types() -> dict[str, tuple[Any, ...]]:
+    """Return the types of each field of Request, without None."""
+    hints = typing.get_type_hints(Request).items()
+    split = {name: typing.get_args(hint) if isinstance(hint, UnionType) else (hint,) for name, hint in hints}
+    return {name: tuple(one for one in types if one is not NoneType) for name, types in split.items()}
 
 
-def launch_setup(request: Request, nodes: Nodes | None = None) -> LaunchSetup:
-    """Return the setup of `autotune launch`: from `request.study`, or from a plan for `request.model` on `nodes`.
-
-    Raises:
-        UserError: bad input.
-    """
-    typed = typed_command(request.script, request.maps)
-    script = typed.script
-    if nodes is not None:
-        nodes.also_send(typed.variables)
-        nodes.also_sync(script)
-        nodes.lasting = True
-    if request.max_restarts < 0:
-        raise UserError(f"--max-restarts {request.max_restarts}: expected 0 or more")
-    silent_seconds = parse_duration(request.hang_timeout)
-    plan = folder = None
-    if request.study is None:
-        if parse_global_batch(request.global_batch_size) is None:
-            raise UserError(
-                "launch without a study needs --global-batch-size: what the training is set to per optimizer step"
-            )
-        own = str(request.ds_config.resolve()) if request.ds_config else None
-        script = dataclasses.replace(script, ds_config=own or script.ds_config)
-        request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed, request.device))
-        hardware = _machine(request, nodes)
-        job = _named_job(request, hardware)
-        plan = PlanSetup(job=job, hardware=hardware, space=fitted(_space(request, hardware), job, hardware).space)
-        folder = study_folder(request.runs, f"launch-{script.name}")
-    return LaunchSetup(
-        script=script,
-        ranks=typed.ranks,
-        ranks_said=typed.said,
-        study=request.study,
-        storage=request.storage or None,
-        plan=plan,
-        global_batch_size=FREE if request.global_batch_size == FREE else parse_global_batch(request.global_batch_size),
-        folder=folder,
-        memory_cap_bytes=_cap(request),
-        max_restarts=request.max_restarts,
-        silent_seconds=silent_seconds,
-        convert=request.convert,
-    )
+def parameters(command: str) -> list[Parameter]:
+    """Return the options of a command in the order of its help: the most used ones first, then by panel."""
+    found = []
+    for one in fields(Request):
+        option: Option | None = one.metadata.get(_OPTION)
+        if option is None or command not in option.commands.split():
+            continue
+        own = option.variants.get(command, Variant())
+        default = None if one.default is MISSING else one.default
+        default = MISSING if own.required else default if own.default is None else own.default
+        panel = Panel.FIRST if command in option.first.split() else option.panel
+        shown = (own.help or option.help, own.metavar or option.metavar, panel)
+        found.append(Parameter(one.name, _types()[one.name], default, *shown, option))
+    return sorted(found, key=lambda one: [*Panel].index(one.panel))
 
 
-# -- job, machine and space ----------------------------------------------------------------------------------------------
-
-
-class _Tuned(NamedTuple):
-    """Fields of Setup about the job and the machine."""
-
-    job: Job
-    hardware: Hardware
-    space: SearchSpace
-    candidates: Sequence[Candidate]
-    notes: Sequence[str] = ()
-    warnings: Sequence[str] = ()  # known faults of the user's own config
-    landscape: Landscape | None = None
-    slots: Sequence[Slot] = ()
-
-
-def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
-    kind, _, table = request.executor.partition(":")
-    if kind == "replay" and request.parallel != 1:
-        raise UserError("--executor replay reads a table: leave --parallel out")
-    if kind == "replay" and (nodes is not None or request.nodes is not None):
-        raise UserError("--executor replay reads a table: leave the nodes out")
-    if kind == "replay" and table:
-        landscape = load_landscape(Path(table))
-        if request.space:
-            raise UserError("--executor replay brings its own space, the rows of its table: leave --space out")
-        # A table's rows end at the memory limit itself, so that no headroom is taken off.
-        headroom = parse_share(request.headroom) if request.headroom else 0.0
-        rows = sorted(landscape.rows, key=str)
-        return _Tuned(landscape.job(), landscape.hardware(headroom), landscape.space(), rows, landscape=landscape)
-    if request.executor not in ("local", *SCHEDULERS):
-        raise UserError(f"--executor {request.executor}: expected local, slurm, ray or replay:TABLE")
-    if request.script:
-        typed = typed_command(request.script, request.maps, request.worst_case, request.ds_config)
-        request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed, request.device))
-        if nodes is not None:
-            nodes.also_send(typed.variables)
-            nodes.also_sync(typed.script)
-    places = _slots(request, nodes)
-    hardware = places[0].hardware if places else _machine(request, nodes)
-    space = _space(request, hardware)
-    if request.script:
-        job = _script_job(request, typed.script, hardware)
-        configs = [_own_config(path, "the DeepSpeed config") for path in named_configs(typed.script)]
-        said = warnings(facts_of(configs[0]), _deepspeed()) if len(configs) == 1 else []
-        notes = own_variables_note(typed)
-        return _Tuned(job, hardware, space, first_candidates(typed.script), notes, said, slots=places)
-    for option, used in (("--map", bool(request.maps)), ("--worst-case", request.worst_case)):
-        if used:
-            raise UserError(f"{option} is about a script: give it after `--`, like `-- train.py …`")
-    job = _named_job(request, hardware)
-    space, notes = fitted(space, job, hardware)
-    notes = [*batch_note(request.global_batch_size, job, request.ds_config), *notes]
-    said = warnings(own_facts(job), _deepspeed())
-    return _Tuned(job, hardware, space, space.candidates(job), notes, said, slots=places)
-
-
-def _deepspeed() -> tuple[int, ...]:
-    """Return the DeepSpeed that ranks will have, or the one whose source was read if none is installed."""
-    return release(current().version("deepspeed")) or READ
-
-
-def _own_config(path: Path, said: str = "--ds-config") -> dict[str, Any]:
-    """Return the user's own config, in current names.
-
-    Raises:
-        UserError: see `load_ds_config`; or it has a key that the installed DeepSpeed refuses by its presence.
-    """
-    config = load_ds_config(path, said)
-    for key, why in removed_keys(config, _deepspeed()):
-        raise UserError(f"{path}: {key}: {why}")
-    return config
-
-
-def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
-    """Return the slots of `--parallel`; empty if one candidate is measured at a time."""
-    if request.parallel == 1:
-        return ()
-    if nodes is not None:
-        raise UserError(
-            f"--parallel {request.parallel} is of one machine: leave it out, or call autotune on each machine with one --storage"
-        )
-    if request.nodes is not None:
-        raise UserError(f"--parallel {request.parallel} is of jobs of this machine alone: leave it or --nodes out")
-    cap, headroom = _limits(request)
-    asked = (request.parallel, request.device, request.gpus)
-    found = slots(*asked, memory_cap_bytes=cap, headroom=headroom, offload_beside=request.parallel_offload)
-    return tuple(dataclasses.replace(one, hardware=roomy(one.hardware)) for one in found)
-
-
-def _limits(request: Request) -> tuple[int | None, float]:
-    """Return a job's limit of device memory in bytes (None: none), and the headroom as a share."""
-    return _cap(request), parse_share(request.headroom or DEFAULT_HEADROOM)
-
-
-def _cap(request: Request) -> int | None:
-    return parse_memory(request.memory_cap, "--memory-cap") if request.memory_cap else None
-
-
-def _machine(request: Request, nodes: Nodes | None = None) -> Hardware:
-    """Return this machine's devices, or those of nodes, which must have the folder of a script or of a workload's module."""
-    cap, headroom = _limits(request)
-    if nodes is not None:
-        path = str(Path.cwd()) if request.script or request.workload else ""
-        return roomy(nodes.reach(request.device, request.gpus, cap, headroom, path))
-    return roomy(slice_of(request.nodes, detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)))
-
-
-def _space(request: Request, hardware: Hardware) -> SearchSpace:
-    return load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo"))
-
-
-def _refuse(options: Mapping[str, object], why: str) -> None:
-    """Raise UserError for the first option that was given."""
-    for name, given in options.items():
-        if given:
-            raise UserError(f"{name} {why}; leave {name} out")
-
-
-def _script_job(request: Request, script: Script, hardware: Hardware) -> Job:
-    """Return the stand-in for a script's Job; options about a model are refused."""
-    options = {
-        "--model": request.model,
-        "--seq-len": request.seq_len,
-        "--precision": request.precision,
-        "--lora": request.lora,
-        "--attn": request.attention,
-        "--compile": request.compiled,
-        "--lengths": request.lengths,
-        "--packing": request.packed,
-        "--workload": request.workload,
-        "--task": request.task,
-        "--image-size": request.image_size,
-    }
-    _refuse(options, "with a script: the script itself says it")
-    batch = parse_global_batch(request.global_batch_size)
-    if batch is not None and (batch < 1 or batch % hardware.count):
-        raise UserError(f"--global-batch-size {batch} cannot be split over {hardware.count} ranks")
-    return unknown_job(script, hardware)
-
-
-# -- the job of a named model --------------------------------------------------------------------------------------------
-
-
-def _named_job(request: Request, hardware: Hardware) -> Job:
-    """Return the Job of a model or a workload on this hardware."""
-    model = _model(request)
-    own = _own_config(request.ds_config) if request.ds_config else {}
-    precision, base = precision_of(request.precision, own, hardware)
-    lengths = load_lengths(request.lengths) if request.lengths else ()
-    task = task_of(model.config, request.task, model.name)
-    job = Job(
-        model=model,
-        ranks=hardware.count,
-        seq_len=seq_len_of(request.seq_len, request.packed, model, lengths, hardware),
-        precision=precision,
-        optimizer=request.optimizer,
-        global_batch_size=kept_batch(request.global_batch_size, base, hardware.count, request.ds_config),
-        base_config=base,
-        lora=parse_lora(request.lora) if request.lora else None,
-        attention=request.attention,
-        compiled=request.compiled,
-        lengths=lengths,
-        packed=request.packed,
-        workload=request.workload,
-        task=task,
-        image_size=image_size_of(model.config, task, request.image_size, model.name),
-    )
-    for option, value in (("--lora", job.lora), ("--attn", job.attention)):
-        if package := missing_package(value):
-            raise UserError(f"{option} {value} needs the package {package}: install it, or leave {option} out")
-    return job
-
-
-def _model(request: Request) -> ModelSpec:
-    if request.workload:
-        options = {
-            "--model": request.model,
-            "--lora": request.lora,
-            "--attn": request.attention,
-            "--lengths": request.lengths,
-            "--packing": request.packed,
-            "--task": request.task,
-            "--image-size": request.image_size,
-        }
-        _refuse(options, "with --workload: the function itself makes model and batches")
-        return workload_spec(request.workload)
-    if request.model:
-        return resolve_model(request.model, trust_remote_code=request.trust_remote_code)
-    others = "a folder, or a Hub id; or --workload, or your script after `--`"
-    raise UserError(f"--model is missing: give a shipped name (`autotune models`), {others}")
-
-
-# -- early checks ------------------------------------------------------------------------------------------------------
-#
-# Checks before a run, of errors that would otherwise appear minutes into a search or at its end.
-
-_SEEDS = 2**32  # numpy's generators, and so Optuna's samplers, take seeds below this
+def flag_of(name: str) -> str:
+    """Return the command-line flag of a field of Request."""
+    (found,) = (one for one in fields(Request) if one.name == name)
+    option: Option | None = found.metadata.get(_OPTION)
+    return option.flags[0] if option is not None and option.flags else f"--{name.replace('_', '-')}"
 
 
 _MOST_OF = {"gpus": 4096, "nodes": 4096, "parallel": 4096, "image_size": 65_536}  # limits of options that count things
 
 
-def check_bounds(typed: Mapping[str, object]) -> None:
+def _check_bounds(request: Request) -> None:
     """Check every number and text of a request.
-
-    Args:
-        typed: values by the names of options, with underscores.
 
     Raises:
         UserError: a value is out of bounds.
     """
-    for name, value in typed.items():
-        option = f"--{name.replace('_', '-')}"
+    for name, value in vars(request).items():
         if isinstance(value, int) and not isinstance(value, bool):
-            whole_number(value, option, -MOST, _MOST_OF.get(name, MOST))
+            whole_number(value, flag_of(name), -MOST, _MOST_OF.get(name, MOST))
         for one in value if isinstance(value, list) else [str(value) if isinstance(value, Path) else value]:
             if (why := trouble(one)) and name != "command":
-                raise UserError(f"{option}: {why}")
-
-
-def check_early(seed: int, out: Path | None, max_trials: int | None) -> None:
-    """Check the seed, the winner's output file, and the number of trials.
-
-    Raises:
-        UserError: one of them is invalid.
-    """
-    if not 0 <= seed < _SEEDS:
-        raise UserError(f"--seed {seed}: expected a whole number from 0 to {_SEEDS - 1}")
-    if max_trials is not None and max_trials < 1:
-        raise UserError(f"--max-trials {max_trials}: expected at least 1")
-    if out is not None:
-        check_out(out, makes_folders=True)
-
-
-# -- command after -- --------------------------------------------------------------------------------------------------
-#
-# Effects of a typed command on this call: variables set from now on, and the number of GPUs.
-
-
-def typed_command(
-    words: Sequence[str], maps: Sequence[str], worst_case: bool = False, ds_config: Path | None = None
-) -> Typed:
-    """Parse the words typed after `--`, and set their variables in this process, as a shell sets them for the command.
-
-    Raises:
-        UserError: see `read_command`.
-    """
-    typed = read_command(words, maps, worst_case, ds_config)
-    os.environ.update(typed.variables)
-    return typed
-
-
-def ranks_asked_for(gpus: int | None, typed: Typed, device: str) -> int | None:
-    """Return the requested number of GPUs; None if neither the call nor the command gives it.
-
-    Args:
-        gpus: value of `--gpus`.
-        device: value of `--device`.
-
-    Raises:
-        UserError: the two numbers differ, or the script shows its ranks fewer GPUs.
-    """
-    if typed.ranks is not None and gpus not in (None, typed.ranks):
-        raise UserError(f"--gpus {gpus} beside `{typed.said}`: leave one of them out, or give the same number")
-    asked = gpus if typed.ranks is None else typed.ranks
-    own = typed.own.get("CUDA_VISIBLE_DEVICES")
-    if own is not None and device != "cpu" and asked is not None and asked > (shown := _shown(own)):
-        said = typed.said or f"--gpus {gpus}"
-        raise UserError(
-            f"`{said}` beside CUDA_VISIBLE_DEVICES={own}, which {typed.script.target} sets itself: it shows {shown}; ask for "
-            "as many, or take that line out"
-        )
-    return asked
-
-
-def _shown(devices: str) -> int:
-    """Return the number of GPUs in a value of CUDA_VISIBLE_DEVICES."""
-    return sum(1 for one in devices.split(",") if one.strip()[:1].isdigit() or one.startswith(("GPU-", "MIG-")))
-
-
-def own_variables_note(typed: Typed) -> list[str]:
-    """Return a line about the variables that the script's code sets, which ranks have from their start; empty if it sets none."""
-    names = ", ".join(sorted(typed.own))
-    return [f"{typed.script.target} sets {names} itself: ranks have that from their start"] if names else []
-
-
-# -- global batch ------------------------------------------------------------------------------------------------------
-#
-# `--global-batch-size`: a number of sequences, or `free`; and the batch in the user's own DeepSpeed config.
-
-FREE = "free"  # no batch is kept: the fastest is chosen
-
-
-def parse_global_batch(asked: int | str | None) -> int | None:
-    """Return the requested sequences per optimizer step; None if none is requested, or `free`.
-
-    Raises:
-        UserError: the value is neither a number nor `free`.
-    """
-    if asked is None or asked == FREE:
-        return None
-    try:
-        return whole_number(asked, "--global-batch-size", -MOST, MOST)  # Job checks the bounds
-    except UserError:
-        raise UserError(f"--global-batch-size {shown(asked)}: expected a number of sequences, or {FREE}") from None
-
-
-def kept_batch(asked: int | str | None, config: dict[str, Any], ranks: int, file: Path | None) -> int | None:
-    """Return the sequences per optimizer step of a named model: as requested, or else from the user's own config; None: free.
-
-    Raises:
-        UserError: the value is no number, or the config's batch cannot be split over the ranks.
-    """
-    if asked is not None:
-        return parse_global_batch(asked)
-    batch, words = global_batch_of(config, ranks)
-    if batch is not None and batch % ranks:
-        near = " or ".join(str(size) for size in (batch // ranks * ranks, (batch // ranks + 1) * ranks) if size)
-        raise UserError(
-            f"{file}: {words} cannot be split evenly over {ranks} ranks: change it, or give --global-batch-size (try {near}, or "
-            f"{FREE})"
-        )
-    return batch
-
-
-def batch_note(asked: int | str | None, job: Job, file: Path | None) -> list[str]:
-    """Return a note if a batch is kept that was not typed, with its origin."""
-    if asked is not None or job.global_batch_size is None or file is None:
-        return []
-    _, words = global_batch_of(job.base_config, job.ranks)
-    return [
-        f"global batch {job.global_batch_size} is kept, as {file} says ({words}); --global-batch-size {FREE} leaves it open"
-    ]
-
-
-# -- seq len -----------------------------------------------------------------------------------------------------------
-#
-# `--seq-len`: the typed value, or the default from the model and the device.
-
-DEFAULT_SEQ_LEN = {"cuda": 2048, "cpu": 64}
-
-
-def seq_len_of(
-    asked: int | str | None, packed: bool, model: ModelSpec, lengths: tuple[tuple[int, int], ...], hardware: Hardware
-) -> int:
-    """Return tokens per sequence: as requested, else the longest of `--lengths`, else the device's default."""
-    longest = longest_sequence(model.config)
-    seq_len = _typed_seq_len(asked, longest, model.name)
-    if lengths:
-        most = max(tokens for tokens, _ in lengths)
-        if seq_len is not None and not packed:
-            raise UserError("--lengths says how long sequences are: leave --seq-len out")
-        seq_len = seq_len or most
-        if seq_len < most:
-            raise UserError(
-                f"--seq-len {seq_len}: the longest sequence of --lengths, {most} tokens, fits in no such row"
-            )
-    if seq_len is None:
-        seq_len = min(DEFAULT_SEQ_LEN[hardware.device], longest or 10**9)
-    if longest and seq_len > longest:
-        raise UserError(f"--seq-len {seq_len}: {model.name} takes at most {longest} tokens")
-    return seq_len
-
-
-def _typed_seq_len(asked: int | str | None, longest: int | None, model: str) -> int | None:
-    if asked is None or isinstance(asked, int):
-        return asked
-    if asked == "max":
-        if longest is None:
-            raise UserError(f"--seq-len max: the configuration of {model} names no longest sequence; give a number")
-        return longest
-    try:
-        return whole_number(asked, "--seq-len", -MOST, MOST)
-    except UserError:
-        raise UserError(f"--seq-len {shown(asked)}: expected a number of tokens, or max") from None
-
-
-# -- precision ---------------------------------------------------------------------------------------------------------
-#
-# Arithmetic of a named model's training, from the typed option and the user's DeepSpeed config.
-
-
-def precision_of(typed: str | None, config: dict[str, Any], hardware: Hardware) -> tuple[str, dict[str, Any]]:
-    """Return the precision, and the config without settings that contradict it.
-
-    The typed precision comes first, then the one that the config enables, then the best of the device that the config does not
-    disable.
-    """
-    precision = typed or _precision(config, hardware)
-    section = config.get(precision)
-    if isinstance(section, dict):
-        config = {**config, precision: {**section, "enabled": True}}
-    return precision, config
-
-
-def _precision(config: dict[str, Any], hardware: Hardware) -> str:
-    said = {name: section.get("enabled") for name in ("bf16", "fp16") if isinstance(section := config.get(name), dict)}
-    for name, enabled in said.items():
-        if enabled is True:
-            return name
-    if hardware.device == "cpu":
-        return "fp32"
-    best = "bf16" if hardware.bf16 else "fp16"
-    return "fp32" if said.get(best) is False else best
-
-
-# -- study names -------------------------------------------------------------------------------------------------------
-#
-# Name of a study without a typed name, and its folder.
-
-_LONGEST = 120  # characters of a name
-# files of these names exist in a study's folder, besides the winner's NAME.json and NAME.html
-_TAKEN = ("probe", "share", "launch", "confidential")
-
-
-def study_name(job: Job, hardware: Hardware, global_batch_size: int | str | None = None) -> str:
-    """Return a name that is stable for a job on a machine, so that the same command resumes.
-
-    Args:
-        global_batch_size: as requested, `free` included; a script's job is not known yet.
-    """
-    key = hashlib.sha256(json.dumps(identity(job, hardware), sort_keys=True).encode()).hexdigest()[:6]
-    if job.script:
-        cap = hardware.memory_cap_bytes
-        asked = [f"{what}{value}" for what, value in (("b", global_batch_size), ("c", cap)) if value]
-        key = hashlib.sha256(" ".join([job.script.key, *asked]).encode()).hexdigest() if asked else job.script.key
-        key = key[:6]
-    rest = f"-{hardware.count}x{hardware.facts or hardware.device}-{key}"
-    model = job.model.name.lstrip(".-") or "model"  # a folder may have a name that a study may not
-    return f"{model[: _LONGEST - len(rest)]}{rest}"
-
-
-def name_since_edits(name: str, runs: Path, job: Job) -> tuple[str, list[str]]:
-    """Return the name of a study without a typed name, and lines for display.
-
-    If files that the script uses were edited since the study was made, another name is returned, which the same texts find again.
-    Otherwise the name is unchanged and there are no lines.
-    """
-    first, changed = name, list[str]()
-    while job.script is not None:
-        memory = runs / name / MEMORY
-        known = json.loads(memory.read_text(encoding="utf-8"))["profile"].get(SOURCES, {}) if memory.is_file() else {}
-        if not (found := edited_since(known, job.script.cwd)):
-            break
-        texts = json.dumps([name, digests(known, job.script.cwd)], sort_keys=True)
-        name, changed = f"{first}-{hashlib.sha256(texts.encode()).hexdigest()[:4]}", [*changed, *found]
-    if not changed:
-        return name, []
-    files = ", ".join(dict.fromkeys(changed))
-    verb = "were" if len(set(changed)) > 1 else "was"
-    return name, [f"{files} {verb} edited since study {first}: this is another, {name} (--force goes on with {first})"]
-
-
-def study_folder(runs: Path, name: str) -> Path:
-    """Return `runs/NAME`, which need not exist.
-
-    Raises:
-        UserError: the name is not plain.
-    """
-    if not name or "/" in name or name[0] in ".-" or len(name) > _LONGEST or not name.isprintable():
-        raise UserError(
-            f"--study {name!r}: expected a plain name of at most {_LONGEST} letters, without slashes and not starting with a "
-            "dot or a hyphen"
-        )
-    if name in _TAKEN:
-        raise UserError(f"--study {name}: its folder has a file of that name for something else; choose another")
-    return runs / name
-
-
-# -- plan hardware -----------------------------------------------------------------------------------------------------
-#
-# Machines of a plan: named ones, or several like this one.
-
-MOST_GPUS = 4096  # over all nodes; two link rates describe larger clusters too poorly
-
-
-def planned_hardware(
-    name: str | None,
-    gpus_per_node: int,
-    nodes: int,
-    headroom: float,
-    host_memory_bytes: int | None = None,
-    memory_cap_bytes: int | None = None,
-) -> Hardware:
-    """Return `gpus_per_node` of the named GPU, or of the machine's own, in each of `nodes` machines.
-
-    Args:
-        host_memory_bytes: of each machine; None: as measured, or 32 GiB a GPU.
-        memory_cap_bytes: limit for one rank on its GPU.
-
-    Raises:
-        UserError: impossible counts, or no such GPU.
-    """
-    if not 1 <= gpus_per_node <= 100_000:
-        raise UserError(f"--gpus {gpus_per_node}: expected between 1 and 100000")
-    if nodes < 1:
-        raise UserError(f"--nodes {nodes}: expected at least 1")
-    count = gpus_per_node * nodes
-    if nodes > 1 and count > MOST_GPUS:
-        raise UserError(
-            f"--nodes {nodes}: with --gpus {gpus_per_node} in each that is {count} GPUs, expected at most {MOST_GPUS}"
-        )
-    if name is None:
-        found = detect("auto", gpus_per_node, headroom=headroom)
-        hardware = dataclasses.replace(found, count=count, nodes=nodes)
-    else:
-        hardware = named_hardware(name.strip(), count, headroom=headroom, nodes=nodes)
-    host = host_memory_bytes or hardware.host_memory_bytes
-    return roomy(dataclasses.replace(hardware, host_memory_bytes=host).capped(memory_cap_bytes))
-
-
-def slice_of(nodes: int | None, here: Hardware) -> Hardware:
-    """Return this many machines like this one, which stands for all of them; None: this one itself.
-
-    Raises:
-        UserError: impossible counts.
-    """
-    if nodes is None:
-        return here
-    if nodes < 1 or nodes * here.count > MOST_GPUS:
-        raise UserError(f"--nodes {nodes}: expected between 1 and {MOST_GPUS // here.count} machines like this one")
-    return dataclasses.replace(here, count=nodes * here.count, nodes=nodes, sliced=nodes > 1)
-
-
-def roomy(hardware: Hardware) -> Hardware:
-    """Return the hardware if a GPU has more memory than the fixed share of every process.
-
-    Raises:
-        UserError: the memory is too small.
-    """
-    if hardware.device != "cuda":
-        return hardware
-    taken = overhead_prior(hardware, hardware.count).mean * GIB
-    if hardware.ceiling_bytes <= taken:
-        raise UserError(
-            f"{hardware.name}: the {format_bytes(hardware.ceiling_bytes)} that a rank may use of it are less than the "
-            f"{format_bytes(taken)} of CUDA's context and NCCL: free its memory, or take another card"
-        )
-    return hardware
+                raise UserError(f"{flag_of(name)}: {why}")
 
 
 # -- options of the Python API -----------------------------------------------------------------------------------------
@@ -792,34 +428,37 @@ MOST_NUMBER = 2**63
 _WORDS = 'expected a list of words, like ["train.py", "--epochs", "1"]'
 
 
-def request_of(command: object, options: Mapping[str, object], beside: Iterable[str] = (), **known: object) -> Request:
-    """Return the Request of `autotune.tune` and `autotune.launch`; None keeps a field's default.
+def request_of(function: str, command: object, options: Mapping[str, object], *beside: str, **known: object) -> Request:
+    """Return the Request of a function of the Python API. None keeps a field's default.
 
     Args:
-        beside: the function's own options, which are no fields.
-        known: fields that the function takes under their own names.
+        function: command that the function is named after in `Option.commands`.
+        command: words of the training script.
+        beside: options of the function that are no fields.
+        known: fields that the function takes as its own parameters.
 
     Raises:
-        UserError: no such option, or a value that its field cannot have.
+        UserError: there is no such option, or its field cannot have the value.
     """
-    types = {field.name: str(field.type).replace(" ", "").split("|") for field in dataclasses.fields(Request)}
-    allowed = types.keys() - {"script", "command", *known}
+    taken = {one.name for one in parameters(function) if one.option.in_python}
+    allowed = {*taken, "runs"} - {*known}
     for name in options:
         if name not in allowed:
             raise UserError(f"no option {name!r}{near(str(name), sorted({*allowed, *beside}))}")
     given = {**options, **known}
-    values = {name: _taken(name, value, types[name]) for name, value in given.items() if value is not None}
+    values = {name: _taken(name, value, _types()[name]) for name, value in given.items() if value is not None}
     script = [] if command is None else _list("command", command, _WORDS)
     return Request(script=script, **values)
 
 
-def _taken(name: str, value: object, types: Sequence[str]) -> Any:
+def _taken(name: str, value: object, types: Sequence[Any]) -> Any:
     """Return the value converted to one of a field's types."""
-    if "list[str]" in types:
+    if list[str] in types:
         return _list(name, value, "expected a list of texts")
-    if "int" in types and "str" in types:  # a number or a word; texts are parsed later
+    if int in types and str in types:  # a number or a word; texts are parsed later
         return _plain(name, value) if isinstance(value, str) else _whole(name, value)
-    return next(take(name, value) for type_name, take in _TAKES.items() if type_name in types)
+    (kind,) = types
+    return _TAKES[kind](name, value)
 
 
 def _path(name: str, value: object) -> Path:
@@ -837,24 +476,14 @@ def _text(name: str, value: object) -> str:
 
 
 def _whole(name: str, value: object) -> int:
-    number = _number(name, _read(name, value, int, "a whole number"), "a whole number")
-    if number != int(number):
-        raise _refused(name, "a whole number", value)
-    return int(number)
-
-
-def _real(name: str, value: object) -> float:
-    return float(_number(name, _read(name, value, float, "a number"), "a number"))
-
-
-def _read(name: str, value: object, kind: type[int] | type[float], expected: str) -> object:
-    """Return a parsed text; any other value is returned unchanged."""
-    if not isinstance(value, str):
-        return value
+    expected = "a whole number"
     try:
-        return kind(value)
+        number = _number(name, int(value) if isinstance(value, str) else value, expected)
     except ValueError:
         raise _refused(name, expected, value) from None
+    if number != int(number):
+        raise _refused(name, expected, value)
+    return int(number)
 
 
 def _switch(name: str, value: object) -> bool:
@@ -863,13 +492,7 @@ def _switch(name: str, value: object) -> bool:
     return value
 
 
-_TAKES: dict[str, Callable[[str, object], object]] = {
-    "Path": _path,
-    "bool": _switch,
-    "int": _whole,
-    "float": _real,
-    "str": _text,
-}
+_TAKES: dict[type, Callable[[str, object], object]] = {Path: _path, bool: _switch, int: _whole, str: _text}
 
 
 def _list(name: str, value: object, expected: str) -> list[str]:

@@ -6,7 +6,6 @@ import dataclasses
 import shlex
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from typing import Any
 from rich.console import Console
 
 from autotune.commands.environment import NAMED_MODEL, TRAINING, named_nodes, ranks_python
-from autotune.commands.request import Request, run_setup
+from autotune.commands.request import Request
 from autotune.commands.script_probe import Probe, after_probe, probe, remember
-from autotune.commands.setup import Setup
-from autotune.commands.study_output import begin_with_gallery, begin_with_rates, write_study
+from autotune.commands.setup import Setup, run_setup
+from autotune.commands.study_output import write_study
 from autotune.commands.trust import Ask, accepted_table, grant, named_by, remembered_python
 from autotune.errors import NothingFits, UserError, one_line, readable
 from autotune.executors.base import Executor
@@ -28,6 +27,7 @@ from autotune.executors.cluster.transports import hostfile_of, hostfile_text
 from autotune.executors.local import LocalExecutor, SliceExtrapolator
 from autotune.executors.machine import UNPROTECTED, protection_of
 from autotune.executors.replay import ReplayExecutor
+from autotune.gallery.warm_start import rates_for, shipped_entries, start_from
 from autotune.masking import hide_password
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
@@ -44,7 +44,7 @@ from autotune.script.profile import own_candidate
 from autotune.script.recorded import knob_names
 from autotune.search.concurrency import SearchWorkers, agree_on_memory, host_bound
 from autotune.search.heartbeat import host_of
-from autotune.search.proposer import Proposer
+from autotune.search.proposer import Proposer, Start
 from autotune.search.storage import (
     Failing,
     default_storage,
@@ -149,24 +149,22 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
         setup = with_agreed_protection(setup, work, confirm)
         if setup.nodes is not None:
             write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
-            setup.nodes.who, setup.nodes.say, setup.nodes.cancelled = who, observer.say, stopped.is_set
-        opening = time.monotonic()
-        with closing(first_executor(setup, work, stopped.is_set)) as executor:
-            executor.begin()  # its imports run while the study is opened
-            local = executor if isinstance(executor, LocalExecutor) else None
+            nodes = dataclasses.replace(setup.nodes, who=who, say=observer.say, cancelled=stopped.is_set)
+            setup = dataclasses.replace(setup, nodes=nodes)
+        workers = SearchWorkers((lambda candidate: False) if setup.parallel_offload else host_bound)
+        cancelled = lambda: stopped.is_set() or workers.failed  # noqa: E731  # a failed worker ends all trials
+        with closing(first_executor(setup, work, cancelled, observer.doing)) as first:
+            opening = first.now()
+            first.begin()  # its imports run while the study is opened
             probed = None
-            if local is not None:
-                local.show = observer.doing
-            if local is not None and setup.job.script is not None:
-                _open(local, observer.say)
-                probed = probe(local, setup.job.script, work, setup.budget_seconds / 2, observer.say)
+            if setup.landscape is None and setup.job.script is not None:
+                _open(first, observer.say)
+                probed = probe(first, setup.job.script, work, setup.budget_seconds / 2, observer.say)
                 setup = after_probe(setup, probed)
-                local.job = setup.job
-            if local is not None and setup.hardware.sliced:
-                local.completed = SliceExtrapolator(setup.job, setup.hardware).extrapolate
-                if probed is not None and probed.baseline is not None:
-                    baseline = local.completed(own_candidate(probed.script), probed.baseline)
-                    probed = dataclasses.replace(probed, baseline=baseline)
+            complete = SliceExtrapolator(setup.job, setup.hardware).extrapolate if setup.hardware.sliced else None
+            if complete is not None and probed is not None and probed.baseline is not None:
+                baseline = complete(own_candidate(probed.script), probed.baseline)
+                probed = dataclasses.replace(probed, baseline=baseline)
             store = _open_study(setup, probed, observer, failing)
             kept.callback(store.leave)
             if probed is not None:
@@ -177,19 +175,18 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             wider = [f"{note}; predictions are wider for it" for note in predictor.notes()]
             for line in [*left_out, *wider]:
                 observer.say(line)
-            spent_seconds = 0.0
-            if local is not None:
-                local.on_phase = observer.phase
-                if probed is None:
-                    _open(local, observer.say)
-                candidates = _with_ops(local, candidates, store, observer.say)
-                # The whole call counts, except builds of DeepSpeed's ops, which happen once per environment.
-                spent_seconds = time.monotonic() - opening - local.ops.build_seconds
+            if probed is None:
+                _open(first, observer.say)
+            executor = first.for_search(setup.job, observer.phase, complete)
+            candidates = _with_ops(executor, candidates, observer.say)
+            if setup.landscape is None:
+                store.note_extensions(executor.ops.folder)
+            # The whole call counts, except builds of DeepSpeed's ops, which happen once per environment.
+            spent_seconds = executor.now() - opening - executor.ops.build_seconds
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
             proposer = _proposer(setup, predictor)
             begin_with_gallery(setup, store, proposer, observer.say)
-            workers = SearchWorkers((lambda candidate: False) if setup.parallel_offload else host_bound)
-            beside = [kept.enter_context(closing(one)) for one in executors_beside(setup, work, local, workers)]
+            beside = [kept.enter_context(closing(one)) for one in executors_beside(setup, work, cancelled)]
             found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set, beside, workers)
         return _summary(setup, store, found, proposer.open, predictor, observer.say)
 
@@ -216,23 +213,17 @@ def stop_on_signals() -> Iterator[threading.Event]:
             signal.signal(number, old)
 
 
-def _open(executor: LocalExecutor, say: Callable[[str], None]) -> None:
+def _open(executor: Executor, say: Callable[[str], None]) -> None:
     executor.open(say)
     executor.check(say)
 
 
-def _with_ops(
-    executor: LocalExecutor, candidates: list[Candidate], store: StudyStore, say: Callable[[str], None]
-) -> list[Candidate]:
-    """Return the candidates whose DeepSpeed ops can be loaded here.
-
-    Missing ops are built now, and the study stores their folder.
-    """
+def _with_ops(executor: Executor, candidates: list[Candidate], say: Callable[[str], None]) -> list[Candidate]:
+    """Return the candidates whose DeepSpeed ops can be loaded here. Missing ops are built now."""
     executor.load_ops(candidates)
     left, lines = executor.ops.left(candidates, executor.job, executor.hardware.device)
     for line in lines:
         say(line)
-    store.note_extensions(executor.ops.folder)
     return left
 
 
@@ -467,15 +458,22 @@ def with_agreed_protection(setup: Setup, work: Path, confirm: Callable[[str], bo
     return dataclasses.replace(setup, unprotected=True)
 
 
-def first_executor(setup: Setup, work: Path, cancelled: Callable[[], bool]) -> LocalExecutor | ReplayExecutor:
+def first_executor(
+    setup: Setup, work: Path, cancelled: Callable[[], bool], show: Callable[[str], None] = lambda text: None
+) -> Executor:
     """Return the executor of the first worker: a replay if a table was given, else a local one."""
     if setup.landscape is not None:
         return ReplayExecutor(setup.landscape, setup.seed, setup.hardware.headroom)
-    return _local(setup, setup.hardware, work, cancelled, setup.slots[0].variables if setup.slots else None)
+    return _local(setup, setup.hardware, work, cancelled, setup.slots[0].variables if setup.slots else None, show)
 
 
 def _local(
-    setup: Setup, hardware: Hardware, work: Path, cancelled: Callable[[], bool], variables: Mapping[str, str] | None
+    setup: Setup,
+    hardware: Hardware,
+    work: Path,
+    cancelled: Callable[[], bool],
+    variables: Mapping[str, str] | None,
+    show: Callable[[str], None] = lambda text: None,
 ) -> LocalExecutor:
     return LocalExecutor(
         setup.job,
@@ -485,6 +483,7 @@ def _local(
         isolation=setup.isolation,
         seed=setup.seed,
         cancelled=cancelled,
+        show=show,
         ground=setup.nodes,
         variables=variables,
         study=setup.folder,
@@ -492,15 +491,47 @@ def _local(
     )
 
 
-def executors_beside(
-    setup: Setup, work: Path, first: LocalExecutor | None, workers: SearchWorkers
-) -> list[LocalExecutor]:
-    """Return the executors that measure in parallel to the first, each in its own folder. If one fails, the trials of all end."""
-    if first is None or not setup.slots:
-        return []
-    stopped = first.cancelled
-    first.cancelled = lambda: stopped() or workers.failed
+def executors_beside(setup: Setup, work: Path, cancelled: Callable[[], bool]) -> list[LocalExecutor]:
+    """Return the executors that measure in parallel to the first, each in its own folder."""
     return [
-        _local(setup, slot.hardware, work / f"beside-{number}", lambda: first.cancelled(), slot.variables)
+        _local(setup, slot.hardware, work / f"beside-{number}", cancelled, slot.variables)
         for number, slot in enumerate(setup.slots[1:], 2)
     ]
+
+
+# -- start from the gallery ----------------------------------------------------------------------------------------------
+
+
+NOTE = "the gallery's nearest"  # stored reason of the first trial
+
+
+def begin_with_rates(setup: Setup, store: StudyStore, predictor: Predictor, say: Callable[[str], None]) -> None:
+    """Start predictions from the rates of the nearest entry on the same card. For a new study, log one line about it."""
+    rates = rates_for(shipped_entries(), setup.job, setup.hardware) if setup.gallery else None
+    if rates is None:
+        return
+    try:
+        predictor.begin_with(rates.learnt)
+    except (ValueError, ArithmeticError):  # rates for another version's constants are ignored
+        return
+    if all(record.note == AS_IS for record in store.records()):
+        say(f"gallery: steps are predicted with what is known of {rates.why}, until yours are measured")
+
+
+def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, say: Callable[[str], None]) -> None:
+    """Start a new study from the nearest entry's winner, and log one line about it."""
+    records = store.records()
+    if not setup.gallery or any(record.note != AS_IS for record in records):
+        return
+    start = start_from(shipped_entries(), setup.job, setup.hardware, setup.candidates)
+    if start is None:
+        return
+    whose = f"{start.candidate}, {start.why}"
+    if not proposer.begin_with(Start(start.candidate, NOTE)):
+        say(f"gallery: knows {whose}; it is not predicted to be among the best here, and waits its turn")
+    elif records:  # only the probe run: its outcome informs the search's start
+        say(
+            f"gallery: proposes {whose}; it is tried if it promises more than the script as it is (--no-gallery: without)"
+        )
+    else:
+        say(f"gallery: begins with {whose}; it is measured as all are (--no-gallery begins without)")

@@ -13,8 +13,7 @@ from typing import Any
 from autotune.commands.setup import Setup
 from autotune.commands.trust import grant, is_granted
 from autotune.errors import Stopped, UserError
-from autotune.executors.base import Effort
-from autotune.executors.local import LocalExecutor
+from autotune.executors.base import Effort, Executor
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.faults import own_facts, warnings
 from autotune.problem.job import Job, Script
@@ -84,7 +83,7 @@ class Probe:
     kept: str = ""  # text to store in the study's folder; empty if it was loaded from there
 
 
-def probe(executor: LocalExecutor, script: Script, folder: Path, seconds: float, say: Callable[[str], None]) -> Probe:
+def probe(executor: Executor, script: Script, folder: Path, seconds: float, say: Callable[[str], None]) -> Probe:
     """Run the script unchanged for a few steps, or load the findings of an earlier call on the same files (`remember`).
 
     Raises:
@@ -161,17 +160,16 @@ def remember(probed: Probe, folder: Path) -> None:
         grant([RecordedItem(_FIRST_RUN, probed.kept)])
 
 
-def _at_its_thriftiest(executor: LocalExecutor, script: Script, optimizer: str, seconds: float) -> dict[str, Any]:
+def _at_its_thriftiest(executor: Executor, script: Script, optimizer: str, seconds: float) -> dict[str, Any]:
     """Return the facts of a script that runs out of memory unmodified, from a run with minimal memory.
 
     Raises:
         UserError: it runs out of memory there too.
     """
-    before, executor.job = executor.job, dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
+    job = dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
     candidate = thrifty(optimizer, executor.hardware.device)
-    executor.load_ops([candidate])
-    outcome, found = _try(executor, candidate, "probe-thrifty", seconds)
-    executor.job = before
+    executor.load_ops([candidate], job=job)
+    outcome, found = _try(executor, candidate, "probe-thrifty", seconds, job)
     if not outcome.ok:
         raise UserError(f"{script.name} fits neither as it is nor at its thriftiest: {outcome.reason}")
     return found
@@ -225,16 +223,18 @@ def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any
     )
 
 
-def _try(executor: LocalExecutor, candidate: Candidate, name: str, seconds: float) -> tuple[Outcome, dict[str, Any]]:
+def _try(
+    executor: Executor, candidate: Candidate, name: str, seconds: float, job: Job | None = None
+) -> tuple[Outcome, dict[str, Any]]:
     until, ops = executor.now() + seconds, list[str]()
     while True:
         began = executor.now()
-        with closing(executor.session(candidate, name)) as session:
+        with closing(executor.session(candidate, name, job=job)) as session:
             outcome = session.measure(candidate, EFFORT, until - began)
         if not session.unbuilt or session.unbuilt in executor.tried_ops:
             break
         building = executor.now()
-        executor.load_ops([], session.unbuilt)
+        executor.load_ops([], session.unbuilt, job=job)
         # Builds do not use up the time of the starts, and neither does the first failed start.
         until += executor.now() - (building if ops else began)
         ops.append(session.unbuilt)
@@ -371,15 +371,15 @@ def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:
 
 # -- flags that carry the batch ----------------------------------------------------------------------------------------
 #
-# Find flags without `--map`: each integer flag with the value of the micro-batch or the accumulation gets another value, all in one
-# short run of the script. The batch of its steps then shows the role of each flag.
+# Find flags without `--map`: each integer flag with the value of the micro-batch or the accumulation gets another value, all in
+# one short run of the script. The batch of its steps then shows the role of each flag.
 
 _NAMED = {MICRO_BATCH: "micro-batch", ACCUMULATION: "accumulation"}
 _MOST_FLAGS = 6  # flags that get another value at once
 _TIMES = (2, 3, 5, 7, 11, 13)  # their values' multiples: distinct, and divisible by what they were
 
 
-def flags_found(executor: LocalExecutor, script: Script, facts: dict[str, Any], seconds: float) -> dict[str, str]:
+def flags_found(executor: Executor, script: Script, facts: dict[str, Any], seconds: float) -> dict[str, str]:
     """Return the flags that carry the micro-batch or the accumulation, by knob, of those that no known flag carries.
 
     Args:
@@ -415,19 +415,16 @@ def flags_found(executor: LocalExecutor, script: Script, facts: dict[str, Any], 
 
 
 def _batch_with(
-    executor: LocalExecutor, script: Script, facts: dict[str, Any], flags: dict[str, int], seconds: float
+    executor: Executor, script: Script, facts: dict[str, Any], flags: dict[str, int], seconds: float
 ) -> dict[str, float] | None:
     """Return the batch of the script's own steps with these values of its flags, by knob; None if it does not run with them."""
     argv = list(script.argv)
     for flag, value in flags.items():
         argv = with_flag(argv, flag, value)
     typed = dataclasses.replace(script, argv=tuple(argv), profile={})
-    before, executor.job = executor.job, dataclasses.replace(executor.job, script=typed)
-    try:
-        with closing(executor.session(Candidate(()), "probe-flags")) as session:
-            outcome = session.measure(Candidate(()), _TWO_STEPS, seconds)
-    finally:
-        executor.job = before
+    job = dataclasses.replace(executor.job, script=typed)
+    with closing(executor.session(Candidate(()), "probe-flags", job=job)) as session:
+        outcome = session.measure(Candidate(()), _TWO_STEPS, seconds)
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped before it was known which flags carry the script's batch")
     now = session.facts
@@ -446,7 +443,7 @@ _MOST_TRIES = 2  # batches that the script may refuse before its own is kept
 _MOST_TIMES = 4  # multiple of the script's micro-batch that is assumed to fit in memory
 
 
-def batch_note(executor: LocalExecutor, script: Script, seconds: float) -> str:
+def batch_note(executor: Executor, script: Script, seconds: float) -> str:
     """Return why the script's batch cannot be changed; empty if it honoured another batch.
 
     Raises:
@@ -500,14 +497,10 @@ def _samples(candidate: Candidate) -> int:
     return candidate.micro_batch * candidate.accumulation
 
 
-def _told(executor: LocalExecutor, script: Script, other: Candidate, name: str, seconds: float) -> Outcome:
+def _told(executor: Executor, script: Script, other: Candidate, name: str, seconds: float) -> Outcome:
     """Return the outcome of two steps of the script with this batch."""
-    before, executor.job = executor.job, job_of(script, executor.hardware, None)
-    try:
-        with closing(executor.session(other, name)) as session:
-            outcome = session.measure(other, _TWO_STEPS, seconds)
-    finally:
-        executor.job = before
+    with closing(executor.session(other, name, job=job_of(script, executor.hardware, None))) as session:
+        outcome = session.measure(other, _TWO_STEPS, seconds)
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped before it was known whether the script takes another batch")
     return outcome

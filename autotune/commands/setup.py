@@ -1,19 +1,47 @@
-"""Setups that `commands/request.py` makes from a request: frozen and complete, with nothing left to parse."""
+"""Validation of a Request into a frozen Setup, which is complete: nothing below parses a text of an option again."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from autotune.commands.environment import SCHEDULERS, Nodes
+from autotune.commands.request import Request, flag_of
+from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster
-from autotune.executors.machine import Slot
-from autotune.executors.replay import Landscape
+from autotune.executors.machine import Slot, slots
+from autotune.executors.replay import Landscape, load_landscape
+from autotune.predict.calibration import overhead_prior
 from autotune.problem.candidate import Candidate
-from autotune.problem.gpu_specs import Price
-from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job, Script
-from autotune.problem.space import SearchSpace
+from autotune.problem.ds_config import global_batch_of, load_ds_config
+from autotune.problem.faults import facts_of, own_facts, removed_keys, warnings
+from autotune.problem.gpu_specs import Price, price_table
+from autotune.problem.hardware import Hardware, detect, named_hardware
+from autotune.problem.job import Job, Script, load_lengths, longest_sequence, parse_lora
+from autotune.problem.knobs import READ, missing_package
+from autotune.problem.models import ModelSpec, image_size_of, resolve_model, task_of, workload_spec
+from autotune.problem.space import SearchSpace, fitted, load_space
+from autotune.results.output_files import check_out
 from autotune.results.plan import TOKENS
+from autotune.script.parse_command import Typed, read_command
+from autotune.script.profile import first_candidates, unknown_job
+from autotune.script.script import named_configs
+from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
+from autotune.search.fingerprint import identity
+from autotune.util.bounds import MOST, shown, whole_number
+from autotune.util.interpreter import current
+from autotune.util.units import GIB, format_bytes, parse_count, parse_duration, parse_memory, parse_share
+from autotune.versions import release
+
+DEFAULT_HEADROOM = "5%"
+
+# -- setups --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +110,644 @@ class LaunchSetup:
     max_restarts: int
     silent_seconds: float
     convert: bool
+
+
+# -- from a request to its setup -----------------------------------------------------------------------------------------
+
+
+def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
+    """Return the Setup of `autotune run`, on this machine or on `nodes`, which are reached first.
+
+    Raises:
+        UserError: the request is wrong, or not possible here.
+    """
+    from autotune.search.budget import too_short  # imports optuna, which is slow and not needed for a plan
+
+    budget_seconds = parse_duration(request.budget)
+    if why := too_short(budget_seconds):
+        raise UserError(why)
+    check_early(request.seed, request.out, request.max_trials)
+    if request.isolation not in ("fork", "spawn"):
+        raise UserError(f"--isolation {request.isolation}: expected fork or spawn")
+    batch = parse_global_batch(request.global_batch_size)
+    tuned = _what_is_tuned(request, nodes)
+    asked_batch = FREE if request.global_batch_size == FREE else batch
+    name, edits = request.study or study_name(tuned.job, tuned.hardware, asked_batch), list[str]()
+    if not (request.study or request.force):
+        name, edits = name_since_edits(name, request.runs, tuned.job)
+    return Setup(
+        job=tuned.job,
+        hardware=tuned.hardware,
+        space=tuned.space,
+        candidates=tuple(tuned.candidates),
+        notes=(*tuned.notes, *edits),
+        warnings=tuple(tuned.warnings),
+        landscape=tuned.landscape,
+        nodes=nodes.cluster if nodes is not None else None,
+        name=name,
+        folder=study_folder(request.runs, name),
+        storage=request.storage or None,
+        slots=tuple(tuned.slots),
+        parallel_offload=request.parallel_offload,
+        out=request.out,
+        command=request.command,
+        found_no_gpu=tuned.hardware.device == "cpu" and request.device == "auto" and tuned.landscape is None,
+        global_batch_size=batch,
+        free_batch=request.global_batch_size == FREE,
+        budget_seconds=budget_seconds,
+        max_trials=request.max_trials,
+        tolerance=parse_share(request.tolerance),
+        exhaustive=request.exhaustive,
+        isolation=request.isolation,
+        seed=request.seed,
+        force=request.force,
+        unprotected=request.unprotected,
+        gallery=not request.no_gallery and tuned.landscape is None,  # an entry may be from the same table
+    )
+
+
+def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]:
+    """Return the setup of `autotune plan` for each named GPU; None is the machine's own.
+
+    Raises:
+        UserError: bad input.
+    """
+    per_node = (1 if request.gpus is None else request.gpus, 1 if request.nodes is None else request.nodes)
+    headroom = parse_share(request.headroom or DEFAULT_HEADROOM)
+    host = parse_memory(request.host_memory, "--host-memory") if request.host_memory else None
+    cap = _cap(request)
+    tokens = parse_count(request.tokens, "--tokens") if request.tokens is not None else PlanSetup.tokens
+    if request.price is not None and not 0 < request.price <= 10_000:
+        raise UserError(f"--price {request.price:g}: expected dollars of one GPU and hour, above 0")
+    if request.price is not None and len(gpus) > 1:
+        raise UserError("--price is of one card: leave it out with --compare")
+    setups = []
+    for name in gpus:
+        hardware = planned_hardware(name, *per_node, headroom, host, cap)
+        job = _named_job(request, hardware)
+        space = fitted(load_space(request.space or "default"), job, hardware).space
+        faults = [f"{one.told(_deepspeed())}: left out" for one in space.faults]
+        known = price_table().get(hardware.facts or "")
+        setups.append(
+            PlanSetup(
+                job=job,
+                hardware=hardware,
+                space=space,
+                faults=(*warnings(own_facts(job), _deepspeed()), *faults),
+                tokens=tokens,
+                price=known if request.price is None else Price(request.price, "yours", "", "--price"),
+                host_assumed=name is not None and request.host_memory is None,
+                precision_typed=request.precision is not None,
+            )
+        )
+    return setups
+
+
+def launch_setup(request: Request, nodes: Nodes | None = None) -> LaunchSetup:
+    """Return the setup of `autotune launch`: from `request.study`, or from a plan for `request.model` on `nodes`.
+
+    Raises:
+        UserError: bad input.
+    """
+    typed = typed_command(request.script, request.maps)
+    script = typed.script
+    if nodes is not None:
+        nodes.also_send(typed.variables)
+        nodes.also_sync(script)
+    if request.max_restarts < 0:
+        raise UserError(f"--max-restarts {request.max_restarts}: expected 0 or more")
+    silent_seconds = parse_duration(request.hang_timeout)
+    plan = folder = None
+    if request.study is None:
+        if parse_global_batch(request.global_batch_size) is None:
+            raise UserError(
+                "launch without a study needs --global-batch-size: what the training is set to per optimizer step"
+            )
+        own = str(request.ds_config.resolve()) if request.ds_config else None
+        script = dataclasses.replace(script, ds_config=own or script.ds_config)
+        request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed, request.device))
+        hardware = _machine(request, nodes)
+        job = _named_job(request, hardware)
+        plan = PlanSetup(job=job, hardware=hardware, space=fitted(_space(request, hardware), job, hardware).space)
+        folder = study_folder(request.runs, f"launch-{script.name}")
+    return LaunchSetup(
+        script=script,
+        ranks=typed.ranks,
+        ranks_said=typed.said,
+        study=request.study,
+        storage=request.storage or None,
+        plan=plan,
+        global_batch_size=FREE if request.global_batch_size == FREE else parse_global_batch(request.global_batch_size),
+        folder=folder,
+        memory_cap_bytes=_cap(request),
+        max_restarts=request.max_restarts,
+        silent_seconds=silent_seconds,
+        convert=request.convert,
+    )
+
+
+# -- job, machine and space ----------------------------------------------------------------------------------------------
+
+
+class _Tuned(NamedTuple):
+    """Fields of Setup about the job and the machine."""
+
+    job: Job
+    hardware: Hardware
+    space: SearchSpace
+    candidates: Sequence[Candidate]
+    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()  # known faults of the user's own config
+    landscape: Landscape | None = None
+    slots: Sequence[Slot] = ()
+
+
+def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
+    kind, _, table = request.executor.partition(":")
+    if kind == "replay" and request.parallel != 1:
+        raise UserError("--executor replay reads a table: leave --parallel out")
+    if kind == "replay" and (nodes is not None or request.nodes is not None):
+        raise UserError("--executor replay reads a table: leave the nodes out")
+    if kind == "replay" and table:
+        landscape = load_landscape(Path(table))
+        if request.space:
+            raise UserError("--executor replay brings its own space, the rows of its table: leave --space out")
+        # A table's rows end at the memory limit itself, so that no headroom is taken off.
+        headroom = parse_share(request.headroom) if request.headroom else 0.0
+        rows = sorted(landscape.rows, key=str)
+        return _Tuned(landscape.job(), landscape.hardware(headroom), landscape.space(), rows, landscape=landscape)
+    if request.executor not in ("local", *SCHEDULERS):
+        raise UserError(f"--executor {request.executor}: expected local, slurm, ray or replay:TABLE")
+    if request.script:
+        typed = typed_command(request.script, request.maps, request.worst_case, request.ds_config)
+        request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed, request.device))
+        if nodes is not None:
+            nodes.also_send(typed.variables)
+            nodes.also_sync(typed.script)
+    places = _slots(request, nodes)
+    hardware = places[0].hardware if places else _machine(request, nodes)
+    space = _space(request, hardware)
+    if request.script:
+        job = _script_job(request, typed.script, hardware)
+        configs = [_own_config(path, "the DeepSpeed config") for path in named_configs(typed.script)]
+        said = warnings(facts_of(configs[0]), _deepspeed()) if len(configs) == 1 else []
+        notes = own_variables_note(typed)
+        return _Tuned(job, hardware, space, first_candidates(typed.script), notes, said, slots=places)
+    _refuse(request, "maps worst_case", "needs a training script after `--`, like `-- train.py`")
+    job = _named_job(request, hardware)
+    space, notes = fitted(space, job, hardware)
+    notes = [*batch_note(request.global_batch_size, job, request.ds_config), *notes]
+    said = warnings(own_facts(job), _deepspeed())
+    return _Tuned(job, hardware, space, space.candidates(job), notes, said, slots=places)
+
+
+def _deepspeed() -> tuple[int, ...]:
+    """Return the DeepSpeed that ranks will have, or the one whose source was read if none is installed."""
+    return release(current().version("deepspeed")) or READ
+
+
+def _own_config(path: Path, said: str = "--ds-config") -> dict[str, Any]:
+    """Return the user's own config, in current names.
+
+    Raises:
+        UserError: see `load_ds_config`; or it has a key that the installed DeepSpeed refuses by its presence.
+    """
+    config = load_ds_config(path, said)
+    for key, why in removed_keys(config, _deepspeed()):
+        raise UserError(f"{path}: {key}: {why}")
+    return config
+
+
+def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
+    """Return the slots of `--parallel`; empty if one candidate is measured at a time."""
+    if request.parallel == 1:
+        return ()
+    if nodes is not None:
+        raise UserError(
+            f"--parallel {request.parallel} is of one machine: leave it out, or call autotune on each machine with one --storage"
+        )
+    if request.nodes is not None:
+        raise UserError(f"--parallel {request.parallel} is of jobs of this machine alone: leave it or --nodes out")
+    cap, headroom = _limits(request)
+    asked = (request.parallel, request.device, request.gpus)
+    found = slots(*asked, memory_cap_bytes=cap, headroom=headroom, offload_beside=request.parallel_offload)
+    return tuple(dataclasses.replace(one, hardware=roomy(one.hardware)) for one in found)
+
+
+def _limits(request: Request) -> tuple[int | None, float]:
+    """Return a job's limit of device memory in bytes (None: none), and the headroom as a share."""
+    return _cap(request), parse_share(request.headroom or DEFAULT_HEADROOM)
+
+
+def _cap(request: Request) -> int | None:
+    return parse_memory(request.memory_cap, "--memory-cap") if request.memory_cap else None
+
+
+def _machine(request: Request, nodes: Nodes | None = None) -> Hardware:
+    """Return this machine's devices, or those of nodes, which must have the folder of a script or of a workload's module."""
+    cap, headroom = _limits(request)
+    if nodes is not None:
+        path = str(Path.cwd()) if request.script or request.workload else ""
+        return roomy(nodes.reach(request.device, request.gpus, cap, headroom, path))
+    return roomy(slice_of(request.nodes, detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)))
+
+
+def _space(request: Request, hardware: Hardware) -> SearchSpace:
+    return load_space(request.space or ("default" if hardware.device == "cuda" else "cpu_demo"))
+
+
+def _refuse(request: Request, names: str, why: str) -> None:
+    """Raise UserError for the first of these fields that was given.
+
+    Args:
+        names: separated by spaces.
+    """
+    for name in names.split():
+        if getattr(request, name):
+            raise UserError(f"{flag_of(name)} {why}. Remove {flag_of(name)}.")
+
+
+_OF_A_MODEL = (
+    "model lora attention lengths packed task image_size"  # without a meaning if the user's code makes the model
+)
+
+
+def _script_job(request: Request, script: Script, hardware: Hardware) -> Job:
+    """Return the stand-in for a script's Job; options about a model are refused."""
+    names = f"{_OF_A_MODEL} seq_len precision compiled workload"
+    _refuse(request, names, "cannot be combined with a script, which sets it itself")
+    batch = parse_global_batch(request.global_batch_size)
+    if batch is not None and (batch < 1 or batch % hardware.count):
+        raise UserError(f"--global-batch-size {batch} cannot be split over {hardware.count} ranks")
+    return unknown_job(script, hardware)
+
+
+# -- the job of a named model --------------------------------------------------------------------------------------------
+
+
+def _named_job(request: Request, hardware: Hardware) -> Job:
+    """Return the Job of a model or a workload on this hardware."""
+    model = _model(request)
+    own = _own_config(request.ds_config) if request.ds_config else {}
+    precision, base = precision_of(request.precision, own, hardware)
+    lengths = load_lengths(request.lengths) if request.lengths else ()
+    task = task_of(model.config, request.task, model.name)
+    job = Job(
+        model=model,
+        ranks=hardware.count,
+        seq_len=seq_len_of(request.seq_len, request.packed, model, lengths, hardware),
+        precision=precision,
+        optimizer=request.optimizer,
+        global_batch_size=kept_batch(request.global_batch_size, base, hardware.count, request.ds_config),
+        base_config=base,
+        lora=parse_lora(request.lora) if request.lora else None,
+        attention=request.attention,
+        compiled=request.compiled,
+        lengths=lengths,
+        packed=request.packed,
+        workload=request.workload,
+        task=task,
+        image_size=image_size_of(model.config, task, request.image_size, model.name),
+    )
+    for option, value in (("--lora", job.lora), ("--attn", job.attention)):
+        if package := missing_package(value):
+            raise UserError(f"{option} {value} needs the package {package}: install it, or leave {option} out")
+    return job
+
+
+def _model(request: Request) -> ModelSpec:
+    if request.workload:
+        _refuse(request, _OF_A_MODEL, "cannot be combined with --workload, whose function makes model and batches")
+        return workload_spec(request.workload)
+    if request.model:
+        return resolve_model(request.model, trust_remote_code=request.trust_remote_code)
+    others = "a folder, or a Hub id; or --workload, or your script after `--`"
+    raise UserError(f"--model is missing: give a shipped name (`autotune models`), {others}")
+
+
+# -- early checks ------------------------------------------------------------------------------------------------------
+#
+# Checks before a run, of errors that would otherwise appear minutes into a search or at its end.
+
+_SEEDS = 2**32  # numpy's generators, and so Optuna's samplers, take seeds below this
+
+
+def check_early(seed: int, out: Path | None, max_trials: int | None) -> None:
+    """Check the seed, the winner's output file, and the number of trials.
+
+    Raises:
+        UserError: one of them is invalid.
+    """
+    if not 0 <= seed < _SEEDS:
+        raise UserError(f"--seed {seed}: expected a whole number from 0 to {_SEEDS - 1}")
+    if max_trials is not None and max_trials < 1:
+        raise UserError(f"--max-trials {max_trials}: expected at least 1")
+    if out is not None:
+        check_out(out, makes_folders=True)
+
+
+# -- command after -- --------------------------------------------------------------------------------------------------
+#
+# Effects of a typed command on this call: variables set from now on, and the number of GPUs.
+
+
+def typed_command(
+    words: Sequence[str], maps: Sequence[str], worst_case: bool = False, ds_config: Path | None = None
+) -> Typed:
+    """Parse the words typed after `--`, and set their variables in this process, as a shell sets them for the command.
+
+    Raises:
+        UserError: see `read_command`.
+    """
+    typed = read_command(words, maps, worst_case, ds_config)
+    os.environ.update(typed.variables)
+    return typed
+
+
+def ranks_asked_for(gpus: int | None, typed: Typed, device: str) -> int | None:
+    """Return the requested number of GPUs; None if neither the call nor the command gives it.
+
+    Args:
+        gpus: value of `--gpus`.
+        device: value of `--device`.
+
+    Raises:
+        UserError: the two numbers differ, or the script shows its ranks fewer GPUs.
+    """
+    if typed.ranks is not None and gpus not in (None, typed.ranks):
+        raise UserError(f"--gpus {gpus} beside `{typed.said}`: leave one of them out, or give the same number")
+    asked = gpus if typed.ranks is None else typed.ranks
+    own = typed.own.get("CUDA_VISIBLE_DEVICES")
+    if own is not None and device != "cpu" and asked is not None and asked > (shown := _shown(own)):
+        said = typed.said or f"--gpus {gpus}"
+        raise UserError(
+            f"`{said}` beside CUDA_VISIBLE_DEVICES={own}, which {typed.script.target} sets itself: it shows {shown}; ask for "
+            "as many, or take that line out"
+        )
+    return asked
+
+
+def _shown(devices: str) -> int:
+    """Return the number of GPUs in a value of CUDA_VISIBLE_DEVICES."""
+    return sum(1 for one in devices.split(",") if one.strip()[:1].isdigit() or one.startswith(("GPU-", "MIG-")))
+
+
+def own_variables_note(typed: Typed) -> list[str]:
+    """Return a line about the variables that the script's code sets, which ranks have from their start; empty if it sets none."""
+    names = ", ".join(sorted(typed.own))
+    return [f"{typed.script.target} sets {names} itself: ranks have that from their start"] if names else []
+
+
+# -- global batch ------------------------------------------------------------------------------------------------------
+#
+# `--global-batch-size`: a number of sequences, or `free`; and the batch in the user's own DeepSpeed config.
+
+FREE = "free"  # no batch is kept: the fastest is chosen
+
+
+def parse_global_batch(asked: int | str | None) -> int | None:
+    """Return the requested sequences per optimizer step; None if none is requested, or `free`.
+
+    Raises:
+        UserError: the value is neither a number nor `free`.
+    """
+    if asked is None or asked == FREE:
+        return None
+    try:
+        return whole_number(asked, "--global-batch-size", -MOST, MOST)  # Job checks the bounds
+    except UserError:
+        raise UserError(f"--global-batch-size {shown(asked)}: expected a number of sequences, or {FREE}") from None
+
+
+def kept_batch(asked: int | str | None, config: dict[str, Any], ranks: int, file: Path | None) -> int | None:
+    """Return the sequences per optimizer step of a named model: as requested, or else from the user's own config; None: free.
+
+    Raises:
+        UserError: the value is no number, or the config's batch cannot be split over the ranks.
+    """
+    if asked is not None:
+        return parse_global_batch(asked)
+    batch, words = global_batch_of(config, ranks)
+    if batch is not None and batch % ranks:
+        near = " or ".join(str(size) for size in (batch // ranks * ranks, (batch // ranks + 1) * ranks) if size)
+        raise UserError(
+            f"{file}: {words} cannot be split evenly over {ranks} ranks: change it, or give --global-batch-size (try {near}, or "
+            f"{FREE})"
+        )
+    return batch
+
+
+def batch_note(asked: int | str | None, job: Job, file: Path | None) -> list[str]:
+    """Return a note if a batch is kept that was not typed, with its origin."""
+    if asked is not None or job.global_batch_size is None or file is None:
+        return []
+    _, words = global_batch_of(job.base_config, job.ranks)
+    return [
+        f"global batch {job.global_batch_size} is kept, as {file} says ({words}); --global-batch-size {FREE} leaves it open"
+    ]
+
+
+# -- seq len -----------------------------------------------------------------------------------------------------------
+#
+# `--seq-len`: the typed value, or the default from the model and the device.
+
+DEFAULT_SEQ_LEN = {"cuda": 2048, "cpu": 64}
+
+
+def seq_len_of(
+    asked: int | str | None, packed: bool, model: ModelSpec, lengths: tuple[tuple[int, int], ...], hardware: Hardware
+) -> int:
+    """Return tokens per sequence: as requested, else the longest of `--lengths`, else the device's default."""
+    longest = longest_sequence(model.config)
+    seq_len = _typed_seq_len(asked, longest, model.name)
+    if lengths:
+        most = max(tokens for tokens, _ in lengths)
+        if seq_len is not None and not packed:
+            raise UserError("--lengths says how long sequences are: leave --seq-len out")
+        seq_len = seq_len or most
+        if seq_len < most:
+            raise UserError(
+                f"--seq-len {seq_len}: the longest sequence of --lengths, {most} tokens, fits in no such row"
+            )
+    if seq_len is None:
+        seq_len = min(DEFAULT_SEQ_LEN[hardware.device], longest or 10**9)
+    if longest and seq_len > longest:
+        raise UserError(f"--seq-len {seq_len}: {model.name} takes at most {longest} tokens")
+    return seq_len
+
+
+def _typed_seq_len(asked: int | str | None, longest: int | None, model: str) -> int | None:
+    if asked is None or isinstance(asked, int):
+        return asked
+    if asked == "max":
+        if longest is None:
+            raise UserError(f"--seq-len max: the configuration of {model} names no longest sequence; give a number")
+        return longest
+    try:
+        return whole_number(asked, "--seq-len", -MOST, MOST)
+    except UserError:
+        raise UserError(f"--seq-len {shown(asked)}: expected a number of tokens, or max") from None
+
+
+# -- precision ---------------------------------------------------------------------------------------------------------
+#
+# Arithmetic of a named model's training, from the typed option and the user's DeepSpeed config.
+
+
+def precision_of(typed: str | None, config: dict[str, Any], hardware: Hardware) -> tuple[str, dict[str, Any]]:
+    """Return the precision, and the config without settings that contradict it.
+
+    The typed precision comes first, then the one that the config enables, then the best of the device that the config does not
+    disable.
+    """
+    precision = typed or _precision(config, hardware)
+    section = config.get(precision)
+    if isinstance(section, dict):
+        config = {**config, precision: {**section, "enabled": True}}
+    return precision, config
+
+
+def _precision(config: dict[str, Any], hardware: Hardware) -> str:
+    said = {name: section.get("enabled") for name in ("bf16", "fp16") if isinstance(section := config.get(name), dict)}
+    for name, enabled in said.items():
+        if enabled is True:
+            return name
+    if hardware.device == "cpu":
+        return "fp32"
+    best = "bf16" if hardware.bf16 else "fp16"
+    return "fp32" if said.get(best) is False else best
+
+
+# -- study names -------------------------------------------------------------------------------------------------------
+#
+# Name of a study without a typed name, and its folder.
+
+_LONGEST = 120  # characters of a name
+# files of these names exist in a study's folder, besides the winner's NAME.json and NAME.html
+_TAKEN = ("probe", "share", "launch")
+
+
+def study_name(job: Job, hardware: Hardware, global_batch_size: int | str | None = None) -> str:
+    """Return a name that is stable for a job on a machine, so that the same command resumes.
+
+    Args:
+        global_batch_size: as requested, `free` included; a script's job is not known yet.
+    """
+    key = hashlib.sha256(json.dumps(identity(job, hardware), sort_keys=True).encode()).hexdigest()[:6]
+    if job.script:
+        cap = hardware.memory_cap_bytes
+        asked = [f"{what}{value}" for what, value in (("b", global_batch_size), ("c", cap)) if value]
+        key = hashlib.sha256(" ".join([job.script.key, *asked]).encode()).hexdigest() if asked else job.script.key
+        key = key[:6]
+    rest = f"-{hardware.count}x{hardware.facts or hardware.device}-{key}"
+    model = job.model.name.lstrip(".-") or "model"  # a folder may have a name that a study may not
+    return f"{model[: _LONGEST - len(rest)]}{rest}"
+
+
+def name_since_edits(name: str, runs: Path, job: Job) -> tuple[str, list[str]]:
+    """Return the name of a study without a typed name, and lines for display.
+
+    If files that the script uses were edited since the study was made, another name is returned, which the same texts find again.
+    Otherwise the name is unchanged and there are no lines.
+    """
+    first, changed = name, list[str]()
+    while job.script is not None:
+        memory = runs / name / MEMORY
+        known = json.loads(memory.read_text(encoding="utf-8"))["profile"].get(SOURCES, {}) if memory.is_file() else {}
+        if not (found := edited_since(known, job.script.cwd)):
+            break
+        texts = json.dumps([name, digests(known, job.script.cwd)], sort_keys=True)
+        name, changed = f"{first}-{hashlib.sha256(texts.encode()).hexdigest()[:4]}", [*changed, *found]
+    if not changed:
+        return name, []
+    files = ", ".join(dict.fromkeys(changed))
+    verb = "were" if len(set(changed)) > 1 else "was"
+    return name, [f"{files} {verb} edited since study {first}: this is another, {name} (--force goes on with {first})"]
+
+
+def study_folder(runs: Path, name: str) -> Path:
+    """Return `runs/NAME`, which need not exist.
+
+    Raises:
+        UserError: the name is not plain.
+    """
+    if not name or "/" in name or name[0] in ".-" or len(name) > _LONGEST or not name.isprintable():
+        raise UserError(
+            f"--study {name!r}: expected a plain name of at most {_LONGEST} letters, without slashes and not starting with a "
+            "dot or a hyphen"
+        )
+    if name in _TAKEN:
+        raise UserError(f"--study {name}: its folder has a file of that name for something else; choose another")
+    return runs / name
+
+
+# -- plan hardware -----------------------------------------------------------------------------------------------------
+#
+# Machines of a plan: named ones, or several like this one.
+
+MOST_GPUS = 4096  # over all nodes; two link rates describe larger clusters too poorly
+
+
+def planned_hardware(
+    name: str | None,
+    gpus_per_node: int,
+    nodes: int,
+    headroom: float,
+    host_memory_bytes: int | None = None,
+    memory_cap_bytes: int | None = None,
+) -> Hardware:
+    """Return `gpus_per_node` of the named GPU, or of the machine's own, in each of `nodes` machines.
+
+    Args:
+        host_memory_bytes: of each machine; None: as measured, or 32 GiB a GPU.
+        memory_cap_bytes: limit for one rank on its GPU.
+
+    Raises:
+        UserError: impossible counts, or no such GPU.
+    """
+    if not 1 <= gpus_per_node <= 100_000:
+        raise UserError(f"--gpus {gpus_per_node}: expected between 1 and 100000")
+    if nodes < 1:
+        raise UserError(f"--nodes {nodes}: expected at least 1")
+    count = gpus_per_node * nodes
+    if nodes > 1 and count > MOST_GPUS:
+        raise UserError(
+            f"--nodes {nodes}: with --gpus {gpus_per_node} in each that is {count} GPUs, expected at most {MOST_GPUS}"
+        )
+    if name is None:
+        found = detect("auto", gpus_per_node, headroom=headroom)
+        hardware = dataclasses.replace(found, count=count, nodes=nodes)
+    else:
+        hardware = named_hardware(name.strip(), count, headroom=headroom, nodes=nodes)
+    host = host_memory_bytes or hardware.host_memory_bytes
+    return roomy(dataclasses.replace(hardware, host_memory_bytes=host).capped(memory_cap_bytes))
+
+
+def slice_of(nodes: int | None, here: Hardware) -> Hardware:
+    """Return this many machines like this one, which stands for all of them; None: this one itself.
+
+    Raises:
+        UserError: impossible counts.
+    """
+    if nodes is None:
+        return here
+    if nodes < 1 or nodes * here.count > MOST_GPUS:
+        raise UserError(f"--nodes {nodes}: expected between 1 and {MOST_GPUS // here.count} machines like this one")
+    return dataclasses.replace(here, count=nodes * here.count, nodes=nodes, sliced=nodes > 1)
+
+
+def roomy(hardware: Hardware) -> Hardware:
+    """Return the hardware if a GPU has more memory than the fixed share of every process.
+
+    Raises:
+        UserError: the memory is too small.
+    """
+    if hardware.device != "cuda":
+        return hardware
+    taken = overhead_prior(hardware, hardware.count).mean * GIB
+    if hardware.ceiling_bytes <= taken:
+        raise UserError(
+            f"{hardware.name}: the {format_bytes(hardware.ceiling_bytes)} that a rank may use of it are less than the "
+            f"{format_bytes(taken)} of CUDA's context and NCCL: free its memory, or take another card"
+        )
+    return hardware

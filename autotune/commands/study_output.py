@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import statistics
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotune.commands.setup import Setup
 from autotune.errors import UserError
 from autotune.executors.replay import Row, write_landscape
 from autotune.gallery.schema import Entry, check, entry_of
-from autotune.gallery.warm_start import checked, rates_for, shipped_entries, start_from
+from autotune.gallery.warm_start import checked
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace_cache import stored_trace
 from autotune.problem.candidate import Candidate
@@ -24,13 +23,11 @@ from autotune.problem.models import CAUSAL
 from autotune.problem.outcome import OutcomeKind
 from autotune.results.output_files import check_out
 from autotune.results.plan import Plan
-from autotune.results.report.build import Searched, study_report
-from autotune.results.report.confidential import confidential, without_secrets
+from autotune.results.report.build import Searched, study_report, without_secrets
 from autotune.results.report.html import plan_page, plan_report, study_page, write_page
-from autotune.search.proposer import Proposer, Start
 from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
-from autotune.search.trials import AS_IS, RESUME, SEARCH, uncollected
+from autotune.search.trials import RESUME, SEARCH, uncollected
 from autotune.util.files import cannot_write, write_atomically
 from autotune.util.units import GIB
 
@@ -40,46 +37,34 @@ from autotune.util.units import GIB
 
 
 @uncollected()
-def report_study(study: str, storage: str | None, out: Path | None, *, hide: bool = False) -> Path:
+def report_study(study: str, storage: str | None, out: Path | None) -> Path:
     """Write the page of a study to `out`, or as `NAME.html` into the study's folder, and return its path.
-
-    Args:
-        hide: leave out paths, host names and the model's name; the file is then `confidential.html`.
 
     Raises:
         UserError: there is no such study, or the file cannot be written.
     """
     store = StudyStore.load(study, storage)
-    name = "confidential" if hide else store.name
-    out = out or output_file(store.folder, f"{name}.html")
+    out = out or output_file(store.folder, f"{store.name}.html")
     check_out(out)
     with failures_in_one_line():
-        write_study(store, out, hide=hide)
+        write_study(store, out)
     return out
 
 
 def write_study(
-    store: StudyStore,
-    out: Path,
-    *,
-    trace_of: Predictor | None = None,
-    searched: Searched | None = None,
-    hide: bool = False,
+    store: StudyStore, out: Path, *, trace_of: Predictor | None = None, searched: Searched | None = None
 ) -> None:
     """Write the page of an open study.
 
     Args:
         trace_of: a predictor of the same job and hardware, whose trace is used.
         searched: the space of the present call; None: the study's.
-        hide: leave out paths, host names and the model's name.
 
     Raises:
         UserError: the file cannot be written.
     """
     predictor, why_none = _predictor(store, trace_of)
     report = without_secrets(study_report(store, searched or _searched(store), predictor, why_none))
-    if hide:
-        report = confidential(report, store.job, store.folder)
     write_page(study_page(report), out)
 
 
@@ -192,9 +177,7 @@ def _facts(store: StudyStore) -> dict[str, Any]:
 
 # -- gallery -----------------------------------------------------------------------------------------------------------
 #
-# Commands `autotune share` and `autotune gallery check`, and the start of a run from the gallery.
-
-NOTE = "the gallery's nearest"  # reason of such a trial
+# Commands `autotune share` and `autotune gallery check`.
 
 
 @dataclass(frozen=True)
@@ -264,35 +247,3 @@ def check_entries(files: Sequence[Path]) -> dict[Path, int]:
         UserError: an entry breaks the schema, or has an impossible figure.
     """
     return {path: len(checked(path).candidates) for path in files}
-
-
-def begin_with_rates(setup: Setup, store: StudyStore, predictor: Predictor, say: Callable[[str], None]) -> None:
-    """Start predictions from the rates of the nearest entry on the same card. For a new study, log one line about it."""
-    rates = rates_for(shipped_entries(), setup.job, setup.hardware) if setup.gallery else None
-    if rates is None:
-        return
-    try:
-        predictor.begin_with(rates.learnt)
-    except (ValueError, ArithmeticError):  # rates for another version's constants are ignored
-        return
-    if all(record.note == AS_IS for record in store.records()):
-        say(f"gallery: steps are predicted with what is known of {rates.why}, until yours are measured")
-
-
-def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, say: Callable[[str], None]) -> None:
-    """Start a new study from the nearest entry's winner, and log one line about it."""
-    records = store.records()
-    if not setup.gallery or any(record.note != AS_IS for record in records):
-        return
-    start = start_from(shipped_entries(), setup.job, setup.hardware, setup.candidates)
-    if start is None:
-        return
-    whose = f"{start.candidate}, {start.why}"
-    if not proposer.begin_with(Start(start.candidate, NOTE)):
-        say(f"gallery: knows {whose}; it is not predicted to be among the best here, and waits its turn")
-    elif records:  # only the probe run: its outcome informs the search's start
-        say(
-            f"gallery: proposes {whose}; it is tried if it promises more than the script as it is (--no-gallery: without)"
-        )
-    else:
-        say(f"gallery: begins with {whose}; it is measured as all are (--no-gallery begins without)")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from autotune.executors.machine import Needs, Ops
 from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
 from autotune.problem.outcome import Outcome
 from autotune.workers.host_workers import MultiHostLaunch
 from autotune.workers.launchers import Launcher
@@ -38,6 +40,16 @@ class Session(Protocol):
     @property
     def alive(self) -> bool:
         """True if another candidate of the same family can be measured."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Report of rank 0 of a script: empty if no script runs."""
+        return {}
+
+    @property
+    def unbuilt(self) -> str:
+        """Builder of an op that the probe run needs and no config predicted; empty if there is none."""
+        return ""
 
     def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
         """Return the candidate's outcome within the deadline plus one kill grace period.
@@ -94,17 +106,28 @@ class LaunchTarget(Protocol):
 
 
 class Executor(Protocol):
-    """Runs candidates."""
+    """Runs candidates. An executor without processes inherits the methods that prepare and end them, which do nothing."""
+
+    @property
+    def job(self) -> Job:
+        """Return the job, which is a stand-in before a script's probe run."""
+
+    @property
+    def hardware(self) -> Hardware:
+        """Return the devices of the ranks."""
 
     def begin(self) -> None:
         """Start the imports that `open` waits for, and return at once."""
+        return None
 
     def open(self, say: Callable[[str], None]) -> None:
         """Do all one-time work before the budget starts."""
+        return None
 
     @property
     def resumes(self) -> bool:
         """True if the executor can test a resume from a checkpoint (`Effort.resume`)."""
+        return False
 
     def check(self, say: Callable[[str], None]) -> None:
         """Test the machine, so that its faults are not attributed to a candidate.
@@ -112,14 +135,52 @@ class Executor(Protocol):
         Raises:
             MachineTrouble: groups of ranks do not work here.
         """
+        return None
 
-    def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> Session:
+    def load_ops(self, candidates: list[Candidate], *names: str, job: Job | None = None) -> None:
+        """Build missing DeepSpeed ops for trials of these candidates, and ops of these builders.
+
+        Args:
+            candidates: the candidates.
+            names: further builders.
+            job: the job of the trials; None: the executor's.
+
+        Raises:
+            UserError: the process that builds died, or a build hangs.
+            Stopped: the user cancelled.
+        """
+        return None
+
+    @property
+    def ops(self) -> Ops:
+        """Return the DeepSpeed ops that were built or failed: none if nothing runs."""
+        return Ops(lambda text: None)
+
+    @property
+    def tried_ops(self) -> Iterable[str]:
+        """Builders of the ops that were loaded or failed."""
+        return ()
+
+    def for_search(
+        self, job: Job, on_phase: Callable[[str], None], complete: Callable[[Candidate, Outcome], Outcome] | None
+    ) -> Executor:
+        """Return the executor of a search, which uses the same open machine.
+
+        Args:
+            job: the job, as the probe run found it.
+            on_phase: receives the ranks' phase.
+            complete: adds to a measured outcome what was not measured, such as the communication of a node slice.
+        """
+        return self
+
+    def session(self, candidate: Candidate, name: str, patience: float = 1.0, *, job: Job | None = None) -> Session:
         """Create an engine for the candidate's family.
 
         Args:
             candidate: the candidate.
             name: name of the log folder.
             patience: factor on all limits.
+            job: the job to measure; None: the executor's.
         """
 
     def now(self) -> float:
@@ -127,3 +188,4 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """End all processes and release the machines."""
+        return None

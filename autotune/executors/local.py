@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import re
@@ -57,7 +58,7 @@ class LocalExecutor:
         deadlines: limits without progress; None: by the type of job.
         seed: random seed of the ranks.
         cancelled: polled several times a second; if True, a running trial ends as interrupted.
-        on_phase: receives the ranks' phase.
+        show: receives the current slow operation; empty when it is done.
         fault: returns a fault that tests inject into the named trial.
         count_live_tensors: record live tensor bytes, which slows every operator; used to check predictions.
         ground: where ranks run; None: on this machine.
@@ -78,7 +79,7 @@ class LocalExecutor:
         deadlines: Deadlines | None = None,
         seed: int = 0,
         cancelled: Callable[[], bool] = lambda: False,
-        on_phase: Callable[[str], None] = lambda phase: None,
+        show: Callable[[str], None] = lambda text: None,
         fault: Callable[[str], dict[str, Any] | None] = lambda name: None,
         count_live_tensors: bool = False,
         ground: LaunchTarget | None = None,
@@ -89,18 +90,17 @@ class LocalExecutor:
     ) -> None:
         self.job, self.hardware, self.folder, self.seed = job, hardware, folder, seed
         self.deadlines = deadlines or (SCRIPT_DEADLINES if job.script else Deadlines())
-        self.cancelled, self.on_phase, self.fault = cancelled, on_phase, fault
+        self.cancelled, self.fault = cancelled, fault
+        self.on_phase: Callable[[str], None] = lambda phase: None
+        self.complete: Callable[[Candidate, Outcome], Outcome] = lambda _, outcome: outcome
         self.count_live_tensors = count_live_tensors
         self.isolation, self._variables = isolation, variables or {}
         self.study, self.unprotected, self.kept = study or folder, unprotected, tuple(kept)
         self._first, self.tried_ops = list(candidates), dict[str, None]()  # builders, in order
         self.say: Callable[[str], None] = lambda text: None
-        self.show: Callable[[str], None] = lambda text: None  # receives the current slow operation
-        self.completed: Callable[[Candidate, Outcome], Outcome] = lambda _, found: found  # set for a slice (`local.py`)
         self.here = ground is None
         self.meter = make_meter(hardware) if ground is None else Meter()  # nodes have their own meters
-        ops = Ops(lambda text: self.say(text), lambda text: self.show(text))
-        self.ground = ground or LocalMachine(folder, ops, lambda: self.cancelled())
+        self.ground = ground or LocalMachine(folder, Ops(lambda text: self.say(text), show), lambda: self.cancelled())
 
     @property
     def entry(self) -> str:
@@ -140,9 +140,9 @@ class LocalExecutor:
         model = self.job.model.config.get("model_type")
         return Needs(self.hardware.device, self.threads, self.isolation, modules, model, variables=self._variables)
 
-    def load_ops(self, candidates: list[Candidate], *names: str) -> None:
+    def load_ops(self, candidates: list[Candidate], *names: str, job: Job | None = None) -> None:
         """Build missing DeepSpeed ops for trials of these candidates, and ops of these builders."""
-        self.tried_ops |= dict.fromkeys([*all_ops(candidates, self.job, self.hardware.device), *names])
+        self.tried_ops |= dict.fromkeys([*all_ops(candidates, job or self.job, self.hardware.device), *names])
         if not self.ground.load_ops(list(self.tried_ops), self._needs()):
             self._start_cold(self.say)
 
@@ -186,9 +186,20 @@ class LocalExecutor:
         # a slice saves only its own part of a checkpoint, and no other ranks exist to complete it
         return not self.hardware.sliced and self.ground.all_see(self.folder.resolve())
 
-    def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> LocalSession:
+    def for_search(
+        self, job: Job, on_phase: Callable[[str], None], complete: Callable[[Candidate, Outcome], Outcome] | None
+    ) -> LocalExecutor:
+        """Return the executor of a search on this one's open machine; either of the two is closed."""
+        found = copy.copy(self)
+        found.job, found.on_phase = job, on_phase
+        found.complete = complete or self.complete
+        return found
+
+    def session(
+        self, candidate: Candidate, name: str, patience: float = 1.0, *, job: Job | None = None
+    ) -> LocalSession:
         """Return a session for the candidate's family."""
-        return LocalSession(self, candidate, name, patience)
+        return LocalSession(self, candidate, name, patience, job or self.job)
 
     def now(self) -> float:
         """Return the clock in seconds."""
@@ -202,8 +213,8 @@ class LocalExecutor:
 class LocalSession:
     """One engine of one family, in a group of ranks."""
 
-    def __init__(self, executor: LocalExecutor, candidate: Candidate, name: str, patience: float = 1.0) -> None:
-        self._executor, self._candidate, self._patience = executor, candidate, patience
+    def __init__(self, executor: LocalExecutor, candidate: Candidate, name: str, patience: float, job: Job) -> None:
+        self._executor, self._candidate, self._patience, self._job = executor, candidate, patience, job
         self._folder = executor.folder / "trials" / name
         self._group: WorkerGroup | None = None
         self._ended = False
@@ -251,7 +262,7 @@ class LocalSession:
         except OSError as error:  # a full disk or a lack of descriptors is the machine's fault
             phase = self._group.phase if self._group is not None else Phase.START
             outcome = machines_fault(phase, error, Source.EXCEPTION)
-        if not outcome.ok or self._executor.job.script:  # a script's data loader holds one batch size
+        if not outcome.ok or self._job.script:  # a script's data loader holds one batch size
             self.close()
         seconds = time.monotonic() - began
         inside = max(float(answer["measured_seconds"]) for answer in self._results) if outcome.ok else 0.0
@@ -311,13 +322,13 @@ class LocalSession:
         """Return the outcome of everything since `_ask_measure`, including the peaks of a certification."""
         group = self._running()
         self.facts.update(self._results[0].get("facts", {}))
-        job, hardware = self._executor.job, self._executor.hardware
+        hardware = self._executor.hardware
         seen = (self._results, group.peaks(), group.seconds_by_phase())
-        measurement = measurement_of(*seen, candidate=candidate, job=job, hardware=hardware, facts=self.facts)
+        measurement = measurement_of(*seen, candidate=candidate, job=self._job, hardware=hardware, facts=self.facts)
         if self._beside_peak_bytes > measurement.peak_bytes:
             measurement = dataclasses.replace(measurement, peak_bytes=self._beside_peak_bytes)
         found = Outcome(OutcomeKind.OK, Phase.STEP, measurement, peak_bytes=measurement.peak_bytes)
-        return self._executor.completed(candidate, found)
+        return self._executor.complete(candidate, found)
 
     # -- the group ---------------------------------------------------------------------------------------------------
 
@@ -329,7 +340,7 @@ class LocalSession:
         """Launch the ranks and wait until their engine, or the script's first batch, is ready."""
         executor = self._executor
         deadlines = executor.deadlines
-        silence = deadlines.allowing(size_seconds(executor.job, self._candidate), self._patience)
+        silence = deadlines.allowing(size_seconds(self._job, self._candidate), self._patience)
         policy = Policy(self._patience * deadlines.hello, silence, settle_seconds=0.25, may_leave=False)
         executor.ensure_launcher()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -338,18 +349,17 @@ class LocalSession:
             executor.hardware,
             executor.meter,
             policy,
-            cancelled=lambda: executor.cancelled(),
+            cancelled=executor.cancelled,
             on_message=self._take,
-            on_phase=lambda phase: executor.on_phase(phase),
-            say=lambda text: executor.say(text),
+            on_phase=executor.on_phase,
+            say=executor.say,
         )
         ranks = executor.hardware.processes
         stop = group.start(executor.entry, ranks, self._spec(), deadline=deadline, logs=self._folder)
         return group.watch(lambda: len(self._ready) == ranks, deadline) if stop is Stop.ARRIVED else stop
 
     def _spec(self) -> dict[str, Any]:
-        executor, candidate = self._executor, self._candidate
-        job = executor.job
+        executor, candidate, job = self._executor, self._candidate, self._job
         what: dict[str, Any] = {"config": trial_config(candidate, job), "checkpointing": candidate.checkpointing}
         if job.script:
             what = {"candidate": candidate.as_dict}
@@ -376,23 +386,23 @@ class LocalSession:
         }
 
     def _take(self, rank: int, message: Message) -> None:
-        if (kind := message["type"]) == "phase" and message["phase"] == "ready":
+        if (verb := message["type"]) == "phase" and message["phase"] == "ready":
             self._ready.add(rank)
-        elif kind == "facts" and rank == 0:
+        elif verb == "facts" and rank == 0:
             self.facts = message
-        elif kind == "unbuilt":
+        elif verb == "unbuilt":
             self.unbuilt = message["op"]
-        elif kind in ("loaded", "measured"):
-            if kind == "loaded" or message.get("certified"):
+        elif verb in ("loaded", "measured"):
+            if verb == "loaded" or message.get("certified"):
                 self._beside_peak_bytes = max(self._beside_peak_bytes, inside_bytes(message))
-            if kind == "measured":
+            if verb == "measured":
                 self._answers[rank] = message
 
-    def _ask(self, kind: str, deadline: float, **request: Any) -> Stop:
+    def _ask(self, verb: str, deadline: float, **request: Any) -> Stop:
         """Send a request to every rank and wait for all answers."""
         group, world = self._running(), self._executor.hardware.processes
         self._answers = {}
-        group.tell(kind, **request)
+        group.tell(verb, **request)
         return group.watch(lambda: len(self._answers) == world, deadline)
 
     def _failed(self, stop: Stop) -> Outcome:
@@ -411,7 +421,7 @@ class LocalSession:
         self.close()
         if self._executor.cancelled():  # `scancel` ends tuner and ranks together, so the ranks may die first
             return interrupted(group.phase)
-        script = self._executor.job.script
+        script = self._job.script
         known = script is not None and bool(script.profile) and self._checkpoint is None
         server_lives = not self._executor.here or not self._executor.ground.broken
         found = unusable(evidence, group.phase, known=known)

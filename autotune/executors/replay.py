@@ -13,13 +13,12 @@ import io
 import json
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError, near
-from autotune.executors.base import Effort
+from autotune.executors.base import Effort, Executor, Session
 from autotune.problem.candidate import KNOBS, Candidate, Value, samples
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_gpu
 from autotune.problem.job import Job, Lora
@@ -264,31 +263,28 @@ class ReplayLog:
     oom_seconds: float = 0.0
 
 
-class ReplayExecutor:
+class ReplayExecutor(Executor):
     """Executor that returns rows of a Landscape, on a simulated clock."""
 
     def __init__(self, landscape: Landscape, seed: int = 0, headroom: float = 0.0) -> None:
         self.landscape, self.ledger = landscape, ReplayLog()
-        self.build_seconds = 0.0
         self._job, self._hardware = landscape.job(), landscape.hardware(headroom)
         self._random = random.Random(seed)
         self._now = 0.0
 
-    def begin(self) -> None:
-        """Do nothing: a table needs no preparation."""
-
-    def open(self, say: Callable[[str], None]) -> None:
-        """Do nothing: a table needs no machine."""
+    @property
+    def job(self) -> Job:
+        """Return the table's job."""
+        return self._job
 
     @property
-    def resumes(self) -> bool:
-        """Return False: a table has no checkpoints."""
-        return False
+    def hardware(self) -> Hardware:
+        """Return the table's machine."""
+        return self._hardware
 
-    def check(self, say: Callable[[str], None]) -> None:
-        """Do nothing: a table has no ranks."""
-
-    def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
+    def session(
+        self, candidate: Candidate, name: str, patience: float = 1.0, *, job: Job | None = None
+    ) -> ReplaySession:
         """Return a session that replays rows of the candidate's family."""
         return ReplaySession(self, candidate)
 
@@ -300,11 +296,8 @@ class ReplayExecutor:
         """Advance the simulated clock by seconds."""
         self._now += seconds
 
-    def close(self) -> None:
-        """Do nothing: a table has no processes."""
 
-
-class ReplaySession:
+class ReplaySession(Session):
     """One simulated engine."""
 
     def __init__(self, executor: ReplayExecutor, candidate: Candidate) -> None:

@@ -38,7 +38,6 @@ __all__ = [
     "gpu_table",
     "named_gpu",
     "named_hardware",
-    "threads_of_0_1",
     "threads_per_rank",
     "usable_cpus",
 ]
@@ -324,11 +323,6 @@ def threads_per_rank(ranks: int) -> int:
     if own.isdigit() and int(own) > 0:
         return int(own)
     return max(1, usable_cpus() // ranks)
-
-
-def threads_of_0_1(ranks: int) -> int:
-    """Return the CPU threads of a rank under version 0.1, whose studies do not record them."""
-    return max(1, min(8, (os.cpu_count() or 1) // ranks))
 
 
 def _folders() -> Iterator[Path]:

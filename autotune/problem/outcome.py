@@ -69,25 +69,6 @@ class Source(StrEnum):
     BATCH = "batch"  # sequences counted in a script's steps
     SHORT = "short"  # like BATCH, but some steps had the requested batch and too many had less
 
-    @classmethod
-    def of_evidence(cls, text: str) -> Source | None:
-        """Return the source of an Outcome stored by version 0.1, which kept only the text of the evidence."""
-        starts = {
-            "exception": cls.EXCEPTION,
-            "text": cls.EXCEPTION,
-            "SIG": cls.SIGNAL,
-            "signal": cls.SIGNAL,
-            "exit": cls.EXIT,
-            "channel": cls.EXIT,
-            "deadline of the trial": cls.LIMIT,
-            "deadline of": cls.BUDGET,
-            "deadline:": cls.SILENCE,
-            "stop": cls.STOP,
-            "found running": cls.DEATH,
-            "replay": cls.TABLE,
-        }
-        return next((source for start, source in starts.items() if text.startswith(start)), None)
-
 
 @dataclass(frozen=True)
 class Measurement:
@@ -178,7 +159,7 @@ class Outcome:
         values["exceptions"] = tuple(values.get("exceptions", ()))
         values["phase"] = Phase(values.get("phase", Phase.STEP))
         said = values.get("source")
-        values["source"] = Source(said) if said else Source.of_evidence(values.get("evidence", ""))
+        values["source"] = Source(said) if said else None
         if values.get("measurement"):
             fields = {f.name for f in dataclasses.fields(Measurement)}
             values["measurement"] = Measurement(**{k: v for k, v in values["measurement"].items() if k in fields})

@@ -99,7 +99,6 @@ class Supervisor:
         launcher: starts the ranks, and is closed by the caller; None: each rank is a separate interpreter, which ends as the
             script alone would.
         threads: CPU threads per rank, as the study was measured with; None: a share of this machine's.
-        ground: the nodes to train on, closed by the caller; None: this machine.
     """
 
     def __init__(
@@ -115,7 +114,6 @@ class Supervisor:
         convert: bool = False,
         launcher: Launcher | None = None,
         threads: int | None = None,
-        ground: LaunchTarget | None = None,
     ) -> None:
         assert job.script is not None
         self.job, self.hardware, self.ladder, self.folder = job, hardware, ladder, folder
@@ -127,7 +125,8 @@ class Supervisor:
         self._ops = Ops(self.say)
         self._own_launcher = SpawnLauncher(self._env, cwd=job.script.cwd)
         self._launcher = launcher or self._own_launcher
-        self._ground, self._opened = ground, False
+        self._ground: LaunchTarget | None = None
+        self._opened = False
         self._needs = Needs(hardware.device, self.threads, training=True, cwd=job.script.cwd)
         self._signal: signal.Signals | None = None
         self._group: WorkerGroup | None = None
@@ -135,8 +134,13 @@ class Supervisor:
         self._begun: set[str] = set()  # output folders into which an attempt may have written
         self._bad: list[str] = []  # folders of checkpoints that could not be loaded, since the last step
 
-    def run(self) -> LaunchSummary:
-        """Train until the end. Pass SIGINT, SIGTERM and SIGHUP on, and SIGUSR1 and SIGUSR2 to ranks that catch them."""
+    def run(self, ground: LaunchTarget | None = None) -> LaunchSummary:
+        """Train until the end. Pass SIGINT, SIGTERM and SIGHUP on, and SIGUSR1 and SIGUSR2 to ranks that catch them.
+
+        Args:
+            ground: the nodes to train on, which poll `stopped` and are closed by the caller; None: this machine.
+        """
+        self._ground = ground
         passed = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         # An ignored signal stays ignored: under nohup, trainings outlive their terminal.
         before = {
@@ -433,20 +437,20 @@ class Heard:
 
     def take(self, rank: int, message: Message) -> None:
         """Process a message of a rank."""
-        kind = message["type"]
-        if kind == "resumed":
+        verb = message["type"]
+        if verb == "resumed":
             # the last one counts, as a script may train in phases
             self.origin = f"{message['path']} {message.get('written')}"
             if not self.resumed_from:
                 self.resumed_from = message["path"]
                 self.say(f"going on from {self.resumed_from}")
-        elif kind == "checkpoints":
+        elif verb == "checkpoints":
             self.earlier[message["folder"]] = message["ledger"]
-        elif kind == "output":
+        elif verb == "output":
             self.begun.add(message["folder"])
-        elif kind == "note":
+        elif verb == "note":
             self.say(message["text"])
-        elif kind == "strayed" and not self.strayed:
+        elif verb == "strayed" and not self.strayed:
             self.strayed = True
             self.say("the script trains without DeepSpeed: no config of ours is in it")
         self.steps = max(self.steps, int(message.get("steps") or 0))

@@ -1,7 +1,6 @@
 """Fingerprint of a study: job, machine, packages and environment.
 
-Two calls may share a study if the values that both know agree. Version 0.1 stored only the job, the machine and the
-packages. A missing value is unknown, not different.
+Two calls may share a study if the values that both know agree. A missing value is unknown, not different.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Tuners:
         return [tuner for tuner in heard if not self.is_gone(tuner)]
 
     def is_gone(self, tuner: str | None) -> bool:
-        """Return True if a tuner no longer owns its trials. None stands for the tuner of a version 0.1 trial."""
+        """Return True if a tuner no longer owns its trials. None stands for a trial without a tuner."""
         if tuner is None or not self.shared:
             return tuner != self.me
         if tuner == self.me:

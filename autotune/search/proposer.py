@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from autotune.problem.knobs import OFFLOADING
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.pruning import CandidatePool, DominanceRules
+from autotune.search.stopping import Stop, StopReason
 from autotune.search.surrogate import (
     RECALLED,
     FirstOrderGroups,
@@ -33,7 +34,7 @@ from autotune.util.units import GIB, format_bytes
 
 # -- proposer ----------------------------------------------------------------------------------------------------------
 #
-# Choose the next candidate from several strategies.
+# Choose the next candidate by an ordered list of rules. The first rule that applies decides.
 #
 # - The model (the predictor, or the surrogate if measurements refute the predictor) estimates the value of each
 #   measurement.
@@ -53,6 +54,14 @@ DOUBTLESS_SIGMAS = 3.0  # a level this many sigmas below the best is not tried
 # trials without improvement, half of them random: 60 miss the best 5 % once in 20 (Bergstra and Bengio 2012)
 STALE = 120
 WORTHWHILE = 0.25  # share of the tolerance; a smaller predicted gain is ignored
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named reason to propose a candidate or to stop."""
+
+    name: str
+    decide: Callable[[Turn], Proposal | Stop | None]  # None leaves the decision to the next rule
 
 
 class Proposer:
@@ -94,7 +103,21 @@ class Proposer:
         self._bold_tries = 0
         self._seed, self._answers = seed, dict[int, Answer]()
         self._start: Start | None = None
-        self.stopped_early = ""
+        self.stopped: Stop | None = None  # reason for the latest None of `next`
+        self.decided_by = ""  # name of the rule that decided last
+        self.rules = (
+            Rule("start candidate", self._start_candidate),
+            Rule("fallback after failures", self._fallback_after_failures),
+            Rule("sampler's share", self._samplers_share),
+            Rule("fallback without a fit", self._fallback_without_a_fit),
+            Rule("first fit", self._first_fit),
+            Rule("untried level", self._untried_level),
+            Rule("predicted gain", self._predicted_gain),
+            Rule("memory limit", self._memory_limit),
+            Rule("second opinion", self._surrogates_choice),
+            Rule("sampler", self._sampler_goes_on),
+            Rule("small gain", self._small_gain),
+        )
 
     @property
     def open(self) -> list[Candidate]:
@@ -229,59 +252,92 @@ class Proposer:
         return bool(worthwhile and self._start.believed(at, self._model.forecast(), worth))
 
     def next(self) -> Proposal | None:
-        """Return a candidate for a new engine; None if none is left or worth its time (see `stopped_early`)."""
-        proposal = self._next()
-        return self._next() if proposal is None and self._pool.release_similar() else proposal
+        """Return a candidate for a new engine; None if none is left or worth its time (see `stopped`)."""
+        decision = self._decide()
+        if isinstance(decision, Stop) and self._pool.release_similar():
+            decision = self._decide()
+        self.stopped = decision if isinstance(decision, Stop) else None
+        return None if isinstance(decision, Stop) else decision
 
-    def _next(self) -> Proposal | None:
-        self.stopped_early = ""
+    def _decide(self) -> Proposal | Stop:
+        """Apply the rules in order, and return the first decision."""
         if not self._open.any():
-            return None
+            return StopReason.ALL_TRIED.stop()
         if self._model.predictor_rejected and self._is_stale and not self.exhaustive:
-            self.stopped_early = (
-                f"nothing better in {self._proposed - self._improved_at} trials, of which half were the sampler's "
-                "(--exhaustive goes on)"
-            )
-            return None
+            return StopReason.NOTHING_BETTER.stop(count=self._proposed - self._improved_at)
         self._proposed += 1
-        if self._start is not None and self._start_is_due:
-            self._start.tried = True
-            return Proposal(self._start.candidate, self._start.note)
-        if not self.speed and self._fallback.is_due and not self.exhaustive:
-            return self._last_resort()
+        turn = Turn(self._worth)
+        for rule in self.rules:
+            if (decision := rule.decide(turn)) is not None:
+                self.decided_by = rule.name
+                return decision
+        return StopReason.ALL_TRIED.stop()
+
+    # -- rules, in their order ---------------------------------------------------------------------------------------
+
+    def _start_candidate(self, turn: Turn) -> Proposal | None:
+        """Propose the start candidate once, if its prediction justifies a trial."""
+        if self._start is None or not self._start_is_due:
+            return None
+        self._start.tried = True
+        return Proposal(self._start.candidate, self._start.note)
+
+    def _fallback_after_failures(self, turn: Turn) -> Proposal | Stop | None:
+        """Propose only fallback candidates after many failures without a fit."""
+        due = not self.speed and self._fallback.is_due and not self.exhaustive
+        return self._last_resort() if due else None
+
+    def _samplers_share(self, turn: Turn) -> Proposal | None:
+        """Give the sampler its share of the trials while the predictor is refuted."""
         if self._sampler_is_due:
             return self._advised()
         self._in_a_row = 0
-        worth, gain = self._worth()
-        some = bool(np.isfinite(worth).any())
-        if not self.speed and not some:
-            return self._last_resort()
-        best = int(worth.argmax())
-        if not self.speed:
-            return Proposal(self.candidates[best], "best predicted")
-        worthwhile = some and gain[best] >= WORTHWHILE * self.tolerance
-        refines = not worthwhile or self._groups.measured[best]
-        if (
-            refines
-            and (unseen := self._unseen() or (self._bold() if self._model.predictor_rejected else None)) is not None
-        ):
-            return unseen
-        if worthwhile or (some and len(self.speed) < LEAST_EVIDENCE):
-            return Proposal(self.candidates[best], f"predicted gain {100 * math.expm1(gain[best]):.1f} %")
-        if (bold := self._bold()) is not None:
-            return bold
-        if (
-            not self._model.predictor_rejected
-            and self._audited < AUDITS
-            and (second := self._second_opinion()) is not None
-        ):
-            return second
-        if self._model.predictor_rejected or (self.exhaustive and some):
-            return self._advised()
-        if some:
-            least = f"{100 * self.tolerance:g} %"
-            self.stopped_early = f"the predicted gain of going on is below {least} (--exhaustive goes on)"
         return None
+
+    def _fallback_without_a_fit(self, turn: Turn) -> Proposal | Stop | None:
+        """Propose fallback candidates if nothing has fitted and nothing is predicted to fit."""
+        return None if self.speed or turn.any_allowed else self._last_resort()
+
+    def _first_fit(self, turn: Turn) -> Proposal | None:
+        """Propose the best predicted candidate until one has fitted."""
+        return None if self.speed else Proposal(self.candidates[turn.best], "best predicted")
+
+    def _untried_level(self, turn: Turn) -> Proposal | None:
+        """Try every level of the first-order knobs before a measured kind is refined."""
+        if self._is_worthwhile(turn) and not self._groups.measured[turn.best]:
+            return None
+        return self._unseen() or (self._bold() if self._model.predictor_rejected else None)
+
+    def _predicted_gain(self, turn: Turn) -> Proposal | None:
+        """Propose the most valuable candidate if it may gain enough, or if too few are measured to stop."""
+        if not (self._is_worthwhile(turn) or (turn.any_allowed and len(self.speed) < LEAST_EVIDENCE)):
+            return None
+        gain = 100 * math.expm1(turn.gain[turn.best])
+        return Proposal(self.candidates[turn.best], f"predicted gain {gain:.1f} %")
+
+    def _memory_limit(self, turn: Turn) -> Proposal | None:
+        """Test the memory predictor with a candidate that is predicted not to fit."""
+        return self._bold()
+
+    def _surrogates_choice(self, turn: Turn) -> Proposal | None:
+        """Ask the surrogate before the predictor ends the search."""
+        if self._model.predictor_rejected or self._audited >= AUDITS:
+            return None
+        return self._second_opinion()
+
+    def _sampler_goes_on(self, turn: Turn) -> Proposal | None:
+        """Leave the search to the sampler if the predictor is refuted, or if the search is exhaustive."""
+        goes_on = self._model.predictor_rejected or (self.exhaustive and turn.any_allowed)
+        return self._advised() if goes_on else None
+
+    def _small_gain(self, turn: Turn) -> Stop | None:
+        """Stop if no allowed candidate promises enough."""
+        return StopReason.SMALL_GAIN.stop(percent=100 * self.tolerance) if turn.any_allowed else None
+
+    def _is_worthwhile(self, turn: Turn) -> bool:
+        return turn.any_allowed and bool(turn.gain[turn.best] >= WORTHWHILE * self.tolerance)
+
+    # -- what the rules propose --------------------------------------------------------------------------------------
 
     @property
     def _is_stale(self) -> bool:
@@ -344,7 +400,7 @@ class Proposer:
         nearest = int(np.where(mask, forecast.share, np.inf).argmin())
         return Proposal(self.candidates[nearest], "predicted not to fit, and of a level not seen before")
 
-    def _last_resort(self) -> Proposal | None:
+    def _last_resort(self) -> Proposal | Stop:
         """Return the fallback candidate with the lowest memory.
 
         The fallback applies after many failures, or if no candidate has fitted or is predicted to fit.
@@ -353,8 +409,7 @@ class Proposer:
         need = np.maximum(forecast.share, forecast.held)
         at = self._fallback.next(self._open, need, believed=not self._model.memory.predictor_rejected)
         if at is None:
-            self.stopped_early = self._fallback.stop_reason
-            return None
+            return self._fallback.stop()
         why = "has fitted" if self._fallback.is_due else "is predicted to fit"
         return Proposal(self.candidates[at], f"least memory of its stage: nothing {why}")
 
@@ -478,6 +533,32 @@ class Proposal:
     note: str
 
 
+class Turn:
+    """One decision of the proposer. Values are computed when a rule first needs them."""
+
+    def __init__(self, worth: Callable[[], tuple[Floats, Floats]]) -> None:
+        self._compute = worth
+
+    @functools.cached_property
+    def _values(self) -> tuple[Floats, Floats]:
+        return self._compute()
+
+    @property
+    def gain(self) -> Floats:
+        """Expected gain of measuring each candidate, as a logarithm, (n,)."""
+        return self._values[1]
+
+    @functools.cached_property
+    def any_allowed(self) -> bool:
+        """True if predictions exclude not all open candidates."""
+        return bool(np.isfinite(self._values[0]).any())
+
+    @functools.cached_property
+    def best(self) -> int:
+        """Place of the candidate with the highest gain per second."""
+        return int(self._values[0].argmax())
+
+
 class Start:
     """Start candidate for the first trial, or for the second if the first changes the predictions."""
 
@@ -561,14 +642,13 @@ class FallbackSchedule:
                     return int(at)
         return None
 
-    @property
-    def stop_reason(self) -> str:
-        """Reason for the end of the search, if no candidate is left."""
+    def stop(self) -> Stop:
+        """Return the reason for the end of the search, if no fallback candidate is left."""
         tried = f"{self._failed.total()} candidates, the thriftiest of every stage among them"
         if all(kind.is_oom or kind is OutcomeKind.OK for kind in self._failed):
-            return f"nothing fits: memory was too small for {tried} (--exhaustive goes on)"
+            return StopReason.NOTHING_FITS.stop(tried=tried)
         kinds = ", ".join(f"{count} {kind.value}" for kind, count in self._failed.most_common())
-        return f"nothing runs: {tried}, have failed ({kinds}; --exhaustive goes on)"
+        return StopReason.NOTHING_RUNS.stop(tried=tried, kinds=kinds)
 
 
 def memory_demand_score(candidate: Candidate, device: str) -> float:

@@ -17,7 +17,7 @@ from optuna.trial import TrialState
 from autotune.errors import UserError, near
 from autotune.masking import hide_password
 from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import Hardware, threads_of_0_1
+from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome
 from autotune.problem.space import SearchSpace, fitted, parse_space
@@ -220,7 +220,7 @@ class StudyStore:
     @property
     def threads(self) -> int:
         """CPU threads per rank during measurements."""
-        return int(self.fingerprint.get(THREADS) or threads_of_0_1(self.job.ranks))
+        return int(self.fingerprint.get(THREADS) or threads_per_rank(self.job.ranks))
 
     @property
     def space_text(self) -> str:
@@ -421,7 +421,7 @@ class StudyStore:
 
     @property
     def commands(self) -> tuple[str, ...]:
-        """Distinct command lines of the calls; version 0.1 did not store them."""
+        """Distinct command lines of the calls."""
         return tuple(self.attributes.get("commands", ()))
 
     def note_table(self, name: str) -> None:
@@ -492,10 +492,7 @@ def name_of_call(before: int, tuner: str) -> str:
 
 def calls_in(attributes: Mapping[str, Any]) -> list[Call]:
     """Return every call so far, in order."""
-    of_0_1 = attributes.get("calls", [])  # version 0.1 stored all calls in one attribute
-    return [
-        Call(**call) for call in (*of_0_1, *(attributes[key] for key in sorted(attributes) if key.startswith(_CALL)))
-    ]
+    return [Call(**attributes[key]) for key in sorted(attributes) if key.startswith(_CALL)]
 
 
 # -- study metadata ----------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ class Record:
     outcome: Outcome | None  # None while the trial runs
     role: str  # SEARCH, VERIFY, RESUME or TRAINING
     note: str = ""  # reason for the trial
-    tuner: str | None = None  # tuner's name; None in studies of version 0.1
+    tuner: str | None = None  # tuner's name; None if the trial was not started by a tuner
 
 
 def resumed_peak_bytes(records: list[Record], candidate: Candidate) -> int | None:

@@ -25,15 +25,15 @@ from autotune.search.budget import Budget
 from autotune.search.concurrency import PeerTrials, SearchWorkers
 from autotune.search.leaderboard import NOT_VERIFIED, Leaderboard, Measured, held_bytes
 from autotune.search.proposer import Proposal, Proposer
+from autotune.search.stopping import Stop, StopReason
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, set_attribute
 from autotune.util.units import format_duration
 
 # -- tuner -------------------------------------------------------------------------------------------------------------
 #
-# Search loop (propose, measure, record), verification of the winner, and budget.
+# One `run` call: search loop, verification of the winner, and budget.
 
-BUDGET_USED = "budget used"
 MAX_VERIFIED = 4
 _LOOK_SECONDS = 0.5  # seconds between polls of peer trials
 
@@ -72,23 +72,21 @@ class Tuner:
         beside: Sequence[Executor] = (),
         workers: SearchWorkers | None = None,
     ) -> None:
-        self.store, self.executor, self.proposer, self.space, self.hardware = store, executor, proposer, space, hardware
-        self.max_trials, self.cancelled = max_trials, cancelled
+        self.store, self.proposer, self.cancelled = store, proposer, cancelled
         self.observer: Observer = observer or NullObserver()
-        self.search_effort, self.verify_effort = search_effort, verify_effort
         self.leaderboard = Leaderboard(hardware, proposer.job, proposer.candidates)
         self.clock = Budget(executor, proposer, verify_effort, budget_seconds, spent_seconds, self._best)
-        self.blame = Blame(proposer, self.leaderboard, space)
-        self.workers, self._beside = workers or SearchWorkers(), beside
-        self._counts: Counter[str] = Counter()
-        self._tried = 0
-        self.peers = PeerTrials(store)
+        blame = Blame(proposer, self.leaderboard, space)
+        workers = workers or SearchWorkers()
+        self.trials = TrialRecorder(
+            store, proposer, space, hardware, self.leaderboard, self.clock, blame, workers, self.observer, cancelled
+        )
+        self.loop = SearchLoop(self.trials, [executor, *beside], search_effort, max_trials)
+        self.verifier = Verifier(self.trials, executor, verify_effort)
 
     def _best(self) -> tuple[Candidate, Measurement] | None:
         best = self.leaderboard.best
         return (best, self.leaderboard.measured[best][1]) if best else None
-
-    # -- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self) -> SearchSummary:
         """Search, then verify.
@@ -98,12 +96,7 @@ class Tuner:
             MachineTrouble: the machine failed repeatedly before the first measurement.
         """
         self.clock.begin()
-        known = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
-        mended = retryable_trial_numbers(self.store, known)
-        for left, (record, outcome) in zip(range(len(known), 0, -1), known, strict=True):
-            self.proposer.expect(left)
-            self.peers.known.add(record.number)
-            self._replay_outcome(record, outcome, record.number in mended)
+        self.trials.replay_study()
         if line := mark_out_of_space(self.store, self.leaderboard.set_aside):
             self.observer.say(line)
         self.leaderboard.begin_call()
@@ -111,22 +104,20 @@ class Tuner:
         try:
             ended, winner, verified = self._search_and_verify()
         except (UserError, MachineTrouble) as error:
-            self._save_call(f"stopped: the {'job' if isinstance(error, UserError) else 'machine'} fails")
+            failing = StopReason.JOB_FAILS if isinstance(error, UserError) else StopReason.MACHINE_FAILS
+            self.trials.save_call(failing.stop().sentence)
             raise
         if self.cancelled():
-            ended = "interrupted"
+            ended = StopReason.INTERRUPTED.stop()
         if winner is not None:
             self.store.set_winner(winner.number, "verified" if verified else "measured, not verified")
         self.store.note_skips(self.proposer.skips())
-        self._save_call(ended)
-        used, measured = self.clock.used_seconds, self._counts[OutcomeKind.OK.value]
-        return SearchSummary(winner, verified, ended, self.cancelled(), used, measured, self._counts)
+        self.trials.save_call(ended.sentence)
+        counts = self.trials.counts
+        used, measured = self.clock.used_seconds, counts[OutcomeKind.OK.value]
+        return SearchSummary(winner, verified, ended.sentence, self.cancelled(), used, measured, counts)
 
-    def _save_call(self, ended: str = "") -> None:
-        self.store.update_call(self.clock.used_seconds, ended)
-        self.observer.clock(self.clock.used_seconds, self.clock.budget_seconds)
-
-    def _search_and_verify(self) -> tuple[str, Record | None, bool]:
+    def _search_and_verify(self) -> tuple[Stop, Record | None, bool]:
         """Search and verify until neither can improve the result.
 
         Budget that verification leaves goes back to the search, if it suffices for another trial and its verification.
@@ -135,18 +126,47 @@ class Tuner:
         Returns:
             The reason for the end, the winner, and whether it is verified.
         """
-        ended = self._search()
+        ended = self.loop.run()
         while True:
             before = self.leaderboard.rejected
-            winner, verified = self._verify()
+            winner, verified = self.verifier.run()
             learnt = self.leaderboard.rejected > before
-            goes_on = not self._beside and self._why_stop() is None
-            if goes_on and (learnt or (verified and ended == BUDGET_USED)):
-                ended = self._search()
+            goes_on = not self.loop.parallel and self.loop.why_stop() is None
+            if goes_on and (learnt or (verified and ended.reason is StopReason.BUDGET_USED)):
+                ended = self.loop.run()
             elif verified or not learnt:
                 return ended, winner, verified
 
-    def _search(self) -> str:
+
+# -- search loop -------------------------------------------------------------------------------------------------------
+#
+# Propose and measure, with one or several executors.
+
+
+class SearchLoop:
+    """Measures proposed candidates until there is a reason to stop.
+
+    Args:
+        trials: records each trial.
+        executors: one per search worker; the first worker is the calling thread.
+        effort: length of a trial.
+        max_trials: trials of this call, at most; None without a limit.
+    """
+
+    def __init__(
+        self, trials: TrialRecorder, executors: Sequence[Executor], effort: Effort, max_trials: int | None
+    ) -> None:
+        self.trials, self.effort, self.max_trials = trials, effort, max_trials
+        self.executor, self._beside = executors[0], executors[1:]
+        self.proposer, self.workers, self.peers = trials.proposer, trials.workers, trials.peers
+        self._tried = 0
+
+    @property
+    def parallel(self) -> bool:
+        """Return True if several workers search."""
+        return bool(self._beside)
+
+    def run(self) -> Stop:
         """Search with all executors and return the reason for the end.
 
         Verification then uses the first executor alone.
@@ -166,8 +186,8 @@ class Tuner:
 
     def _open(self, executor: Executor) -> bool:
         with self.workers.capture_failure(), suppress(Stopped):  # the user stopped the call
-            executor.open(self.observer.say)
-            executor.check(self.observer.say)
+            executor.open(self.trials.observer.say)
+            executor.check(self.trials.observer.say)
             return True
         return False
 
@@ -176,10 +196,10 @@ class Tuner:
         with self.workers.capture_failure(), suppress(Stopped), self.workers.locked():
             self._work(executor)
 
-    def _work(self, executor: Executor) -> str:
+    def _work(self, executor: Executor) -> Stop:
         while True:
             self._poll_peers()
-            if (why := self._why_stop()) is not None:
+            if (why := self.why_stop()) is not None:
                 return why
             proposal = self.proposer.next()
             if proposal is None:
@@ -187,7 +207,7 @@ class Tuner:
                 if self.peers.running_elsewhere or self.workers.at_work:
                     self._await_news()
                     continue
-                return self.proposer.stopped_early or "every candidate is tried or ruled out"
+                return self.proposer.stopped or StopReason.ALL_TRIED.stop()
             patience = self.proposer.patience(proposal.candidate)
             session = executor.session(proposal.candidate, self._session_name(), patience)
             try:
@@ -196,14 +216,6 @@ class Tuner:
                 with self.workers.teardown_section(proposal.candidate):
                     session.close()
 
-    def _poll_peers(self) -> None:
-        """Learn outcomes of peer tuners, and reserve candidates that peers and other workers are measuring."""
-        for record, outcome in self.peers.poll():
-            self.observer.trial_finished(record.number, record.candidate, record.role, outcome)
-            self._replay_outcome(record, outcome)
-        if self.store.tuners.shared or self._beside:
-            self.proposer.reserve([*self.peers.searching(), *self.workers.at_work])
-
     def _await_news(self) -> None:
         """Wait until a trial of a peer or another worker starts or ends, or this call must stop."""
 
@@ -211,7 +223,7 @@ class Tuner:
             return len(self.peers.known), self.peers.running_elsewhere, len(self.workers.at_work)
 
         before = state()
-        while before == state() and self._why_stop() is None:
+        while before == state() and self.why_stop() is None:
             self.workers.wait()
             self._poll_peers()
 
@@ -219,63 +231,131 @@ class Tuner:
         """Measure ascending rungs in one engine until a trial fails or another engine is worth more."""
         while proposal is not None:
             outcome = self._trial(session, proposal)
-            if outcome is None or not outcome.ok or not session.alive or self._why_stop() is not None:
+            if outcome is None or not outcome.ok or not session.alive or self.why_stop() is not None:
                 return
             self._poll_peers()
             proposal = self.proposer.next_rung(proposal.candidate)
 
-    def _why_stop(self) -> str | None:
-        if self.cancelled():
-            return "interrupted"
+    def why_stop(self) -> Stop | None:
+        """Return the reason to stop that holds whatever is proposed, or None."""
+        trials, clock = self.trials, self.trials.clock
+        if trials.cancelled():
+            return StopReason.INTERRUPTED.stop()
         if self.workers.failed:
-            return "stopped: a trial beside it failed"
+            return StopReason.WORKER_FAILED.stop()
         if self.max_trials is not None and self._tried + len(self.workers.at_work) >= self.max_trials:
-            return f"--max-trials {self.max_trials} reached"
-        if self.blame.machine_fails:
-            return f"the machine failed {self.blame.machine_failures} times in a row"
-        least = self.clock.least_trial_seconds if self.leaderboard.measured else 0.0
-        if self.clock.left_seconds <= self.clock.reserve_seconds + least:
-            return BUDGET_USED
-        return None
+            return StopReason.MAX_TRIALS.stop(count=self.max_trials)
+        if trials.blame.machine_fails:
+            return StopReason.MACHINE_FAILED.stop(count=trials.blame.machine_failures)
+        least = clock.least_trial_seconds if trials.leaderboard.measured else 0.0
+        return StopReason.BUDGET_USED.stop() if clock.left_seconds <= clock.reserve_seconds + least else None
+
+    def _poll_peers(self) -> None:
+        """Learn outcomes of peer tuners, and reserve candidates that peers and other workers are measuring."""
+        self.trials.poll_peers()
+        if self.trials.store.tuners.shared or self.parallel:
+            self.proposer.reserve([*self.peers.searching(), *self.workers.at_work])
 
     def _session_name(self) -> str:
-        return f"{len(self.store.study.get_trials(deepcopy=False)):04d}"
+        return f"{len(self.trials.store.study.get_trials(deepcopy=False)):04d}"
 
     def _trial(self, session: Session, proposal: Proposal) -> Outcome | None:
         """Measure a candidate; None if a peer tuner is already trying it."""
-        candidate = proposal.candidate
-        number = self.store.claim(candidate, self.space, SEARCH, proposal.note, self.peers.known)
+        candidate, clock = proposal.candidate, self.trials.clock
+        number = self.trials.begin(candidate, SEARCH, proposal.note)
         if number is None:
             return None
-        self.observer.trial_started(number, candidate, SEARCH, proposal.note)
         with self.workers.claim(candidate):
             with self.workers.device_section(candidate):
-                left = max(
-                    1.0, self.clock.left_seconds - (self.clock.reserve_seconds if self.leaderboard.measured else 0.0)
-                )
+                reserved = clock.reserve_seconds if self.trials.leaderboard.measured else 0.0
+                left = max(1.0, clock.left_seconds - reserved)
                 limit = self.proposer.trial_seconds(candidate)
                 with self.workers.unlocked():
-                    outcome = session.measure(candidate, self.search_effort, min(left, limit))
-            outcome = downgrade_first_timeout(
-                candidate, outcome, self._limited(limit, left), self.proposer, self.workers
-            )
+                    outcome = session.measure(candidate, self.effort, min(left, limit))
             self._tried += 1
-            self._record(number, candidate, outcome, SEARCH)
+            outcome = self.trials.end(number, candidate, outcome, SEARCH, limit, left)
         return outcome
 
-    def _limited(self, limit: float, left: float) -> float | None:
-        """Return the trial's limit in seconds; None if the budget or the user ended the trial first."""
-        return limit if limit < left and not self.cancelled() else None
 
-    def _record(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
+# -- trial recorder ----------------------------------------------------------------------------------------------------
+#
+# Store each outcome before the next measurement, and pass it to all parts that learn from it.
+
+
+class TrialRecorder:
+    """Trials of one call, of earlier calls and of peer tuners."""
+
+    def __init__(
+        self,
+        store: StudyStore,
+        proposer: Proposer,
+        space: SearchSpace,
+        hardware: Hardware,
+        leaderboard: Leaderboard,
+        clock: Budget,
+        blame: Blame,
+        workers: SearchWorkers,
+        observer: Observer,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        self.store, self.proposer, self.space, self.hardware = store, proposer, space, hardware
+        self.leaderboard, self.clock, self.blame, self.workers = leaderboard, clock, blame, workers
+        self.observer, self.cancelled = observer, cancelled
+        self.peers = PeerTrials(store)
+        self.counts: Counter[str] = Counter()  # trials of this call by kind of outcome
+
+    def replay_study(self) -> None:
+        """Learn the outcomes of the study's earlier calls."""
+        known = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
+        mended = retryable_trial_numbers(self.store, known)
+        for left, (record, outcome) in zip(range(len(known), 0, -1), known, strict=True):
+            self.proposer.expect(left)
+            self.peers.known.add(record.number)
+            self._replay_outcome(record, outcome, record.number in mended)
+
+    def save_call(self, ended: str = "") -> None:
+        """Store the seconds used, and how the call ended."""
+        self.store.update_call(self.clock.used_seconds, ended)
+        self.observer.clock(self.clock.used_seconds, self.clock.budget_seconds)
+
+    def poll_peers(self) -> None:
+        """Learn outcomes of peer tuners."""
+        for record, outcome in self.peers.poll():
+            self.observer.trial_finished(record.number, record.candidate, record.role, outcome)
+            self._replay_outcome(record, outcome)
+
+    def begin(self, candidate: Candidate, role: str, note: str) -> int | None:
+        """Store that a trial begins, and return its number; None if a peer tuner is already trying the candidate."""
+        number = self.store.claim(candidate, self.space, role, note, self.peers.known)
+        if number is not None:
+            self.observer.trial_started(number, candidate, role, note)
+        return number
+
+    def end(
+        self, number: int, candidate: Candidate, outcome: Outcome, role: str, limit_seconds: float, left_seconds: float
+    ) -> Outcome:
+        """Store and learn the outcome of a trial, and return it, downgraded if the trial is retried.
+
+        Args:
+            number: the trial's number.
+            candidate: the candidate.
+            outcome: the measured outcome.
+            role: the trial's role.
+            limit_seconds: the trial's time limit.
+            left_seconds: the budget that was left for the trial.
+        """
+        # the budget or the user may have ended the trial before its own limit
+        limited = limit_seconds if limit_seconds < left_seconds and not self.cancelled() else None
+        outcome = downgrade_first_timeout(candidate, outcome, limited, self.proposer, self.workers)
         self.store.finish(number, outcome)
         self.peers.known.add(number)
         self.observer.trial_finished(number, candidate, role, outcome)
-        self._save_call()
-        self._counts[outcome.kind.value] += 1
+        self.save_call()
+        self.counts[outcome.kind.value] += 1
         self.clock.note(candidate, outcome, role)
         self._learn(number, candidate, outcome, role)
         self.blame.take(candidate, outcome)
+        return outcome
 
     def _replay_outcome(self, record: Record, outcome: Outcome, mended: bool = False) -> None:
         """Learn an outcome of an earlier call or a peer.
@@ -302,9 +382,28 @@ class Tuner:
         ):  # unlikely to win, or with another global batch size
             self.proposer.exclude(candidate)
 
-    # -- the winner --------------------------------------------------------------------------------------------------
 
-    def _verify(self) -> tuple[Record | None, bool]:
+# -- verifier ----------------------------------------------------------------------------------------------------------
+#
+# Verify the best candidates in fresh processes, and choose the winner.
+
+
+class Verifier:
+    """Verifies candidates until none that is unverified looks better.
+
+    Args:
+        trials: records each trial.
+        executor: runs each verification in fresh processes.
+        verify_effort: length of a verification.
+    """
+
+    def __init__(self, trials: TrialRecorder, executor: Executor, verify_effort: Effort) -> None:
+        self.trials, self.executor, self.verify_effort = trials, executor, verify_effort
+        self.store, self.proposer, self.leaderboard = trials.store, trials.proposer, trials.leaderboard
+        self.clock, self.blame, self.peers = trials.clock, trials.blame, trials.peers
+        self.observer, self.cancelled = trials.observer, trials.cancelled
+
+    def run(self) -> tuple[Record | None, bool]:
         """Verify candidates and return the winner, and whether it is verified.
 
         The best candidate is verified in a fresh process, until no unverified candidate is faster, or as fast with less
@@ -313,7 +412,7 @@ class Tuner:
         """
         leaderboard, tried, in_turn = self.leaderboard, 0, False
         while True:
-            self._poll_peers()
+            self.trials.poll_peers()
             candidate = self._to_verify() if tried < MAX_VERIFIED else None
             if candidate is None:
                 if not in_turn and (rival := self._rival()) is not None:
@@ -382,10 +481,9 @@ class Tuner:
     def _verification(self, candidate: Candidate, role: str) -> Outcome:
         """Run one VERIFY or RESUME trial in a fresh process, or take its outcome from a peer tuner."""
         note = "verification in a fresh process" if role == VERIFY else "goes on from a checkpoint"
-        while (number := self.store.claim(candidate, self.space, role, note, self.peers.known)) is None:
+        while (number := self.trials.begin(candidate, role, note)) is None:
             if (theirs := self._awaited(candidate, role)) is not None:
                 return theirs
-        self.observer.trial_started(number, candidate, role, note)
         session = self.executor.session(candidate, f"{number:04d}-{role}", self.proposer.patience(candidate))
         step_seconds = self.leaderboard.measured[candidate][1].step_seconds
         limit = self.clock.verification_limit(self.proposer.trial_seconds(candidate), step_seconds)
@@ -399,15 +497,13 @@ class Tuner:
             )
         finally:
             session.close()
-        outcome = downgrade_first_timeout(candidate, outcome, self._limited(limit, left), self.proposer, self.workers)
-        self._record(number, candidate, outcome, role)
-        return outcome
+        return self.trials.end(number, candidate, outcome, role, limit, left)
 
     def _awaited(self, candidate: Candidate, role: str) -> Outcome | None:
         """Wait for a peer tuner's outcome of the same trial; None if the peer ended without a usable one."""
         self.peers.discard_result(candidate, role)
         while True:
-            self._poll_peers()
+            self.trials.poll_peers()
             if (found := self.peers.result_for(candidate, role)) is not None:
                 return found if found.kind.is_attributable_to_candidate else None
             if self.cancelled() or self.clock.left_seconds < 1.0:

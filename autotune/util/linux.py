@@ -1,16 +1,20 @@
-"""/proc, prctl, and cleanup of descendant processes."""
+"""/proc, prctl, mounts, limits of a process, and cleanup of descendant processes."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import os
+import platform
 import signal
+import stat
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # -- linux -------------------------------------------------------------------------------------------------------------
 #
@@ -226,6 +230,196 @@ def _shared_with_parent() -> list[tuple[int, int]]:
         elif first == "Shared_Dirty:" and int(second) * 1024 > (high - low) / 2 > 0:
             found.append((low, high))
     return found
+
+
+# -- mounts and limits -------------------------------------------------------------------------------------------------
+#
+# Bindings of system calls that Python's standard library lacks. Each raises OSError with the kernel's reason.
+
+BIND, RECURSIVE = 0x1000, 0x4000  # mount(2)
+_PRIVATE, _DETACH = 0x40000, 2  # mount(2), umount2(2)
+_NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000  # unshare(2)
+_MOUNT_SETATTR, _AT_RECURSIVE, _ATTR_READ_ONLY = 442, 0x8000, 1  # mount_setattr(2)
+_SECCOMP, _DROP_BOUND, _NO_NEW_PRIVILEGES = 22, 24, 38  # prctl(2)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: Any) -> int:
+    if (result := int(getattr(_libc, name)(*arguments))) < 0:
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+def _syscall(number: int, *arguments: Any) -> int:
+    return _call("syscall", ctypes.c_long(number), *arguments)
+
+
+def mount(source: str | None, at: str, flags: int, kind: str | None = None, options: str | None = None) -> None:
+    """Mount a file system or, with `BIND`, show a folder or file at another path."""
+    source_, at_, kind_, options_ = (one and os.fsencode(one) for one in (source, at, kind, options))
+    _call("mount", source_, at_, kind_, ctypes.c_ulong(flags), options_)
+
+
+def unmount(at: str) -> None:
+    """Detach the mount at a path; open files stay usable. umount2(2)."""
+    _call("umount2", os.fsencode(at), _DETACH)
+
+
+def make_read_only(at: str, *, recursive: bool) -> None:
+    """Make the mount at a path read-only, with all mounts below it if `recursive`. mount_setattr(2)."""
+    attributes, flags = struct.pack("=4Q", _ATTR_READ_ONLY, 0, 0, 0), _AT_RECURSIVE if recursive else 0
+    _syscall(_MOUNT_SETATTR, -100, os.fsencode(at), flags, attributes, ctypes.c_size_t(len(attributes)))
+
+
+def mount_points() -> dict[str, bool]:
+    """Return whether a mount is read-only, by its path without `/` itself. proc_pid_mountinfo(5)."""
+    lines = Path("/proc/self/mountinfo").read_bytes().split(b"\n")[:-1]
+    fields = [line.split(b" ")[4:6] for line in lines]  # a space in a path is \040
+    paths = [os.fsdecode(path.decode("unicode_escape").encode("latin-1")) for path, _ in fields]
+    return {path: b"ro" in options.split(b",") for path, (_, options) in zip(paths, fields, strict=True) if path != "/"}
+
+
+def change_root(folder: str) -> None:
+    """Make a mount point the root of this process's mount namespace, and detach the former root. pivot_root(2)."""
+    os.chdir(folder)
+    _call("pivot_root", b".", b".")
+    unmount(".")
+    os.chdir("/")
+    _reopen_folders()
+
+
+def enter_mount_namespace() -> None:
+    """Give this process private mounts, in a new user namespace if it may not mount. user_namespaces(7)."""
+    user, group = os.getuid(), os.getgid()
+    try:
+        _call("unshare", _NEW_MOUNTS)
+    except PermissionError:
+        _call("unshare", _NEW_MOUNTS | _NEW_USER)
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            Path("/proc/self", name).write_text(text, encoding="utf-8")
+    mount(None, "/", RECURSIVE | _PRIVATE)
+
+
+def join_mount_namespace(pid: int) -> None:
+    """Enter the mount namespace of a process, and its user namespace. setns(2)."""
+    users, mounts = (os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in ("user", "mnt"))
+    if os.fstat(users).st_ino != os.stat("/proc/self/ns/user").st_ino:
+        _call("setns", users, _NEW_USER)
+    _call("setns", mounts, _NEW_MOUNTS)
+    os.close(users)
+    os.close(mounts)
+    _reopen_folders()
+
+
+def _reopen_folders() -> None:
+    """Have descriptors of folders that were opened before lead to the same folders in the new root."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if stat.S_ISDIR(os.fstat(number).st_mode):
+                opened = os.open(os.readlink(f"/proc/self/fd/{number}"), os.O_RDONLY | os.O_DIRECTORY)
+                os.dup2(opened, number, inheritable=os.get_inheritable(number))
+                os.close(opened)
+
+
+def listening_sockets() -> list[str]:
+    """Return the paths of Unix sockets of all processes. proc_net_unix(5)."""
+    rows = [line.split(None, 7) for line in Path("/proc/net/unix").read_bytes().split(b"\n")]
+    paths = [os.fsdecode(row[7]) for row in rows if len(row) == 8]
+    return [path for path in paths if path.startswith("/")]
+
+
+def in_user_namespace() -> bool:
+    """Return whether this process lives in a user namespace that does not know every user."""
+    return Path("/proc/self/uid_map").read_text(encoding="utf-8").split() != ["0", "0", str(2**32 - 1)]
+
+
+def drop_capabilities(numbers: Collection[int]) -> None:
+    """Take these capabilities from this process and its children; all of them in a user namespace. capabilities(7)."""
+    for one in numbers:
+        with suppress(OSError):
+            _call("prctl", _DROP_BOUND, one, 0, 0, 0)
+    header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))  # version 3, this process: capget(2)
+    held = ctypes.create_string_buffer(24)
+    _call("capget", header, held)
+    low, high = (0, 0) if in_user_namespace() else (~sum(1 << one for one in numbers), ~0)
+    masks = (low,) * 3 + (high,) * 3
+    kept = (have & mask for have, mask in zip(struct.unpack("=6I", held.raw), masks, strict=True))
+    _call("capset", header, struct.pack("=6I", *kept))
+
+
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same on all architectures
+_WRITES = sum(1 << bit for bit in (1, *range(4, 15)))  # LANDLOCK_ACCESS_FS_* that change something
+_WRITES_OF_FILES = 1 << 1 | 1 << 14  # write, truncate
+_TRUNCATE_ABI = 3  # covers truncation, and lets files be moved between folders: Linux 6.2
+
+
+def restrict_writes(paths: Iterable[str], files_in: Iterable[str] = ()) -> None:
+    """Have Landlock refuse this process and its children every change outside of these paths.
+
+    https://docs.kernel.org/userspace-api/landlock.html
+
+    Args:
+        paths: files, and folders with all that they hold.
+        files_in: folders whose files can be written to, but neither made nor removed.
+
+    Raises:
+        OSError: the kernel has no Landlock that covers truncation.
+    """
+    _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    if _syscall(_LANDLOCK_CREATE, None, 0, 1) < _TRUNCATE_ABI:
+        raise OSError(errno.EOPNOTSUPP, "Landlock does not cover truncation")
+    rules = _syscall(_LANDLOCK_CREATE, struct.pack("=Q", _WRITES), 8, 0)
+    for path, allowed in [*((one, _WRITES) for one in paths), *((one, _WRITES_OF_FILES) for one in files_in)]:
+        with suppress(FileNotFoundError):
+            opened = os.open(path, os.O_PATH)
+            allowed &= ~0 if stat.S_ISDIR(os.fstat(opened).st_mode) else _WRITES_OF_FILES
+            _syscall(_LANDLOCK_ADD, rules, 1, struct.pack("=Qi", allowed, opened), 0)
+            os.close(opened)
+    _syscall(_LANDLOCK_RESTRICT, rules, 0)
+    os.close(rules)
+
+
+# Architectures, their ioctl, and calls that change modes, owners, times and attributes, which Landlock does not cover.
+_X86_CALLS = (90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 235, 260, 261, 268, 280, 452, 463, 466, 469)
+_ARM_CALLS = (5, 6, 7, 14, 15, 16, 52, 53, 54, 55, 88, 452, 463, 466, 469)
+_ATTRIBUTE_CALLS = {"x86_64": (0xC000003E, 16, _X86_CALLS), "aarch64": (0xC00000B7, 29, _ARM_CALLS)}
+_WRITING_IOCTL, _FLAGS_IOCTLS = 0xC000FF00, (0x40006600, 0x40005800, 0x40007600)  # direction and type: ioctl_iflags(2)
+_IO_URING_SETUP, _X32_CALLS = 425, 0x40000000  # ways to the same calls
+
+
+def ignore_attribute_changes() -> None:
+    """Have changes of attributes do nothing and succeed, so that programs that copy them go on.
+
+    A seccomp(2) filter sees no paths: changes do nothing in any folder.
+
+    Raises:
+        OSError: the kernel has no seccomp filters, or the architecture is not known.
+    """
+    if platform.machine() not in _ATTRIBUTE_CALLS:
+        raise OSError(errno.EOPNOTSUPP, f"No system calls are known for {platform.machine()}")
+    architecture, ioctl, calls = _ATTRIBUTE_CALLS[platform.machine()]
+    load, equals, at_least, mask, end = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF_LD, BPF_JEQ, BPF_JGE, BPF_AND, BPF_RET
+    ends = {"allow": 0x7FFF0000, "pretend": 0x00050000, "refuse": 0x00050000 | errno.ENOSYS}  # SECCOMP_RET_*
+    program = [  # code, value, where to go if it holds and if not
+        (load, 4, "", ""),
+        (equals, architecture, "", "refuse"),
+        (load, 0, "", ""),
+        (at_least, _X32_CALLS, "refuse", ""),
+        (equals, _IO_URING_SETUP, "refuse", ""),
+        *((equals, number, "pretend", "") for number in calls),
+        (equals, ioctl, "", "allow"),
+        (load, 24, "", ""),
+        (mask, _WRITING_IOCTL, "", ""),
+        *((equals, number, "pretend", "") for number in _FLAGS_IOCTLS),
+        *((end, value, "", "") for value in ends.values()),
+    ]
+    goals = {name: len(program) - len(ends) + at for at, name in enumerate(ends)}
+    steps = [
+        (code, *(goals.get(to, at + 1) - at - 1 for to in (yes, no)), value)
+        for at, (code, value, yes, no) in enumerate(program)
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in steps))
+    _call("prctl", _SECCOMP, 2, struct.pack("@HP", len(program), ctypes.addressof(code)), 0, 0)
 
 
 # -- descendant cleanup ------------------------------------------------------------------------------------------------

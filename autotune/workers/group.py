@@ -218,33 +218,33 @@ class WorkerGroup:
 
     def _take(self, rank: int, message: Message) -> bool:
         """Process a message. Return True if it is a heartbeat."""
-        kind = message["type"]
-        if kind == "hello":
+        verb = message["type"]
+        if verb == "hello":
             self._workers[rank] = int(message["pid"])
             return True
-        if kind == "pulse":
+        if verb == "pulse":
             self._places[rank] = str(message["where"])
             (self._waiting.add if message["waits"] else self._waiting.discard)(rank)
             return bool(message["moved"])
-        if kind == "error":
+        if verb == "error":
             self.errors.append(message)
-        elif kind == "store":
+        elif verb == "store":
             self._meeting = self._meeting or message
-        elif kind == "device" and "uuid" in message:
+        elif verb == "device" and "uuid" in message:
             next(squad for squad in self._squads if rank in squad.numbers).place(rank, message["uuid"])
             self._outside[rank] = message["outside_bytes"]
-        elif kind == "bye" and message.get("code") is not None:
+        elif verb == "bye" and message.get("code") is not None:
             self._codes[rank] = int(message["code"])
-        elif kind == "phase" and message["phase"] in set(Phase):
+        elif verb == "phase" and message["phase"] in set(Phase):
             self._phases[rank] = Phase(message["phase"])
             self._enter(min(self._phases.values(), key=list(Phase).index))
         self._on_message(rank, message)
         return True
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def tell(self, verb: str, **fields: Any) -> None:
         """Send a message to every rank."""
         for squad in self._squads:
-            squad.tell(kind, **fields)
+            squad.tell(verb, **fields)
 
     def enter(self, phase: Phase) -> None:
         """Set the phase of all ranks, which has its own time limit and its own duration."""

@@ -75,7 +75,7 @@ class HostWorkers(Protocol):
     def begin(self, workers: Sequence[int]) -> None:
         """Start the memory monitor with the ranks' own process ids."""
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def tell(self, verb: str, **fields: Any) -> None:
         """Send a message to every rank."""
 
     def statuses(self) -> dict[int, int]:
@@ -247,10 +247,10 @@ class LocalWorkers:
             return []
         return [(int(hello["rank"]), hello)]
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def tell(self, verb: str, **fields: Any) -> None:
         """Send a message to all ranks."""
         for channel in self._channels.values():
-            channel.send(kind, **fields)
+            channel.send(verb, **fields)
 
     # -- results -----------------------------------------------------------------------------------------------------
 

@@ -182,10 +182,10 @@ class ForkLauncher:
         self._channel.send("ops", names=names)
         return self._await("ops", _BUILDING_SECONDS, tell)
 
-    def _await(self, kind: str, seconds: float, tell: Callable[[Message | None], None]) -> Message:
-        """Return the server's message of this kind; call `tell` with earlier ones, and with None while there are none."""
+    def _await(self, verb: str, seconds: float, tell: Callable[[Message | None], None]) -> Message:
+        """Return the server's message of this verb; call `tell` with earlier ones, and with None while there are none."""
         until, self._busy = time.monotonic() + seconds, True
-        while (message := self._channel.receive(_LOOK_SECONDS)) is None or message["type"] != kind:
+        while (message := self._channel.receive(_LOOK_SECONDS)) is None or message["type"] != verb:
             tell(message)
             if message is not None:
                 until = time.monotonic() + seconds

@@ -42,9 +42,9 @@ class Channel:
         """Return the file descriptor, for `select`."""
         return self.sock.fileno()
 
-    def send(self, kind: str, **fields: Any) -> None:
+    def send(self, verb: str, **fields: Any) -> None:
         """Send one message. A closed connection is only noticed by reading."""
-        line = json.dumps({"type": kind, **fields}, default=str).encode() + b"\n"
+        line = json.dumps({"type": verb, **fields}, default=str).encode() + b"\n"
         with contextlib.suppress(OSError), self._sending:
             self.sock.sendall(line)
 
@@ -118,9 +118,9 @@ class Stream(Channel):
         """Return the file descriptor that is read, for `select`."""
         return self._reads
 
-    def send(self, kind: str, **fields: Any) -> None:
+    def send(self, verb: str, **fields: Any) -> None:
         """Send a message."""
-        self.give(json.dumps({"type": kind, **fields}, default=str).encode() + b"\n")
+        self.give(json.dumps({"type": verb, **fields}, default=str).encode() + b"\n")
 
     def give(self, data: bytes, patience_seconds: float | None = None) -> bool:
         """Send raw bytes. Return True if all were accepted.

@@ -12,7 +12,7 @@ rm -rf "$wheels" && mkdir -p "$wheels"
 # constraints.txt pins them. pydantic and pydantic_core must be a pair. Images have some version of the last four: ours come first in
 # PYTHONPATH.
 names=(optuna alembic Mako colorlog SQLAlchemy hjson pydantic pydantic_core annotated-types typing-inspection
-       typing_extensions filelock nvidia-ml-py py-cpuinfo)
+       typing_extensions filelock ruamel.yaml nvidia-ml-py py-cpuinfo)
 pins=(tabulate==0.9.0) # DeepSpeed's autotuner alone needs it
 for name in "${names[@]}"; do pins+=("$(grep -i "^$name==" constraints.txt)"); done
 platforms=()

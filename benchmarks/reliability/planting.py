@@ -118,8 +118,8 @@ class Planter:
         executor.fault, executor.on_phase = self._of_itself, self._entered
         original = type(executor).session.__get__(executor)
 
-        def session(candidate: Candidate, name: str, patience: float = 1.0) -> Any:
-            self._session, self._fresh = original(candidate, name, patience), True
+        def session(candidate: Candidate, name: str, patience: float = 1.0, **how: Any) -> Any:
+            self._session, self._fresh = original(candidate, name, patience, **how), True
             return self._session
 
         executor.session = session  # type: ignore[method-assign]

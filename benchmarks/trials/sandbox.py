@@ -1,8 +1,9 @@
-"""Cost of a trial's sandbox: `python benchmarks/trials/sandbox.py [--rounds 30] [--steps 200] [--json FILE]`.
+"""Cost of a trial's sandbox: `python benchmarks/trials/sandbox.py [--rounds 30] [--steps 1000] [--json FILE]`.
 
 Entering is measured in forked processes of one thread, as ranks are: the first rank of a host makes the sandbox, a second one
-joins it. Steps train a small network on one thread, read a file of the project and append a line to a log; runs with and
-without a sandbox take turns. As root, an ordinary user is measured too, with the system's Python.
+joins it. A process that is forked and ends without a sandbox shows the machine's load. Steps train a small network on one thread,
+read a file of the project and append a line to a log. Two processes, within a sandbox and without, take turns step by step. As
+root, an ordinary user is measured too, with the system's Python.
 """
 
 from __future__ import annotations
@@ -43,8 +44,13 @@ def entered(sandbox, until):  # ms, measured in a process of its own
     os.close(there)
     return float(os.read(here, 99))
 found = []
-for protection in (Protection.OVERLAY, Protection.LANDLOCK):
-    for number in range(rounds + 1):
+for number in range(rounds + 1):
+    for protection in (Protection.OVERLAY, Protection.LANDLOCK):
+        began = time.perf_counter()
+        if not os.fork():
+            os._exit(0)
+        os.wait()
+        bare = 1000 * (time.perf_counter() - began)
         until, end = os.pipe()
         os.set_inheritable(end, False)
         sandbox = Sandbox(base / "runs/study/scratch", base, protection)
@@ -58,10 +64,11 @@ for protection in (Protection.OVERLAY, Protection.LANDLOCK):
         began = time.perf_counter()
         remove(sandbox.folder)
         if number:  # the first makes the caches' folders
-            found.append([protection, created, first, joining, 1000 * (time.perf_counter() - began)])
+            found.append([protection, bare, created, first, joining, 1000 * (time.perf_counter() - began)])
 print(json.dumps(found))
 """
-COLUMNS = ("created, ms", "first rank enters, ms", "joining rank enters, ms", "removed, ms")
+WARM_UP = 10  # steps that are not measured
+COLUMNS = ("bare fork, ms", "created, ms", "first rank enters, ms", "joining rank enters, ms", "removed, ms")
 
 
 def entering(base: Path, rounds: int, user: int) -> list[dict[str, Any]]:
@@ -85,10 +92,10 @@ def entering(base: Path, rounds: int, user: int) -> list[dict[str, Any]]:
 
 
 STEPS = """
-import json, os, statistics, sys, time
+import json, os, sys, time
 from pathlib import Path
 from autotune.rank.sandbox import Sandbox
-sandbox, steps = json.loads(sys.argv[1]), int(sys.argv[2])
+sandbox = json.loads(sys.argv[1])
 if sandbox["protection"] == "none":
     os.chdir(sandbox["cwd"])
 else:
@@ -96,49 +103,63 @@ else:
 import torch
 torch.set_num_threads(1)
 net, data = torch.nn.Linear(1024, 1024), torch.ones(256, 1024)
-optimizer, seconds = torch.optim.SGD(net.parameters(), 0.01), []
-for _ in range(steps):
+optimizer = torch.optim.SGD(net.parameters(), 0.01)
+print(0.0, flush=True)
+for _ in sys.stdin:
     began = time.perf_counter()
     Path("data.bin").read_bytes()
     net(data).sum().backward()
     optimizer.step()
     with open("log.txt", "a") as log:
         log.write("step")
-    seconds.append(time.perf_counter() - began)
-print(statistics.median(seconds))
+    print(time.perf_counter() - began, flush=True)
 """
 
 
-def step_seconds(base: Path, steps: int, protection: Protection) -> float:
-    """Return the median step of a training in a process of its own."""
-    sandbox = Sandbox(base / "runs/study/scratch", base, protection)
-    sandbox.create(base / "runs/study")
-    words = [sys.executable, "-c", STEPS, json.dumps(sandbox.to_json()), str(steps)]
-    found = float(subprocess.check_output(words, env={**os.environ, "PYTHONPATH": str(HERE.parent)}))
-    remove(sandbox.folder)
-    (base / "log.txt").unlink(missing_ok=True)
-    return found
+def step(training: subprocess.Popen[str], *, say: bool = True) -> float:
+    """Have a training make a step; return its seconds. Without `say` wait until the training is ready."""
+    assert training.stdin is not None
+    assert training.stdout is not None
+    if say:
+        training.stdin.write("\n")
+    return float(training.stdout.readline())
 
 
-def stepping(base: Path, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """Return the median ratio of steps with and without a sandbox, pair by pair."""
+def stepping(base: Path, steps: int) -> list[dict[str, Any]]:
+    """Return median steps with and without each protection, which take turns, and the median of their ratios."""
     (base / "data.bin").write_bytes(bytes(65536))
     rows = []
     for protection in (Protection.OVERLAY, Protection.LANDLOCK):
-        pairs = [
-            (step_seconds(base, steps, Protection.NONE), step_seconds(base, steps, protection)) for _ in range(rounds)
-        ]
-        ratio = statistics.median(confined / free for free, confined in pairs)
-        free, confined = (1000 * statistics.median(column) for column in zip(*pairs, strict=True))
-        row = {"protection": str(protection), "rounds": rounds, "steps": steps, "step without, ms": free}
-        rows.append({**row, "step within, ms": confined, "median ratio": ratio})
+        kinds = (Protection.NONE, protection)
+        boxes = [Sandbox(base / f"runs/study/{kind}", base, kind) for kind in kinds]
+        trainings = []
+        for box in boxes:
+            box.create(base / "runs/study")
+            words = [sys.executable, "-c", STEPS, json.dumps(box.to_json())]
+            environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+            trainings.append(subprocess.Popen(words, env=environment, **pipes))
+        for training in trainings:
+            step(training, say=False)
+        pairs = []
+        for number in range(steps + WARM_UP):
+            pairs.append({index: step(trainings[index]) for index in ((0, 1) if number % 2 else (1, 0))})
+        for training, box in zip(trainings, boxes, strict=True):
+            training.communicate()
+            remove(box.folder)
+        (base / "log.txt").unlink(missing_ok=True)
+        measured = pairs[WARM_UP:]
+        free, confined = (1000 * statistics.median(pair[index] for pair in measured) for index in (0, 1))
+        ratio = statistics.median(pair[1] / pair[0] for pair in measured)
+        row = {"protection": str(protection), "steps": steps, "step without, ms": free, "step within, ms": confined}
+        rows.append({**row, "ratio of medians": confined / free, "median ratio of pairs": ratio})
     return rows
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=1000)
     arguments = parse(parser, rounds=1, steps=3)
     users = [0, ORDINARY] if os.getuid() == 0 and Path(SYSTEM_PYTHON).exists() else [0]
     base = Path(tempfile.mkdtemp(prefix="sandbox-", dir="/var/tmp"))
@@ -146,7 +167,7 @@ def main() -> None:
         base.chmod(0o755)
         rows = [row for user in users for row in entering(base, arguments.rounds, user)]
         print_table("what entering a sandbox takes", rows, keys=2)
-        steps = stepping(base, max(1, arguments.rounds // 3), arguments.steps)
+        steps = stepping(base, arguments.steps)
         print_table("what a step takes in a sandbox", steps)
     finally:
         shutil.rmtree(base, ignore_errors=True)

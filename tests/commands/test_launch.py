@@ -90,7 +90,7 @@ def test_variables_that_are_others_than_the_studys_are_said(
     )
     assert os.environ["NCCL_ALGO"] == "Tree\nand more", "the user's"
     known = {name: value for name, value in store.fingerprint.items() if name != "environment"}
-    store._set("fingerprint", known)  # as version 0.1 wrote it
+    store._set("fingerprint", known)
     assert said not in call(monkeypatch, capsys, *command)[2]
 
 

@@ -17,7 +17,6 @@ from autotune.executors.local import LocalExecutor
 from autotune.problem.hardware import detect, usable_cpus
 from autotune.rank.sandbox import Sandbox
 from autotune.script.script import Script
-from autotune.search.concurrency import SearchWorkers
 from autotune.search.study import StudyStore
 from autotune.search.trials import SEARCH
 from tests.cli_call import call
@@ -63,7 +62,7 @@ def test_slots_have_sandboxes_of_their_own(tmp_path: Path) -> None:
     setup: Any = SimpleNamespace(job=job, hardware=hardware, folder=study, slots=(place, place), **about)
     first = first_executor(setup, study / "tuner-2", lambda: False)
     assert isinstance(first, LocalExecutor)
-    (second,) = executors_beside(setup, study / "tuner-2", first, SearchWorkers(lambda candidate: False))
+    (second,) = executors_beside(setup, study / "tuner-2", lambda: False)
     sandboxes = [
         Sandbox.from_json(executor.session(make_candidate(), "1")._spec()["sandbox"]) for executor in (first, second)
     ]

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from autotune.commands.request import Request, plan_setups
+from autotune.commands.request import Request
 from autotune.commands.run import run_study
+from autotune.commands.setup import plan_setups
 from autotune.commands.study_output import record_study
 from autotune.errors import UserError
 from autotune.executors.replay import load_landscape
@@ -29,7 +30,7 @@ from tests.conftest import make_job
         ({"model": "tiny-llava", "image_size": 224}, "--image-size 224: tiny-llava takes images of 56 pixels"),
         ({"model": "tiny-llama", "image_size": 224}, "--image-size 224: tiny-llama sees no images at --task causal-lm"),
         ({"model": "roberta-base", "seq_len": "514"}, "--seq-len 514: roberta-base takes at most 512 tokens"),
-        ({"workload": "json:loads", "task": "causal-lm"}, "--task with --workload"),
+        ({"workload": "json:loads", "task": "causal-lm"}, "--task cannot be combined with --workload"),
     ],
 )
 def test_what_is_refused(asked: dict[str, object], message: str) -> None:

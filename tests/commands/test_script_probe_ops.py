@@ -43,10 +43,10 @@ class Executor:
     def now(self) -> float:
         return self.clock
 
-    def session(self, *_: Any) -> Session:
+    def session(self, *_: Any, job: None) -> Session:
         return Session(self)
 
-    def load_ops(self, candidates: list[Candidate], *names: str) -> None:
+    def load_ops(self, candidates: list[Candidate], *names: str, job: None) -> None:
         assert not candidates
         self.tried_ops |= set(names)
         self.clock += 50.0
@@ -80,12 +80,12 @@ def test_what_was_seen_is_loaded_by_every_later_call_too(hardware: Hardware, tmp
     executor = LocalExecutor(unknown_job(script, hardware), hardware, tmp_path / "study", [], ground=ground)
     executor.load_ops([], "FusedLionBuilder")
     with_ops = replace(script, profile={OPS: ["FusedAdamBuilder"]})
-    executor.job = replace(executor.job, script=with_ops)
-    executor.load_ops([])
+    job = replace(executor.job, script=with_ops)
+    executor.load_ops([], job=job)
     first, second = ground.asked
     assert "FusedLionBuilder" in first
     assert set(second) == {*first, "FusedAdamBuilder"}
-    session = executor.session(Candidate(()), "probe")
+    session = executor.session(Candidate(()), "probe", job=job)
     assert session._spec()["ops"] == second, "a rank need not leave for these"
     session._take(1, {"type": "unbuilt", "op": "EvoformerAttnBuilder"})
     assert session.unbuilt == "EvoformerAttnBuilder", "any rank may be the one"

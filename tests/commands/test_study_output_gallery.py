@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands import run, study_output
+from autotune.commands import run
 from autotune.commands.environment import Nodes
-from autotune.commands.request import Request, run_setup
-from autotune.commands.setup import Setup
+from autotune.commands.request import Request
+from autotune.commands.setup import Setup, run_setup
 from autotune.gallery.schema import Entry
 from autotune.gallery.warm_start import checked, entries_folder
 from autotune.search.study import StudyStore
@@ -75,7 +75,7 @@ def test_a_search_of_a_table_begins_without_the_gallery_which_has_an_entry_of_it
     code, out, err = call(monkeypatch, capsys, *RUN, "--study", "table")
     assert code == 0, err
     assert "gallery" not in out
-    assert study_output.NOTE not in {record.note for record in StudyStore.load("table").records()}
+    assert run.NOTE not in {record.note for record in StudyStore.load("table").records()}
     assert not run_setup(Request(executor=f"replay:{TABLE}")).gallery
     asked = Request(model="tiny-llama", device="cpu", gpus=1)
     assert run_setup(asked).gallery
@@ -91,12 +91,12 @@ def test_a_run_begins_with_the_nearest_entry_and_says_so_once(
     assert code == 0, err
     assert out.count("gallery: begins with z0 mb16 ga2, the best known for tiny-llama on 2 x CPU rank") == 1
     first = StudyStore.load("with").records()[0]
-    assert (str(first.candidate), first.note) == ("z0 mb16 ga2", study_output.NOTE)
+    assert (str(first.candidate), first.note) == ("z0 mb16 ga2", run.NOTE)
     code, out, _ = call(monkeypatch, capsys, *RUN, "--study", "with")
     assert "gallery" not in out, "a study that goes on has its own measurements"
     code, out, _ = call(monkeypatch, capsys, *RUN, "--study", "without", "--no-gallery")
     assert "gallery" not in out
-    assert study_output.NOTE not in {record.note for record in StudyStore.load("without").records()}
+    assert run.NOTE not in {record.note for record in StudyStore.load("without").records()}
     code, _, err = call(monkeypatch, capsys, "share", "with")
     assert (code, "searches a recorded table" in err) == (2, True)
 
@@ -111,7 +111,7 @@ def test_a_start_that_is_not_believed_has_to_wait_and_costs_nothing(
     ran = [at for at, one in enumerate(known.candidates) if one.step_seconds]
     slowest = min(ran, key=lambda at: known.candidates[at].samples_per_second or 0.0)
     wrong = known.model_copy(update={"winner": slowest})
-    monkeypatch.setattr(study_output, "shipped_entries", lambda: dict[str, Entry](wrong=wrong))
+    monkeypatch.setattr(run, "shipped_entries", lambda: dict[str, Entry](wrong=wrong))
     code, out, err = call(monkeypatch, capsys, *RUN, "--study", "wrong")
     assert code == 0, err
     assert out.count("it is not predicted to be among the best here") == 1

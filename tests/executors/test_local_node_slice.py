@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.request import MOST_GPUS, slice_of
+from autotune.commands.setup import MOST_GPUS, slice_of
 from autotune.errors import UserError
 from autotune.executors.base import Effort
 from autotune.executors.local import SliceExtrapolator, measurement_of

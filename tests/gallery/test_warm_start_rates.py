@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.commands.study_output import begin_with_rates
+from autotune.commands.run import begin_with_rates
 from autotune.gallery import warm_start
 from autotune.gallery.card_rates import taught
 from autotune.gallery.schema import Entry

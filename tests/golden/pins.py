@@ -71,14 +71,15 @@ def call(*words: str, columns: int = 80) -> str:
 def commands(*above: str) -> Iterator[tuple[str, ...]]:
     """Every command that `--help` lists, with the commands below it."""
     yield above
-    listed = call(*above, "--help").partition("\nCommands:\n")[2]
-    for name in re.findall(r"^  ([a-z]+)  ", listed, re.MULTILINE):
+    listed = call(*above, "--help").partition("─ Commands ─")[2]
+    for name in re.findall(r"^│ ([a-z]+)  ", listed, re.MULTILINE):
         yield from commands(*above, name)
 
 
 def helps(folder: Path) -> Texts:
     """`--help` of every command; `agent` is hidden."""
-    return {"-".join(("autotune", *words)) + ".txt": call(*words, "--help") for words in [*commands(), ("agent",)]}
+    shown = {"-".join(("autotune", *words)): call(*words, "--help") for words in [*commands(), ("agent",)]}
+    return {f"{name}.txt": re.sub(r" +$", "", text, flags=re.MULTILINE) for name, text in shown.items()}
 
 
 def python_calls(folder: Path) -> Texts:

@@ -5,7 +5,7 @@ import builtins
 import os
 import sys
 
-REFUSED = {"optuna", "typer", "rich", "pydantic", "psutil", "yaml", "filelock", "sqlalchemy", "packaging"}
+REFUSED = {"optuna", "typer", "rich", "pydantic", "psutil", "yaml", "ruamel", "filelock", "sqlalchemy", "packaging"}
 _import = builtins.__import__
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autotune.commands.request import precision_of
+from autotune.commands.setup import precision_of
 from autotune.errors import UserError
 from autotune.predict.zero_memory import stepper
 from autotune.problem.ds_config import global_batch_of, load_ds_config

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autotune.problem import hardware
-from autotune.problem.hardware import threads_of_0_1, threads_per_rank, usable_cpus
+from autotune.problem.hardware import threads_per_rank, usable_cpus
 
 
 @pytest.fixture
@@ -78,13 +78,3 @@ def test_the_users_own_number_stands_before_an_equal_share(
     if own is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", own)
     assert threads_per_rank(ranks) == expected
-
-
-@pytest.mark.parametrize(
-    ("count", "ranks", "threads"), [(None, 1, 1), (1, 2, 1), (12, 2, 6), (13, 2, 6), (16, 1, 8), (64, 4, 8)]
-)
-def test_threads_of_the_first_version(
-    monkeypatch: pytest.MonkeyPatch, count: int | None, ranks: int, threads: int
-) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: count)
-    assert threads_of_0_1(ranks) == threads

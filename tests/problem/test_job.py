@@ -36,8 +36,6 @@ def test_a_job_survives_json() -> None:
     assert Job.from_json({**data, "invented_later": 1}) == job
     plain = make_job()
     assert Job.from_json(json.loads(json.dumps(plain.to_json()))) == plain
-    del data["script"]["flags"]  # a study of version 0.1 has none
-    assert Job.from_json(data).script == dataclasses.replace(SCRIPT, flags=())
 
 
 def test_what_is_not_used_leaves_older_studies_alone() -> None:

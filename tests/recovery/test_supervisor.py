@@ -388,8 +388,7 @@ class Away:
 @pytest.mark.parametrize(("times", "code"), [(3, 0), (100, 4)])
 def test_a_node_that_restarts_is_waited_for_as_any_machine(launch: Launch, times: int, code: int) -> None:
     made = launch.make([{"steps": 3, "error": DISK}, {"steps": 9}], max_restarts=4)
-    made._ground = Away(made, times)
-    summary = made.run()
+    summary = made.run(Away(made, times))
     assert summary.code == code, launch.says
     assert kinds(summary) == ["infrastructure"] * (4 if times == 3 else 5) + ["done"] * (times == 3)
     assert "No route to host" in summary.attempts[1].ended

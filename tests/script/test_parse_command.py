@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -279,7 +280,10 @@ def test_the_user_s_own_lines_stay(folder: Path) -> None:
     (text,) = winners_files(script, WINNER, Path("best.json")).values()
     changed = ARGUMENTS.replace("size: 2", "size: 8").replace("steps: 4", "steps: 1")
     best = Path.cwd() / "best.json"
-    assert text == changed.replace("deepspeed: ds.json ", f"deepspeed: {best} ") + "gradient_checkpointing: true\n"
+    expected = changed.replace("deepspeed: ds.json ", f"deepspeed: {best} ") + "gradient_checkpointing: true\n"
+    assert re.sub(r" +#", " #", text) == re.sub(r" +#", " #", expected), (
+        "ruamel.yaml may move a comment within its line"
+    )
 
 
 @pytest.mark.parametrize(

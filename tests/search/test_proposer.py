@@ -12,6 +12,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, S
 from autotune.problem.space import parse_space
 from autotune.search.proposer import Proposer
 from autotune.search.pruning import Dominance
+from autotune.search.stopping import StopReason
 from autotune.search.surrogate import first_order_key
 from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
@@ -58,7 +59,8 @@ def test_nothing_is_proposed_twice_and_the_end_has_a_reason(landscape: Landscape
             )
     assert len(seen) == len(set(seen))
     assert len(seen) < 60
-    assert "below 1 %" in proposer.stopped_early
+    assert proposer.stopped is not None
+    assert proposer.stopped.reason is StopReason.SMALL_GAIN
     best = min(landscape.seconds_per_sample(c) for c in seen if landscape.rows[c].kind is OutcomeKind.OK)
     assert landscape.best_step_seconds / best > 0.97
 
@@ -71,7 +73,7 @@ def test_exhaustive_goes_on_with_optunas_sampler(landscape: Landscape) -> None:
         notes.append(proposal.note)
         proposer.observe(proposal.candidate, result(landscape, proposal.candidate))
     assert "Optuna's sampler" in notes
-    assert not proposer.stopped_early
+    assert proposer.stopped is None
 
 
 def test_a_kernel_that_crashes_everywhere_is_given_up() -> None:
@@ -267,7 +269,7 @@ def test_a_search_does_not_end_before_a_second_opinion(landscape: Landscape) -> 
         notes.append(proposal.note)
         proposer.observe(proposal.candidate, result(landscape, proposal.candidate))
     assert sum("by measurements alone" in note for note in notes) >= 1
-    assert proposer.stopped_early
+    assert proposer.stopped is not None
 
 
 def test_what_fitted_in_another_space_has_not_failed(landscape: Landscape) -> None:

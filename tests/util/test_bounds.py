@@ -50,7 +50,9 @@ def test_whole_numbers_are_read_however_they_are_written() -> None:
     assert [whole_number(one, "x") for one in (5, "5", 5.0, MOST)] == [5, 5, 5, MOST]
 
 
-@pytest.mark.parametrize("data", [{"a": [1, 10**400]}, {"a": {"b": "x\0"}}, ["x" * 100_000], {"k\0": 1}, {"a": {"b\n": 1}}, {"\x1b[2J": 1}])
+@pytest.mark.parametrize(
+    "data", [{"a": [1, 10**400]}, {"a": {"b": "x\0"}}, ["x" * 100_000], {"k\0": 1}, {"a": {"b\n": 1}}, {"\x1b[2J": 1}]
+)
 def test_nested_data_out_of_bounds_is_refused(data: Any) -> None:
     with pytest.raises(UserError, match=r"^f: "):
         check_data(data, "f")

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,8 @@ from filelock import FileLock, Timeout
 
 from autotune._version import __version__
 from autotune.errors import Stopped, UserError
-from autotune.executors.cluster.deposit import Deposit
-from autotune.executors.cluster.moved import Moved
-from autotune.executors.cluster.parcel import is_there
-from autotune.executors.cluster.rpc import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS, own_stream
+from autotune.executors.cluster.rpc import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS, Verb, own_stream
+from autotune.executors.cluster.sync import Deposit, Moved, is_there
 from autotune.executors.cluster.transports import SENT_FOLDER
 from autotune.executors.machine import LocalMachine, Needs, Ops, clear, trial_sandbox
 from autotune.problem.candidate import Candidate
@@ -125,8 +123,8 @@ class Agent:
         while not self._over.wait(BEAT_SECONDS):
             self._tell("beat")
 
-    def _tell(self, kind: str, **fields: Any) -> None:
-        self._stream.send(kind, **fields)
+    def _tell(self, verb: str, **fields: Any) -> None:
+        self._stream.send(verb, **fields)
 
     # -- what the ranks do -------------------------------------------------------------------------------------------
 
@@ -150,10 +148,10 @@ class Agent:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def _do(self, request: Message) -> None:
-        kind, number = request.pop("type"), request.pop("ask", None)
+        verb, number = request.pop("type"), request.pop("ask", None)
         answer: dict[str, Any]
         try:
-            answer = getattr(self, f"on_{kind}")(**request) or {}
+            answer = HANDLERS[verb](self, **request) or {}
         except UserError as error:
             answer = {"failure": "user", "text": str(error)}
         except Stopped as error:
@@ -164,7 +162,7 @@ class Agent:
             answer = {"failure": "agent", "text": f"{type(error).__name__}: {error}"}
         if number is not None:
             self._tell("answer", to=number, **answer)
-        elif kind == "brief" and "failure" in answer:  # the ranks would wait forever
+        elif verb == "brief" and "failure" in answer:  # the ranks would wait forever
             self._tell("failed", text=answer["text"])
 
     def on_compare(self, *, manifest: dict[str, Any], lasting: bool) -> dict[str, Any]:
@@ -187,7 +185,7 @@ class Agent:
         deposit = Deposit(place)
         if lasting:
             self._lasting.append(deposit)
-        kept = deposit.unpack(data, manifest)
+        kept = deposit.unpack(data)
         self._moved.places[old] = str(place)
         return {"folder": str(place), "kept": kept}
 
@@ -363,6 +361,29 @@ class Agent:
                     print(f"autotune: {left} files that the training wrote are left in {where}", file=sys.stderr)
         if sent := os.environ.get(SENT_FOLDER):
             shutil.rmtree(sent, ignore_errors=True)
+
+
+# Handler of each verb; it takes the message's fields by name and returns the fields of the answer.
+HANDLERS: Mapping[Verb, Callable[..., dict[str, Any] | None]] = {
+    "brief": Agent.on_brief,
+    "compare": Agent.on_compare,
+    "end": Agent.on_end,
+    "exists": Agent.on_exists,
+    "get_on": Agent.on_get_on,
+    "last_words": Agent.on_last_words,
+    "launch": Agent.on_launch,
+    "look_anew": Agent.on_look_anew,
+    "open": Agent.on_open,
+    "ops": Agent.on_ops,
+    "part": Agent.on_part,
+    "pass_on": Agent.on_pass_on,
+    "peaks": Agent.on_peaks,
+    "place": Agent.on_place,
+    "reset_peaks": Agent.on_reset_peaks,
+    "signal": Agent.on_signal,
+    "survey": Agent.on_survey,
+    "unpack": Agent.on_unpack,
+}
 
 
 @contextmanager

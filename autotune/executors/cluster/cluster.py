@@ -15,8 +15,8 @@ from typing import Any
 
 from autotune._version import __version__
 from autotune.errors import MachineTrouble, Stopped, UserError
-from autotune.executors.cluster.parcel import CHUNK_BYTES, Parcel
 from autotune.executors.cluster.rpc import GREETING_SECONDS, PROTOCOL, NodeDown, NotGreeted, RemoteWorkers, Wire
+from autotune.executors.cluster.sync import CHUNK_BYTES, Parcel
 from autotune.executors.cluster.transports import Host, Transport
 from autotune.executors.machine import Needs, Ops
 from autotune.problem.hardware import Hardware
@@ -262,7 +262,8 @@ class Cluster:
         for node in nodes:
             assert node.hardware is not None
             env = self._interface_variables(self.nodes.index(node))
-            node.wire.echo = self.echo
+            if self.echo:
+                node.wire.start_echo()
             what = {"needs": dataclasses.asdict(self._needs), "hardware": node.hardware.to_json()}
             asked.append((node, node.wire.begin("open", **what, env=env, who=self.who)))
         for node, number in asked:

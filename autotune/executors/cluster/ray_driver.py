@@ -62,9 +62,9 @@ class Carrier:
             reader.start()
         threading.Thread(target=self._wait, args=(readers[0],), daemon=True).start()
 
-    def _pump(self, kind: bytes, pipe: Any) -> None:
+    def _pump(self, frame: bytes, pipe: Any) -> None:
         while data := pipe.read(65536):
-            self._frames.put((kind, data))
+            self._frames.put((frame, data))
 
     def _wait(self, reader: threading.Thread) -> None:
         status = self._process.wait()
@@ -167,8 +167,8 @@ class Driver:
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=int(first))
         how = {"num_cpus": self._bundle.get("CPU", 0), "num_gpus": self._bundle.get("GPU", 0)}
         once = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}
-        kind = ray.remote(Carrier).options(scheduling_strategy=where, **how, **once)
-        actor = kind.remote(self._ask["command"], _RAYS)
+        carrier = ray.remote(Carrier).options(scheduling_strategy=where, **how, **once)
+        actor = carrier.remote(self._ask["command"], _RAYS)
         threading.Thread(target=self._feed, args=(link, actor, over), daemon=True).start()
         try:
             while not over.is_set():

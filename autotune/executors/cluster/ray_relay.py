@@ -46,11 +46,11 @@ def main() -> int:
         link.sendall(f"{sys.argv[2]}\n".encode())
         threading.Thread(target=_up, args=(link,), daemon=True).start()
         while True:
-            kind, length = _exactly(link, 1), int.from_bytes(_exactly(link, 4), "big")
+            frame, length = _exactly(link, 1), int.from_bytes(_exactly(link, 4), "big")
             data = _exactly(link, length)
-            if kind == b"x":
+            if frame == b"x":
                 return int(data)
-            _out(1 if kind == b"o" else 2, data)
+            _out(1 if frame == b"o" else 2, data)
     except (OSError, EOFError):
         _out(2, b"ray: the driver is gone\n")
         return 1

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from autotune.errors import Stopped, UserError
 from autotune.util.units import format_bytes
@@ -122,6 +122,13 @@ BEAT_SECONDS = 2.0
 SILENT_SECONDS = 15.0  # seconds; a link may fail for five seconds, and TCP takes as long again to notice its return
 GREETING_SECONDS = 60.0  # seconds; an interpreter on a slow network disk, after a slow login
 GREETING = "agent"  # type of an agent's first message
+# Verbs that the tuner sends to an agent, see `agent.HANDLERS`.
+# fmt: off
+Verb = Literal[
+    "compare", "part", "unpack", "survey", "open", "ops", "exists", "launch", "brief", "pass_on",
+    "signal", "end", "look_anew", "get_on", "place", "peaks", "reset_peaks", "last_words",
+]
+# fmt: on
 
 
 def peaks_of(data: dict[str, Any]) -> MemoryPeaks:
@@ -200,7 +207,7 @@ class Wire:
         self.name, self.log = name, log
         self.down = ""  # reason of the failure; empty while connected
         self._echo = Echo(_STANDARD_ERROR, log)
-        self.echo = False  # copy its standard error to this process's
+        self._echoes = False
         self.greeting: Message = {}
         self._answers: dict[int, Message] = {}
         self._events: deque[Message] = deque()
@@ -280,7 +287,7 @@ class Wire:
         assert self._process.stderr is not None
         with self.log.open("ab", buffering=0) as log:
             while data := self._process.stderr.read(65536):
-                if self.echo:
+                if self._echoes:
                     self._echo.give(data)
                 if log.tell() > _MOST_LOG_BYTES:
                     log.truncate(0)
@@ -345,21 +352,21 @@ class Wire:
             found.append(self._events.popleft())
         return found
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def tell(self, verb: Verb, **fields: Any) -> None:
         """Send a message that has no answer."""
         if not self.down:
-            self._stream.send(kind, **fields)
+            self._stream.send(verb, **fields)
 
-    def ask(self, kind: str, seconds: float, **fields: Any) -> Message:
+    def ask(self, verb: Verb, seconds: float, **fields: Any) -> Message:
         """Send a request and return the answer; see `begin` and `finish`."""
-        return self.finish(self.begin(kind, **fields), seconds)
+        return self.finish(self.begin(verb, **fields), seconds)
 
-    def begin(self, kind: str, **fields: Any) -> int:
+    def begin(self, verb: Verb, **fields: Any) -> int:
         """Send a request and return its number."""
         with self._changed:
             self._asked += 1
             number = self._asked
-        self.tell(kind, ask=number, **fields)
+        self.tell(verb, ask=number, **fields)
         return number
 
     def finish(
@@ -416,6 +423,10 @@ class Wire:
             raise OSError(answer["errno"], f"node {self.name}: {answer['text']}")
         if failure:
             raise NodeDown(f"{self.name}: its agent failed: {answer['text']}")
+
+    def start_echo(self) -> None:
+        """Copy the process's standard error to this process's from now on."""
+        self._echoes = True
 
     def hang_up(self) -> None:
         """Close the stream, which ends the agent; `close` waits for it."""
@@ -519,18 +530,18 @@ class RemoteWorkers:
         """Return the ranks' messages, and process the agent's events."""
         heard = []
         for event in self._wire.events():
-            kind = event["type"]
-            if kind == "said":
+            verb = event["type"]
+            if verb == "said":
                 heard.append((int(event["rank"]), event["message"]))
-            elif kind == "exited":
+            elif verb == "exited":
                 self._statuses[int(event["rank"])] = int(event["status"])
-            elif kind == "hung_up":
+            elif verb == "hung_up":
                 self.hung_up = True
-            elif kind == "lost":
+            elif verb == "lost":
                 self.lost = f"node {self._wire.name}: {event['text']}"
-            elif kind == "say":
+            elif verb == "say":
                 self._say(f"{self._wire.name}: {event['text']}")
-            elif kind == "failed":
+            elif verb == "failed":
                 self._failed = f"{self._wire.name}: {event['text']}"
         try:
             self._take_launched()
@@ -546,9 +557,9 @@ class RemoteWorkers:
         """Send the stored spec to the node's ranks."""
         self._wire.tell("brief", spec=self._spec, workers=list(workers), logs=self._logs is not None)
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def tell(self, verb: str, **fields: Any) -> None:
         """Send a message to the node's ranks."""
-        self._wire.tell("pass_on", what=kind, fields=fields)
+        self._wire.tell("pass_on", what=verb, fields=fields)
 
     def statuses(self) -> dict[int, int]:
         """Return the exit status of each rank that has ended."""
@@ -583,12 +594,12 @@ class RemoteWorkers:
         answer = self._ask("last_words", greeted=greeted)
         return by_rank(answer["logs"]) if answer else {}
 
-    def _ask(self, kind: str, **fields: Any) -> Message | None:
+    def _ask(self, verb: Verb, **fields: Any) -> Message | None:
         """Return the answer to a request; None if the node is disconnected, which is recorded."""
         if self.cut_off:
             return None
         try:
-            return self._wire.ask(kind, _ANSWER_SECONDS, **fields)
+            return self._wire.ask(verb, _ANSWER_SECONDS, **fields)
         except NodeDown as error:
             self._failed = str(error)
         except OSError:  # no ranks were launched

@@ -55,7 +55,7 @@ def _save_checkpoint(
     context: Context, _: Any, engine: Any, save_dir: Any = None, tag: Any = None, *__: Any, **___: Any
 ) -> bool:
     """Replace `engine.save_checkpoint`: only create its folders."""
-    make_folder(context, save_dir, anywhere=True)
+    make_folder(context, save_dir)
     if save_dir:
         make_folder(context, os.path.join(save_dir, f"global_step{engine.global_steps}" if tag is None else str(tag)))
     return True
@@ -63,7 +63,7 @@ def _save_checkpoint(
 
 def _save_weights(context: Context, _: Any, engine: Any, save_dir: Any = None, *__: Any, **___: Any) -> bool:
     """Replace `engine.save_16bit_model`: only create its folder."""
-    make_folder(context, save_dir, anywhere=True)
+    make_folder(context, save_dir)
     return True
 
 

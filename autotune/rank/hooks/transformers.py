@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,16 +169,13 @@ def keep_trainer_from_saving(context: Context) -> None:
             context.patches.wrap(trainer_class, name, silent)
 
 
-def make_folder(context: Context, folder: Any, *, anywhere: bool = False) -> None:
+def make_folder(context: Context, folder: Any) -> None:
     """Create the folder that a script expects after a save, if it belongs to the trial.
 
-    Among the user's files an empty checkpoint could be mistaken for a real one. With `anywhere` the folder is created
-    there too, because it cannot be mistaken.
+    Among the user's files an empty checkpoint could be mistaken for a real one.
     """
-    kept = bool(folder) and context.sandbox is not None and context.sandbox.keeps(os.path.abspath(os.fsdecode(folder)))
-    if folder and (anywhere or kept):
-        with suppress(PermissionError):  # Landlock keeps it from the user's files; a script that only saves goes on
-            os.makedirs(folder, exist_ok=True)
+    if folder and context.sandbox is not None and context.sandbox.keeps(os.path.abspath(os.fsdecode(folder))):
+        os.makedirs(folder, exist_ok=True)
 
 
 # -- resumes -----------------------------------------------------------------------------------------------------------

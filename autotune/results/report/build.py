@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import statistics
@@ -11,12 +12,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from autotune._version import __version__
 from autotune.executors.cluster.transports import hostfile_of
-from autotune.masking import MASK, masked_data
+from autotune.masking import MASK, masked, masked_data
 from autotune.predict.predictor import SIGMAS, Prediction, Predictor
 from autotune.problem.candidate import Candidate, Value
 from autotune.problem.hardware import Hardware
@@ -688,3 +690,29 @@ def _judged(
         cell = Cell.PREDICTED if fitting else Cell.TOO_MUCH
         squares[place] = Square(cell, size, told=f"{cell.value} ({what})")
     return squares
+
+
+# -- secrets -------------------------------------------------------------------------------------------------------------
+
+
+def without_secrets(report: StudyReport) -> StudyReport:
+    """Return the report without tokens and passwords from a command line, a config or the text of a rank."""
+    job = report.fingerprint.get("job", {})
+    if job.get("script"):
+        # An argument file's text and data may hold anything.
+        script = {name: value for name, value in job["script"].items() if name != "files"}
+        report = dataclasses.replace(report, fingerprint={**report.fingerprint, "job": {**job, "script": script}})
+    return _masked(dataclasses.replace(report, fingerprint=masked_data(report.fingerprint)))  # type: ignore[no-any-return]
+
+
+def _masked(data: Any) -> Any:
+    """Return the data with every text masked, keys of mappings included. Values of enums are kept."""
+    if type(data) is str:
+        return masked(data)
+    if isinstance(data, dict):
+        return {_masked(key): _masked(value) for key, value in data.items()}
+    if isinstance(data, tuple | list):
+        return type(data)(map(_masked, data))
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        return type(data)(**{field.name: _masked(getattr(data, field.name)) for field in dataclasses.fields(data)})
+    return data

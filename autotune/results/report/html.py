@@ -259,7 +259,6 @@ class PlanReport:
     text: str  # the whole plan as in the terminal
     data: Any  # the output of `--json`
     version: str = __version__
-    confidential: bool = False
 
 
 def plan_report(plans: list[Plan]) -> PlanReport:
@@ -334,7 +333,6 @@ class TrainingReport:
     attempts: tuple[AttemptShown, ...]
     ladder: tuple[tuple[str, bool, float], ...]  # (config, measured, bytes of a rank)
     version: str = ""
-    confidential: bool = False
 
     @property
     def points(self) -> list[list[tuple[float, int, int]]]:

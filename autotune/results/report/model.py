@@ -257,4 +257,3 @@ class StudyReport:
     fingerprint: dict[str, Any] = field(default_factory=dict)
     forced: tuple[str, ...] = ()  # differences that --force accepted
     version: str = ""  # version of autotune
-    confidential: bool = False

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import get_args
 
 import psutil
 import pytest
@@ -15,8 +16,9 @@ from autotune.errors import MachineTrouble, Stopped, UserError
 from autotune.executors.cluster import agent as surveys
 from autotune.executors.cluster import cluster as clusters
 from autotune.executors.cluster import rpc as wires
+from autotune.executors.cluster.agent import HANDLERS, Agent
 from autotune.executors.cluster.cluster import Cluster, Wishes, sent_variables
-from autotune.executors.cluster.rpc import NodeDown, NotGreeted, Wire
+from autotune.executors.cluster.rpc import NodeDown, NotGreeted, Verb, Wire
 from autotune.executors.cluster.transports import Host, agent_words
 from autotune.executors.machine import Needs
 from autotune.problem.outcome import OutcomeKind, Source
@@ -345,3 +347,11 @@ def test_a_wire_does_not_hang_where_nobody_reads(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(wires, "_LEAVE_SECONDS", 0.2)
     wire.close()
     assert wire._process.poll() is not None
+
+
+def test_the_agent_has_a_handler_for_each_verb_that_the_tuner_may_send() -> None:
+    assert set(HANDLERS) == set(get_args(Verb))
+    assert {handler.__name__: handler for handler in HANDLERS.values()} == {
+        name: value for name, value in vars(Agent).items() if name.startswith("on_")
+    }
+    assert all(handler.__name__ == f"on_{verb}" for verb, handler in HANDLERS.items())

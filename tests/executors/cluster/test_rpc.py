@@ -117,7 +117,7 @@ sys.stdin.read()
 def is_heard(wire: Wire) -> None:
     with closing(wire):
         wire.greet(60)
-        wire.echo = True
+        wire.start_echo()
         wire.tell("go")
         heard: list[str] = []
         wait_until(lambda: heard.extend(event["type"] for event in wire.events()) or "written" in heard, "its agent")

@@ -19,16 +19,15 @@ import autotune
 from autotune.errors import UserError
 from autotune.executors.cluster import rpc as wires
 from autotune.executors.cluster.cluster import Cluster, Wishes
-from autotune.executors.cluster.deposit import Deposit
-from autotune.executors.cluster.moved import Moved
-from autotune.executors.cluster.parcel import is_there, parcel_of
 from autotune.executors.cluster.rpc import NotGreeted, Wire
+from autotune.executors.cluster.sync import Deposit, Moved, is_there, parcel_of
 from autotune.executors.cluster.transports import BOOT, PACKAGE, Host, preamble
 from tests.conftest import SCRIPTS, wait_until
 from tests.executors.cluster.hosts import HIDDEN, Hosts
 from tests.tiny_training import trainer_words, write_trainers_config
 
 ROOT = Path(autotune.__file__).parents[1]
+pytestmark = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
 
 
 def project(folder: Path) -> Path:
@@ -57,7 +56,7 @@ def test_what_is_sent_and_what_is_left_out(tmp_path: Path) -> None:
     assert made.links == {"data": "/shared/data"}
     assert made.left_out == [".git", "env", "runs"]
     assert str(made).startswith(f"4 files of {tmp_path / 'proj'} (")
-    assert str(made).endswith("; left out: .git, env, runs")
+    assert "; left out: .git, env, runs; links" in str(made)
 
 
 def test_a_folder_with_data_is_refused_with_what_is_large(tmp_path: Path) -> None:
@@ -66,54 +65,61 @@ def test_a_folder_with_data_is_refused_with_what_is_large(tmp_path: Path) -> Non
     (folder / "corpus" / "big.bin").write_bytes(bytes(5000))
     with pytest.raises(
         UserError,
-        match=r"--sync: .*proj has .* \(corpus/ .*, and at most .* are sent: keep data where all nodes see it",
+        match=r"--sync: .*proj has .* \(corpus/ .*, and at most .* are sent\. Keep data where all nodes see it",
     ):
         parcel_of(folder, most_bytes=4096)
 
 
-def test_links_lead_to_the_same_on_a_node(tmp_path: Path) -> None:
-    """Code that lies elsewhere is sent in a link's place; a link into the folder is one there, too."""
-    folder, common, place = project(tmp_path / "proj"), tmp_path / "common", tmp_path / "node" / "proj"
-    (common / "sub").mkdir(parents=True)
-    (common / "util.py").write_text("import x")
-    (common / "sub" / "back").symlink_to("..")
-    (common / "home").symlink_to(folder / "lib")
-    (common / "conf.json").write_text("{}")
-    (common / "many").mkdir()
-    (common / "many" / "data.bin").write_bytes(bytes(100_000))
-    links = {
+def test_links_are_sent_as_links_and_those_that_lead_out_are_named(tmp_path: Path) -> None:
+    """A link may lead to data or credentials: no file is sent in its place."""
+    folder, place = project(tmp_path / "proj"), tmp_path / "node" / "proj"
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "util.py").write_text("import x")
+    for name, target in {
         "common": "../common",
-        "conf.json": str(common / "conf.json"),
-        "absolute": str(folder / "lib"),
-        "around": "../proj/lib/data.py",
-        "up": "..",
-        "itself": ".",
-    }
-    for name, target in links.items():
+        "again": "lib/data.py",
+        "conf/up": "../lib",
+        "lib/out": "../..",
+    }.items():
         (folder / name).symlink_to(target)
     made = parcel_of(folder)
     assert is_there(made.manifest)
-    Deposit(place).unpack(made.archive, made.manifest)
-    shutil.rmtree(common)
-    folder.rename(tmp_path / "gone")
-    for name in ("absolute/data.py", "around", "common/home/data.py", "itself/lib/data.py"):
-        assert (place / name).read_text() == "of lib/data.py", name
-        assert (place / name).resolve().is_relative_to(place)
-    assert (place / "common" / "sub" / "back" / "util.py").read_text() == "import x"
-    assert (place / "conf.json").read_text() == "{}"
-    assert made.kept_links == ["up"]
-    assert made.links["up"] == str(tmp_path), "a folder around it is not sent"
+    assert str(made).endswith(
+        "; links whose targets are not sent: common -> ../common, data -> /shared/data, lib/out -> ../.."
+    )
+    Deposit(place).unpack(made.archive)
+    assert (place / "again").read_text() == (place / "conf" / "up" / "data.py").read_text() == "of lib/data.py"
+    assert os.readlink(place / "common") == "../common"
+    assert not (place / "common").exists()
 
 
-def test_a_link_to_what_is_too_large_is_sent_as_one_and_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["a b.py", "ä*.py", "[x].py", "-n", "a -> b.py", "new\nline.py"])
+def test_any_name_of_a_file_arrives(tmp_path: Path, name: str) -> None:
+    folder, place = tmp_path / "proj", tmp_path / "node" / "proj"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / name).write_text("text")
+    made = parcel_of(folder)
+    Deposit(place).unpack(made.archive)
+    assert (place / "sub" / name).read_text() == "text"
+    assert is_there(made.manifest)
+
+
+def test_without_rsync_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = parcel_of(project(tmp_path / "proj"))
+    assert made.archive
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for use in (lambda: parcel_of(tmp_path / "proj"), lambda: Deposit(tmp_path / "node").unpack(made.archive)):
+        with pytest.raises(UserError, match=r"^--sync needs rsync, which is not installed\. Install it: "):
+            use()
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     folder = project(tmp_path / "proj")
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "big.bin").write_bytes(bytes(100_000))
-    (folder / "big").symlink_to("../corpus")
-    made = parcel_of(folder, most_bytes=50_000)
-    assert made.links["big"] == str(tmp_path / "corpus")
-    assert str(made).endswith(f"; links to what is not sent: big -> {tmp_path / 'corpus'}")
-    assert "big/big.bin" in parcel_of(folder).files
+    (folder / "train.py").chmod(0)
+    if os.access(folder / "train.py", os.R_OK):
+        pytest.skip("root reads any file")
+    with pytest.raises(UserError, match=r"^--sync: .*train\.py.*Permission denied"):
+        parcel_of(folder)
 
 
 def test_a_home_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +128,8 @@ def test_a_home_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "link").symlink_to("home/me")
     for folder in (Path("/"), tmp_path / "home", tmp_path / "home" / "me", tmp_path / "link"):
         with pytest.raises(
-            UserError, match=r"--sync: \S+ is .*home folder.*: call autotune from the folder of the code"
+            UserError,
+            match=r"--sync: \S+ is or contains your home folder.*\. Call autotune from the folder of the code",
         ):
             parcel_of(folder)
     assert len(parcel_of(tmp_path / "home" / "me" / "proj").files) == 4
@@ -140,9 +147,9 @@ def test_logins_are_not_sent_and_secrets_are_named(tmp_path: Path) -> None:
     assert not {name for name in made.files if name.startswith((".ssh", ".aws", ".git", ".pgpass", "keys"))}
     assert "conf/.netrc" not in made.files
     assert set(secrets) <= made.files.keys()
-    assert "keys" in made.left_out
+    assert "keys" in made.outward_links, "a link, not the files behind it"
     assert {".aws", ".git-credentials", ".pgpass", ".ssh", "conf/.netrc"} <= set(made.left_out)
-    assert "; with what may be secret: .env, .env.local, certs/server.pem, lib/my.key" in str(made)
+    assert "; possible secrets: .env, .env.local, certs/server.pem, lib/my.key" in str(made)
 
 
 def test_it_arrives_as_it_was_and_goes_again(tmp_path: Path) -> None:
@@ -150,7 +157,7 @@ def test_it_arrives_as_it_was_and_goes_again(tmp_path: Path) -> None:
     made = parcel_of(folder)
     assert is_there(made.manifest)
     deposit = Deposit(place)
-    assert deposit.unpack(made.archive, made.manifest) == []
+    assert deposit.unpack(made.archive) == []
     assert {path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir()} == {
         *made.files,
         "data",
@@ -160,12 +167,11 @@ def test_it_arrives_as_it_was_and_goes_again(tmp_path: Path) -> None:
     assert os.readlink(place / "data") == "/shared/data"
     (place / "out").mkdir()
     (place / "out" / "model.pt").write_text("weights")
-    (place / "out" / ".autotune-sent").write_text("what an agent that was killed had half written")
     (place / "train.py").write_text("edited there")
     assert deposit.clear() == 2
     assert {path.name for path in place.rglob("*")} == {"out", "model.pt", "train.py"}
     shutil.rmtree(place)
-    deposit.unpack(made.archive, made.manifest)
+    deposit.unpack(made.archive)
     assert deposit.clear() == 0
     assert not any(place.parent.iterdir())
 
@@ -179,7 +185,7 @@ def test_what_a_training_wrote_outlives_what_is_sent_next(tmp_path: Path, killed
     (folder / "old.py").write_text("gone later")
     first = parcel_of(folder)
     agent = Deposit(place)
-    agent.unpack(first.archive, first.manifest)
+    agent.unpack(first.archive)
     (place / "out" / "latest").write_text("global_step900")
     (place / "out" / "loss.txt").write_text("of the node")
     (place / "last").symlink_to("out")
@@ -194,7 +200,7 @@ def test_what_a_training_wrote_outlives_what_is_sent_next(tmp_path: Path, killed
     for _ in range(2):
         made = parcel_of(folder)
         agent = Deposit(place)
-        assert agent.unpack(made.archive, made.manifest) == ["last/new.txt", "out/latest", "out/loss.txt"]
+        assert agent.unpack(made.archive) == ["last/new.txt", "out/latest", "out/loss.txt"]
         assert (place / "out" / "latest").read_text() == "global_step900"
         assert (place / "out" / "loss.txt").read_text() == "of the node"
         assert not (place / "out" / "new.txt").exists()
@@ -216,7 +222,7 @@ def test_a_link_that_was_sent_becomes_a_folder_and_a_link_again(tmp_path: Path) 
     (folder / "data").symlink_to("/shared/data")
     as_link = parcel_of(folder)
     for made in (as_link, as_folder, as_link):
-        assert Deposit(place).unpack(made.archive, made.manifest) == []
+        assert Deposit(place).unpack(made.archive) == []
         assert (place / "data").is_symlink() == (made is as_link)
 
 
@@ -232,22 +238,6 @@ def test_a_node_that_has_something_else_is_sent_it(tmp_path: Path, change: str) 
     else:
         (folder / "train.py").write_text("OF train.py")
     assert not is_there(manifest)
-
-
-def test_nothing_is_written_outside_of_its_folder(tmp_path: Path) -> None:
-    """An archive and a manifest whose names lead out of it, or through a link."""
-    import io
-    import tarfile
-
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        for name in ("../out.py", f"{tmp_path}/out.py", "in.py"):
-            about = tarfile.TarInfo(name)
-            about.size = 1
-            archive.addfile(about, io.BytesIO(b"x"))
-    names = dict.fromkeys(("../out.py", f"{tmp_path}/out.py", "in.py"), "hash")
-    Deposit(tmp_path / "node").unpack(buffer.getvalue(), {"links": {"../link": "/"}, "files": names})
-    assert {path.name for path in tmp_path.rglob("*")} == {"node", "in.py", "node.json"}
 
 
 def test_mentions_of_the_old_place() -> None:
@@ -390,6 +380,20 @@ def test_a_folder_that_a_node_has_not(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (place / "written").exists() == lasting
     assert not (place / "train.py").exists()
     assert not folder.exists()
+
+
+def test_a_node_without_rsync_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["env", f"PATH={tmp_path}", sys.executable, "-c", BOOT]
+    monkeypatch.setattr(Booted, "command", lambda self, node: words)
+    folder = project(tmp_path / "proj")
+    made = parcel_of(folder)
+    assert made.archive
+    folder.rename(tmp_path / "elsewhere")
+    wishes = Wishes("cpu", path=str(folder), parcels=(made,), preamble=preamble(PACKAGE))
+    said = r"^node n1: --sync needs rsync, which is not installed\. Install it: "
+    cluster = Cluster([Host("n1", (0,))], Booted(), wishes, tmp_path / "nodes")
+    with closing(cluster), pytest.raises(UserError, match=said):
+        cluster.reach()
 
 
 # -- over ssh, where hosts do not see the folder -------------------------------------------------------------------------------

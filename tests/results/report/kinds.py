@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,13 +16,11 @@ from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
 from tests.results.report.studies import EVIL, everything, in_memory, large, machine, measured, page, tell
 
-_STORED = Path(__file__).parents[2] / "data" / "study_v0_1.db.gz"
 
-
-def _of(made: Callable[[], StudyStore], hide: bool = False) -> Callable[[Path], Path]:
+def _of(made: Callable[[], StudyStore]) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
         folder.mkdir()
-        return page(made(), folder / "page.html", hide)
+        return page(made(), folder / "page.html")
 
     return write
 
@@ -32,12 +29,6 @@ def _one_trial() -> StudyStore:
     store = in_memory()
     store.set_winner(tell(store, make_candidate(0, 1), measured(10, 3)), "measured, not verified")
     return store
-
-
-def _of_0_1(folder: Path) -> Path:
-    (folder / "runs" / "v01").mkdir(parents=True)
-    (folder / "runs" / "v01" / "study.db").write_bytes(gzip.decompress(_STORED.read_bytes()))
-    return page(StudyStore.load("v01", runs=folder / "runs"), folder / "page.html")
 
 
 def _training(folder: Path) -> Path:
@@ -74,11 +65,9 @@ def _plans(*hardware: Hardware) -> Callable[[Path], Path]:
 KINDS: dict[str, Callable[[Path], Path]] = {
     "everything": _of(everything),
     "evil": _of(lambda: everything(in_memory(EVIL), EVIL)),
-    "confidential": _of(everything, hide=True),
     "empty": _of(in_memory),
     "one trial": _of(_one_trial),
     "500 trials": _of(large),
-    "version 0.1": _of_0_1,
     "training": _training,
     "plan": _plans(machine()),
     "comparison": _plans(machine(), named_hardware("a100-80gb", 2)),

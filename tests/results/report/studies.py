@@ -20,7 +20,6 @@ from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
 
 EVIL = "<script>document.title='owned'</script><img src=x onerror=alert(1)>&\"'"
-SECRETS = ("tiny-llama", "llama", "/home/someone/data", "node-17.cluster.local", "someone@example.org", "private.jsonl")
 
 
 @functools.cache
@@ -138,8 +137,8 @@ def large(trials: int = 500) -> StudyStore:
     return store
 
 
-def page(store: StudyStore, out: Path, hide: bool = False) -> Path:
+def page(store: StudyStore, out: Path) -> Path:
     """Writes the page of a study; its predictor needs no trace."""
     predictor = Predictor(store.job, store.hardware, closed_form_trace(store.job, "a test"))
-    write_study(store, out, trace_of=predictor, hide=hide)
+    write_study(store, out, trace_of=predictor)
     return out

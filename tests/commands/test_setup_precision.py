@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from autotune.commands.request import precision_of
+from autotune.commands.setup import precision_of
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.request import own_variables_note, ranks_asked_for, typed_command
+from autotune.commands.setup import own_variables_note, ranks_asked_for, typed_command
 from autotune.errors import UserError
 from autotune.script.parse_command import read_command
 from autotune.workers.launchers import training_environment, trial_environment

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.commands.request import Request, plan_setups, run_setup
+from autotune.commands.request import Request
+from autotune.commands.setup import plan_setups, run_setup
 from autotune.errors import UserError
 from autotune.results.output_files import check_out
 from tests.cli_call import call
@@ -48,7 +49,7 @@ def test_a_file_that_became_a_folder_costs_no_winner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autotune.commands.request.check_out", lambda *_, **__: None)
+    monkeypatch.setattr("autotune.commands.setup.check_out", lambda *_, **__: None)
     (tmp_path / "out").mkdir()
     code, out, err = call(monkeypatch, capsys, *REPLAY, "--out", "out")
     assert code == 0, err

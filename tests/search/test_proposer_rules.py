@@ -1,0 +1,176 @@
+"""Each rule of the proposer decides in its own case and leaves other cases to the next rule."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autotune.executors.replay import Landscape, load_landscape
+from autotune.predict.predictor import Predictor
+from autotune.predict.trace import trace_job
+from autotune.problem.candidate import Candidate
+from autotune.problem.outcome import Outcome, OutcomeKind
+from autotune.search.proposer import ENOUGH, HEAD, LEAST_EVIDENCE, Proposal, Proposer, Start, Turn
+from autotune.search.stopping import Stop, StopReason
+from autotune.util.units import GIB
+from tests.search.test_proposer import TABLE, result
+
+
+@pytest.fixture(scope="module")
+def landscape() -> Landscape:
+    return load_landscape(TABLE)
+
+
+def make_proposer(landscape: Landscape, capacity_gib: float | None = None, exhaustive: bool = False) -> Proposer:
+    job, hardware = landscape.job(), landscape.hardware()
+    if capacity_gib is not None:
+        hardware = dataclasses.replace(hardware, memory_cap_bytes=int(capacity_gib * GIB))
+    candidates = sorted(landscape.rows, key=str)
+    predictor = Predictor(job, hardware, trace_job(job))
+    return Proposer(candidates, landscape.space(), job, hardware, 0, predictor, exhaustive=exhaustive)
+
+
+def decide(proposer: Proposer, name: str) -> Proposal | Stop | None:
+    (rule,) = (rule for rule in proposer.rules if rule.name == name)
+    return rule.decide(Turn(proposer._worth))
+
+
+def fastest(landscape: Landscape) -> Candidate:
+    fitting = [c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK]
+    return min(fitting, key=landscape.seconds_per_sample)
+
+
+def search_until(proposer: Proposer, landscape: Landscape, rule: str) -> Proposal | None:
+    """Search until the rule has decided, and return what it proposed; None for a stop."""
+    for _ in range(100):
+        proposal = proposer.next()
+        if proposer.decided_by == rule or proposal is None:
+            assert proposer.decided_by == rule
+            return proposal
+        proposer.observe(proposal.candidate, result(landscape, proposal.candidate))
+    raise AssertionError(f"rule {rule!r} never decided")
+
+
+def reject_predictor(proposer: Proposer) -> None:
+    proposer._model.speed.credit = -1.0
+
+
+def test_rules_are_applied_in_order_and_the_first_decision_counts(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    assert len({rule.name for rule in proposer.rules}) == len(proposer.rules)
+    proposal = proposer.next()
+    names = [rule.name for rule in proposer.rules]
+    before = names[: names.index(proposer.decided_by)]
+    assert [decide(proposer, name) for name in before] == [None] * len(before)
+    assert proposal == decide(proposer, proposer.decided_by)
+
+
+def test_start_candidate_is_proposed_once(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    assert decide(proposer, "start candidate") is None
+    proposer.begin_with(Start(fastest(landscape), "from a gallery"))
+    assert decide(proposer, "start candidate") == Proposal(fastest(landscape), "from a gallery")
+    assert decide(proposer, "start candidate") is None
+
+
+def test_fallback_after_failures_needs_many_failures_and_no_fit(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    for candidate in proposer.candidates[:ENOUGH]:
+        assert decide(proposer, "fallback after failures") is None
+        proposer.observe(candidate, Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=GIB))
+    found = decide(proposer, "fallback after failures")
+    assert isinstance(found, Proposal)
+    assert "nothing has fitted" in found.note
+    proposer.observe(fastest(landscape), result(landscape, fastest(landscape)))
+    assert decide(proposer, "fallback after failures") is None
+
+
+def test_sampler_gets_its_share_only_if_the_predictor_is_rejected(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    proposer._proposed = HEAD + 1
+    assert decide(proposer, "sampler's share") is None
+    reject_predictor(proposer)
+    found = decide(proposer, "sampler's share")
+    assert isinstance(found, Proposal)
+    assert found.note == "Optuna's sampler"
+
+
+def test_fallback_without_a_fit_applies_if_nothing_is_predicted_to_fit(landscape: Landscape) -> None:
+    assert decide(make_proposer(landscape), "fallback without a fit") is None
+    found = decide(make_proposer(landscape, capacity_gib=0.5), "fallback without a fit")
+    assert isinstance(found, Proposal)
+    assert "nothing is predicted to fit" in found.note
+
+
+def test_first_fit_proposes_the_best_predicted_until_one_fits(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    found = decide(proposer, "first fit")
+    assert isinstance(found, Proposal)
+    assert found.candidate == proposer.candidates[int(proposer._worth()[0].argmax())]
+    proposer.observe(found.candidate, result(landscape, found.candidate))
+    assert decide(proposer, "first fit") is None
+
+
+def test_untried_level_is_tried_before_a_measured_kind_is_refined(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    found = search_until(proposer, landscape, "untried level")
+    assert found is not None
+    at = proposer.candidates.index(found.candidate)
+    assert proposer._coverage.uncovered()[at]
+    proposer._coverage._seen[:] = True
+    assert decide(proposer, "untried level") is None
+
+
+def test_predicted_gain_goes_on_without_gain_until_there_is_evidence(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    proposer.speed[fastest(landscape)] = 1e9  # no prediction reaches it
+    assert decide(proposer, "predicted gain") is not None
+    for candidate in proposer.candidates[: LEAST_EVIDENCE - 1]:
+        proposer.speed.setdefault(candidate, 1.0)
+    proposer.speed |= dict.fromkeys(proposer.candidates[-LEAST_EVIDENCE:], 1.0)
+    assert decide(proposer, "predicted gain") is None
+
+
+def test_memory_limit_is_tested_by_a_candidate_predicted_not_to_fit(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    proposer.observe(fastest(landscape), result(landscape, fastest(landscape)))
+    found = decide(proposer, "memory limit")
+    assert isinstance(found, Proposal)
+    assert "predicted not to fit" in found.note
+    proposer._coverage._seen[:] = True
+    assert decide(proposer, "memory limit") is None
+
+
+def test_second_opinion_is_asked_before_the_predictor_ends_the_search(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    found = search_until(proposer, landscape, "second opinion")
+    assert found is not None
+    reject_predictor(proposer)
+    assert decide(proposer, "second opinion") is None
+
+
+def test_sampler_goes_on_in_an_exhaustive_search(landscape: Landscape) -> None:
+    assert decide(make_proposer(landscape), "sampler") is None
+    found = decide(make_proposer(landscape, exhaustive=True), "sampler")
+    assert isinstance(found, Proposal)
+    assert found.note == "Optuna's sampler"
+
+
+def test_small_gain_stops_the_search_with_the_tolerance(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    stop = decide(proposer, "small gain")
+    assert isinstance(stop, Stop)
+    assert stop.reason is StopReason.SMALL_GAIN
+    assert stop.sentence == "the predicted gain of going on is below 1 % (--exhaustive goes on)"
+    proposer._pool.open_mask = np.zeros(len(proposer.candidates), dtype=bool)
+    assert decide(proposer, "small gain") is None
+
+
+def test_every_rule_has_a_test() -> None:
+    """A new rule is named in this file."""
+    text = Path(__file__).read_text()
+    rules = make_proposer(load_landscape(TABLE)).rules
+    assert all(f'"{rule.name}"' in text for rule in rules)
