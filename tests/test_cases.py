@@ -70,7 +70,7 @@ def test_columns_of_texts_and_ids_are_counted_by_their_samples(scripts: Scripts,
 def test_batches_summed_by_hand_are_counted_and_faulty_stages_left_out(scripts: Scripts, tmp_path: Path) -> None:
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "zero_optimization": zero(3)}
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    found = scripts.probe(case("by_hand", "--deepspeed_config", "ds.json"), tmp_path)
+    found = scripts.probe(case("several_backwards", "--deepspeed_config", "ds.json"), tmp_path)
     assert found.script.profile[BY_HAND] == 4
     setup = setup_of(found, scripts, tmp_path)
     own = own_candidate(found.script)

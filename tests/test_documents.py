@@ -153,6 +153,57 @@ def test_what_a_document_names_is_there(path: Path) -> None:
     assert paths_of(path) - there == set()
 
 
+HOW_TOS = re.findall(r"^## (How to .*)\n((?:(?!## ).*\n?)*)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+
+
+def identifiers(text: str) -> set[str]:
+    """Names of Python code in backticks, without paths, commands and file names."""
+    words = re.findall(r"`([^`\n]+)`", text)
+    return {
+        word
+        for word in words
+        if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", word) and not re.search(r"\.(py|md|toml)$", word)
+    }
+
+
+@pytest.mark.parametrize(("title", "text"), HOW_TOS, ids=[title for title, _ in HOW_TOS])
+def test_a_how_to_names_code_that_exists(title: str, text: str) -> None:
+    code = " ".join(path.read_text() for path in sorted((ROOT / "autotune").rglob("*.py")))
+    words = set(re.findall(r"\w+", code)) | {"Makefile"}
+    named = identifiers(text)
+    assert named, title
+    assert {name for name in named if not set(name.split(".")) <= words} == set()
+
+
+def unknown_names(row: str) -> set[str]:
+    """Names of code in a row of the table that are in none of its files."""
+    files = [ROOT / word for word in re.findall(r"`([\w/.]+)`", row) if (ROOT / word).is_file()]
+    words = {word for path in files for word in re.findall(r"\w+", path.read_text())}
+    return {name for name in identifiers(row) if not set(name.split(".")) <= words} - {"Makefile"}
+
+
+def test_the_table_of_where_to_look_names_at_most_three_files_and_what_is_in_them() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## Where to look")[2].partition("\n## ")[0]
+    rows = [
+        line for line in text.splitlines() if line.startswith("| ") and "question" not in line and "---" not in line
+    ]
+    assert len(rows) >= 6
+    for row in rows:
+        files = {
+            word for word in re.findall(r"`([\w/.]+)`", row) if "/" in word or ("." in word and (ROOT / word).is_file())
+        }
+        assert 1 <= len(files) <= 3, row
+        assert unknown_names(row) == set(), row
+    assert unknown_names(rows[0].replace("CandidatePool", "Openings")) == {"Openings.observe"}
+
+
+def test_a_how_to_that_names_code_that_is_gone_is_found() -> None:
+    assert identifiers("`Columns`, `Job.from_json`, `autotune/x.py`, `x.py`, `make docs`") == {
+        "Columns",
+        "Job.from_json",
+    }
+
+
 def test_the_list_of_what_is_mutated_is_that_of_the_settings() -> None:
     mutated = re.search(r"^only_mutate = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     said = re.search(

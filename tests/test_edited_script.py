@@ -42,4 +42,4 @@ def test_an_edited_module_is_another_study(
     Path("my_own_net.py").write_text(NET)
     code, out, _ = call(monkeypatch, capsys, *words, "--study", "s", "--", "train.py")
     assert code == 0
-    assert "as it is, to learn what it trains" not in out, "the first run is remembered again"
+    assert "without changes, to learn what it trains" not in out, "the first run is remembered again"

@@ -194,7 +194,7 @@ def test_trl_with_its_arguments_in_a_file(scripts: Scripts, folder: Path) -> Non
     [
         (
             "--gpus 2 -- torchrun --nproc-per-node 4 train.py",
-            "--gpus 2 beside `torchrun --nproc-per-node 4`: leave one of them out, or give the same number",
+            "--gpus 2 contradicts `torchrun --nproc-per-node 4`. Remove one of them, or give the same number.",
         ),
         (
             "-- torchrun --nnodes 2 train.py",

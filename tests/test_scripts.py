@@ -428,7 +428,7 @@ def test_a_script_that_catches_our_out_of_memory(scripts: Scripts, tmp_path: Pat
                 pass
         """,
     )
-    with pytest.raises(UserError, match="fits neither as it is nor at its thriftiest"):
+    with pytest.raises(UserError, match="does not fit, even with the config of the least memory"):
         scripts.probe([name], tmp_path)
 
 

@@ -5,18 +5,32 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autotune._version import __version__
 from autotune.cli.machine_commands import agent, doctor, models
-from autotune.cli.options import asking, console, emit, fail, of_a_database, option, say, takes_request, typed_command
+from autotune.cli.options import (
+    asking,
+    begin,
+    console,
+    emit,
+    fail,
+    of_a_database,
+    option,
+    say,
+    takes_request,
+    typed_command,
+)
 from autotune.cli.study_commands import export, gallery_app, record, report, share, show, spaces_app
 from autotune.commands.request import STORAGE_VARIABLE, Request
 from autotune.errors import MachineTrouble, NothingFits, Stopped, UserError
 from autotune.masking import learn_environment
 from autotune.util.streams import is_watched, lasting_streams
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,10 +51,11 @@ app.add_typer(gallery_app, name="gallery")
 @takes_request
 def run(request: Request) -> None:
     """Tune, verify and export. The same study resumes."""
+    shown = begin("reading the job, the machine and the search space", request.as_json)
     request = dataclasses.replace(request, command=typed_command())
     if request.executor == "slurm":
         _in_one_job(request)
-    _tune(request)
+    _tune(request, shown)
 
 
 def _in_one_job(request: Request) -> None:
@@ -64,7 +79,7 @@ def _in_one_job(request: Request) -> None:
         raise typer.Exit(submit(words, options, request.runs / "slurm", say, needs=needs))
 
 
-def _tune(request: Request) -> None:
+def _tune(request: Request, shown: Console) -> None:
     from autotune.commands.run import run_study
 
     as_json = request.as_json
@@ -73,7 +88,6 @@ def _tune(request: Request) -> None:
         if request.yes or as_json or not is_watched(sys.stdin)
         else (lambda text: typer.confirm(text, default=True))
     )
-    shown = console(stderr=as_json)
     summary = run_study(request, shown, quiet=as_json, confirm=confirm, ask=asking(as_json))
     if as_json:
         emit(summary.to_json())

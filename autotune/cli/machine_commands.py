@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autotune.cli.options import Json, Python, emit, option, say
+from autotune.cli.options import Json, Python, begin, emit, option, say
 
 
 def models(as_json: Json = False) -> None:
@@ -29,18 +29,20 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Check driver, torch, NCCL, DeepSpeed ops, memory and disk. CPU Adam is built ahead of time."""
-    from autotune.commands.doctor import examine
+    shown = begin("looking at this machine", as_json)
+    from autotune.commands.doctor import Finding, examine
     from autotune.commands.environment import ranks_python
+    from autotune.results.console import make_observer
 
-    with ranks_python(python, say, judge=False):
-        findings = examine(nvme_path)
+    findings: list[Finding] = []
+    with ranks_python(python, say, judge=False), make_observer(shown, quiet=as_json) as view:
+        for finding in examine(nvme_path, view.doing):
+            findings.append(finding)
+            view.say(f"{finding.level:5} {finding.what}: {finding.found}")
+            if finding.cost:
+                view.say(f"      costs: {finding.cost}\n      fix:   {finding.fix}")
     if as_json:
         emit([vars(finding) for finding in findings])
-    else:
-        for finding in findings:
-            print(f"{finding.level:5} {finding.what}: {finding.found}")
-            if finding.cost:
-                print(f"      costs: {finding.cost}\n      fix:   {finding.fix}")
     if any(finding.level == "bad" for finding in findings):
         raise typer.Exit(1)
 

@@ -53,6 +53,17 @@ def console(stderr: bool = False) -> Console:
     return found if found.is_terminal else make(width=140)
 
 
+def begin(text: str, as_json: bool) -> Console:
+    """Return the console of a command that takes long, after a first line about what it does if a terminal shows it.
+
+    The line is printed before the imports of the command, which take seconds on a loaded machine.
+    """
+    shown = console(stderr=as_json)
+    if shown.is_terminal and not as_json:
+        shown.print(f"{text} …", style="dim")
+    return shown
+
+
 def asking(as_json: bool = False) -> Callable[[str], bool] | None:
     """Return a function that asks the reader, with the default answer no; None without a terminal."""
     from autotune.util.streams import is_watched

@@ -17,14 +17,25 @@ from autotune.errors import readable
 
 
 @readable("the study")
-def show(study: StudyArgument, storage: Storage = None, as_json: Json = False) -> None:
+def show(
+    study: StudyArgument,
+    trial: Annotated[int | None, option("Show everything stored of this trial: outcome, evidence, logs.")] = None,
+    storage: Storage = None,
+    as_json: Json = False,
+) -> None:
     """Show the trials of a study with their outcomes, and the winner."""
     load_numpy()
-    from autotune.results.console import show_study, study_json
+    from autotune.results.console import record_json, show_study, study_json, trial_lines
     from autotune.search.study import StudyStore
 
     store = StudyStore.load(study, storage)
-    if as_json:
+    if trial is not None:
+        record = store.record(trial)
+        if as_json:
+            emit(record_json(record))
+        else:
+            print(*trial_lines(store, record), sep="\n")
+    elif as_json:
         emit(study_json(store))
     else:
         show_study(store, console())

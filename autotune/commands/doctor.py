@@ -7,8 +7,9 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,12 @@ from autotune.problem.nvml import (
 )
 from autotune.rank.sandbox import Protection
 from autotune.util.file_systems import file_system_of
-from autotune.util.interpreter import APART, Own, current
+from autotune.util.interpreter import APART, OwnInterpreter, current
 from autotune.util.units import GIB, MIB, format_bytes
 from autotune.versions import Versions, complaint, dotted, newer, release
-from autotune.workers.gpu_locks import holder_of
+from autotune.workers.gpu_locks import lock_holder
 from autotune.workers.launchers import MARK, trial_environment
-from autotune.workers.process_tree import end_marked
+from autotune.workers.process_tree import end_processes_with_variable
 
 _LEAST_SHM_BYTES = 64 * MIB  # bytes for the shared segments of NCCL and gloo, and a data loader's batches
 _SPARE_SHM_BYTES = GIB  # Docker's default for a container is 64 MiB
@@ -56,9 +57,22 @@ class Finding:
     fix: str = ""
 
 
-def examine(nvme_path: Path | None = None) -> list[Finding]:
-    """Run all checks; DeepSpeed's CPU Adam is built if it is not yet built."""
-    return [*_gpus(), *_memory(), *_disk(nvme_path), _protection(), *_python(), *_libraries()]
+def examine(nvme_path: Path | None, doing: Callable[[str], None]) -> Iterator[Finding]:
+    """Run all checks, and yield each finding as it is found; DeepSpeed's CPU Adam is built if it is not yet built.
+
+    Args:
+        nvme_path: folder that nvme offload would use.
+        doing: receives the current slow operation.
+    """
+    doing("looking at the driver, memory and disk")
+    yield from _gpus()
+    yield from _memory()
+    yield from _disk(nvme_path)
+    doing("trying how a trial's writes can be kept from your files")
+    yield _protection()
+    doing("reading the versions of the ranks' packages")
+    yield from _python()
+    yield from _libraries(doing)
 
 
 def _gpus() -> Iterator[Finding]:
@@ -112,7 +126,7 @@ def _gpu(gpu: Gpu) -> Finding:
     if gpu.held_bytes >= MIB:
         unknown = "processes that NVML does not show" if gpu.reserved_bytes else "the driver and processes, as it seems"
         found += f"; {format_bytes(gpu.held_bytes)} in use by {holders_text(gpu.holders) or unknown}"
-    if holder := holder_of(gpu.uuid):
+    if holder := lock_holder(gpu.uuid):
         return Finding(
             "warn", gpu.label, f"{found}; held by autotune ({holder})", "a study waits its turn", "wait for it"
         )
@@ -210,7 +224,8 @@ def _nvme(path: Path) -> Finding:
 _EXAMINATION = """
 import json, os, sys
 out = {"errors": {}}
-def attempt(name, work):
+def attempt(name, work, doing=""):
+    print("DOING" + (doing or f"looking at {name}"), flush=True)
     try:
         out[name] = work()
     except Exception as error:
@@ -249,7 +264,8 @@ def op(name):
             raise RuntimeError(why)
     return True
 for name in sys.argv[1:]:
-    attempt(name, lambda: op(name))
+    short = name.removesuffix("Builder")
+    attempt(name, lambda: op(name), f"loading DeepSpeed's {short}; the first time it is built, which takes a minute or two")
 print("FACTS" + json.dumps(out))
 """
 # DeepSpeed's CUDA ops include torch's ATen/cuda/CUDAContext.h, which includes the first three.
@@ -269,8 +285,8 @@ def _python() -> Iterator[Finding]:
     """Check the Python of the ranks, and that the versions of its packages are supported."""
     ranks = current()
     found = f"{'.'.join(map(str, ranks.python))} ({ranks.path})"
-    if ranks.beside:
-        found += f", beside autotune's own ({Own().path})"
+    if ranks.is_other:
+        found += f", beside autotune's own ({OwnInterpreter().path})"
     try:
         check_versions(versions_of(ranks))
     except UserError as error:
@@ -279,35 +295,61 @@ def _python() -> Iterator[Finding]:
         yield Finding("good", "Python", found)
 
 
-def _libraries() -> Iterator[Finding]:
-    device, mark = "cuda" if visible_gpus() else "cpu", uuid.uuid4().hex
-    try:
-        done = subprocess.run(
+def _libraries(doing: Callable[[str], None]) -> Iterator[Finding]:
+    device = "cuda" if visible_gpus() else "cpu"
+    facts, last = _examination(device, doing)
+    if facts is not None:
+        yield from judge_libraries(facts, device)
+    elif last is None:
+        found, fix = f"no answer within {_BUILD_SECONDS} s", "try `ds_report`; a build that hangs says where"
+        yield Finding("bad", "libraries", found, "nothing can be measured", fix)
+    else:
+        yield Finding("bad", "libraries", f"the probe died: {last[:160]}", "nothing can be measured", "reinstall torch")
+
+
+def _examination(device: str, doing: Callable[[str], None]) -> tuple[dict[str, Any] | None, str | None]:
+    """Run the examination in the Python of the ranks.
+
+    Args:
+        device: "cuda" or "cpu".
+        doing: receives each step as it begins.
+
+    Returns:
+        The facts, or None; and the last line of its errors, or None if it hung.
+    """
+    mark, hung, facts = uuid.uuid4().hex, threading.Event(), None
+
+    def end() -> None:
+        hung.set()
+        end_processes_with_variable(MARK, mark)  # its compilers too, which hold its output open
+
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        child = subprocess.Popen(
             [current().path, "-c", APART + _EXAMINATION, *_OPS],
             env={**trial_environment(device, usable_cpus()), MARK: mark},
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=errors,
             text=True,
-            timeout=_BUILD_SECONDS,
             encoding="utf-8",
+            errors="replace",
         )
-    except subprocess.TimeoutExpired:
-        yield Finding(
-            "bad",
-            "libraries",
-            f"no answer within {_BUILD_SECONDS} s",
-            "nothing can be measured",
-            "try `ds_report`; a build that hangs says where",
-        )
-        return
-    finally:
-        end_marked(MARK, mark)  # compilers that outlive a killed subprocess
-    line = next((line for line in done.stdout.splitlines() if line.startswith("FACTS")), None)
-    if line is None:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        yield Finding("bad", "libraries", f"the probe died: {last[:160]}", "nothing can be measured", "reinstall torch")
-        return
-    yield from judge_libraries(json.loads(line[5:]), device)
+        limit = threading.Timer(_BUILD_SECONDS, end)
+        limit.start()
+        try:
+            for line in child.stdout or ():
+                if line.startswith("DOING"):
+                    doing(line[5:].strip())
+                elif line.startswith("FACTS"):
+                    facts = json.loads(line[5:])
+            child.wait()
+        finally:
+            limit.cancel()
+            end_processes_with_variable(MARK, mark)
+            child.wait()
+        errors.seek(0)
+        last = (errors.read().strip().splitlines() or ["no output"])[-1]
+    return facts, None if hung.is_set() else last
 
 
 def judge_versions(found: Versions, said: str) -> Finding:

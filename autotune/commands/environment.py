@@ -14,7 +14,7 @@ from pathlib import Path
 
 from autotune.commands.request import Request
 from autotune.errors import UserError
-from autotune.executors.cluster.cluster import Cluster, Wishes
+from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.ray_transport import RayNodes, ray_address
 from autotune.executors.cluster.sync import Parcel, parcel_of
 from autotune.executors.cluster.transports import (
@@ -34,7 +34,7 @@ from autotune.executors.cluster.transports import (
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Script
 from autotune.util import inquiry
-from autotune.util.interpreter import Interpreter, Own, interpreter_at, running_in
+from autotune.util.interpreter import Interpreter, OwnInterpreter, interpreter_at, use_interpreter
 from autotune.util.units import parse_duration
 from autotune.versions import complaint
 
@@ -78,7 +78,7 @@ def ranks_python(
             check_versions(versions_of(found))
         except UserError as error:
             say(f"{error}: it is not used")
-            found, said = Own(), ""
+            found, said = OwnInterpreter(), ""
     elif said and named is not None:
         needed = named
     if judge and needed:
@@ -87,7 +87,7 @@ def ranks_python(
             check_versions(versions_of(found))
         except UserError as error:
             raise UserError(f"{said or found.path}: {error}") from None
-    with running_in(found):
+    with use_interpreter(found):
         yield found
 
 
@@ -126,7 +126,7 @@ def _found(typed: str | None, say: Callable[[str], None], remembered: str | None
             return interpreter_at(remembered, name), f"{name} {remembered}"
         except UserError as error:
             raise UserError(f"{error}; {OPTION} names another") from None
-    own = Own()
+    own = OwnInterpreter()
     if own.version("torch") is None and (active := _active()) is not None:
         say(f"ranks run in {active.path}, of the active environment; {OPTION} names another")
         return active, f"the active environment's {active.path}"
@@ -188,7 +188,7 @@ class Nodes:
     interface: str | None = None
     variables: tuple[str, ...] = ()
     sync: bool = False
-    lasting: bool = False  # see `Wishes`
+    lasting: bool = False  # see `NodeRequirements`
     folders: tuple[Path, ...] = ()  # folders of scripts that are outside of the folder of the call
     cluster: Cluster | None = None
 
@@ -207,8 +207,8 @@ class Nodes:
             return
         if not Path(script.target).is_absolute():
             raise UserError(
-                f"--sync: {script.target} lies outside of {script.cwd}, which is sent: call autotune from a folder that has it "
-                "below, or name it by its full path"
+                f"--sync sends {script.cwd}, and {script.target} lies outside of it. Start autotune in a folder above the "
+                "script, or name the script by its full path."
             )
         self.folders = (file.parent,)
 
@@ -240,8 +240,8 @@ class Nodes:
         sent = (self._parcels(path), preamble(PACKAGE) if self.sync else b"", self.lasting)
         hosts = self.place(self.count or count, per_node, device)
         about = (device, headroom, memory_cap_bytes, path, self.interface, self.variables)
-        wishes = Wishes(*about, *sent)
-        self.cluster = Cluster(hosts, self.transport, wishes, self.folder, say=self.say)
+        requirements = NodeRequirements(*about, *sent)
+        self.cluster = Cluster(hosts, self.transport, requirements, self.folder, say=self.say)
         return self.cluster.reach()
 
 
@@ -298,28 +298,32 @@ def _refuse_strays(named: Request, scheduled: bool, slices: bool) -> None:
         slices: `--nodes` without a hostfile means a node slice.
     """
     if named.ray_address is not None and named.executor != "ray":
-        raise UserError("--ray-address is of --executor ray: give that too, or leave --ray-address out")
+        raise UserError("--ray-address needs --executor ray. Add it, or remove --ray-address.")
     if scheduled and named.hostfile is not None:
-        raise UserError(f"--executor {named.executor} brings its own nodes: leave --hostfile out")
+        raise UserError(
+            f"--hostfile cannot be combined with --executor {named.executor}, which has its own nodes. Remove --hostfile."
+        )
     filters = {"--include": named.include, "--exclude": named.exclude}
     for option, filtered in filters.items() if scheduled else ():
         if filtered:
-            raise UserError(f"{option} filters a hostfile: leave it out with --executor {named.executor}")
+            raise UserError(
+                f"{option} filters a hostfile and cannot be combined with --executor {named.executor}. Remove {option}."
+            )
     if named.hostfile is None and not scheduled:
         others: dict[str, object] = {"--nodes": None if slices else named.nodes, "--interface": named.interface}
         others |= {"--export": named.exports or None, "--sync": named.sync or None}
         for option, given in {**filters, **others}.items():
             if given is not None:
                 raise UserError(
-                    f"{option} is about several machines: give --hostfile FILE too (or --executor slurm or ray), or leave "
-                    f"{option} out"
+                    f"{option} needs several machines. Add --hostfile FILE, --executor slurm or --executor ray, or "
+                    f"remove {option}."
                 )
 
 
 def _allocated(gpus: int | None) -> tuple[list[Host], str]:
     """Return the hosts of Slurm's allocation, and a name for them."""
     if not in_allocation():
-        raise UserError("--executor slurm: this process is in no allocation; the command `autotune run` asks for one")
+        raise UserError("--executor slurm: this process is in no allocation. `autotune run` requests one.")
     return allocated_hosts(gpus), f"allocation {os.environ[JOB]}"
 
 

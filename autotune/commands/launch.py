@@ -17,6 +17,7 @@ from autotune.commands.setup import FREE, LaunchSetup, PlanSetup, launch_setup
 from autotune.commands.trust import Ask, remembered
 from autotune.errors import NothingFits, UserError, one_line
 from autotune.predict.trace import traced_predictor
+from autotune.predict.what_if import published_widening
 from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, MICRO_BATCH, Candidate
 from autotune.problem.ds_config import BATCH, global_batch_of, read_config
 from autotune.problem.hardware import Hardware, detect
@@ -30,10 +31,11 @@ from autotune.script.parse_command import launchers_config
 from autotune.script.profile import over_present, own_samples
 from autotune.script.script import KNOWN_FLAGS, config_path, half_told, line_of
 from autotune.script.source_digests import SOURCES, digests
+from autotune.search.certificate import trains_otherwise
 from autotune.search.fingerprint import measured_under, other_variables, watched_variables
 from autotune.search.storage import check_no_links, make_study_folder, output_folder
 from autotune.search.study import StudyStore
-from autotune.workers.gpu_locks import held_gpus
+from autotune.workers.gpu_locks import lock_gpus
 
 # -- launch ------------------------------------------------------------------------------------------------------------
 #
@@ -102,7 +104,7 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: 
     )
     if ground is not None:
         ground = dataclasses.replace(ground, who=who, cancelled=lambda: supervisor.stopped, echo=True)
-    with held_gpus(found, who, say) if ground is None else nullcontext():  # agents lock their own GPUs
+    with lock_gpus(found, who, say) if ground is None else nullcontext():  # agents lock their own GPUs
         summary = supervisor.run(ground)
     _write_page(summary, training, found, say)
     return summary
@@ -117,8 +119,8 @@ def _machines(tuned: Hardware, memory_cap_bytes: int | None, nodes: Nodes | None
     if nodes is None:
         if tuned.nodes > 1:
             raise UserError(
-                f"it was tuned on {tuned.nodes} nodes with {tuned.per_node} devices each: give --hostfile FILE, or "
-                "--executor slurm or ray"
+                f"the study was tuned on {tuned.nodes} nodes with {tuned.per_node} devices each. Add --hostfile FILE, --executor "
+                "slurm or --executor ray"
             )
         return detect(tuned.device, tuned.count, memory_cap_bytes=memory_cap_bytes, headroom=tuned.headroom)
     if nodes.cluster is None:
@@ -128,8 +130,8 @@ def _machines(tuned: Hardware, memory_cap_bytes: int | None, nodes: Nodes | None
         found = tuned
     if (found.nodes, found.count) != (tuned.nodes, tuned.count):
         raise UserError(
-            f"it was tuned on {tuned.nodes} nodes with {tuned.per_node} devices each, and this is {found.nodes} with "
-            f"{found.per_node}: name as many (--nodes, --include), or tune on these"
+            f"the study was tuned on {tuned.nodes} nodes with {tuned.per_node} devices each, not on {found.nodes} with "
+            f"{found.per_node}. Select as many (--nodes, --include), or tune on these"
         )
     return found
 
@@ -165,16 +167,16 @@ def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, say: Callable[[
     if setup.ranks not in (None, store.hardware.per_node):
         each = " on each node" if store.hardware.nodes > 1 else ""
         raise UserError(
-            f"study {store.name} is of {store.hardware.per_node} ranks{each}, and `{setup.ranks_said}` of {setup.ranks}: "
-            "give as many"
+            f"study {store.name} was tuned with {store.hardware.per_node} ranks{each}, and `{setup.ranks_said}` starts "
+            f"{setup.ranks}. Start as many as the study"
         )
     winner = store.winner
     if winner is None:
         raise UserError(
-            f"study {store.name} has no winner yet: `autotune run --study {shlex.quote(store.name)} …` goes on"
+            f"study {store.name} has no winner yet: `autotune run --study {shlex.quote(store.name)} …` continues it"
         )
     if job.script is None:
-        say(f"study {store.name} is of {job.model.name} with synthetic batches, not of a script: its config is taken")
+        say(f"study {store.name} measured {job.model.name} with synthetic batches, not a script: its config is used")
     known = job.script or script
     flags = tuple({**dict(known.flags), **dict(script.flags)}.items())
     script = dataclasses.replace(script, flags=flags, profile=known.profile, ds_config=_config_beside(known, script))
@@ -231,7 +233,9 @@ def make_ladder(store: StudyStore, job: Job, top: Candidate, convert: bool = Fal
         if record.outcome is not None:
             predictor.observe(record.candidate, record.outcome)
     space = store.searched_space()
-    return recovery_ladder(top, space, job, predictor, store.measured(), store.failed(), convert=convert)
+    otherwise = trains_otherwise(store.job, store.records())
+    told = (store.measured(), store.failed())
+    return recovery_ladder(top, space, job, predictor, *told, convert=convert, trains_otherwise=otherwise)
 
 
 def _from_plan(setup: LaunchSetup) -> _Training:
@@ -245,7 +249,7 @@ def _from_plan(setup: LaunchSetup) -> _Training:
 
 
 def _planned_ladder(plan: PlanSetup, convert: bool) -> list[Rung]:
-    predictor = traced_predictor(plan.job, plan.hardware)
+    predictor = traced_predictor(plan.job, plan.hardware, widening=published_widening)
     candidates, _ = predictor.buildable(plan.space.candidates(plan.job))
     ranked = predictor.ranked(predictor.table(candidates))
     if not ranked:
@@ -299,26 +303,22 @@ class Launched:
         target, tuned = self.script.target, self.winner.micro_batch * self.winner.accumulation * self.job.ranks
         if asked not in (None, FREE, tuned):
             raise UserError(
-                f"--global-batch-size {asked}: study {self.study} is of {tuned} samples an optimizer step; give that, or tune "
-                f"again with {asked}"
+                f"--global-batch-size {asked}: study {self.study} was tuned for {tuned} samples per optimizer step. Give that, "
+                f"or tune again with {asked}"
             )
         now, untold = self._samples_now(config)
         if asked is not None or now in (None, tuned, self._first_samples):
             told = untold and asked is None
-            return (
-                [f"{target} is no longer told its batch: {tuned} samples an optimizer step, as tuned"] if told else []
-            )
+            return [f"{target} no longer sets its batch: {tuned} samples per optimizer step, as tuned"] if told else []
         if self.script.holds_batch:
-            return [
-                f"{target} is told {now} samples an optimizer step now, and the study measured {self._first_samples}"
-            ]
+            return [f"{target} sets {now} samples per optimizer step now, and the study measured {self._first_samples}"]
         if self.job.global_batch_size is None:  # the study has chosen it
             return [
-                f"{target} is told {now} samples an optimizer step; the study left them open, and {tuned} are trained"
+                f"{target} sets {now} samples per optimizer step; the study was free to choose, and {tuned} are trained"
             ]
         raise UserError(
-            f"{target} is told {now} samples an optimizer step, and study {self.study} is of {tuned}: give it the batch that was "
-            f"tuned, tune again with this one, or give --global-batch-size {tuned} to train with the study's"
+            f"{target} sets {now} samples per optimizer step, and study {self.study} was tuned for {tuned}. Change the script, "
+            f"tune again with its batch, or give --global-batch-size {tuned} to train with the study's"
         )
 
     @property

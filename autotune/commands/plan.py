@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,16 +13,25 @@ from autotune.commands.environment import NAMED_MODEL, ranks_python
 from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup, plan_setups
 from autotune.errors import UserError
-from autotune.predict.predictor import Prediction, Predictor, Table
-from autotune.predict.trace import traced_predictor
+from autotune.predict.predictor import SURE_SIGMAS, Prediction, Predictor, Table
+from autotune.predict.trace import trace_job, traced_predictor
 from autotune.predict.trace_data import Trace
-from autotune.predict.what_if import PLENTY, Elsewhere, JobPredictions, host_bytes_per_node, known_errors
-from autotune.problem.candidate import CHECKPOINTING, Candidate
+from autotune.predict.what_if import (
+    Elsewhere,
+    JobPredictions,
+    host_bytes_per_node,
+    known_errors,
+    loading_bytes_per_node,
+    measured_cards,
+    published_widening,
+)
+from autotune.problem.candidate import ATTENTION, LIGER, Candidate
+from autotune.problem.ds_config import check_data_parallel
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_hardware
 from autotune.problem.job import Job
-from autotune.results.plan import CardPlan, HostNeed, Outlook, Plan, PlannedGain, StagePlan, short, token_speed
-from autotune.util.units import GIB, format_bytes
+from autotune.problem.space import fitted, load_space
+from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, PlannedGain, WayPlan, short
 
 # -- plan --------------------------------------------------------------------------------------------------------------
 #
@@ -42,17 +52,39 @@ def plans(request: Request, gpus: Sequence[str | None], say: Callable[[str], Non
     made: list[Plan] = []
     traces: dict[str, Trace] = {}  # by precision: one trace serves all GPUs
     with ranks_python(request.python, say, named=NAMED_MODEL):  # without torch the plan is less exact
-        for setup in plan_setups(request, gpus):
-            predictor = traced_predictor(setup.job, setup.hardware, traces.get(setup.job.precision))
+        for setup in (with_plausible_batch(one, request) for one in plan_setups(request, gpus)):
+            check_data_parallel(setup.job.base_config, request.ds_config)
+            predictor = traced_predictor(setup.job, setup.hardware, traces.get(setup.job.precision), published_widening)
             traces[setup.job.precision] = predictor.trace
             made.append(make_plan(setup, predictor, elsewhere=len(gpus) == 1))
     return made
 
 
+_PLAUSIBLE_TOKENS = 2**18  # tokens per optimizer step: fine-tuning commonly has 0.1 to 0.5 million
+
+
+def with_plausible_batch(setup: PlanSetup, request: Request) -> PlanSetup:
+    """Return the setup with a global batch of about 262,144 tokens per step, a power of two of sequences per rank.
+
+    Return it unchanged if the request or the user's config says something of the batch, or the space cannot make such a batch.
+    """
+    job = setup.job
+    if request.global_batch_size is not None or job.global_batch_size is not None:
+        return setup
+    share = _PLAUSIBLE_TOKENS / (job.tokens_per_sample * job.samples_per_row * job.ranks)
+    job = dataclasses.replace(job, global_batch_size=job.ranks * 2 ** max(0, round(math.log2(share))))
+    space = load_space(request.space or "default")
+    try:
+        space.rungs(job)
+    except UserError:
+        return setup
+    return dataclasses.replace(setup, job=job, space=fitted(space, job, setup.hardware).space, batch_assumed=True)
+
+
 def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere: bool = False) -> Plan:
     """Predict every candidate of the space.
 
-    The plan has the `top` fastest that surely fit (or else the likeliest to fit), and the largest micro-batch by ZeRO stage.
+    The plan has the `top` fastest that surely fit (or else the likeliest to fit), and each way to train.
 
     Args:
         elsewhere: add other machines that would suffice, and changes that would help.
@@ -63,30 +95,55 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
     candidates, left_out = predictor.buildable(setup.space.candidates(setup.job))
     table = predictor.table(candidates)
     best = _best(predictor, candidates, table, top)
-    of_stage = np.array([c.stage for c in candidates])
-    stages = []
-    for stage in sorted({c.stage for c in candidates}):
-        head = predictor.ranked(table, of_stage == stage)[:1]
-        stages.append(_stage_plan(stage, candidates, head, setup, predictor))
-    shown = best[0] if best else stages[-1].smallest
+    places = Places(setup.hardware, predictor, table)
+    closest = None if best else places.closest(range(len(candidates)))
+    with_host = None if best else places.with_host()
+    shown = [predictor.predict(candidates[i]) if i is not None else None for i in (closest, with_host)]
+    counted = best[0] if best else shown[1] or shown[0]
+    assert counted is not None
+    parameters = sum(predictor.trace.every_size)
     plan = Plan(
         setup.job,
         setup.hardware,
         best,
-        stages,
+        tuple(_ways(predictor, candidates, places)),
         "; ".join([*setup.faults, *left_out, *predictor.notes()]),
         tokens=setup.tokens,
         price=setup.price,
-        host=_host_needs(setup, predictor, candidates),
+        closest=shown[0],
+        with_host=shown[1],
         host_assumed=setup.host_assumed,
-        errors=known_errors(setup.job, shown.candidate, setup.hardware),
+        batch_assumed=setup.batch_assumed,
+        loading_bytes=loading_bytes_per_node(setup.job, parameters, setup.hardware),
+        chunked=_chunked_loss(predictor, candidates, best[0] if best else shown[0]),
+        errors=known_errors(setup.job, counted.candidate, setup.hardware, parameters),
     )
     if not elsewhere:
         return plan
-    machines = Machines(setup, Elsewhere(setup.space, predictor, candidates, table))
+    machines = Machines(setup, Elsewhere(setup.space, predictor, candidates, table, batch_assumed=setup.batch_assumed))
     cards = machines.cards()
     helped = gains(plan.outlook, machines, cards) if plan.outlook else ()
     return dataclasses.replace(plan, own=machines.fewest_of_own(), cards=cards, gains=helped)
+
+
+LARGE_LOSS = 0.15  # share of the peak from which a loss in chunks is predicted, which costs one more trace
+
+
+def _chunked_loss(predictor: Predictor, candidates: list[Candidate], before: Prediction | None) -> ChunkedLoss | None:
+    """Return the effect of a loss in chunks if logits and loss are a large part of the peak, else None."""
+    job, hardware = predictor.job, predictor.hardware
+    if before is None or before.memory["logits and loss"] < LARGE_LOSS * before.peak_bytes:
+        return None
+    trace = trace_job(job, loss="chunked", device=hardware.device)
+    if not trace.exact or not predictor.trace.exact:
+        return None  # the closed form of the logits is the same
+    thrifty = Predictor(job, hardware, trace, widening=predictor.widening)
+    whole = [one for one in candidates if one.get(LIGER) in (None, False) and ATTENTION not in one.as_dict]
+    if before.candidate not in whole:
+        return None  # its way of building the model has another trace
+    table = thrifty.table(whole)
+    fastest = thrifty.ranked(table)[:1]
+    return ChunkedLoss(thrifty.predict(before.candidate), thrifty.predict(whole[fastest[0]]) if fastest else None)
 
 
 def _best(predictor: Predictor, candidates: list[Candidate], table: Table, top: int) -> list[Prediction]:
@@ -100,101 +157,43 @@ def _best(predictor: Predictor, candidates: list[Candidate], table: Table, top: 
     return predictor.predict_many([candidates[i] for i in chosen.values()]) if chosen else []
 
 
-def _host_needs(setup: PlanSetup, predictor: Predictor, candidates: list[Candidate]) -> tuple[HostNeed, ...]:
-    """Return the main memory for each way of offloading, at the fewest sequences and with activations recomputed."""
-    smallest: dict[tuple[int, bool], Candidate] = {}
-    for c in candidates:
-        if "cpu" in (c.offload_optimizer, c.offload_param) and c.offload_optimizer != "none":
-            key = (c.stage, c.offload_param != "none")
-            rank = (c.micro_batch, not c.checkpointing, -c.accumulation)
-            held = smallest.get(key)
-            if held is None or rank < (held.micro_batch, not held.checkpointing, -held.accumulation):
-                smallest[key] = c
-    if not smallest:
-        return ()
-    hardware, ways = setup.hardware, sorted(smallest)
-    roomy = Predictor(
-        setup.job, dataclasses.replace(hardware, host_memory_bytes=PLENTY), predictor.trace, predictor.tracer
-    )
-    return tuple(
-        HostNeed(stage, parameters, host_bytes_per_node(one.host_bytes, hardware), one.sure)
-        for (stage, parameters), one in zip(ways, roomy.predict_many([smallest[way] for way in ways]), strict=True)
-    )
+class Places:
+    """Indices of a table's candidates by what they need and lack."""
+
+    def __init__(self, hardware: Hardware, predictor: Predictor, table: Table) -> None:
+        self.table = table
+        self.sure = predictor.margins(table) >= SURE_SIGMAS
+        self._gpu_short = np.maximum(0.0, table.sure - hardware.ceiling_bytes)
+        own = host_bytes_per_node(0.0, hardware)
+        self._host = np.where(table.host > 0, table.host * hardware.per_node + own, 0.0)
+        self._host_short = np.maximum(0.0, self._host - hardware.host_memory_bytes)
+
+    def closest(self, among: Iterable[int]) -> int:
+        """Return the candidate that lacks the least memory of a GPU, then of main memory; of several the fastest."""
+        return min(among, key=lambda i: (self._gpu_short[i], self._host_short[i], -self.table.samples[i]))
+
+    def with_host(self) -> int | None:
+        """Return the candidate that surely fits the GPU and needs the least main memory; None if none fits the GPU."""
+        fitting = np.flatnonzero(self._gpu_short == 0)
+        return min(map(int, fitting), key=lambda i: (self._host[i], -self.table.samples[i]), default=None)
 
 
-def _stage_plan(
-    stage: int, candidates: list[Candidate], head: list[int], setup: PlanSetup, predictor: Predictor
-) -> StagePlan:
-    """Return the plan of one ZeRO stage.
-
-    Args:
-        head: the index of the stage's best candidate, if any may fit.
-    """
-    mine = [c for c in candidates if c.stage == stage]
-    # The family with the fewest changes: no checkpointing or offload if the space allows it, and defaults elsewhere.
-    plain = min(
-        mine,
-        key=lambda c: (
-            c.checkpointing,
-            c.offload_param != "none",
-            c.offload_optimizer != "none",
-            abs(c.get("reduce_bucket_size", 5e8) - 5e8),
-            not c.get("overlap_comm", True),
-        ),
-    )
-    rungs = sorted({c for c in mine if c.family == plain.family}, key=lambda c: (c.micro_batch, c.accumulation))
-    predictions = predictor.predict_many(rungs)
-    fitting = [one for one in predictions if one.sure]
-    largest = max(fitting, key=lambda one: (one.candidate.micro_batch, one.samples_per_second), default=None)
-    wanted = next(
-        (
-            one
-            for one in predictions
-            if not one.sure and (largest is None or one.candidate.micro_batch > largest.candidate.micro_batch)
-        ),
-        None,
-    )
-    unlocks = _unlocks(wanted, setup, predictor) if wanted is not None else []
-    helped = predictor.predict(candidates[head[0]]) if head and largest is None else None
-    return StagePlan(stage, largest, predictions[0], unlocks, helped)
-
-
-def _unlocks(wanted: Prediction, setup: PlanSetup, predictor: Predictor) -> list[str]:
-    """Return single changes, each of which would make a candidate fit that does not."""
-    job, hardware = setup.job, setup.hardware
-    candidate, found = wanted.candidate, []
-
-    def turned(name: str, value: bool | str) -> Candidate | None:
-        knob = setup.space.knobs.get(name)
-        return candidate.but(**{name: value}) if knob and value in knob.values else None
-
-    changes = [
-        ("activation checkpointing", turned(CHECKPOINTING, True)),
-        ("optimizer offload to the CPU", turned("offload_optimizer", "cpu")),
-        ("parameter offload to the CPU", turned("offload_param", "cpu")),
-    ]
-    for what, changed in changes:
-        if changed is not None and changed != candidate:
-            one = predictor.predict(changed)
-            if one.sure:
-                found.append(f"{what} ({token_speed(one, job)})")
-    if job.global_batch_size is None:
-        step = 1 if hardware.nodes == 1 else hardware.per_node
-        more = dataclasses.replace(job, ranks=job.ranks + step)
-        nodes = hardware.nodes + (hardware.nodes > 1)
-        grown = dataclasses.replace(hardware, count=hardware.count + step, nodes=nodes)
-        if Predictor(more, grown, predictor.trace, predictor.tracer).predict(candidate).sure:
-            found.append("one more GPU" if hardware.nodes == 1 else "one more node")
-    missing = wanted.sure_bytes - hardware.ceiling_bytes
-    if hardware.device == "cuda" and missing > 0:
-        needed = wanted.sure_bytes / (1 - hardware.headroom) / GIB
-        larger = [g for g in gpu_table().values() if g.memory_gib >= needed]
-        if larger:
-            card = min(larger, key=lambda g: g.memory_gib)
-            found.append(f"a card of {needed:.0f} GiB or more, like {card.name}")
-    return [f"micro-batch {candidate.micro_batch} would fit with {what}" for what in found] or [
-        f"micro-batch {candidate.micro_batch} is short of {format_bytes(missing)}; no single change is enough"
-    ]
+def _ways(predictor: Predictor, candidates: list[Candidate], places: Places) -> Iterator[WayPlan]:
+    """Yield the largest and the fastest candidate that surely fit, for each stage, checkpointing and offload."""
+    groups: dict[tuple[int, bool, bool], list[int]] = {}
+    for i, c in enumerate(candidates):
+        groups.setdefault((c.stage, bool(c.offloaded), c.checkpointing), []).append(i)
+    samples = places.table.samples
+    for (stage, offload, checkpointing), mine in sorted(groups.items()):
+        fitting = [i for i in mine if places.sure[i]]
+        if fitting:
+            largest = max(fitting, key=lambda i: (candidates[i].micro_batch, samples[i]))
+            fastest = max(fitting, key=lambda i: samples[i])
+            two = predictor.predict_many([candidates[largest], candidates[fastest]])
+            yield WayPlan(stage, checkpointing, offload, two[0], two[1], None)
+        else:
+            lacking = predictor.predict(candidates[places.closest(mine)])
+            yield WayPlan(stage, checkpointing, offload, None, None, lacking)
 
 
 # -- plan machines -----------------------------------------------------------------------------------------------------
@@ -216,7 +215,7 @@ class Machines:
         self._tried: dict[tuple[str, int, int], JobPredictions | None] = {}
 
     def cards(self) -> tuple[CardPlan, ...]:
-        """Return every card of the table: by cost per token, then those without a price, then those on which nothing fits."""
+        """Return every card: by cost per token, those with measured rows first, then those without a price, then the rest."""
         found = [self._card(name) for name in gpu_table()]
         return tuple(sorted(found, key=_rank))
 
@@ -299,10 +298,10 @@ class Machines:
         return (found for size in sizes if (found := self.tried(name, *size)))
 
 
-def _rank(card: CardPlan) -> tuple[bool, bool, float, str]:
+def _rank(card: CardPlan) -> tuple[bool, bool, bool, bool, float, str]:
     cost = card.best.usd if card.best else None
     long = card.best is not None and 3600 * card.best.hours > LONGEST_SECONDS
-    return card.best is None, long, cost if cost is not None else float("inf"), card.gpu
+    return card.best is None, cost is None, long, card.extrapolated, cost or 0.0, card.gpu
 
 
 # -- plan gains --------------------------------------------------------------------------------------------------------
@@ -360,10 +359,10 @@ def _on(base: Outlook, machines: Machines, hardware: Hardware | None = None, job
 
 
 def _of_other_cards(base: Outlook, machines: Machines, cards: tuple[CardPlan, ...]) -> list[PlannedGain]:
-    """Return gains of the same number of another card: the fastest card, and the faster one with the lowest cost per token."""
+    """Return gains of the same number of another card that can be rented: the fastest, and the cheapest per token."""
     hardware, found = base.hardware, []
     for card in cards:
-        if card.best is None or card.gpu == hardware.facts:
+        if card.best is None or card.best.price is None or card.gpu == hardware.facts:
             continue
         tried = machines.tried(card.gpu, hardware.count, hardware.nodes)
         place = tried.fastest() if tried else None
@@ -376,10 +375,15 @@ def _of_other_cards(base: Outlook, machines: Machines, cards: tuple[CardPlan, ..
     chosen = [max(faster, key=lambda one: one[0])]
     chosen.append(min(faster, key=lambda one: _dollars(machines, one[1]) / one[0]))
     gains = (
-        _gain(base, machines.fastest(tried), f"{tried.hardware.name} in place of {hardware.name}", config=True)
+        _gain(base, machines.fastest(tried), f"{_marked(tried.hardware)} in place of {hardware.name}", config=True)
         for _, tried in chosen
     )
     return list(dict.fromkeys(gain for gain in gains if gain))
+
+
+def _marked(hardware: Hardware) -> str:
+    extrapolated = hardware.name not in measured_cards()
+    return hardware.name + (" (extrapolated)" if extrapolated else "")
 
 
 def _dollars(machines: Machines, tried: JobPredictions) -> float:

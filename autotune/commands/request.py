@@ -124,6 +124,9 @@ class Request:
     seq_len: int | str | None = _option(
         None, "Tokens per sequence, or max; default: 2048 (CPU ranks: 64).", Panel.TRAINING, first="run plan launch"
     )
+    max_positions: int | None = _option(
+        None, "Longest sequence of the model after scaling its positions (rope scaling).", Panel.TRAINING, "plan"
+    )
     precision: str | None = _option(
         None, "bf16, fp16 or fp32; default: the best that the device has.", Panel.TRAINING, first="run plan"
     )
@@ -194,7 +197,10 @@ class Request:
         None, "Share of the memory capacity to leave free; default: 5%.", Panel.MACHINE, "run plan"
     )
     host_memory: str | None = _option(
-        None, "Main memory of each machine, like 1TiB; default for a named GPU: 32 GiB per GPU.", Panel.MACHINE, "plan"
+        None,
+        "Main memory of each machine, like 1TiB; default for a named GPU: its common cloud machine.",
+        Panel.MACHINE,
+        "plan",
     )
     parallel: int = _option(
         1, "Candidates to measure at the same time, each on its own --gpus devices.", Panel.MACHINE, "run"

@@ -7,7 +7,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,14 +36,24 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import OutcomeKind
 from autotune.rank.sandbox import Protection
 from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
-from autotune.results.console import PlainObserver, closest_lines, make_observer, record_json, train_with, winner_lines
+from autotune.results.console import (
+    PlainObserver,
+    make_observer,
+    no_winner_lines,
+    own_line,
+    record_json,
+    train_with,
+    verdict_lines,
+)
 from autotune.results.export import environment_of, export_record
 from autotune.results.output_files import secrets_note
 from autotune.results.report.build import Searched
 from autotune.script.profile import own_candidate
 from autotune.script.recorded import knob_names
+from autotune.search.certificate import trains_otherwise
 from autotune.search.concurrency import SearchWorkers, agree_on_memory, host_bound
 from autotune.search.heartbeat import host_of
+from autotune.search.leaderboard import Leaderboard
 from autotune.search.proposer import Proposer, Start
 from autotune.search.storage import (
     Failing,
@@ -57,11 +67,11 @@ from autotune.search.storage import (
 )
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, SEARCH, Record
-from autotune.search.tuner import SearchSummary, Tuner, comparable_trials
+from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import other_python
 from autotune.util.units import format_bytes, format_duration
-from autotune.workers.gpu_locks import held_gpus
+from autotune.workers.gpu_locks import lock_gpus
 
 # -- run ---------------------------------------------------------------------------------------------------------------
 #
@@ -133,14 +143,14 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
         console.print("no GPU found: running CPU ranks", style="yellow")
         if confirm is not None and not confirm("tune on CPU ranks?"):
             raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
-    observer = make_observer(setup.hardware, setup.budget_seconds, console, quiet)
+    observer = make_observer(console, quiet)
     for line in setup.warnings:
         observer.say(line)
     who = f"study {setup.name}"
     all_gpus = tuple(uuid for slot in setup.slots for uuid in slot.hardware.gpus) or setup.hardware.gpus
     ours = dataclasses.replace(setup.hardware, gpus=all_gpus)
     # agents of the nodes lock their own GPUs
-    gpus = held_gpus(ours, who, observer.say) if setup.nodes is None else nullcontext()
+    gpus = lock_gpus(ours, who, observer.say) if setup.nodes is None else nullcontext()
     with failures_in_one_line() as failing, gpus, stop_on_signals() as stopped, ExitStack() as kept:
         if setup.storage is not None and is_server(setup.storage):
             open_storage(setup.storage)  # a server that refuses does so before anything is built or started
@@ -151,6 +161,9 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
             nodes = dataclasses.replace(setup.nodes, who=who, say=observer.say, cancelled=stopped.is_set)
             setup = dataclasses.replace(setup, nodes=nodes)
+        kept.enter_context(observer)
+        if setup.landscape is None:
+            observer.doing("starting the ranks' Python, which imports torch and DeepSpeed")
         workers = SearchWorkers((lambda candidate: False) if setup.parallel_offload else host_bound)
         cancelled = lambda: stopped.is_set() or workers.failed  # noqa: E731  # a failed worker ends all trials
         with closing(first_executor(setup, work, cancelled, observer.doing)) as first:
@@ -159,6 +172,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             probed = None
             if setup.landscape is None and setup.job.script is not None:
                 _open(first, observer.say)
+                observer.showing("running the script as it is, then with another batch")
                 probed = probe(first, setup.job.script, work, setup.budget_seconds / 2, observer.say)
                 setup = after_probe(setup, probed)
             complete = SliceExtrapolator(setup.job, setup.hardware).extrapolate if setup.hardware.sliced else None
@@ -169,6 +183,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             kept.callback(store.leave)
             if probed is not None:
                 remember(probed, work)
+            observer.doing("tracing the model, to predict memory and speed")
             predictor = traced_predictor(setup.job, setup.hardware)
             begin_with_rates(setup, store, predictor, observer.say)
             candidates, left_out = predictor.buildable(setup.candidates)
@@ -176,6 +191,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             for line in [*left_out, *wider]:
                 observer.say(line)
             if probed is None:
+                observer.showing("waiting for the ranks' Python, and building DeepSpeed's ops where they are missing")
                 _open(first, observer.say)
             executor = first.for_search(setup.job, observer.phase, complete)
             candidates = _with_ops(executor, candidates, observer.say)
@@ -221,14 +237,14 @@ def _open(executor: Executor, say: Callable[[str], None]) -> None:
 def _with_ops(executor: Executor, candidates: list[Candidate], say: Callable[[str], None]) -> list[Candidate]:
     """Return the candidates whose DeepSpeed ops can be loaded here. Missing ops are built now."""
     executor.load_ops(candidates)
-    left, lines = executor.ops.left(candidates, executor.job, executor.hardware.device)
+    left, lines = executor.ops.buildable(candidates, executor.job, executor.hardware.device)
     for line in lines:
         say(line)
     return left
 
 
 def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, failing: Failing) -> StudyStore:
-    """Open and announce the study. A script's own config becomes a trial if it was measured."""
+    """Open and announce the study. A script's own config becomes a trial if it was measured or ran out of memory."""
     storage = setup.storage or default_storage(setup.folder)
     of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
     with readable("the study"):
@@ -250,14 +266,20 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
             f"{late} trial{'s' * (late > 1)} stored that an earlier call had measured while the database was away"
         )
     closed = store.close_interrupted()
-    if probed is not None and probed.baseline is not None:
+    own_outcome = (probed.baseline or probed.ran_out) if probed is not None else None
+    if probed is not None and own_outcome is not None:
         own = own_candidate(probed.script)
         known = store.records()
         if probed.kept or all(record.candidate != own for record in known):
             number = store.claim(own, setup.space, SEARCH, AS_IS, [record.number for record in known])
             if number is not None:
-                store.finish(number, probed.baseline)
+                store.finish(number, own_outcome)
     _announce(setup, store, observer, resumed, closed)
+    leaderboard = Leaderboard(setup.hardware, setup.job, setup.candidates)
+    for record in store.records() if resumed else ():
+        leaderboard.replay(record)
+    leaderboard.begin_call()
+    observer.begin_study(leaderboard)
     if not resumed:  # trials known before the search: a script's own config
         for record in store.records():
             if record.outcome is not None:
@@ -326,11 +348,10 @@ def _search(
         workers=workers,
     )
     try:
-        observer.start()
+        observer.start(setup.budget_seconds, spent_seconds)
         return tuner.run()
     finally:
-        with suppress(Exception):
-            observer.stop()
+        observer.doing("writing the results")
 
 
 def _summary(
@@ -347,13 +368,14 @@ def _summary(
         NothingFits: nothing was found, and the call was not stopped early.
     """
     files: list[Path] = []
+    facts = store.facts()
     if found.winner is not None:
         files = _export(setup, store, found.winner, found.verified, say)
         if setup.landscape is None:
             ladder = ladder_path(setup.folder, setup.name)
             files.append(_write_ladder(setup, store, predictor, found.winner.candidate, ladder))
         files += _write_report(setup, store, predictor, say)
-        lines = winner_lines(found.winner, comparable_trials(store), store.job, store.hardware)
+        lines = verdict_lines(facts, store.records(), store.job, store.hardware)
         if not found.verified:
             lines.append("  not verified: the budget or the call ended first; run again to verify it")
         given = (store.threads, environment_of(store, found.winner.candidate))
@@ -367,14 +389,14 @@ def _summary(
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
         lines.append(f"  {trials} trials ({counts}) in {used}; {found.ended}")
+        lines += [f"  {found.confidence.sentence}"] if found.confidence else []
     elif found.interrupted:
         lines = ["stopped before anything was measured"]
     else:
-        first = "nothing fits yet" if untried else "nothing fits"
         where = [f"wrote {path}" for path in _write_report(setup, store, predictor, say)]
-        mine = set(setup.candidates)
-        tried = [record for record in store.records() if record.candidate in mine]
-        raise NothingFits("\n".join([first, *closest_lines(tried, store.hardware, untried), *where]))
+        tried = {record.candidate for record in store.records()} & set(setup.candidates)
+        lines = [own_line(facts, store.job), *no_winner_lines(facts, store.hardware, tried, untried), *where]
+        raise NothingFits("\n".join(filter(None, lines)))
     return RunSummary(
         store.name,
         setup.folder,
@@ -411,7 +433,15 @@ def _write_report(setup: Setup, store: StudyStore, predictor: Predictor, say: Ca
 
 def _write_ladder(setup: Setup, store: StudyStore, predictor: Predictor, top: Candidate, path: Path) -> Path:
     """Write the recovery ladder of `autotune launch` next to the winner."""
-    ladder = recovery_ladder(top, setup.space, store.job, predictor, store.measured(), store.failed())
+    ladder = recovery_ladder(
+        top,
+        setup.space,
+        store.job,
+        predictor,
+        store.measured(),
+        store.failed(),
+        trains_otherwise=trains_otherwise(store.job, store.records()),
+    )
     write_ladder(path, ladder, store.job)
     return path
 
@@ -484,7 +514,7 @@ def _local(
         seed=setup.seed,
         cancelled=cancelled,
         show=show,
-        ground=setup.nodes,
+        target=setup.nodes,
         variables=variables,
         study=setup.folder,
         unprotected=setup.unprotected,
@@ -515,7 +545,7 @@ def begin_with_rates(setup: Setup, store: StudyStore, predictor: Predictor, say:
     except (ValueError, ArithmeticError):  # rates for another version's constants are ignored
         return
     if all(record.note == AS_IS for record in store.records()):
-        say(f"gallery: steps are predicted with what is known of {rates.why}, until yours are measured")
+        say(f"gallery: predictions use the rates of {rates.why} until yours are measured")
 
 
 def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, say: Callable[[str], None]) -> None:
@@ -528,10 +558,10 @@ def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, say:
         return
     whose = f"{start.candidate}, {start.why}"
     if not proposer.begin_with(Start(start.candidate, NOTE)):
-        say(f"gallery: knows {whose}; it is not predicted to be among the best here, and waits its turn")
+        say(f"gallery: has {whose}; it is not predicted to be among the best here, so it is not tried first")
     elif records:  # only the probe run: its outcome informs the search's start
         say(
-            f"gallery: proposes {whose}; it is tried if it promises more than the script as it is (--no-gallery: without)"
+            f"gallery: proposes {whose}; it is tried if it is predicted to be faster than the script (--no-gallery: never)"
         )
     else:
-        say(f"gallery: begins with {whose}; it is measured as all are (--no-gallery begins without)")
+        say(f"gallery: starts with {whose}; it is measured like any other (--no-gallery turns this off)")

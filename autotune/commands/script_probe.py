@@ -20,6 +20,7 @@ from autotune.problem.job import Job, Script
 from autotune.problem.knobs import Circumstances, steps_on_gpu
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
+from autotune.problem.training_trace import TrainingTrace
 from autotune.script.argument_files import said
 from autotune.script.profile import (
     BY_HAND,
@@ -43,8 +44,9 @@ from autotune.script.profile import (
 from autotune.script.recorded import RecordedItem, profile_names
 from autotune.script.script import LOCAL_RANK_FLAGS, carries_knob, with_flag
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
+from autotune.search.certificate import Verdict, compare, floor_of
 from autotune.util.files import write_atomically
-from autotune.util.units import format_duration
+from autotune.util.units import format_bytes, format_duration
 from autotune.workers.failure_classifier import log_tail
 
 # -- probe run ---------------------------------------------------------------------------------------------------------
@@ -52,6 +54,8 @@ from autotune.workers.failure_classifier import log_tail
 # Probe run: the first, unmodified run of a user's script, which shows what it trains and how fast.
 
 EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
+# after two warm-up steps, all that a trace records
+_OTHER_NUMBERS = Effort(min_steps=3, max_steps=3, min_seconds=0.0, reseed=True)
 # Settings for a script that runs out of memory unmodified, so that some of its facts can still be learnt.
 _THRIFTY: dict[str, Value] = {
     "zero_stage": 3,
@@ -81,6 +85,7 @@ class Probe:
     script: Script  # includes its profile
     baseline: Outcome | None  # measurement of the script's config; None if that ran out of memory
     kept: str = ""  # text to store in the study's folder; empty if it was loaded from there
+    ran_out: Outcome | None = None  # OOM of the script's config, if its batch was known by then
 
 
 def probe(executor: Executor, script: Script, folder: Path, seconds: float, say: Callable[[str], None]) -> Probe:
@@ -100,20 +105,22 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
         changed = edited_since(profile.get(SOURCES, {}), script.cwd)
         if known["key"] == key and believed and not changed and not _counted_otherwise(profile):
             baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
-            return Probe(_mapped(script, profile), baseline)
-    say(f"running {script.name} as it is, to learn what it trains")
+            ran_out = Outcome.from_json(known["ran_out"]) if known.get("ran_out") else None
+            return Probe(_mapped(script, profile), baseline, ran_out=ran_out)
+    say(f"running {script.name} without changes, to learn what it trains")
     baseline, facts = _try(executor, Candidate(()), "probe", seconds)
-    measured = None if baseline.kind.is_oom else baseline
+    measured = None if baseline.kind.is_oom else _with_noise_floor(executor, baseline, seconds)
+    ran_out = baseline if measured is None and "micro_batch" in facts else None
     if measured is None:
-        say(f"as it is it does not fit ({baseline.reason}); trying what takes least memory")
+        say(f"the unmodified script does not fit ({baseline.reason}); trying the config with the least memory")
         found = _at_its_thriftiest(executor, script, facts.get("optimizer", ""), seconds)
         if "micro_batch" not in facts:
-            say("it ran out before its own batch was known: --global-batch-size says what it is")
+            say("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
     if late := facts.get("late"):
         say(late)
     if named := ", ".join(sorted(facts.get("variables", {}))):
-        say(f"{script.name} sets {named} in its code: ranks have that from their start now")
+        say(f"{script.name} sets {named} in its code: ranks start with it now")
     facts = {**facts, "said": _all_said(script, facts)}
     own = measured is not None
     profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own)
@@ -122,16 +129,18 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
             f"{script.name} trains its model in evaluation mode (no model.train()): dropout and checkpointing do nothing"
         )
     elif profile["checkpointed"] and not profile["checkpointing"]:
-        say("its activation checkpointing cannot be switched off: it stays on")
+        say("the script's activation checkpointing cannot be switched off and stays on")
     if own and (found_flags := flags_found(executor, dataclasses.replace(script, profile=profile), facts, seconds)):
         profile[FOUND] = found_flags
         for knob, flag in found_flags.items():
             say(
                 f"{flag} {facts['integers'][flag]} is its {_NAMED[knob]}: candidates set it (--map {knob}=--FLAG names another)"
             )
-    note = batch_note(executor, _mapped(script, profile), seconds)
+    varies = bool(facts.get("counted_by"))  # its steps have other rows each, and another loss
+    reference = measured.trace if measured is not None and not varies else None
+    note = batch_note(executor, _mapped(script, profile), seconds, reference)
     if note:
-        say(f"{note}; its batch is left as it is, and all else is tuned")
+        say(f"{note}; its batch is kept, and everything else is tuned")
         profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)  # without flags: nothing sets its batch
         if not own:  # the script's steps were not counted
             profile |= {"held": {}, "beside": dict.fromkeys(profile.get("beside", {}), 0)}
@@ -141,7 +150,8 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
     if measured is not None:
         measured = _counted_as(measured, facts, profile)
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
-    return Probe(_mapped(script, profile), measured, json.dumps(kept, indent=1))
+    kept |= {"ran_out": ran_out.to_json()} if ran_out else {}
+    return Probe(_mapped(script, profile), measured, json.dumps(kept, indent=1), ran_out)
 
 
 def _mapped(script: Script, profile: dict[str, Any]) -> Script:
@@ -171,7 +181,7 @@ def _at_its_thriftiest(executor: Executor, script: Script, optimizer: str, secon
     executor.load_ops([candidate], job=job)
     outcome, found = _try(executor, candidate, "probe-thrifty", seconds, job)
     if not outcome.ok:
-        raise UserError(f"{script.name} fits neither as it is nor at its thriftiest: {outcome.reason}")
+        raise UserError(f"{script.name} does not fit, even with the config of the least memory: {outcome.reason}")
     return found
 
 
@@ -211,6 +221,22 @@ def _batch(facts: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any
     return read({**facts, "micro_batch": 1, "accumulation": 1, "said": {}})
 
 
+def _with_noise_floor(executor: Executor, baseline: Outcome, seconds: float) -> Outcome:
+    """Return the probe run's outcome with the noise floor of its trace.
+
+    A second run of the same config draws other random numbers from its first forward on (dropout, noise). It is left
+    out for a script that draws none there.
+    """
+    if baseline.trace is None or not baseline.trace.draws:
+        return baseline
+    with closing(executor.session(Candidate(()), "probe-noise")) as session:
+        again = session.measure(Candidate(()), _OTHER_NUMBERS, seconds)
+    if again.trace is None:
+        return baseline
+    floor = floor_of(baseline.trace, again.trace)
+    return dataclasses.replace(baseline, trace=dataclasses.replace(baseline.trace, floor=floor))
+
+
 def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any]) -> Outcome:
     """Return the script's own speed in samples as trials count them; it was measured in the config's samples."""
     if baseline.measurement is None:
@@ -231,26 +257,45 @@ def _try(
         began = executor.now()
         with closing(executor.session(candidate, name, job=job)) as session:
             outcome = session.measure(candidate, EFFORT, until - began)
-        if not session.unbuilt or session.unbuilt in executor.tried_ops:
+        if not session.missing_op or session.missing_op in executor.tried_ops:
             break
         building = executor.now()
-        executor.load_ops([], session.unbuilt, job=job)
+        executor.load_ops([], session.missing_op, job=job)
         # Builds do not use up the time of the starts, and neither does the first failed start.
         until += executor.now() - (building if ops else began)
-        ops.append(session.unbuilt)
+        ops.append(session.missing_op)
     if outcome.ok or outcome.kind.is_oom:
         return outcome, {**session.facts, OPS: [op for op in ops if op not in executor.ops.failed]}
     assert executor.job.script is not None
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
-        raise Stopped("stopped before anything of the script was measured")
+        raise Stopped("stopped before the script was measured")
     if why := _in_one_line(outcome, executor.job.script.target, reached=bool(session.facts)):
         raise UserError(why)
     if outcome.kind is OutcomeKind.INTERRUPTED:
         more = ": give a larger --budget" if outcome.source is Source.BUDGET else ""
-        raise UserError(f"{outcome.reason}, before anything of the script was measured{more}")
+        raise UserError(f"{outcome.reason}, before the script was measured{more}")
     log = f"{outcome.log}/rank{outcome.rank or 0}.log"
     tail = "\n".join(f"  {line}" for line in log_tail(Path(log)).strip().splitlines()[-12:])
-    raise UserError(f"the script fails by itself, before anything is tuned ({outcome.reason}):\n{tail}\n  log: {log}")
+    limits = _limits(outcome, executor.hardware.memory_cap_bytes)
+    who = "the script fails by itself" if not limits else "the script fails"
+    raise UserError(f"{who}, before anything is tuned ({outcome.reason}){limits}:\n{tail}\n  log: {log}")
+
+
+# types of exceptions by which a failed allocation, mapping or thread shows, and by which a refused write does
+_OF_MEMORY = {"builtins.MemoryError", "builtins.RuntimeError", "builtins.OSError", "builtins.SystemError"}
+_OF_MEMORY |= {"builtins.ImportError"}
+_OF_WRITES = {"builtins.PermissionError", "builtins.OSError"}
+
+
+def _limits(outcome: Outcome, cap_bytes: int | None) -> str:
+    """Return which limit of autotune may have made a script fail, and the remedy; empty if none can have."""
+    raised, found = set(outcome.exceptions), []
+    if cap_bytes is not None and (not raised or raised & _OF_MEMORY):
+        cap = format_bytes(cap_bytes)
+        found.append(f"the cap of {cap} a rank may be the cause: give a larger --memory-cap, or leave it out")
+    if "builtins.PermissionError" in raised or (raised & _OF_WRITES and "Read-only file system" in outcome.reason):
+        found.append("the protection of your files may be the cause: run it on a copy of the folder with --unprotected")
+    return "".join(f"; {one}" for one in found)
 
 
 def _in_one_line(outcome: Outcome, target: str, reached: bool) -> str:
@@ -443,8 +488,12 @@ _MOST_TRIES = 2  # batches that the script may refuse before its own is kept
 _MOST_TIMES = 4  # multiple of the script's micro-batch that is assumed to fit in memory
 
 
-def batch_note(executor: Executor, script: Script, seconds: float) -> str:
-    """Return why the script's batch cannot be changed; empty if it honoured another batch.
+def batch_note(executor: Executor, script: Script, seconds: float, reference: TrainingTrace | None = None) -> str:
+    """Return why the script's batch cannot be changed; empty if it honoured another batch, and trained the same on it.
+
+    Args:
+        reference: trace of the probe run. A loss that depends on the cut of the batch, or a schedule that counts
+            micro-batches, differs from it.
 
     Raises:
         UserError: it does not take its own global batch from its known flag.
@@ -459,6 +508,9 @@ def batch_note(executor: Executor, script: Script, seconds: float) -> str:
     for number, other in enumerate(others(own)[:_MOST_TRIES], 1):
         outcome = _told(executor, script, other, f"probe-batch-{number}", seconds)
         unknown = outcome.kind.is_oom or not outcome.kind.is_attributable_to_candidate
+        if outcome.ok and reference is not None and outcome.trace is not None:
+            found = compare(reference, own, outcome.trace, other)
+            return found.text if found.verdict is Verdict.DIFFERS else ""
         if outcome.ok or (unknown and not refused):
             return ""
         if not unknown:
@@ -502,5 +554,5 @@ def _told(executor: Executor, script: Script, other: Candidate, name: str, secon
     with closing(executor.session(other, name, job=job_of(script, executor.hardware, None))) as session:
         outcome = session.measure(other, _TWO_STEPS, seconds)
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
-        raise Stopped("stopped before it was known whether the script takes another batch")
+        raise Stopped("stopped during the check of the script's batch size")
     return outcome

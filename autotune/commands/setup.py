@@ -23,7 +23,7 @@ from autotune.problem.ds_config import global_batch_of, load_ds_config
 from autotune.problem.faults import facts_of, own_facts, removed_keys, warnings
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import Hardware, detect, named_hardware
-from autotune.problem.job import Job, Script, load_lengths, longest_sequence, parse_lora
+from autotune.problem.job import Job, Script, load_lengths, longest_sequence, parse_lora, with_positions
 from autotune.problem.knobs import READ, missing_package
 from autotune.problem.models import ModelSpec, image_size_of, resolve_model, task_of, workload_spec
 from autotune.problem.space import SearchSpace, fitted, load_space
@@ -56,6 +56,9 @@ class PlanSetup:
     price: Price | None = None  # of one of these GPUs
     host_assumed: bool = False  # main memory was neither measured nor typed
     precision_typed: bool = False  # otherwise each card has its own default
+    batch_assumed: bool = (
+        False  # the global batch was neither typed nor in a config; other machines keep its size roughly
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +183,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
     if request.price is not None and not 0 < request.price <= 10_000:
         raise UserError(f"--price {request.price:g}: expected dollars of one GPU and hour, above 0")
     if request.price is not None and len(gpus) > 1:
-        raise UserError("--price is of one card: leave it out with --compare")
+        raise UserError("--price cannot be combined with --compare. Remove one of them.")
     setups = []
     for name in gpus:
         hardware = planned_hardware(name, *per_node, headroom, host, cap)
@@ -221,7 +224,7 @@ def launch_setup(request: Request, nodes: Nodes | None = None) -> LaunchSetup:
     if request.study is None:
         if parse_global_batch(request.global_batch_size) is None:
             raise UserError(
-                "launch without a study needs --global-batch-size: what the training is set to per optimizer step"
+                "launch without a study needs --global-batch-size: the sequences per optimizer step of your training"
             )
         own = str(request.ds_config.resolve()) if request.ds_config else None
         script = dataclasses.replace(script, ds_config=own or script.ds_config)
@@ -265,13 +268,15 @@ class _Tuned(NamedTuple):
 def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
     kind, _, table = request.executor.partition(":")
     if kind == "replay" and request.parallel != 1:
-        raise UserError("--executor replay reads a table: leave --parallel out")
+        raise UserError("--parallel cannot be combined with --executor replay, which reads a table. Remove --parallel.")
     if kind == "replay" and (nodes is not None or request.nodes is not None):
-        raise UserError("--executor replay reads a table: leave the nodes out")
+        raise UserError("--executor replay reads a table and uses no nodes. Remove the options about nodes.")
     if kind == "replay" and table:
         landscape = load_landscape(Path(table))
         if request.space:
-            raise UserError("--executor replay brings its own space, the rows of its table: leave --space out")
+            raise UserError(
+                "--space cannot be combined with --executor replay, which searches the rows of its table. Remove --space."
+            )
         # A table's rows end at the memory limit itself, so that no headroom is taken off.
         headroom = parse_share(request.headroom) if request.headroom else 0.0
         rows = sorted(landscape.rows, key=str)
@@ -324,10 +329,10 @@ def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
         return ()
     if nodes is not None:
         raise UserError(
-            f"--parallel {request.parallel} is of one machine: leave it out, or call autotune on each machine with one --storage"
+            "--parallel works on one machine only. Remove it, or start autotune on each machine with the same --storage."
         )
     if request.nodes is not None:
-        raise UserError(f"--parallel {request.parallel} is of jobs of this machine alone: leave it or --nodes out")
+        raise UserError("--parallel cannot be combined with --nodes. Remove one of them.")
     cap, headroom = _limits(request)
     asked = (request.parallel, request.device, request.gpus)
     found = slots(*asked, memory_cap_bytes=cap, headroom=headroom, offload_beside=request.parallel_offload)
@@ -411,7 +416,7 @@ def _named_job(request: Request, hardware: Hardware) -> Job:
     )
     for option, value in (("--lora", job.lora), ("--attn", job.attention)):
         if package := missing_package(value):
-            raise UserError(f"{option} {value} needs the package {package}: install it, or leave {option} out")
+            raise UserError(f"{option} {value} needs the package {package}. Install it, or remove {option}.")
     return job
 
 
@@ -420,7 +425,8 @@ def _model(request: Request) -> ModelSpec:
         _refuse(request, _OF_A_MODEL, "cannot be combined with --workload, whose function makes model and batches")
         return workload_spec(request.workload)
     if request.model:
-        return resolve_model(request.model, trust_remote_code=request.trust_remote_code)
+        found = resolve_model(request.model, trust_remote_code=request.trust_remote_code)
+        return found if request.max_positions is None else with_positions(found, request.max_positions)
     others = "a folder, or a Hub id; or --workload, or your script after `--`"
     raise UserError(f"--model is missing: give a shipped name (`autotune models`), {others}")
 
@@ -475,14 +481,14 @@ def ranks_asked_for(gpus: int | None, typed: Typed, device: str) -> int | None:
         UserError: the two numbers differ, or the script shows its ranks fewer GPUs.
     """
     if typed.ranks is not None and gpus not in (None, typed.ranks):
-        raise UserError(f"--gpus {gpus} beside `{typed.said}`: leave one of them out, or give the same number")
+        raise UserError(f"--gpus {gpus} contradicts `{typed.said}`. Remove one of them, or give the same number.")
     asked = gpus if typed.ranks is None else typed.ranks
     own = typed.own.get("CUDA_VISIBLE_DEVICES")
     if own is not None and device != "cpu" and asked is not None and asked > (shown := _shown(own)):
         said = typed.said or f"--gpus {gpus}"
         raise UserError(
-            f"`{said}` beside CUDA_VISIBLE_DEVICES={own}, which {typed.script.target} sets itself: it shows {shown}; ask for "
-            "as many, or take that line out"
+            f"`{said}` requests more GPUs than CUDA_VISIBLE_DEVICES={own} shows, which {typed.script.target} sets itself. "
+            f"Request {shown}, or remove that line."
         )
     return asked
 
@@ -495,7 +501,7 @@ def _shown(devices: str) -> int:
 def own_variables_note(typed: Typed) -> list[str]:
     """Return a line about the variables that the script's code sets, which ranks have from their start; empty if it sets none."""
     names = ", ".join(sorted(typed.own))
-    return [f"{typed.script.target} sets {names} itself: ranks have that from their start"] if names else []
+    return [f"{typed.script.target} sets {names} itself: ranks start with it"] if names else []
 
 
 # -- global batch ------------------------------------------------------------------------------------------------------
@@ -531,7 +537,7 @@ def kept_batch(asked: int | str | None, config: dict[str, Any], ranks: int, file
     if batch is not None and batch % ranks:
         near = " or ".join(str(size) for size in (batch // ranks * ranks, (batch // ranks + 1) * ranks) if size)
         raise UserError(
-            f"{file}: {words} cannot be split evenly over {ranks} ranks: change it, or give --global-batch-size (try {near}, or "
+            f"{file}: {words} cannot be split evenly over {ranks} ranks. Change it, or give --global-batch-size (try {near}, or "
             f"{FREE})"
         )
     return batch
@@ -542,9 +548,7 @@ def batch_note(asked: int | str | None, job: Job, file: Path | None) -> list[str
     if asked is not None or job.global_batch_size is None or file is None:
         return []
     _, words = global_batch_of(job.base_config, job.ranks)
-    return [
-        f"global batch {job.global_batch_size} is kept, as {file} says ({words}); --global-batch-size {FREE} leaves it open"
-    ]
+    return [f"global batch {job.global_batch_size} is kept from {file} ({words}); --global-batch-size {FREE} tunes it"]
 
 
 # -- seq len -----------------------------------------------------------------------------------------------------------
@@ -563,11 +567,11 @@ def seq_len_of(
     if lengths:
         most = max(tokens for tokens, _ in lengths)
         if seq_len is not None and not packed:
-            raise UserError("--lengths says how long sequences are: leave --seq-len out")
+            raise UserError("--seq-len cannot be combined with --lengths, which gives the lengths. Remove --seq-len.")
         seq_len = seq_len or most
         if seq_len < most:
             raise UserError(
-                f"--seq-len {seq_len}: the longest sequence of --lengths, {most} tokens, fits in no such row"
+                f"--seq-len {seq_len} is shorter than the longest sequence of --lengths. Give at least {most}."
             )
     if seq_len is None:
         seq_len = min(DEFAULT_SEQ_LEN[hardware.device], longest or 10**9)
@@ -662,7 +666,7 @@ def name_since_edits(name: str, runs: Path, job: Job) -> tuple[str, list[str]]:
         return name, []
     files = ", ".join(dict.fromkeys(changed))
     verb = "were" if len(set(changed)) > 1 else "was"
-    return name, [f"{files} {verb} edited since study {first}: this is another, {name} (--force goes on with {first})"]
+    return name, [f"{files} {verb} edited since study {first}: this call uses study {name} (--force resumes {first})"]
 
 
 def study_folder(runs: Path, name: str) -> Path:
@@ -677,7 +681,7 @@ def study_folder(runs: Path, name: str) -> Path:
             "dot or a hyphen"
         )
     if name in _TAKEN:
-        raise UserError(f"--study {name}: its folder has a file of that name for something else; choose another")
+        raise UserError(f"--study {name}: its folder has a file of this name. Choose another name.")
     return runs / name
 
 
@@ -699,7 +703,7 @@ def planned_hardware(
     """Return `gpus_per_node` of the named GPU, or of the machine's own, in each of `nodes` machines.
 
     Args:
-        host_memory_bytes: of each machine; None: as measured, or 32 GiB a GPU.
+        host_memory_bytes: of each machine; None: as measured, or that of a common cloud machine.
         memory_cap_bytes: limit for one rank on its GPU.
 
     Raises:
@@ -747,7 +751,7 @@ def roomy(hardware: Hardware) -> Hardware:
     taken = overhead_prior(hardware, hardware.count).mean * GIB
     if hardware.ceiling_bytes <= taken:
         raise UserError(
-            f"{hardware.name}: the {format_bytes(hardware.ceiling_bytes)} that a rank may use of it are less than the "
-            f"{format_bytes(taken)} of CUDA's context and NCCL: free its memory, or take another card"
+            f"{hardware.name}: a rank may use {format_bytes(hardware.ceiling_bytes)}, and CUDA's context and NCCL take "
+            f"{format_bytes(taken)}. Free memory of the GPU, or use another one."
         )
     return hardware

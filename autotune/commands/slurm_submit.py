@@ -73,9 +73,9 @@ def options_of(
     for text in more:
         word = f"--{text.lstrip('-')}"
         if not re.fullmatch(r"--[a-z][a-z-]*(=\S.*)?", word):
-            raise UserError(f"--slurm {text}: expected KEY=VALUE, an option of sbatch's like gres=gpu:8")
+            raise UserError(f"--slurm {text}: expected KEY=VALUE, an option of sbatch like gres=gpu:8")
         if _OWN.fullmatch(word.partition("=")[0]):
-            raise UserError(f"--slurm {text}: autotune sets it; leave it out")
+            raise UserError(f"--slurm {text}: autotune sets this option. Remove it.")
         found.append(word)
     return found
 
@@ -211,7 +211,7 @@ def _follow(job: str, output: Path, code: Path, say: Callable[[str], None]) -> i
             _show(output, shown, sys.stdout)
             status = int(code.read_text(encoding="utf-8").strip() or 1)
             if status == _ENDED:
-                raise UserError(f"job {job} was told to end before it had begun: give it a longer --time, or try again")
+                raise UserError(f"job {job} was stopped before it began. Give it a longer --time, or try again.")
             return status
         if time.monotonic() > next_question:
             next_question = time.monotonic() + _ASK_SECONDS
@@ -220,8 +220,8 @@ def _follow(job: str, output: Path, code: Path, say: Callable[[str], None]) -> i
                 with suppress(UserError):
                     asked("scancel", job)
                 raise UserError(
-                    f"--executor slurm: the job can never start ({why}): ask for fewer nodes or less time; `sinfo` says what "
-                    "there is"
+                    f"--executor slurm: the job can never start ({why}). Request fewer nodes or less time; `sinfo` shows the "
+                    "limits."
                 )
             if now != state and now:
                 say(f"job {job} is {now.lower()}{f' ({why})' if now == 'PENDING' else ''}")
@@ -231,7 +231,7 @@ def _follow(job: str, output: Path, code: Path, say: Callable[[str], None]) -> i
                 if code.exists():
                     continue
                 raise UserError(
-                    f"job {job} is gone without an end of its own: `sacct -j {job}` may say why; log: {output}"
+                    f"job {job} ended without an exit code. `sacct -j {job}` may show the reason; log: {output}"
                 )
         time.sleep(_LOOK_SECONDS)
 

@@ -201,11 +201,11 @@ class Shared:
         model = (
             self.entry.job.model or f"a model of {(self.entry.job.parameters or 0) / 1e6:.4g}M parameters, not named"
         )
-        left = f"; {self.left_out} candidates were left out, their settings are texts" if self.left_out else ""
+        left = f"; {self.left_out} candidates with texts as settings were left out" if self.left_out else ""
         return [
             f"wrote {self.path}: {model}, {self.entry.machine.count} x {self.entry.machine.gpu or self.entry.machine.name}, "
-            f"{len(self.entry.candidates)} candidates with how each ended{left}",
-            "no path, host name, script or argument is in it; look at it, and if you like, send it: a pull request that adds it "
+            f"{len(self.entry.candidates)} candidates with their outcomes{left}",
+            "it contains no path, host name, script or argument. To publish it, check it and open a pull request that adds it "
             f"as gallery/entries/{self.suggested}",
         ]
 
@@ -231,7 +231,7 @@ def share_study(study: str, storage: str | None, out: Path | None) -> Shared:
     try:
         check(entry)
     except UserError as error:
-        raise UserError(f"study {store.name} is not for the gallery: {error}") from None
+        raise UserError(f"study {store.name} cannot become a gallery entry: {error}") from None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, entry.text())

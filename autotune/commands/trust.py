@@ -64,7 +64,8 @@ def accept(origin: str, named: Sequence[RecordedItem], *, trust: bool, ask: Ask 
     if ask is None:
         listed = "; ".join(map(str, unknown[:_SHOWN])) + "; …" * (len(unknown) > _SHOWN)
         raise UserError(
-            f"{origin} brings what no command line of yours named ({listed}): look at it, then name it yourself or add --trust"
+            f"{origin} names things that no command line of yours named ({listed}). Check them, then name them yourself or "
+            "add --trust."
         )
     lines = "\n".join(f"  {one}" for one in unknown)
     if not ask(f"{origin} brings what no command line of yours named:\n{lines}\nrun with it?"):

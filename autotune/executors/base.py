@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from autotune.executors.machine import Needs, Ops
+from autotune.executors.machine import Ops, RankRequirements
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
@@ -22,11 +23,13 @@ class Effort:
 
     full: bool = False  # measure every micro-batch of a step; extrapolate none
     certify: bool = False  # also run an evaluation forward and a gathered save
+    reseed: bool = False  # a script draws other random numbers from its first forward on
     resume: bool = False  # only save a checkpoint, and load and continue it in a fresh group of ranks
     min_steps: int = 3
     max_steps: int = 30
     min_seconds: float = 1.0  # measured steps
     max_seconds: float = 20.0
+    beaten_step_seconds: float = math.inf  # a candidate whose interval lies above cannot win; measuring ends early
 
 
 SEARCH = Effort()
@@ -47,7 +50,7 @@ class Session(Protocol):
         return {}
 
     @property
-    def unbuilt(self) -> str:
+    def missing_op(self) -> str:
         """Builder of an op that the probe run needs and no config predicted; empty if there is none."""
         return ""
 
@@ -72,10 +75,10 @@ class LaunchTarget(Protocol):
     def launcher(self) -> Launcher | MultiHostLaunch:
         """Source of ranks for a WorkerGroup, after `open`."""
 
-    def begin(self, needs: Needs) -> None:
+    def begin(self, needs: RankRequirements) -> None:
         """Start the work that `open` waits for, if it can run in the background."""
 
-    def open(self, needs: Needs) -> None:
+    def open(self, needs: RankRequirements) -> None:
         """Prepare for starting ranks, or prepare again.
 
         Raises:
@@ -83,7 +86,7 @@ class LaunchTarget(Protocol):
             Stopped: the user cancelled.
         """
 
-    def load_ops(self, names: Sequence[str], needs: Needs) -> bool:
+    def load_ops(self, names: Sequence[str], needs: RankRequirements) -> bool:
         """Build and load DeepSpeed's ops, and return whether ranks may still be forked."""
 
     @property
@@ -98,7 +101,7 @@ class LaunchTarget(Protocol):
             Stopped: the user cancelled.
         """
 
-    def all_see(self, path: Path) -> bool:
+    def is_shared_path(self, path: Path) -> bool:
         """Return True if all ranks see the same file at this path."""
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from autotune.errors import Cause, MachineTrouble, Stopped, Unusable
 from autotune.executors.base import Effort, LaunchTarget
-from autotune.executors.machine import LocalMachine, Needs, Ops, clear, trial_sandbox
+from autotune.executors.machine import LocalMachine, Ops, RankRequirements, remove_scratch, trial_sandbox
 from autotune.predict.calibration import overhead_prior
 from autotune.predict.step_time import model_flops_per_token, size_seconds
 from autotune.predict.trace import traced_predictor
@@ -25,14 +25,15 @@ from autotune.problem.candidate import Candidate, job_with_candidate, samples, t
 from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
+from autotune.problem.training_trace import TrainingTrace
 from autotune.rank.ds_config import all_ops, trial_config
 from autotune.rank.step_statistics import Pace, median_spread, pace_of
 from autotune.script.script import heavy_imports
 from autotune.util.entry_points import MODEL_RANK, SCRIPT_RANK, SELFTEST_RANK
 from autotune.util.units import GIB
-from autotune.workers.failure_classifier import FailureEvidence, MemorySnapshot, judge
+from autotune.workers.failure_classifier import FailureEvidence, MemorySnapshot, classify_failure
 from autotune.workers.gpu_memory import clock_limits, clock_mhz, make_meter
-from autotune.workers.group import Policy, Stop, WorkerGroup
+from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.host_workers import MultiHostLaunch
 from autotune.workers.launchers import IMPORT_SECONDS, Launcher
 from autotune.workers.memory_monitor import MemoryPeaks, Meter
@@ -43,7 +44,7 @@ from autotune.workers.protocol import Message
 # Run trials in rank processes, on this machine or on the nodes of a cluster.
 
 CHECKPOINT = "checkpoint"  # name of the checkpoint folder in a trial's folder
-WOKEN = "CUDA was woken before the fork"  # message of a forked rank
+CUDA_INITIALIZED_BEFORE_FORK = "CUDA was woken before the fork"  # message of a forked rank
 
 
 class LocalExecutor:
@@ -61,7 +62,7 @@ class LocalExecutor:
         show: receives the current slow operation; empty when it is done.
         fault: returns a fault that tests inject into the named trial.
         count_live_tensors: record live tensor bytes, which slows every operator; used to check predictions.
-        ground: where ranks run; None: on this machine.
+        target: where ranks run; None: on this machine.
         variables: environment of ranks on this machine, such as their devices if other jobs use the rest.
         study: the study's folder, if `folder` is another.
         unprotected: run user code without a sandbox on machines that offer none.
@@ -82,7 +83,7 @@ class LocalExecutor:
         show: Callable[[str], None] = lambda text: None,
         fault: Callable[[str], dict[str, Any] | None] = lambda name: None,
         count_live_tensors: bool = False,
-        ground: LaunchTarget | None = None,
+        target: LaunchTarget | None = None,
         variables: Mapping[str, str] | None = None,
         study: Path | None = None,
         unprotected: bool = False,
@@ -96,26 +97,26 @@ class LocalExecutor:
         self.count_live_tensors = count_live_tensors
         self.isolation, self._variables = isolation, variables or {}
         self.study, self.unprotected, self.kept = study or folder, unprotected, tuple(kept)
-        self._first, self.tried_ops = list(candidates), dict[str, None]()  # builders, in order
+        self._first_candidates, self.tried_ops = list(candidates), dict[str, None]()  # builders, in order
         self.say: Callable[[str], None] = lambda text: None
-        self.here = ground is None
-        self.meter = make_meter(hardware) if ground is None else Meter()  # nodes have their own meters
-        self.ground = ground or LocalMachine(folder, Ops(lambda text: self.say(text), show), lambda: self.cancelled())
+        self.is_local = target is None
+        self.meter = make_meter(hardware) if target is None else Meter()  # nodes have their own meters
+        self.target = target or LocalMachine(folder, Ops(lambda text: self.say(text), show), lambda: self.cancelled())
 
     @property
-    def entry(self) -> str:
+    def rank_module(self) -> str:
         """Module that a rank of this job runs."""
         return SCRIPT_RANK if self.job.script else MODEL_RANK
 
     @property
     def launcher(self) -> Launcher | MultiHostLaunch:
         """Return the launcher of the ranks."""
-        return self.ground.launcher
+        return self.target.launcher
 
     @property
     def ops(self) -> Ops:
         """Return the DeepSpeed ops that were built or failed."""
-        return self.ground.ops
+        return self.target.ops
 
     @property
     def threads(self) -> int:
@@ -124,7 +125,7 @@ class LocalExecutor:
 
     def begin(self) -> None:
         """Start slow preparations in the background."""
-        self.ground.begin(self._needs())
+        self.target.begin(self._needs())
 
     def open(self, say: Callable[[str], None]) -> None:
         """Remove checkpoints of killed tuners, connect the machines and load the first ops."""
@@ -132,28 +133,30 @@ class LocalExecutor:
         for left in self.folder.glob(f"trials/*/{CHECKPOINT}"):  # left by a killed tuner
             shutil.rmtree(left, ignore_errors=True)
         self.say = say
-        self.ground.open(self._needs())
-        self.load_ops(self._first)
+        self.target.open(self._needs())
+        self.load_ops(self._first_candidates)
 
-    def _needs(self) -> Needs:
-        modules = [self.entry, *(heavy_imports(self.job.script) if self.job.script else [])]
+    def _needs(self) -> RankRequirements:
+        modules = [self.rank_module, *(heavy_imports(self.job.script) if self.job.script else [])]
         model = self.job.model.config.get("model_type")
-        return Needs(self.hardware.device, self.threads, self.isolation, modules, model, variables=self._variables)
+        return RankRequirements(
+            self.hardware.device, self.threads, self.isolation, modules, model, variables=self._variables
+        )
 
     def load_ops(self, candidates: list[Candidate], *names: str, job: Job | None = None) -> None:
         """Build missing DeepSpeed ops for trials of these candidates, and ops of these builders."""
         self.tried_ops |= dict.fromkeys([*all_ops(candidates, job or self.job, self.hardware.device), *names])
-        if not self.ground.load_ops(list(self.tried_ops), self._needs()):
-            self._start_cold(self.say)
+        if not self.target.load_ops(list(self.tried_ops), self._needs()):
+            self._switch_to_spawn(self.say)
 
     def check(self, say: Callable[[str], None]) -> None:
         """Run the self-test of the ranks, cold if forked ranks find CUDA already initialized."""
         try:
             self._check()
         except MachineTrouble as trouble:
-            if self.isolation != "fork" or WOKEN not in str(trouble):
+            if self.isolation != "fork" or CUDA_INITIALIZED_BEFORE_FORK not in str(trouble):
                 raise
-            self._start_cold(say)
+            self._switch_to_spawn(say)
             self._check()
 
     def _check(self) -> None:
@@ -167,24 +170,24 @@ class LocalExecutor:
         }
         check_group(self.launcher, self.hardware, spec, self.hardware.processes, self.folder / "check", self.cancelled)
 
-    def _start_cold(self, say: Callable[[str], None]) -> None:
+    def _switch_to_spawn(self, say: Callable[[str], None]) -> None:
         """Start every rank as a new interpreter from now on."""
         say("something woke CUDA before the fork: falling back to cold starts (slower, same results)")
         self.isolation = "spawn"
-        self.ground.open(self._needs())
+        self.target.open(self._needs())
 
     def ensure_launcher(self) -> None:
         """Restart a killed fork server, and reconnect to lost nodes."""
-        if self.ground.broken:
-            self.ground.reconnect()
-            if self.here:
+        if self.target.broken:
+            self.target.reconnect()
+            if self.is_local:
                 self.open(self.say)
 
     @property
     def resumes(self) -> bool:
         """Return True if trials can resume from a checkpoint: all ranks see the folder, and none is missing."""
         # a slice saves only its own part of a checkpoint, and no other ranks exist to complete it
-        return not self.hardware.sliced and self.ground.all_see(self.folder.resolve())
+        return not self.hardware.sliced and self.target.is_shared_path(self.folder.resolve())
 
     def for_search(
         self, job: Job, on_phase: Callable[[str], None], complete: Callable[[Candidate, Outcome], Outcome] | None
@@ -207,7 +210,7 @@ class LocalExecutor:
 
     def close(self) -> None:
         """End all processes and release the machines."""
-        self.ground.close()
+        self.target.close()
 
 
 class LocalSession:
@@ -221,9 +224,9 @@ class LocalSession:
         self._ready, self._answers = set[int](), dict[int, Message]()
         self._results: list[Message] = []  # results of the last measurement, by rank
         self._checkpoint: Path | None = None  # loaded by the next group
-        self._beside_peak_bytes = 0  # peak of the worst rank while it loaded, evaluated and saved
+        self._peak_bytes_outside_steps = 0  # peak of the worst rank while it loaded, evaluated and saved
         self.facts: dict[str, Any] = {}  # reported by rank 0 of a script
-        self.unbuilt = ""  # builder of an op that the probe run needs and no config predicted
+        self.missing_op = ""  # builder of an op that the probe run needs and no config predicted
 
     @property
     def alive(self) -> bool:
@@ -246,22 +249,22 @@ class LocalSession:
         began, started = time.monotonic(), self._group is None
         deadline = began + deadline_seconds
         try:
-            stop = self._start(deadline) if started else Stop.ARRIVED
-            if stop is Stop.ARRIVED:
+            stop = self._start(deadline) if started else WatchEnd.ARRIVED
+            if stop is WatchEnd.ARRIVED:
                 stop = self._ask_measure(candidate, effort, deadline, 0.6 * deadline_seconds)
-            if stop is Stop.ARRIVED and effort.certify:
+            if stop is WatchEnd.ARRIVED and effort.certify:
                 stop = self._ask_certify(candidate, deadline)
-            if stop is Stop.ARRIVED and effort.resume:
+            if stop is WatchEnd.ARRIVED and effort.resume:
                 outcome = self._resume(candidate, effort, deadline)
             else:
-                outcome = self._measured(candidate) if stop is Stop.ARRIVED else self._failed(stop)
+                outcome = self._measured(candidate) if stop is WatchEnd.ARRIVED else self._failed(stop)
         except Stopped:  # during a restart of the fork server
-            outcome = interrupted(Phase.START)
+            outcome = interrupted_outcome(Phase.START)
         except MachineTrouble as error:  # a lost node did not return
-            outcome = machines_fault(Phase.START, error, Source.NODE)
+            outcome = infrastructure_outcome(Phase.START, error, Source.NODE)
         except OSError as error:  # a full disk or a lack of descriptors is the machine's fault
             phase = self._group.phase if self._group is not None else Phase.START
-            outcome = machines_fault(phase, error, Source.EXCEPTION)
+            outcome = infrastructure_outcome(phase, error, Source.EXCEPTION)
         if not outcome.ok or self._job.script:  # a script's data loader holds one batch size
             self.close()
         seconds = time.monotonic() - began
@@ -269,30 +272,32 @@ class LocalSession:
         outside, log = seconds - inside, str(self._folder)
         return dataclasses.replace(outcome, log=log, seconds=seconds, outside_seconds=outside, started=started)
 
-    def _ask_measure(self, candidate: Candidate, effort: Effort, deadline: float, most_seconds: float) -> Stop:
+    def _ask_measure(self, candidate: Candidate, effort: Effort, deadline: float, most_seconds: float) -> WatchEnd:
         """Have the ranks measure, and store their answers in `_results`."""
         group = self._running()
         group.reset_peaks()
         group.enter(Phase.FORWARD)
-        stop = self._ask(
+        stop = self._request(
             "measure",
             deadline,
             micro_batch=candidate.micro_batch,
             accumulation=candidate.accumulation,
             full=effort.full,
+            reseed=effort.reseed,
             min_steps=effort.min_steps,
             max_steps=effort.max_steps,
             min_seconds=effort.min_seconds,
             max_seconds=min(effort.max_seconds, max(1.0, most_seconds)),
             most_seconds=most_seconds,
+            beaten_step_seconds=effort.beaten_step_seconds,
         )
         self._results = [self._answers[rank] for rank in sorted(self._answers)]
         return stop
 
-    def _ask_certify(self, candidate: Candidate, deadline: float) -> Stop:
+    def _ask_certify(self, candidate: Candidate, deadline: float) -> WatchEnd:
         """Have the ranks run the parts of training besides steps: evaluation and save."""
         self._running().enter(Phase.SAVE)
-        return self._ask("certify", deadline, micro_batch=candidate.micro_batch)
+        return self._request("certify", deadline, micro_batch=candidate.micro_batch)
 
     def _resume(self, candidate: Candidate, effort: Effort, deadline: float) -> Outcome:
         """Save a checkpoint, end the group, and have a new group resume from it."""
@@ -300,8 +305,8 @@ class LocalSession:
         group.enter(Phase.SAVE)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            stop = self._ask("checkpoint", deadline, folder=str(folder))
-            if stop is not Stop.ARRIVED:
+            stop = self._request("checkpoint", deadline, folder=str(folder))
+            if stop is not WatchEnd.ARRIVED:
                 return self._failed(stop)
             if not all(answer["checkpointed"] for answer in self._answers.values()):
                 why, said = f"{folder.parent} has no room for a checkpoint", "disk's free bytes"
@@ -310,10 +315,10 @@ class LocalSession:
             self._checkpoint = folder
             self._ready.clear()
             stop = self._start(deadline)
-            if stop is Stop.ARRIVED:
-                self._beside_peak_bytes = max(self._beside_peak_bytes, *self._running().peaks().used)
+            if stop is WatchEnd.ARRIVED:
+                self._peak_bytes_outside_steps = max(self._peak_bytes_outside_steps, *self._running().peaks().used)
                 stop = self._ask_measure(candidate, effort, deadline, deadline - time.monotonic())
-            return self._measured(candidate) if stop is Stop.ARRIVED else self._failed(stop)
+            return self._measured(candidate) if stop is WatchEnd.ARRIVED else self._failed(stop)
         finally:
             self.close()
             shutil.rmtree(folder, ignore_errors=True)
@@ -325,9 +330,10 @@ class LocalSession:
         hardware = self._executor.hardware
         seen = (self._results, group.peaks(), group.seconds_by_phase())
         measurement = measurement_of(*seen, candidate=candidate, job=self._job, hardware=hardware, facts=self.facts)
-        if self._beside_peak_bytes > measurement.peak_bytes:
-            measurement = dataclasses.replace(measurement, peak_bytes=self._beside_peak_bytes)
-        found = Outcome(OutcomeKind.OK, Phase.STEP, measurement, peak_bytes=measurement.peak_bytes)
+        if self._peak_bytes_outside_steps > measurement.peak_bytes:
+            measurement = dataclasses.replace(measurement, peak_bytes=self._peak_bytes_outside_steps)
+        trace = TrainingTrace.merged([one.get("trace") for one in self._results])
+        found = Outcome(OutcomeKind.OK, Phase.STEP, measurement, peak_bytes=measurement.peak_bytes, trace=trace)
         return self._executor.complete(candidate, found)
 
     # -- the group ---------------------------------------------------------------------------------------------------
@@ -336,12 +342,12 @@ class LocalSession:
         assert self._group is not None
         return self._group
 
-    def _start(self, deadline: float) -> Stop:
+    def _start(self, deadline: float) -> WatchEnd:
         """Launch the ranks and wait until their engine, or the script's first batch, is ready."""
         executor = self._executor
         deadlines = executor.deadlines
         silence = deadlines.allowing(size_seconds(self._job, self._candidate), self._patience)
-        policy = Policy(self._patience * deadlines.hello, silence, settle_seconds=0.25, may_leave=False)
+        policy = GroupPolicy(self._patience * deadlines.hello, silence, settle_seconds=0.25, may_exit=False)
         executor.ensure_launcher()
         self._folder.mkdir(parents=True, exist_ok=True)
         group = self._group = WorkerGroup(
@@ -350,13 +356,13 @@ class LocalSession:
             executor.meter,
             policy,
             cancelled=executor.cancelled,
-            on_message=self._take,
+            on_message=self._process,
             on_phase=executor.on_phase,
             say=executor.say,
         )
         ranks = executor.hardware.processes
-        stop = group.start(executor.entry, ranks, self._spec(), deadline=deadline, logs=self._folder)
-        return group.watch(lambda: len(self._ready) == ranks, deadline) if stop is Stop.ARRIVED else stop
+        stop = group.start(executor.rank_module, ranks, self._spec(), deadline=deadline, logs=self._folder)
+        return group.watch(lambda: len(self._ready) == ranks, deadline) if stop is WatchEnd.ARRIVED else stop
 
     def _spec(self) -> dict[str, Any]:
         executor, candidate, job = self._executor, self._candidate, self._job
@@ -368,7 +374,7 @@ class LocalSession:
             kept += [str((self._folder / CHECKPOINT).resolve())] if executor.resumes else []
             how: dict[str, Any] = {"unprotected": executor.unprotected, "kept": kept}
             what |= {**how, "sandbox": None}  # a node creates its own sandbox
-            if executor.here:
+            if executor.is_local:
                 what["sandbox"] = trial_sandbox(executor.folder, job, candidate, executor.study, **how).to_json()
         return {
             **what,
@@ -385,27 +391,27 @@ class LocalSession:
             "slice_of": job.ranks if executor.hardware.sliced else None,
         }
 
-    def _take(self, rank: int, message: Message) -> None:
+    def _process(self, rank: int, message: Message) -> None:
         if (verb := message["type"]) == "phase" and message["phase"] == "ready":
             self._ready.add(rank)
         elif verb == "facts" and rank == 0:
             self.facts = message
         elif verb == "unbuilt":
-            self.unbuilt = message["op"]
+            self.missing_op = message["op"]
         elif verb in ("loaded", "measured"):
             if verb == "loaded" or message.get("certified"):
-                self._beside_peak_bytes = max(self._beside_peak_bytes, inside_bytes(message))
+                self._peak_bytes_outside_steps = max(self._peak_bytes_outside_steps, counted_peak_bytes(message))
             if verb == "measured":
                 self._answers[rank] = message
 
-    def _ask(self, verb: str, deadline: float, **request: Any) -> Stop:
+    def _request(self, verb: str, deadline: float, **request: Any) -> WatchEnd:
         """Send a request to every rank and wait for all answers."""
         group, world = self._running(), self._executor.hardware.processes
         self._answers = {}
         group.tell(verb, **request)
         return group.watch(lambda: len(self._answers) == world, deadline)
 
-    def _failed(self, stop: Stop) -> Outcome:
+    def _failed(self, stop: WatchEnd) -> Outcome:
         """Collect the evidence, end the whole group at once, and return the outcome.
 
         Raises:
@@ -413,26 +419,26 @@ class LocalSession:
                 measured before, this is raised only if it resumed from a checkpoint.
         """
         group = self._running()
-        if stop is Stop.CANCELLED:
-            return interrupted(group.phase)
-        if stop is Stop.DEADLINE:
-            return out_of_time(group.phase, group.waited_seconds)
+        if stop is WatchEnd.CANCELLED:
+            return interrupted_outcome(group.phase)
+        if stop is WatchEnd.DEADLINE:
+            return budget_outcome(group.phase, group.waited_seconds)
         evidence = group.evidence()
         self.close()
         if self._executor.cancelled():  # `scancel` ends tuner and ranks together, so the ranks may die first
-            return interrupted(group.phase)
+            return interrupted_outcome(group.phase)
         script = self._job.script
         known = script is not None and bool(script.profile) and self._checkpoint is None
-        server_lives = not self._executor.here or not self._executor.ground.broken
-        found = unusable(evidence, group.phase, known=known)
-        return found or judged(evidence, greeted=group.greeted, server_lives=server_lives)
+        server_lives = not self._executor.is_local or not self._executor.target.broken
+        found = untunable_outcome(evidence, group.phase, known=known)
+        return found or failed_outcome(evidence, greeted=group.greeted, server_lives=server_lives)
 
     def close(self) -> None:
         """End all ranks and wait until none is left."""
         ended, self._ended = self._ended, True
         if not ended and self._group is not None:
             self._group.end()
-            clear(self._executor.folder)
+            remove_scratch(self._executor.folder)
             with suppress(OSError):  # the folder is not empty during a resume trial
                 (self._folder / CHECKPOINT).rmdir()
 
@@ -473,7 +479,7 @@ def measurement_of(
     if "tokens" in results[0]:
         tokens = sum(result["tokens"] for result in results) * job.ranks / len(results)
     tflops, mfu = _rates(job, candidate, hardware, tokens / pace.seconds)
-    inside = [inside_bytes(result) for result in results]
+    inside = [counted_peak_bytes(result) for result in results]
     # The growth of a GPU's used memory includes other processes. If NVML does not list the ranks, their own counts are
     # better.
     shown = max(peaks.used, default=0)
@@ -488,16 +494,16 @@ def measurement_of(
         micro_step_seconds=leading.get("micro_seconds"),
         boundary_seconds=leading.get("boundary_seconds"),
         extrapolated=bool(leading.get("extrapolated")),
-        torch_allocated_bytes=worst(results, "allocated_bytes"),
-        torch_reserved_bytes=worst(results, "reserved_bytes"),
+        torch_allocated_bytes=max_reported(results, "allocated_bytes"),
+        torch_reserved_bytes=max_reported(results, "reserved_bytes"),
         nvml_peak_bytes=peaks.worst if hardware.device == "cuda" else None,
-        overhead_bytes=worst(results, "overhead_bytes") or None,
+        overhead_bytes=max_reported(results, "overhead_bytes") or None,
         sm_clock_mhz=clock_mhz(peaks),
         clock_limits=clock_limits(peaks),
         live_tensor_bytes=max(live, key=lambda by_phase: max(by_phase.values(), default=0), default={}),
-        alloc_retries=worst(results, "retries") or 0,
-        host_peak_bytes=worst(results, "host_bytes"),
-        pinned_bytes=worst(results, "pinned_bytes"),
+        alloc_retries=max_reported(results, "retries") or 0,
+        host_peak_bytes=max_reported(results, "host_bytes"),
+        pinned_bytes=max_reported(results, "pinned_bytes"),
         model_tflops_per_gpu=tflops,
         mfu=mfu,
         phase_seconds={phase: round(seconds, 4) for phase, seconds in phase_seconds.items()},
@@ -510,13 +516,13 @@ def _pace(result: Message, job: Job) -> Pace:
     return pace_of(seconds) if job.script else Pace(statistics.median(seconds), median_spread(seconds))
 
 
-def inside_bytes(result: Message) -> int:
+def counted_peak_bytes(result: Message) -> int:
     """Return the peak that a rank counted itself, in the quantity that is compared with capacity."""
     inside = int(result.get("data_bytes") or result.get("reserved_bytes") or 0)
     return inside + int(result.get("overhead_bytes") or 0)
 
 
-def worst(results: list[Message], key: str) -> int | None:
+def max_reported(results: list[Message], key: str) -> int | None:
     """Return the highest value that any rank reports; None if none does."""
     return max((int(result[key]) for result in results if result.get(key) is not None), default=None)
 
@@ -535,7 +541,7 @@ def _rates(
     return tflops, tflops / (card.fp32_tflops if job.precision == "fp32" else card.tflops)
 
 
-def judged(evidence: FailureEvidence, *, greeted: bool, server_lives: bool) -> Outcome:
+def failed_outcome(evidence: FailureEvidence, *, greeted: bool, server_lives: bool) -> Outcome:
     """Return the outcome of a trial whose ranks have failed.
 
     Args:
@@ -543,7 +549,7 @@ def judged(evidence: FailureEvidence, *, greeted: bool, server_lives: bool) -> O
         greeted: True if all ranks had started; before that, they have received nothing of the candidate.
         server_lives: True if the fork server is alive.
     """
-    verdict = judge(evidence)
+    verdict = classify_failure(evidence)
     kind, reason, said = verdict.kind, verdict.reason, verdict.evidence
     if kind is OutcomeKind.GPU_CONTENTION and evidence.peaks.neighbours:
         said = f"{said} ({evidence.peaks.neighbours})"
@@ -586,7 +592,7 @@ def _peak_of(evidence: FailureEvidence) -> int | None:
     return worst_bytes or None
 
 
-def unusable(evidence: FailureEvidence, phase: Phase, *, known: bool) -> Outcome | None:
+def untunable_outcome(evidence: FailureEvidence, phase: Phase, *, known: bool) -> Outcome | None:
     """Return the outcome of a trial whose ranks report an untunable script; None if they do not.
 
     Args:
@@ -607,20 +613,20 @@ def unusable(evidence: FailureEvidence, phase: Phase, *, known: bool) -> Outcome
     return Outcome(OutcomeKind.INVALID, phase, reason=text, evidence="its steps", source=source)
 
 
-def interrupted(phase: Phase) -> Outcome:
+def interrupted_outcome(phase: Phase) -> Outcome:
     """Return the outcome of a trial that the user stopped."""
     why, said = "the study was stopped", "stop requested"
     return Outcome(OutcomeKind.INTERRUPTED, phase, reason=why, evidence=said, source=Source.STOP)
 
 
-def machines_fault(phase: Phase, error: Exception, source: Source) -> Outcome:
+def infrastructure_outcome(phase: Phase, error: Exception, source: Source) -> Outcome:
     """Return the outcome of a trial that the machine prevented: a full disk, no free process, a lost node."""
     why = str(error)
     said = f"exception OSError: {why}" if isinstance(error, OSError) else why
     return Outcome(OutcomeKind.INFRASTRUCTURE, phase, reason=why, evidence=said, source=source)
 
 
-def out_of_time(phase: Phase, waited_seconds: float) -> Outcome:
+def budget_outcome(phase: Phase, waited_seconds: float) -> Outcome:
     """Return the outcome of a trial whose share of the budget ended. The candidate may be retried with more time."""
     why, said = f"its share of the budget ended in {phase.value}", "deadline of the budget"
     kind = OutcomeKind.INTERRUPTED
@@ -718,7 +724,7 @@ SCRIPT_DEADLINES = Deadlines(start=300.0, init=300.0, step=120.0)
 #
 # Self-test of the machine: ranks rendezvous and add numbers, so that faults are not attributed to a candidate.
 
-_POLICY = Policy(90.0, lambda phase: 90.0, settle_seconds=1.0, may_leave=False)
+_POLICY = GroupPolicy(90.0, lambda phase: 90.0, settle_seconds=1.0, may_exit=False)
 _DEADLINE_SECONDS = 240.0  # seconds after all imports; ranks that wait on GPUs spin and look alive
 _NCCL_SAID = re.compile(r"NCCL WARN\s+(.*)")
 # Remedies for the most common errors; the first match is shown.
@@ -775,11 +781,11 @@ def check_group(
     deadline = time.monotonic() + IMPORT_SECONDS
     try:
         stop = group.start(SELFTEST_RANK, ranks, spec, deadline=deadline, logs=folder)
-        if stop is Stop.ARRIVED:
+        if stop is WatchEnd.ARRIVED:
             stop = group.watch(lambda: len(imported) == ranks, deadline)
-        if stop is Stop.ARRIVED:
+        if stop is WatchEnd.ARRIVED:
             stop = group.watch(lambda: len(answers) == ranks, time.monotonic() + _DEADLINE_SECONDS)
-        if stop in (Stop.ARRIVED, Stop.CANCELLED):
+        if stop in (WatchEnd.ARRIVED, WatchEnd.CANCELLED):
             return
         raise MachineTrouble(_complaint(stop, group, folder, importing=len(imported) < ranks))
     except OSError as error:
@@ -788,7 +794,7 @@ def check_group(
         group.end()
 
 
-def _complaint(stop: Stop, group: WorkerGroup, folder: Path, importing: bool) -> str:
+def _complaint(stop: WatchEnd, group: WorkerGroup, folder: Path, importing: bool) -> str:
     """Return the failure in one line.
 
     Args:
@@ -797,14 +803,14 @@ def _complaint(stop: Stop, group: WorkerGroup, folder: Path, importing: bool) ->
         folder: log folder.
         importing: the ranks had not yet communicated.
     """
-    if stop is Stop.DEADLINE:
+    if stop is WatchEnd.DEADLINE:
         reason = f"no end within {_DEADLINE_SECONDS:.0f} s, in {group.phase.value}: the ranks hang"
         if importing:
             reason = f"no torch and deepspeed imported by the deadline of {IMPORT_SECONDS} s"
         logs = ""
     else:
         evidence = group.evidence()
-        reason = judge(evidence).reason
+        reason = classify_failure(evidence).reason
         logs = "\n".join(evidence.logs.values()) + "\n".join(str(error.get("text")) for error in evidence.errors)
     said = _NCCL_SAID.findall(logs)
     text = f"{reason}; NCCL: {said[-1].strip()[:200]}" if said else reason

@@ -34,7 +34,7 @@ from autotune.workers.protocol import Message
 
 
 @dataclass(frozen=True)
-class Needs:
+class RankRequirements:
     """Requirements of a job's ranks on their machine.
 
     Args:
@@ -74,8 +74,8 @@ class LocalMachine:
 
     def __init__(self, folder: Path, ops: Ops, cancelled: Callable[[], bool]) -> None:
         self.folder, self.ops, self.cancelled = folder, ops, cancelled
-        self.found: Launcher | None = None
-        self._begun: tuple[Needs, ForkLauncher] | None = None
+        self.opened_launcher: Launcher | None = None
+        self._begun: tuple[RankRequirements, ForkLauncher] | None = None
 
     @property
     def launcher(self) -> Launcher:
@@ -84,11 +84,11 @@ class LocalMachine:
         Raises:
             RuntimeError: The station is not open.
         """
-        if self.found is None:
+        if self.opened_launcher is None:
             raise RuntimeError("open() comes first")
-        return self.found
+        return self.opened_launcher
 
-    def begin(self, needs: Needs) -> None:
+    def begin(self, needs: RankRequirements) -> None:
         """Start the fork server that `open` waits for, so that its imports run in the background."""
         self.close()
         if needs.isolation == "fork":
@@ -103,7 +103,7 @@ class LocalMachine:
             server.begin()
             self._begun = needs, server
 
-    def open(self, needs: Needs) -> None:
+    def open(self, needs: RankRequirements) -> None:
         """Create the launcher.
 
         Raises:
@@ -115,32 +115,34 @@ class LocalMachine:
         if self._begun is not None:
             server, self._begun = self._begun[1], None
             server.open()
-            self.found = server
+            self.opened_launcher = server
         else:
             log = None if needs.training else self.folder / "spawn.log"
-            self.found = SpawnLauncher(needs.environment(), log, needs.cwd)
+            self.opened_launcher = SpawnLauncher(needs.environment(), log, needs.cwd)
 
-    def load_ops(self, names: Sequence[str], needs: Needs) -> bool:
+    def load_ops(self, names: Sequence[str], needs: RankRequirements) -> bool:
         """Build and load DeepSpeed's ops; return whether ranks may still be forked. See `Ops.load`."""
         return self.ops.load(self.launcher, names, needs.environment(), self.folder / "server.log", self.cancelled)
 
     @property
     def broken(self) -> bool:
         """True if the fork server was killed or could not be restarted."""
-        return self.found is None or (isinstance(self.found, ForkLauncher) and not self.found.alive)
+        return self.opened_launcher is None or (
+            isinstance(self.opened_launcher, ForkLauncher) and not self.opened_launcher.alive
+        )
 
     def reconnect(self) -> None:
         """Close the launcher; `open` creates another."""
         self.close()
 
-    def all_see(self, path: Path) -> bool:
+    def is_shared_path(self, path: Path) -> bool:
         """Return True, because all ranks are on this machine."""
         return True
 
     def close(self) -> None:
         """Stop the launcher, also one that is still starting."""
-        begun, found = self._begun, self.found
-        self._begun = self.found = None
+        begun, found = self._begun, self.opened_launcher
+        self._begun = self.opened_launcher = None
         if begun is not None:
             begun[1].close()
         if found is not None:
@@ -203,21 +205,21 @@ class Ops:
         if isinstance(launcher, ForkLauncher):
             if launcher is not self._server:  # another server loaded the earlier ops
                 self._server, new = launcher, self._names
-                return self._ask(launcher, new)
-            return self._ask(launcher, new) if new else True
+                return self._load(launcher, new)
+            return self._load(launcher, new) if new else True
         if new:
             try:
                 with closing(ForkLauncher(env, log, cancelled=cancelled, model_type=None, modules=[])) as server:
                     server.open()
-                    self._ask(server, new)
+                    self._load(server, new)
             except BaseException:
                 self._names = self._names[: -len(new)]  # the next attempt requests them again
                 raise
         return True
 
-    def _ask(self, server: ForkLauncher, names: list[str]) -> bool:
+    def _load(self, server: ForkLauncher, names: list[str]) -> bool:
         try:
-            answer = server.load_ops(names, self._take)
+            answer = server.load_ops(names, self._report)
         finally:
             self._show("")
         self.folder = "" if FOLDER in os.environ else answer["folder"]
@@ -227,13 +229,13 @@ class Ops:
             self.failed[builder] = why
         return bool(answer["fork_safe"])
 
-    def _take(self, message: Message | None) -> None:
+    def _report(self, message: Message | None) -> None:
         if message is None:
             if self._loading and time.monotonic() - self._loading[0] > _LOADING_SECONDS:
                 said, self._loading = self._loading[1], None
-                self._begin({**said, "state": "building"})
+                self._announce({**said, "state": "building"})
         elif message["state"] in ("waiting", "building", "loading"):
-            self._begin(message)
+            self._announce(message)
         else:
             self._loading = None
             if message.get("built") or message["state"] == "failed":
@@ -241,7 +243,7 @@ class Ops:
             if message.get("built"):
                 self._say(f"built DeepSpeed's {op_name(message['op'])} in {format_duration(message['seconds'])}")
 
-    def _begin(self, message: Message) -> None:
+    def _announce(self, message: Message) -> None:
         op, last = op_name(message["op"]), message["last_seconds"]
         took = f"it took {format_duration(last)} the last time" if last else "once for this environment, maybe minutes"
         if message["state"] == "loading":
@@ -257,7 +259,7 @@ class Ops:
         self._say(text)
         self._show(text)
 
-    def left(self, candidates: Sequence[Candidate], job: Job, device: str) -> tuple[list[Candidate], list[str]]:
+    def buildable(self, candidates: Sequence[Candidate], job: Job, device: str) -> tuple[list[Candidate], list[str]]:
         """Return the candidates that need no failed op, and one line per failed op that excludes some.
 
         Raises:
@@ -447,6 +449,6 @@ def _swap_folders(job: Job, candidate: Candidate) -> Iterator[str]:
                 yield os.path.join(os.path.abspath(path), "zero_stage_3")
 
 
-def clear(folder: Path) -> None:
+def remove_scratch(folder: Path) -> None:
     """Remove the files of an executor's last trial."""
     remove(folder.resolve() / _SCRATCH)

@@ -233,19 +233,19 @@ def _facts_in(about: Path) -> dict[str, Any] | None:
 
 def read_value(name: str, word: str) -> Value:
     """Return a knob's value from a table cell."""
-    kind = KNOBS[name].kind if name in KNOBS else None
-    if word in ("True", "False", "true", "false") and kind in (bool, None):
+    value_type = KNOBS[name].kind if name in KNOBS else None
+    if word in ("True", "False", "true", "false") and value_type in (bool, None):
         return word.lower() == "true"
-    if kind is Lora:
+    if value_type is Lora:
         return knob_value(KNOBS[name], word)
-    if isinstance(kind, tuple):
-        if word not in kind:
-            raise ValueError(f"{name}: expected one of {', '.join(kind)}, found {word!r}")
+    if isinstance(value_type, tuple):
+        if word not in value_type:
+            raise ValueError(f"{name}: expected one of {', '.join(value_type)}, found {word!r}")
         return word
     try:
         number = float(word)
     except ValueError:
-        if kind is None:
+        if value_type is None:
             return word
         raise ValueError(f"{name}: expected a number, found {word!r}") from None
     return int(number) if number.is_integer() else number
@@ -267,7 +267,7 @@ class ReplayExecutor(Executor):
     """Executor that returns rows of a Landscape, on a simulated clock."""
 
     def __init__(self, landscape: Landscape, seed: int = 0, headroom: float = 0.0) -> None:
-        self.landscape, self.ledger = landscape, ReplayLog()
+        self.landscape, self.log = landscape, ReplayLog()
         self._job, self._hardware = landscape.job(), landscape.hardware(headroom)
         self._random = random.Random(seed)
         self._now = 0.0
@@ -324,7 +324,7 @@ class ReplaySession(Session):
             raise UserError(f"the table has no row for {candidate}: use the space of the table (leave --space out)")
         outside = 0.0 if self._started else row.startup_seconds
         if not self._started:
-            executor.ledger.process_starts.append(executor.now())
+            executor.log.process_starts.append(executor.now())
             self._started = True
         if row.kind is not OutcomeKind.OK:
             outside += OOM_SECONDS
@@ -332,6 +332,8 @@ class ReplaySession(Session):
         else:
             assert row.step_seconds is not None
             measured = row.step_seconds * (effort.min_steps if effort.full else min(4.0, 6 / candidate.accumulation))
+            if row.step_seconds > effort.beaten_step_seconds:  # one of two timed steps, after two of warm-up
+                measured *= 0.75
         seconds = outside + measured
         if seconds > deadline_seconds:
             executor.advance(max(0.0, deadline_seconds))
@@ -346,9 +348,9 @@ class ReplaySession(Session):
                 outside_seconds=max(0.0, deadline_seconds),
             )
         executor.advance(seconds)
-        executor.ledger.trials.append((executor.now(), candidate, row.kind))
+        executor.log.trials.append((executor.now(), candidate, row.kind))
         if row.kind is not OutcomeKind.OK:
-            executor.ledger.oom_seconds += seconds
+            executor.log.oom_seconds += seconds
             self._ended = True
             return self._failed(row, seconds)
         return self._measured(candidate, row, seconds, outside)

@@ -40,6 +40,7 @@ from autotune.predict.calibration import (
 from autotune.predict.calibration import PRIOR as HOST
 from autotune.predict.features import Columns, Flags, Floats, Places, columns_of, installed_deepspeed, unknown_newer
 from autotune.predict.step_time import Spent, Work, dense_shape, host_limit_bytes, spend, work
+from autotune.predict.trace_cache import loss_bytes
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import SUMS, TABLES, Bill, bill, stepper, unread_keys, unread_knobs
 from autotune.problem.candidate import ATTENTION, LIGER, TRACED_KNOBS, Candidate, job_with_candidate
@@ -74,6 +75,10 @@ def untraced(job: Job, *, device: str) -> Trace:
     raise UserError("not traced")
 
 
+# Returns (n,) factors each on the intervals of peaks and of steps.
+Widening = Callable[[Job, Hardware, Columns], tuple[Floats, Floats]]
+
+
 class Predictor:
     """Predicts for one job on one machine.
 
@@ -81,10 +86,13 @@ class Predictor:
         trace: of the job's model.
         tracer: traces other ways of making the model, like another attention. It may run the job's code, so the commands that
             read a study pass `trace_cache.stored_trace`; `predict.trace.traced_predictor` passes `trace.trace_job`.
+        widening: widens the intervals until something is observed; None: they stay.
     """
 
-    def __init__(self, job: Job, hardware: Hardware, trace: Trace, tracer: Tracer = untraced) -> None:
-        self.job, self.hardware, self.tracer = job, hardware, tracer
+    def __init__(
+        self, job: Job, hardware: Hardware, trace: Trace, tracer: Tracer = untraced, widening: Widening | None = None
+    ) -> None:
+        self.job, self.hardware, self.tracer, self.widening = job, hardware, tracer, widening
         self.trace = trace
         self._traces: dict[tuple[object, ...], Trace] = {_way(job, {}): self.trace}
         # reason for each way of making the model that cannot be built
@@ -95,7 +103,7 @@ class Predictor:
         if not stepper(job).known:
             self._unread.append(f"optimizer {job.optimizer_kind}")
         self._memory_priors = memory_priors(job, hardware, widen, bool(self._unread or self._newer))
-        wider = UNTRACED if self._newer else 1.0
+        wider = UNTRACED if self._newer or self._unread else 1.0
         self._time_priors = time_priors(hardware, wider, not self.trace.exact, self.trace.counted)
         self._packed_rows = job.seq_len / job.tokens_per_sample
         self._memory_noise, self._time_noise = MEMORY_NOISE * widen, TIME_NOISE * widen
@@ -287,7 +295,7 @@ class Predictor:
 
     def notes(self) -> list[str]:
         """Return a line for each unknown that widens the predictions."""
-        unread = [f"{key} is not part of the memory model" for key in self._unread]
+        unread = [f"{key} is not modelled: intervals are wider" for key in self._unread]
         facts = self.hardware.gpu_facts
         if facts is not None and facts.whence:
             unread.insert(0, f"{self.hardware.name} is not in autotune's table of GPUs: its rates are {facts.whence}")
@@ -322,7 +330,16 @@ class Predictor:
         rows = c.micro_batch * c.accumulation * self.job.ranks
         samples = rows * np.where(c.packed > 0, self._packed_rows, 1.0) / np.exp(log_step)
         host = prepared.bill.host * float(np.exp(self._host.mean[0]))
-        return Table(*memory, host, np.exp(log_step), log_sigma, samples)
+        peak, peak_sigma, allocated, allocated_sigma, needed = memory
+        if self.widening is not None and not self._seen:
+            of_peak, of_step = self.widening(self.job, self.hardware, c)
+            peak_sigma, allocated_sigma, log_sigma = (
+                of_peak * peak_sigma,
+                of_peak * allocated_sigma,
+                of_step * log_sigma,
+            )
+        sizes = (peak, peak_sigma, allocated, allocated_sigma, needed)
+        return Table(*sizes, host, np.exp(log_step), log_sigma, samples)
 
     def _memory_table(self, prepared: Prepared) -> tuple[Floats, Floats, Floats, Floats, Floats]:
         """Return (peak, its sigma, allocated, its sigma, needed) in bytes, corrected by measured neighbours."""
@@ -532,11 +549,14 @@ class Breakdowns:
     def _memory(self, candidate: Candidate, i: int, at: int) -> dict[str, float]:
         """Return the bytes at moment `at` by content; they add up to the peak. The allocator gets the rest."""
         k, b = self.memory_constants, self.prepared.bill
+        activations = float(b.activations[at, i])
+        loss = min(float(self.prepared.loss[i]), activations) if self._holds_logits(at, i) else 0.0
         memory = {
             "parameters": b.parameters[i],
             "gradients": b.gradients[i],
             "optimizer": b.optimizer[i],
-            "activations": b.activations[at, i],
+            "activations": activations - loss,
+            "logits and loss": loss,
             "buckets": k["buckets"] * b.buckets[at, i],
             "gathered parameters": k["gathered"] * b.gathered[at, i],
             "temporaries": k["temporaries"] * b.temporaries[at, i],
@@ -549,6 +569,12 @@ class Breakdowns:
         less = min(1.0, whole / tensors) if tensors > 0 else 1.0
         memory = {name: less * float(size) for name, size in memory.items()}
         return {**memory, "allocator": max(0.0, whole - tensors), "context and communication": float(overhead)}
+
+    def _holds_logits(self, at: int, i: int) -> bool:
+        """Check that the logits exist at a moment: in forward, and in backward until what forward left is freed."""
+        names, activations = self.prepared.bill.moments, self.prepared.bill.activations[:, i]
+        forward = max((activations[j] for j, name in enumerate(names) if name == "forward"), default=0.0)
+        return names[at] == "forward" or (names[at] == "backward" and activations[at] >= 0.9 * forward)
 
     def _time(self, i: int) -> dict[str, float]:
         """Return seconds by cause, scaled to the step that the table predicts."""
@@ -595,6 +621,7 @@ class Prepared:
     features: Floats  # (n, features)
     doubt: Floats  # (n,) bytes: standard deviation of peaks that no constant covers
     uneven: Floats  # (n,) share of the activations that batches of many lengths leave behind
+    loss: Floats  # (n,) bytes of logits and loss while both exist; 0 if the loss is computed in chunks
 
     @classmethod
     def of(
@@ -606,7 +633,8 @@ class Prepared:
         uneven, spread = uneven_shares(job, c, b.activations.max(axis=0))
         doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)
         features = np.hstack([features_of(c), np.tile(job_features(job, hardware, trace), (len(candidates), 1))])
-        return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven)
+        loss = loss_bytes(job) * c.micro_batch
+        return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven, loss)
 
     @classmethod
     def joined(cls, parts: list[Prepared], at: list[list[int]]) -> Prepared:
@@ -627,7 +655,7 @@ class Prepared:
             joined([part.columns for part in parts]),
             Bill(moments=moments, **beside(bills, SUMS), **tables),
             joined([part.work for part in parts]),
-            **beside(parts, ("quirks", "features", "doubt", "uneven")),
+            **beside(parts, ("quirks", "features", "doubt", "uneven", "loss")),
         )
 
     def rows(self, chosen: Flags | Places) -> Prepared:
@@ -637,7 +665,7 @@ class Prepared:
         sums = {name: getattr(self.bill, name)[chosen] for name in SUMS}
         tables = {name: getattr(self.bill, name)[:, chosen] for name in TABLES}
         b = dataclasses.replace(self.bill, **sums, **tables)
-        beside = (self.quirks[chosen], self.features[chosen], self.doubt[chosen], self.uneven[chosen])
+        beside = tuple(one[chosen] for one in (self.quirks, self.features, self.doubt, self.uneven, self.loss))
         return Prepared(columns, b, w, *beside)
 
 

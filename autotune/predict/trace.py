@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 
 from autotune.errors import UserError
-from autotune.predict.predictor import Predictor
+from autotune.predict.predictor import Predictor, Widening
 from autotune.predict.trace_cache import (
     RUNS_IT,
     cache_path,
-    cached,
     closed_form_trace,
+    known_trace,
     profile_trace,
     runnable,
     told_by_shape,
@@ -88,14 +88,14 @@ def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seco
         )
     if job.script and not traceable(job.script.profile):
         return profile_trace(job)
+    own, (job, replaced) = job, runnable(job)
+    if (known := known_trace(job, loss, device)) is not None:
+        return known
     if missing := [name for name in RUNS_IT if current().version(name) is None]:
         return closed_form_trace(
-            job, f"{' and '.join(missing)} not installed; --python names an environment that has them"
+            own, f"{' and '.join(missing)} not installed; --python names an environment that has them"
         )
-    job, replaced = runnable(job)
     path = cache_path(job, loss, device)
-    if (known := cached(path)) is not None:
-        return known
     options = _loss_options(loss) + ["--cpu"] * (device == "cpu")
     if job.task == IMAGE_TEXT:
         timeout_seconds *= 3  # windows of an image are processed one by one
@@ -273,11 +273,13 @@ def _worked_seconds(pid: int) -> float:
 # Predictor of a job that this process may run: its model is traced in a separate process if no trace is known.
 
 
-def traced_predictor(job: Job, hardware: Hardware, trace: Trace | None = None) -> Predictor:
-    """Return a predictor that traces what it has to.
+def traced_predictor(
+    job: Job, hardware: Hardware, trace: Trace | None = None, widening: Widening | None = None
+) -> Predictor:
+    """Return a predictor that traces what it has to; `widening` as in `Predictor`.
 
     Raises:
         UserError: the job names no model that could be built, or is a study's (`problem.recorded`) and was not accepted.
     """
     known = trace if trace is not None else trace_job(job, device=hardware.device)
-    return Predictor(job, hardware, known, trace_job)
+    return Predictor(job, hardware, known, trace_job, widening)

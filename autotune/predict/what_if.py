@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from autotune.errors import UserError
+from autotune.predict.features import Columns, Floats
 from autotune.predict.predictor import SURE_SIGMAS, Prediction, Predictor, Table
 from autotune.predict.step_time import host_limit_bytes
 from autotune.problem.candidate import (
@@ -24,6 +27,7 @@ from autotune.problem.candidate import (
     Value,
     job_with_candidate,
 )
+from autotune.problem.gpu_specs import gpu_table
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.space import SearchSpace
@@ -40,12 +44,22 @@ Family = tuple[tuple[str, Value], ...]
 class Elsewhere:
     """Predict one job on machines other than the first.
 
+    `batch_assumed`: a global batch that cannot be split over the ranks is rounded to the nearest that can.
+
     For each stage, checkpointing and offload it keeps two of the space's families: the fastest on the first machine, and the
     one that took the least memory there. The families left out move a prediction by a few per cent.
     """
 
-    def __init__(self, space: SearchSpace, predictor: Predictor, candidates: Sequence[Candidate], table: Table) -> None:
-        self.space, self.first = space, predictor
+    def __init__(
+        self,
+        space: SearchSpace,
+        predictor: Predictor,
+        candidates: Sequence[Candidate],
+        table: Table,
+        *,
+        batch_assumed: bool = False,
+    ) -> None:
+        self.space, self.first, self.batch_assumed = space, predictor, batch_assumed
         self.families = _families(candidates, table)
         self._known: dict[int | None, list[Candidate]] = {}  # by a rank's share of the global batch
 
@@ -77,18 +91,26 @@ class Elsewhere:
     def on(self, hardware: Hardware, job: Job | None = None) -> JobPredictions | None:
         """Predict all candidates on this hardware, for the job (default: the first one) with as many ranks.
 
-        None if the global batch cannot be split over so many ranks. Sizes are equal in bf16 and fp16, so the first machine's
-        trace serves cards without bf16 too.
+        None if the global batch cannot be split over so many ranks; a batch that was only assumed is rounded. Sizes are equal
+        in bf16 and fp16, so the first machine's trace serves cards without bf16 too.
         """
+        job = job or self.first.job
+        batch = job.global_batch_size
+        if self.batch_assumed and batch is not None:
+            batch = hardware.count * max(1, round(batch / hardware.count))
         try:
-            job = dataclasses.replace(job or self.first.job, ranks=hardware.count)
+            job = dataclasses.replace(job, ranks=hardware.count, global_batch_size=batch)
         except UserError:
             return None
         candidates = self.candidates(job)
         if not candidates:
             return None
         predictor = Predictor(
-            job, dataclasses.replace(hardware, host_memory_bytes=PLENTY), self.first.trace, self.first.tracer
+            job,
+            dataclasses.replace(hardware, host_memory_bytes=PLENTY),
+            self.first.trace,
+            self.first.tracer,
+            self.first.widening,
         )
         return JobPredictions(hardware, predictor, candidates, predictor.table(candidates))
 
@@ -129,6 +151,18 @@ def host_bytes_per_node(host_bytes_per_rank: float, hardware: Hardware) -> float
     return host_bytes_per_rank * hardware.per_node + own
 
 
+def loading_bytes_per_node(job: Job, parameters: int, hardware: Hardware) -> float:
+    """Return the main memory that a node needs while each of its ranks loads a full copy of the weights.
+
+    `from_pretrained` does so without `zero.Init`, in the model's precision, before anything moves to a GPU; the processes'
+    own memory is included.
+
+    Args:
+        parameters: elements of the model.
+    """
+    return host_bytes_per_node(job.element_bytes * parameters, hardware)
+
+
 def _families(candidates: Sequence[Candidate], table: Table) -> list[Family]:
     """Return the fastest and the smallest family per stage, checkpointing, offload and way of making the model."""
     speed: dict[Family, float] = {}
@@ -147,12 +181,24 @@ def _families(candidates: Sequence[Candidate], table: Table) -> list[Family]:
 
 # -- known error -------------------------------------------------------------------------------------------------------
 #
-# Errors of predictions against published measurements, by kind of job: `data/predictor_error.json`.
+# Published measurements with their predictions before any calibration: `data/predictor_error.json`.
 #
 # `python benchmarks/predict/published/error.py` writes that file from the output of
-# `benchmarks/predict/published/published.py --json`.
+# `benchmarks/predict/published/published.py --json`. Errors, coverage and wider intervals by kind of job, and the nearest
+# measured rows, all come from these rows.
 
 FIGURES = ("peak", "step")
+LEAST_ROWS, LEAST_SOURCES = 5, 2  # of a kind; with fewer the next wider kind counts
+COVERAGE = 0.9  # share of the published rows of a kind that its intervals hold
+# Kinds of job, each wider than the one before: the fields of JobKind in which its rows agree.
+_WIDER = (
+    ("training", "stage", "offloaded", "devices"),
+    ("training", "offloaded", "devices"),
+    ("training", "devices"),
+    ("training",),
+    (),
+)
+_NEAR = 4.0  # largest distance of a row that is shown; see `_distance`
 
 
 @dataclass(frozen=True)
@@ -168,63 +214,185 @@ class JobKind:
     def of(cls, job: Job, candidate: Candidate, hardware: Hardware) -> JobKind:
         """Return the kind of a candidate's training on the hardware."""
         training = "lora" if job_with_candidate(job, candidate).lora else "full"
-        offloaded = bool(candidate.offloaded)
-        devices = "nodes" if hardware.nodes > 1 else "several" if hardware.count > 1 else "one"
-        return cls(training, candidate.stage, offloaded, devices)
+        return cls(training, candidate.stage, bool(candidate.offloaded), _devices(hardware))
 
     def __str__(self) -> str:
-        training = "LoRA" if self.training == "lora" else "full training"
-        devices = {"one": "one GPU", "several": "several GPUs", "nodes": "several nodes"}[self.devices]
-        return f"{training}, ZeRO {self.stage}{' with offload' if self.offloaded else ''}, {devices}"
+        return self.words(_WIDER[0])
+
+    def words(self, fields: Sequence[str]) -> str:
+        """Describe the jobs that agree with this one in `fields`."""
+        if not fields:
+            return "every kind of job"
+        offload = "with offload" if self.offloaded else "without offload"
+        stage = f"ZeRO {self.stage}{' with offload' if self.offloaded else ''}"
+        words = {
+            "training": "LoRA" if self.training == "lora" else "full training",
+            "stage": stage,
+            "offloaded": "" if "stage" in fields else offload,
+            "devices": {"one": "one GPU", "several": "several GPUs", "nodes": "several nodes"}[self.devices],
+        }
+        return ", ".join(words[name] for name in fields if words[name])
+
+
+def _devices(hardware: Hardware) -> str:
+    return "nodes" if hardware.nodes > 1 else "several" if hardware.count > 1 else "one"
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """One published measurement, and its prediction before any calibration: bytes of a GPU, or seconds of a step."""
+
+    id: str
+    source: str
+    figure: str  # one of FIGURES
+    kind: JobKind
+    model: str
+    parameters: int
+    gpu: str
+    gpus: int
+    nodes: int
+    seq_len: int
+    micro_batch: int
+    checkpointing: bool
+    step_tokens: float  # of all GPUs together
+    measured: float
+    predicted: float
+    low: float
+    high: float
+
+    @property
+    def error(self) -> float:
+        """Signed error of the prediction, as a share of the measured value."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def stretch(self) -> float:
+        """Factor on the interval that would just hold the measured value; intervals of steps are symmetric in the logarithm."""
+        scale = math.log if self.figure == "step" else float
+        middle, measured = scale(self.predicted), scale(self.measured)
+        edge = scale(max(self.high if measured > middle else self.low, 1e-9))
+        return abs(measured - middle) / max(abs(edge - middle), 1e-9 * abs(middle))
+
+    def __str__(self) -> str:
+        where = f"{self.gpus} x {self.gpu}{f' in {self.nodes} nodes' if self.nodes > 1 else ''}"
+        again = ", checkpointing" if self.checkpointing else ""
+        how = f"ZeRO {self.kind.stage}{' with offload' if self.kind.offloaded else ''}, micro-batch {self.micro_batch}{again}"
+        return f"{self.model}, {self.seq_len} tokens, {where}, {how} ({self.source}, row {self.id})"
 
 
 @dataclass(frozen=True)
 class KnownError:
-    """Errors of one figure, as shares of the measured value, before any calibration."""
+    """Error of one figure on the published rows of a kind of job, before any calibration."""
 
+    kind: str  # in words; wider than the job's own if that has too few rows
     rows: int
     sources: int
-    median: float
-    inside: float  # share of the rows inside the 95 % interval
+    bias: float  # median of the signed errors: above 0, too much memory or too long a step is predicted
+    median: float  # median error without sign
+    widening: float  # factor on the intervals with which they hold COVERAGE of the rows; at least 1
+    held: int  # rows inside the widened intervals
 
 
 @dataclass(frozen=True)
 class KnownErrors:
-    """Known errors of one kind of job, by figure; None if no published measurement has this kind."""
+    """Errors of jobs like one, and the measured rows that are nearest to it."""
 
     kind: JobKind
-    peak: KnownError | None
-    step: KnownError | None
-    all_peak: KnownError | None  # all kinds together
-    all_step: KnownError | None
+    peak: KnownError
+    step: KnownError
+    nearest: tuple[PublishedRow, ...]  # measured steps, nearest first
 
     def to_json(self) -> dict[str, Any]:
-        """Return the errors for JSON; null if no measured rows have this kind."""
-
-        def one(error: KnownError | None) -> dict[str, Any] | None:
-            return vars(error) if error else None
-
+        """Return the errors and rows for JSON; shares, bytes and seconds."""
         return {
             "kind": vars(self.kind),
-            "peak": one(self.peak),
-            "step": one(self.step),
-            "every_kind": {"peak": one(self.all_peak), "step": one(self.all_step)},
+            "peak": vars(self.peak),
+            "step": vars(self.step),
+            "nearest": [
+                {**dataclasses.asdict(row), "tokens_per_second": row.step_tokens / row.measured} for row in self.nearest
+            ],
         }
 
 
-def known_errors(job: Job, candidate: Candidate, hardware: Hardware) -> KnownErrors:
-    """Return the errors measured on jobs like this one."""
-    kind, table = JobKind.of(job, candidate, hardware), _table()
-    return KnownErrors(kind, *(table.get((of, figure)) for of in (kind, None) for figure in FIGURES))
+def known_errors(job: Job, candidate: Candidate, hardware: Hardware, parameters: int) -> KnownErrors:
+    """Return the errors measured on jobs like this one, and the nearest measured rows.
+
+    Args:
+        parameters: elements of the model.
+    """
+    kind = JobKind.of(job, candidate, hardware)
+    far = {row: _distance(row, kind, candidate, hardware, job.seq_len, parameters) for row in published_rows()}
+    near = sorted((row for row, one in far.items() if row.figure == "step" and one < _NEAR), key=lambda row: far[row])
+    one_each = {(row.source, row.model): row for row in reversed(near)}  # the nearest of each
+    nearest = sorted(one_each.values(), key=lambda row: far[row])[:2]
+    return KnownErrors(kind, known_error(kind, "peak"), known_error(kind, "step"), tuple(nearest))
+
+
+def _distance(
+    row: PublishedRow, kind: JobKind, candidate: Candidate, hardware: Hardware, seq_len: int, parameters: int
+) -> float:
+    """Return the distance of a published row from a job: doublings of sizes and speeds, and what differs in kind."""
+    if row.kind.training != kind.training:
+        return math.inf
+    theirs, mine = gpu_table().get(row.gpu), hardware.gpu_facts
+    card = abs(math.log2(theirs.tflops / mine.tflops)) + 0.3 if theirs and mine else 2.0
+    return (
+        2 * abs(math.log2(row.parameters / parameters))
+        + abs(math.log2(row.gpus / hardware.count))
+        + (0.0 if mine and row.gpu == mine.name else card)
+        + 0.5 * abs(math.log2(row.seq_len / seq_len))
+        + 2.0 * (row.kind.offloaded != kind.offloaded)
+        + 0.5 * (row.kind.stage != kind.stage)
+        + 0.5 * (row.checkpointing != candidate.checkpointing)
+    )
 
 
 @cache
-def _table() -> dict[tuple[JobKind | None, str], KnownError]:
-    """Read the errors by kind (None: all together) and figure."""
-    data = json.loads((resources.files("autotune") / "data" / "predictor_error.json").read_text(encoding="utf-8"))
-    return {
-        (JobKind(**row["kind"]) if row["kind"] else None, row["figure"]): KnownError(
-            row["rows"], row["sources"], row["median"], row["inside"]
+def known_error(kind: JobKind, figure: str) -> KnownError:
+    """Return the error of a figure for a kind of job, or for a wider kind if it has too few rows or sources."""
+    for fields in _WIDER:
+        rows = [
+            row
+            for row in published_rows()
+            if row.figure == figure and all(getattr(row.kind, name) == getattr(kind, name) for name in fields)
+        ]
+        sources = len({row.source for row in rows})
+        if not fields or (len(rows) >= LEAST_ROWS and sources >= LEAST_SOURCES):
+            break
+    stretches = sorted(row.stretch for row in rows)
+    widening = max(1.0, stretches[math.ceil(COVERAGE * len(rows)) - 1])
+    return KnownError(
+        kind.words(fields),
+        len(rows),
+        sources,
+        statistics.median(row.error for row in rows),
+        statistics.median(abs(row.error) for row in rows),
+        widening,
+        sum(one <= widening for one in stretches),
+    )
+
+
+def published_widening(job: Job, hardware: Hardware, columns: Columns) -> tuple[Floats, Floats]:
+    """Return (n,) factors each on the intervals of peaks and of steps; widened, each kind's hold COVERAGE of its rows."""
+    devices = _devices(hardware)
+    kinds = [
+        JobKind("lora" if lora else "full", int(stage), bool(offloaded), devices)
+        for lora, stage, offloaded in zip(
+            columns.lora > 0, columns.stage, (columns.offload_optimizer > 0) | (columns.offload_param > 0), strict=True
         )
-        for row in data["errors"]
-    }
+    ]
+    peak, step = ([known_error(kind, figure).widening for kind in kinds] for figure in FIGURES)
+    return np.array(peak), np.array(step)
+
+
+@cache
+def measured_cards() -> frozenset[str]:
+    """Return the cards with published rows, by the names of `data/gpus.json`; predictions for all others are extrapolated."""
+    return frozenset(row.gpu for row in published_rows())
+
+
+@cache
+def published_rows() -> tuple[PublishedRow, ...]:
+    """Return the rows of `data/predictor_error.json`."""
+    data = json.loads((resources.files("autotune") / "data" / "predictor_error.json").read_text(encoding="utf-8"))
+    return tuple(PublishedRow(**{**row, "kind": JobKind(**row["kind"])}) for row in data["rows"])

@@ -667,6 +667,9 @@ _SECTIONS = (
     "expert_parallel",
     "hybrid_engine",
     "compile.deepcompile",
+    "activation_checkpointing.cpu_checkpointing",
+    "activation_checkpointing.partition_activations",
+    "fp8",
 )
 
 

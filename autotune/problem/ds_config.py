@@ -206,6 +206,34 @@ def _at(data: Any, key: str) -> tuple[bool, Any]:
     return True, data
 
 
+# Sizes of groups of ranks that share a model or a sample (0.19.8, runtime/config.py, tensor_parallel/config.py,
+# module_inject/auto_ep_config.py, pipe/). Above 1, ranks are not all data-parallel.
+_GROUP_SIZES = (
+    "tensor_parallel.autotp_size",
+    "tensor_parallel.tp.tp_size",
+    "sequence_parallel_size",
+    "expert_parallel.autoep_size",
+    "pipeline.stages",
+)
+
+
+def check_data_parallel(config: dict[str, Any], file: Path | None) -> None:
+    """Check that a config leaves every rank its own samples and the whole model.
+
+    Raises:
+        UserError: the config splits the model or a sample over ranks.
+    """
+    for key in _GROUP_SIZES:
+        _, size = _at(config, key)
+        section = config.get(key.partition(".")[0])
+        off = isinstance(section, dict) and section.get("enabled") is False
+        if isinstance(size, int) and size > 1 and not off:
+            raise UserError(
+                f"{file}: {key} {size} splits the model or the samples over ranks, and only data-parallel trainings are "
+                f"predicted. Remove {key}, or plan for the GPUs of one group"
+            )
+
+
 def _leaves(data: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in inner:

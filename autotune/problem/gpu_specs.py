@@ -1,4 +1,4 @@
-"""GPU table, estimates for unlisted GPUs, and prices."""
+"""GPU table, estimates for unlisted GPUs, prices, and main memory of cloud machines."""
 
 from __future__ import annotations
 
@@ -307,3 +307,38 @@ def price_table() -> dict[str, Price]:
     """Return prices by the names of `data/gpus.json`; a card without a listed price is missing."""
     rows = json.loads((resources.files("autotune") / "data" / "prices.json").read_text(encoding="utf-8"))["prices"]
     return {row["gpu"]: Price(**{key: value for key, value in row.items() if key != "gpu"}) for row in rows}
+
+
+# -- cloud machines ----------------------------------------------------------------------------------------------------
+#
+# Main memory of common cloud machines from `data/hosts.json`: the default of a plan for a named card.
+
+_WORKSTATION_GIB_PER_GPU, _WORKSTATION_GIB = 32, 64  # for cards that no common cloud machine has
+
+
+@dataclass(frozen=True)
+class CloudMachine:
+    """Main memory of a common cloud machine, as one GPU's share; `date` as in `Price`."""
+
+    gib_per_gpu: float
+    shape: str
+    date: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {self.date}"
+
+
+@cache
+def cloud_machines() -> dict[str, CloudMachine]:
+    """Return the common cloud machine of each card by the names of `data/gpus.json`; a card that none has is missing."""
+    rows = json.loads((resources.files("autotune") / "data" / "hosts.json").read_text(encoding="utf-8"))["hosts"]
+    return {row["gpu"]: CloudMachine(**{key: value for key, value in row.items() if key != "gpu"}) for row in rows}
+
+
+def default_host_bytes(name: str, gpus_per_node: int) -> int:
+    """Return the main memory, in bytes, to assume for a machine with `gpus_per_node` of the card `name`."""
+    machine = cloud_machines().get(name)
+    if machine is None:
+        return max(_WORKSTATION_GIB, _WORKSTATION_GIB_PER_GPU * gpus_per_node) * GIB
+    return int(machine.gib_per_gpu * gpus_per_node * GIB)

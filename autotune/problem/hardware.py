@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.problem.gpu_specs import GpuFacts, facts_for, gpu_table, named_gpu, told_by_driver, unlisted
+from autotune.problem.gpu_specs import (
+    GpuFacts,
+    default_host_bytes,
+    facts_for,
+    gpu_table,
+    named_gpu,
+    told_by_driver,
+    unlisted,
+)
 from autotune.problem.host_memory import host_available_bytes
 from autotune.problem.nvml import (
     BY_BUS,
@@ -187,7 +195,7 @@ def named_hardware(
     if nodes < 1 or count % nodes:
         raise UserError(f"--nodes {nodes}: expected a divisor of the {count} GPUs that all nodes have together")
     row = named_gpu(name)
-    host = host_memory_bytes or max(64, 32 * count // nodes) * GIB
+    host = host_memory_bytes or default_host_bytes(row.name, count // nodes)
     memory = int(row.memory_gib * GIB)
     return Hardware("cuda", row.name, count, memory, None, host, row.name, headroom, row.bf16, nodes=nodes)
 

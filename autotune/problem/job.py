@@ -336,7 +336,7 @@ class Job:
         """One line for display."""
         held = self.global_batch_size and round(self.global_batch_size * (1 if self.packed else self.samples_per_row))
         batch = f"global batch {held}" if held else "batch free"
-        optimizer = "its own optimizer" if self.script else self.optimizer
+        optimizer = "its own optimizer" if self.script else self.optimizer_kind
         extras = [self.task] if self.task != CAUSAL else []
         extras += [f"images of {self.image_size} pixels"] if self.image_size else []
         extras += [f"LoRA of rank {self.lora.rank}"] if self.lora else []
@@ -411,16 +411,37 @@ _FROM_PADDING = (
 _RELATIVE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 
 
+_LONGEST = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
+
+
 def longest_sequence(config: dict[str, Any]) -> int | None:
     """Return the model's longest sequence in tokens by its configuration, or None if it sets no limit."""
     text = config.get("text_config") or config
     if config.get("model_type") in _RELATIVE:
         return None
     taken = (text.get("pad_token_id") or 0) + 1 if config.get("model_type") in _FROM_PADDING else 0
-    for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"):
+    for key in _LONGEST:
         if isinstance(text.get(key), int):
             return int(text[key]) - taken
     return None
+
+
+def with_positions(model: ModelSpec, longest: int) -> ModelSpec:
+    """Return the model with positions for sequences of `longest` tokens, as after rope scaling.
+
+    Rope scaling changes no sizes; learned positions get more rows.
+
+    Raises:
+        UserError: the number is not above 0, or the configuration sets no limit.
+    """
+    whole_number(longest, "--max-positions", 1, MOST_TOKENS)
+    now = longest_sequence(model.config)
+    if now is None:
+        raise UserError(f"--max-positions {longest}: {model.name} has no limit of its own. Remove --max-positions")
+    text = model.config.get("text_config") or model.config
+    changed = {key: text[key] + longest - now for key in _LONGEST if isinstance(text.get(key), int)}
+    inner = {"text_config": {**text, **changed}} if model.config.get("text_config") else changed
+    return dataclasses.replace(model, config={**model.config, **inner})
 
 
 # -- source text of a script -------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.masking import masked_data
+from autotune.problem.training_trace import TrainingTrace
 from autotune.versions import StrEnum
 
 
@@ -68,6 +69,7 @@ class Source(StrEnum):
     STEPS = "steps"  # a script's data ended before enough steps
     BATCH = "batch"  # sequences counted in a script's steps
     SHORT = "short"  # like BATCH, but some steps had the requested batch and too many had less
+    TRACE = "trace"  # the training trace differs from the reference's
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ class Outcome:
     seconds: float = 0.0  # s; wall time of the trial
     outside_seconds: float = 0.0  # s; the part outside measured steps
     started: bool = False  # a new engine was started; a rung of a living engine costs less
+    trace: TrainingTrace | None = None  # first optimizer steps; None in studies of earlier versions
+    trains_otherwise: str = ""  # knob because of which it trains something else than the reference
 
     @property
     def ok(self) -> bool:
@@ -163,4 +167,6 @@ class Outcome:
         if values.get("measurement"):
             fields = {f.name for f in dataclasses.fields(Measurement)}
             values["measurement"] = Measurement(**{k: v for k, v in values["measurement"].items() if k in fields})
+        if values.get("trace"):
+            values["trace"] = TrainingTrace.from_json(values["trace"])
         return cls(**values)

@@ -150,6 +150,7 @@ SETTLED = 0.05  # warm-up ends when two step times in a row differ by less than 
 MAX_WARMUP_STEPS = 6
 MAX_TIMED_MICRO_BATCHES = 3  # a longer accumulation runs only the first, a middle and the boundary micro-batch
 
+BEATEN_STEPS = 2  # steps after which a candidate may be beaten
 LONGER = 2  # factor on the most steps and seconds if recurring work may have been missed
 ALIKE_STEPS = 12  # equal steps after which nothing is expected to recur, even if the first took longer
 ALIKE_SHARE = 0.25  # share of the longest measurement's seconds that may be spent on that check
@@ -168,12 +169,18 @@ class MeasureRequest:
     min_seconds: float
     max_seconds: float
     most_seconds: float = math.inf  # upper limit of any extension
+    beaten_step_seconds: float = math.inf  # a candidate whose interval lies above cannot win
     full: bool = False  # run every micro-batch of an accumulation, without extrapolation
 
     @classmethod
     def of(cls, message: dict[str, Any]) -> MeasureRequest:
         """Return the request of a message; ignore unknown fields."""
         return cls(**{field.name: message[field.name] for field in fields(cls) if field.name in message})
+
+    @property
+    def can_be_beaten(self) -> bool:
+        """Return True if a candidate that is too slow to win is measured no longer than needed to see that."""
+        return self.beaten_step_seconds < math.inf
 
     @property
     def micro_batches(self) -> int:
@@ -206,6 +213,18 @@ def enough(request: MeasureRequest, elapsed_seconds: float, steps: int) -> bool:
     return steps >= request.min_steps and elapsed_seconds > request.min_seconds
 
 
+def beaten(request: MeasureRequest, step_seconds: list[float]) -> bool:
+    """Return True if the interval of the step time lies above the limit, so that more steps cannot change the outcome.
+
+    Args:
+        step_seconds: averages over all ranks, so that all ranks decide alike.
+    """
+    if len(step_seconds) < BEATEN_STEPS:
+        return False
+    pace = pace_of(step_seconds)
+    return pace.seconds - max(pace.spread, SETTLED * pace.seconds) > request.beaten_step_seconds
+
+
 def settled(request: MeasureRequest, elapsed_seconds: float, step_seconds: list[float], warmup: list[float]) -> bool:
     """Return True if the measured steps represent a script's step time, or the time for that is over.
 
@@ -231,6 +250,8 @@ def stretch(request: MeasureRequest, elapsed_seconds: float, steps: int, seconds
     A comparison after every step would make each step wait for the slowest rank, which training does not do.
     """
     wanted = max(request.min_steps - steps, math.ceil((request.min_seconds - elapsed_seconds) / seconds_per_step))
+    if steps < BEATEN_STEPS and seconds_per_step > request.beaten_step_seconds:
+        wanted = min(wanted, BEATEN_STEPS - steps)
     affordable = int((request.max_seconds - elapsed_seconds) / seconds_per_step)
     return max(1, min(wanted, affordable, request.max_steps - steps))
 

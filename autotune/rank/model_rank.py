@@ -13,8 +13,10 @@ from typing import Any
 from autotune.problem.outcome import Phase
 from autotune.rank import measure
 from autotune.rank.base import BaseRank
+from autotune.rank.hooks.base import first_tensor, sizes_of
 from autotune.rank.measure import MeasureRequest, StepParts, certify_save, checkpoint, load, measure_as, run_as
 from autotune.rank.script_rank import Overflows
+from autotune.rank.training_trace import TraceRecorder
 from autotune.workers.protocol import Message
 
 
@@ -66,6 +68,7 @@ class ModelRank(BaseRank):
             self.engine.compile()
         self.engine_built()
         self.overflows = Overflows(self.engine)
+        self.trace: TraceRecorder | None = None
         self.own_device.note()
 
     def _batches(self, micro_batch: int) -> Iterator[Any]:
@@ -73,6 +76,8 @@ class ModelRank(BaseRank):
 
     def _measure(self, request: MeasureRequest) -> None:
         self._set_batch(request)
+        # Weights have moved in later rungs of the engine, and ranks of a slice have parts of the gradients.
+        self.trace = TraceRecorder() if not (self.steps or self.sliced or self.spec.get("resume")) else None
         device = self.own_device
         device.reset_peaks()
         batches = self._batches(request.micro_batch)
@@ -96,6 +101,7 @@ class ModelRank(BaseRank):
             boundary_seconds=measure.boundary_seconds(steps) if request.extrapolated else None,
             extrapolated=request.extrapolated,
             live_bytes=lowest(self.live_steps),
+            trace=self.trace.report() if self.trace is not None else None,
             **device.peaks(),
         )
 
@@ -112,6 +118,10 @@ class ModelRank(BaseRank):
                 steps.append(self._whole_step(batches, request))
             elapsed = self.agree(time.perf_counter() - began)
             pace = elapsed / len(steps)
+            if request.can_be_beaten:
+                whole = self.average([measure.extrapolate(parts, request.accumulation) for parts in steps])
+                if measure.beaten(request, whole):
+                    break
         return steps
 
     def _set_batch(self, request: MeasureRequest) -> None:
@@ -162,15 +172,26 @@ class ModelRank(BaseRank):
         self.phase = Phase.FORWARD
         batch = next(batches)
         self.fault(Phase.FORWARD)
+        trace = self.trace
+        if trace is not None and trace.records:
+            given = ((), batch) if isinstance(batch, dict) else (tuple(batch), {})
+            trace.forward(first_tensor(*given), sizes_of(*given).rows, certain=True)
         loss = self.loss(self.engine, batch)
         self._note_memory()
         self.phase = Phase.BACKWARD
         self.fault(Phase.BACKWARD)
+        if trace is not None:
+            trace.backward(self.engine, loss)
         self.engine.backward(loss)
         self._note_memory()
         self.phase = Phase.STEP
         self.fault(Phase.STEP)
+        boundary = self.engine.is_gradient_accumulation_boundary()
+        if trace is not None and boundary:
+            trace.before_step(self.engine)
         self.engine.step()
+        if trace is not None and boundary:
+            trace.after_step(self.engine)
         self._note_memory()
 
     def _note_memory(self) -> None:

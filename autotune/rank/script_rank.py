@@ -32,6 +32,7 @@ from autotune.rank.measure import (
     say_goodbye,
 )
 from autotune.rank.sandbox import Sandbox
+from autotune.rank.training_trace import TraceRecorder, seed_all
 from autotune.script.profile import TOKENS, UNCOUNTED, Counted
 from autotune.script.source_digests import SOURCES
 from autotune.workers.protocol import Channel, Message
@@ -83,6 +84,7 @@ class ScriptRank(BaseRank):
         self.widest_tokens = self.short_steps = 0  # tokens of the longest row; number of steps that ended their data
         self.rows_beside: dict[str, list[int]] = {}  # rows of every step, by number of the auxiliary engine
         self.saved_tensors: SavedTensors | None = None
+        self.trace: TraceRecorder | None = None  # None in a slice
         self._failure: tuple[int, Message] | None = None  # id and description of the last failure since a step
         self._failures = 0  # since the last step
         self._evaluating = False  # True if the model was in evaluation mode in the last step
@@ -101,9 +103,13 @@ class ScriptRank(BaseRank):
         context = Context(
             self.job, self.candidate, self, self.spec["device"], sandbox.files, quiet=True, sandbox=sandbox
         )
+        if not self.sliced:  # ranks of a slice compute with parts of the gradients
+            context.trace = TraceRecorder()
+        self.trace = context.trace
         self.hooks = Hooks(context)
         self.hooks.install()
         self._variables = dict(os.environ)
+        seed_all(self.spec["seed"], self.number)
         try:
             run_script(self.script, self.hooks.arguments())
         except SystemExit as error:
@@ -220,6 +226,8 @@ class ScriptRank(BaseRank):
         device.synchronize()
         device.note()
         seconds = time.perf_counter() - self._step_began
+        if self.trace is not None:
+            seconds, self.trace.seconds = max(seconds - self.trace.seconds, 0.0), 0.0
         self.steps += 1
         self._failure, self._failures = None, 0
         self._evaluating = not self.engine.module.training
@@ -297,6 +305,8 @@ class ScriptRank(BaseRank):
         if message is None or message["type"] != "measure":
             say_goodbye(self)
         self.request = MeasureRequest.of(message)
+        if message.get("reseed"):
+            seed_all(self.spec["seed"] + 1, self.number)
         self._begin_measuring()
 
     def _tell_facts(self) -> None:
@@ -315,7 +325,9 @@ class ScriptRank(BaseRank):
     def _compare_clocks(self, request: MeasureRequest) -> None:
         """End the measurement on all ranks at once, or schedule the next comparison."""
         elapsed, steps = self.agree(time.perf_counter() - self._measuring_began), len(self.timed)
-        if not measure.enough(request, elapsed, steps):
+        if request.can_be_beaten and measure.beaten(request, self.average([seconds for seconds, _ in self.timed])):
+            self._finish()
+        elif not measure.enough(request, elapsed, steps):
             self._go_on(measure.stretch(request, elapsed, steps, elapsed / steps))
         elif measure.settled(request, elapsed, self.average([seconds for seconds, _ in self.timed]), self.warmup):
             self._finish()
@@ -352,6 +364,7 @@ class ScriptRank(BaseRank):
             extrapolated=False,
             facts=facts,
             live_bytes={},
+            trace=self.trace.report() if self.trace is not None else None,
             **device.peaks(),
         )
         self._serve_certificates()

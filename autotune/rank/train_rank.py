@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Phase
+from autotune.problem.training_trace import LEAST_STEPS
 from autotune.rank.base import BaseRank, greet, handled, leave
 from autotune.rank.checkpoints import (
     CheckpointLedger,
@@ -33,6 +34,7 @@ from autotune.rank.checkpoints import (
 from autotune.rank.hooks import Hooks
 from autotune.rank.hooks.base import Context, Sizes
 from autotune.rank.measure import run_script
+from autotune.rank.training_trace import TraceRecorder
 from autotune.rank.versions import imported
 from autotune.util.linux import outlive_notices
 from autotune.workers.protocol import Message
@@ -60,6 +62,7 @@ class TrainRank(BaseRank):
         candidate, folder = Candidate.of(self.spec["candidate"]), Path(self.spec["folder"])
         context = Context(self.job, candidate, self, self.spec["device"], folder, quiet=False)
         context.collective_timeout = self.collective_timeout
+        context.trace = TraceRecorder()
         self.hooks = Hooks(context)
         self.hooks.install()
         self._ledgers: dict[str, CheckpointLedger] = {}  # by output folder
@@ -254,6 +257,10 @@ class TrainRank(BaseRank):
         """Count a step and report progress."""
         self.steps += 1
         self.progress(0.0 if self.steps <= _FIRST_STEPS else _PROGRESS_SECONDS)
+        trace = self.hooks.context.trace
+        if trace is not None and self.steps == LEAST_STEPS:
+            self.channel.send("traced", trace=trace.report())
+            self.hooks.context.trace = None
 
     def auxiliary_stepped(self, number: int, rows: int) -> None:
         """Do nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement
 from autotune.problem.space import SearchSpace
 from autotune.rank.checkpoints import convertible, layout
+from autotune.script.profile import loops_by_hand
 from autotune.util.files import write_atomically
 
 # Knobs that a rung may change. Only stage, sub-groups and NVMe determine the layout of checkpoints
@@ -75,15 +76,20 @@ def recovery_ladder(
     failed: Collection[Candidate] = (),
     *,
     convert: bool = False,
+    trains_otherwise: Callable[[Candidate], bool] = lambda candidate: False,
 ) -> list[Rung]:
     """Return the config to start from, then rungs of decreasing memory.
 
     Each step has the fastest candidate, and the last rung has the smallest peak.
 
     Every rung keeps the global batch of `top` exactly and can load its checkpoints; with `convert`, after a conversion.
-    Measured values take precedence over predicted ones. Candidates that have `failed` are left out.
+    Measured values take precedence over predicted ones. Candidates that have `failed`, or that train something else
+    than the user's config, are left out. A loop by hand may count micro-batches, so its ladder keeps the micro-batch as
+    long as it can.
     """
-    candidates = sorted({top, *_compatible(top, space, job, convert)} - set(failed), key=str)
+    below_top = {one for one in _compatible(top, space, job, convert) if not trains_otherwise(one)}
+    candidates = sorted({top, *below_top} - set(failed), key=str)
+    by_hand = job.script is not None and loops_by_hand(job.script)
     table = predictor.table(candidates)
     rungs = []
     for i, candidate in enumerate(candidates):
@@ -95,7 +101,8 @@ def recovery_ladder(
     while below := [rung for rung in rungs if rung.peak_bytes <= LESS * ladder[-1].peak_bytes]:
         if len(ladder) == MOST_RUNGS - 1:  # the last rung
             return [*ladder, min(below, key=lambda rung: rung.peak_bytes)]
-        ladder.append(max(below, key=lambda rung: rung.samples_per_second))
+        kept = [rung for rung in below if by_hand and rung.candidate.micro_batch == ladder[-1].candidate.micro_batch]
+        ladder.append(max(kept or below, key=lambda rung: rung.samples_per_second))
     return ladder
 
 

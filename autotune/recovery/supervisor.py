@@ -17,22 +17,24 @@ from typing import Any
 
 from autotune.errors import MachineTrouble, Stopped, UserError, one_line
 from autotune.executors.base import LaunchTarget
-from autotune.executors.machine import Needs, Ops, op_name
+from autotune.executors.machine import Ops, RankRequirements, op_name
 from autotune.masking import masked, masked_data
 from autotune.problem.candidate import trial_environment
 from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind, Source
+from autotune.problem.training_trace import TrainingTrace
 from autotune.rank.ds_config import DISPENSABLE, all_ops, needed_ops
 from autotune.recovery.ladder import Rung
 from autotune.script.argument_writer import write_trial_files
+from autotune.search.certificate import iterations_line, structure_differs
 from autotune.util.entry_points import TRAIN_RANK
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import current
 from autotune.util.linux import NOTICES
 from autotune.util.units import format_bytes, format_duration
-from autotune.workers.failure_classifier import judge
-from autotune.workers.group import Policy, Stop, WorkerGroup
+from autotune.workers.failure_classifier import classify_failure
+from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.jit_ops import FOLDER, is_built, own_folder
 from autotune.workers.launchers import Launcher, SpawnLauncher, training_environment
 from autotune.workers.protocol import Message
@@ -119,7 +121,7 @@ class Supervisor:
         self.job, self.hardware, self.ladder, self.folder = job, hardware, ladder, folder
         self.max_restarts, self.convert, self._say = max_restarts, convert, say
         self._silent_seconds = silent_seconds
-        self._policy = Policy(HELLO_SECONDS, lambda phase: silent_seconds, SETTLE_SECONDS, may_leave=True)
+        self._policy = GroupPolicy(HELLO_SECONDS, lambda phase: silent_seconds, SETTLE_SECONDS, may_exit=True)
         self.threads = threads or hardware.threads or threads_per_rank(job.ranks)
         self._env = training_environment(hardware.device, self.threads)
         self._ops = Ops(self.say)
@@ -127,12 +129,14 @@ class Supervisor:
         self._launcher = launcher or self._own_launcher
         self._ground: LaunchTarget | None = None
         self._opened = False
-        self._needs = Needs(hardware.device, self.threads, training=True, cwd=job.script.cwd)
+        self._needs = RankRequirements(hardware.device, self.threads, training=True, cwd=job.script.cwd)
         self._signal: signal.Signals | None = None
         self._group: WorkerGroup | None = None
         self._earlier: dict[str, dict[str, Any]] = {}  # last messages about Trainer's output folders
         self._begun: set[str] = set()  # output folders into which an attempt may have written
         self._bad: list[str] = []  # folders of checkpoints that could not be loaded, since the last step
+        self._reference: TrainingTrace | None = None  # of the first attempt
+        self._otherwise = ""  # how a later attempt trains something else
 
     def run(self, ground: LaunchTarget | None = None) -> LaunchSummary:
         """Train until the end. Pass SIGINT, SIGTERM and SIGHUP on, and SIGUSR1 and SIGUSR2 to ranks that catch them.
@@ -211,7 +215,7 @@ class Supervisor:
                 self.say(f"stopped by {self._signal.name}, before it was started again")
                 return LaunchSummary(128 + self._signal, attempts)
 
-    def _sets_aside(self, end: End, *, first: bool) -> bool:
+    def _sets_aside(self, end: AttemptEnd, *, first: bool) -> bool:
         """Check that the restart failed to load its checkpoint, so that the next attempt must use an older one.
 
         This happens once per checkpoint, and for few in a row, as more point to another cause.
@@ -231,13 +235,13 @@ class Supervisor:
         while self._signal is None and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, _LOOK_SECONDS))
 
-    def _timed(self, rung: Rung, attempt: Attempt, *, first: bool) -> End:
+    def _timed(self, rung: Rung, attempt: Attempt, *, first: bool) -> AttemptEnd:
         """Run one attempt, and record its end and course.
 
         Raises:
             UserError: the first attempt cannot be prepared.
         """
-        started, course, heard = time.monotonic(), Course(), Heard(self.say)
+        started, course, heard = time.monotonic(), Course(), AttemptMessages(self.say)
         try:
             end = self._prepare(rung, heard) or self._attempt(rung, course, heard)
         except OSError as error:  # no memory, process or disk for it
@@ -252,7 +256,7 @@ class Supervisor:
         attempt.ended = f"{end.kind.value}: {end.reason}" if end.kind else end.reason
         return end
 
-    def _prepare(self, rung: Rung, heard: Heard) -> End | None:
+    def _prepare(self, rung: Rung, heard: AttemptMessages) -> AttemptEnd | None:
         """Build the missing ops that a rung needs, and reconnect to lost nodes.
 
         Ranks would build the ops without any message.
@@ -296,16 +300,18 @@ class Supervisor:
         folder = Path(os.environ.get(FOLDER) or own_folder(device))
         needed = all_ops([rung.candidate], self.job, device)
         # Only the launcher knows the ops folder of an environment next to this one.
-        missing = [name for name in needed if current().beside or not is_built(name, folder)]
+        missing = [name for name in needed if current().is_other or not is_built(name, folder)]
         if missing:
             log = self.folder / "server.log"
             self._ops.load(self._launcher, missing, self._env, log, lambda: self._signal is not None)
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
-    def _attempt(self, rung: Rung, course: Course, heard: Heard) -> End:
+    def _attempt(self, rung: Rung, course: Course, heard: AttemptMessages) -> AttemptEnd:
         def take(rank: int, message: Message) -> None:
-            heard.take(rank, message)
+            heard.process(rank, message)
+            if message["type"] == "traced":
+                self._compare(heard)
             if message["type"] == "progress":
                 with suppress(Exception):  # a device that cannot be queried costs a point, not the training
                     course.note(heard.steps, lambda: group.peaks().worst)
@@ -315,7 +321,7 @@ class Supervisor:
             self.hardware,
             None,
             self._policy,
-            cancelled=lambda: self._signal is not None,
+            cancelled=lambda: self._signal is not None or bool(self._otherwise),
             on_message=take,
         )
         spec = {
@@ -335,14 +341,37 @@ class Supervisor:
             if self._ground is None:  # a node writes its own files
                 write_trial_files(self.job, rung.candidate, group.home, quiet=False)
             stop = group.start(TRAIN_RANK, self.job.ranks, spec)
-            if stop is Stop.ARRIVED:
-                stop = group.watch(lambda: group.all_left)
-            return self._leave(group, heard) if stop is Stop.CANCELLED else end_of(stop, group, heard, self.hardware)
+            if stop is WatchEnd.ARRIVED:
+                stop = group.watch(lambda: group.all_succeeded)
+            if self._otherwise and self._signal is None:
+                return heard.end(1, None, f"stopped, because {self._otherwise}")
+            return (
+                self._leave(group, heard) if stop is WatchEnd.CANCELLED else end_of(stop, group, heard, self.hardware)
+            )
         finally:
             self._end(group)
             self._group = None
             self._earlier |= heard.earlier
             self._begun |= heard.begun
+
+    def _compare(self, heard: AttemptMessages) -> None:
+        """Compare the first steps of an attempt with those of the first one, once all ranks have reported them.
+
+        A training that goes on with other rows or another learning rate is stopped.
+        """
+        if len(heard.traces) < self.job.ranks:
+            return
+        trace = TrainingTrace.merged([heard.traces[rank] for rank in sorted(heard.traces)])
+        if trace is None:
+            return
+        if self._reference is None:
+            self._reference = trace
+            return
+        if why := structure_differs(self._reference, trace):
+            self._otherwise = why
+            self.say(f"stopped: {why}; start it again from its checkpoint under a config of the same batch")
+        elif line := iterations_line(self.job, self._reference, trace):
+            self.say(line)
 
     def _end(self, group: WorkerGroup) -> None:
         """End the group. An OSError here does not change how the attempt ended."""
@@ -351,15 +380,15 @@ class Supervisor:
         except OSError as error:
             self.say(f"the ranks' end: {one_line(error)}")
 
-    def _leave(self, group: WorkerGroup, heard: Heard) -> End:
+    def _leave(self, group: WorkerGroup, heard: AttemptMessages) -> AttemptEnd:
         """Pass a signal on and give the ranks time to end in their own way."""
         assert self._signal is not None
         group.signal(self._signal)
         if group.greeted:
             self.say(f"{self._signal.name} is passed on, and the ranks may save; a second one ends them at once")
-            group.wait_left(LEAVE_SECONDS, max(LEAVE_SECONDS, self._silent_seconds))
+            group.wait_until_ended(LEAVE_SECONDS, max(LEAVE_SECONDS, self._silent_seconds))
         codes = [code for code in group.exit_codes().values() if code > 0]
-        code = codes[0] if codes else 0 if group.all_left else 128 + self._signal
+        code = codes[0] if codes else 0 if group.all_succeeded else 128 + self._signal
         return heard.end(code, None, f"stopped by {self._signal.name}")
 
     def _notify(self, number: int, frame: object) -> None:
@@ -407,7 +436,7 @@ _GOES_ON = (
 
 
 @dataclass(frozen=True)
-class End:
+class AttemptEnd:
     """End of an attempt."""
 
     code: int
@@ -422,7 +451,7 @@ class End:
 
 
 @dataclass
-class Heard:
+class AttemptMessages:
     """State collected from the messages of one attempt's ranks."""
 
     say: Callable[[str], None]
@@ -434,8 +463,9 @@ class Heard:
         default_factory=dict
     )  # fields of `rank.checkpoints.CheckpointLedger` by output folder
     begun: set[str] = field(default_factory=set)  # output folders of Trainer's arguments
+    traces: dict[int, dict[str, Any]] = field(default_factory=dict)  # first steps, by rank
 
-    def take(self, rank: int, message: Message) -> None:
+    def process(self, rank: int, message: Message) -> None:
         """Process a message of a rank."""
         verb = message["type"]
         if verb == "resumed":
@@ -446,6 +476,8 @@ class Heard:
                 self.say(f"going on from {self.resumed_from}")
         elif verb == "checkpoints":
             self.earlier[message["folder"]] = message["ledger"]
+        elif verb == "traced":
+            self.traces[rank] = message["trace"]
         elif verb == "output":
             self.begun.add(message["folder"])
         elif verb == "note":
@@ -455,23 +487,23 @@ class Heard:
             self.say("the script trains without DeepSpeed: no config of ours is in it")
         self.steps = max(self.steps, int(message.get("steps") or 0))
 
-    def end(self, code: int, kind: OutcomeKind | None, reason: str) -> End:
+    def end(self, code: int, kind: OutcomeKind | None, reason: str) -> AttemptEnd:
         """Return the end of an attempt, with the collected steps and checkpoint."""
         # A script with Trainer's arguments reports each load. Other scripts may load through torch alone.
         origin = self.origin or ("" if self.begun else None)
-        return End(code, kind, reason, self.steps, self.resumed_from, origin=origin)
+        return AttemptEnd(code, kind, reason, self.steps, self.resumed_from, origin=origin)
 
-    def broken(self, error: Exception) -> End:
+    def broken(self, error: Exception) -> AttemptEnd:
         """Return the end of an attempt that this machine refuses to start."""
         words = one_line(error)
         return replace(self.end(1, OutcomeKind.INFRASTRUCTURE, words), words=words)
 
 
-def end_of(stop: Stop, group: WorkerGroup, heard: Heard, hardware: Hardware) -> End:
+def end_of(stop: WatchEnd, group: WorkerGroup, heard: AttemptMessages, hardware: Hardware) -> AttemptEnd:
     """Return the end of an attempt that was not stopped by a signal. The caller ends the group afterwards."""
-    if stop is Stop.SILENT and group.greeted:
+    if stop is WatchEnd.SILENT and group.greeted:
         return _hang(group, heard, hardware)
-    if stop is Stop.ARRIVED:
+    if stop is WatchEnd.ARRIVED:
         for rank, status in group.statuses().items():
             if status < 0:
                 name = signal.Signals(-status).name
@@ -480,7 +512,7 @@ def end_of(stop: Stop, group: WorkerGroup, heard: Heard, hardware: Hardware) -> 
     evidence = group.evidence()
     codes = [128 - status if status < 0 else status for status in evidence.statuses.values() if status]
     code = codes[0] if codes else 1
-    verdict = judge(evidence)
+    verdict = classify_failure(evidence)
     if not group.greeted:  # neither the script nor its config has reached the ranks
         end = heard.end(code, OutcomeKind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}")
         broken = verdict.source is Source.EXIT  # a half-upgraded environment ends each rank like this
@@ -495,9 +527,9 @@ def end_of(stop: Stop, group: WorkerGroup, heard: Heard, hardware: Hardware) -> 
     return replace(end, unloaded=next((error["unloaded"] for error in evidence.errors if error.get("unloaded")), ""))
 
 
-def _hang(group: WorkerGroup, heard: Heard, hardware: Hardware) -> End:
+def _hang(group: WorkerGroup, heard: AttemptMessages, hardware: Hardware) -> AttemptEnd:
     """Return the end of an attempt without a heartbeat: an OOM if a device or the host is nearly full."""
-    if (code := group.scripts_code) is not None:
+    if (code := group.script_exit_code) is not None:
         heard.say("the script is over, and ranks do not leave: ended")
         return heard.end(code, None, "done")
     peaks = group.peaks()

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rich.console import Console, Group
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from autotune.masking import MASK, NOTE, masked, masked_data, masked_words
-from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate, describe
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script, under_lightning
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
@@ -43,10 +46,12 @@ from autotune.script.script import (
     typed,
     variables_for,
 )
+from autotune.search.certificate import certificate_lines
+from autotune.search.leaderboard import Leaderboard, StudyFacts, missing_bytes
+from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
-from autotune.search.trials import AS_IS, RESUME, SEARCH, VERIFY, Record, resumed_peak_bytes, uncollected
-from autotune.search.tuner import comparable_trials
-from autotune.util.interpreter import launched
+from autotune.search.trials import AS_IS, RESUME, VERIFY, Record, resumed_peak_bytes, uncollected
+from autotune.util.interpreter import launch_command
 from autotune.util.streams import is_watched
 from autotune.util.units import format_bytes, format_count, format_duration
 from autotune.workers.launchers import assignments, variables_of
@@ -68,44 +73,81 @@ _STYLE = {
 }
 
 
+# phrases for a phase in which memory ran out; other phases are named as they are
+_PHASES = {Phase.START: "start-up", Phase.INIT: "setup"}
+_MOST_REASON = 110  # characters of a reason in one line; `show --trial` has the rest
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most `most` characters, cut between words, with … for the rest."""
+    flat = " ".join(text.split())
+    if len(flat) <= most:
+        return flat
+    cut = flat[: most - 1].rpartition(" ")[0] or flat[: most - 2]  # a word longer than the line
+    return f"{cut} …"
+
+
 def outcome_line(outcome: Outcome) -> str:
     """Format an outcome in one line: speed and peak, or the failure."""
     if outcome.measurement is not None:
         measured = outcome.measurement
         retries = f", {measured.alloc_retries} allocator retries" if measured.alloc_retries else ""
         return f"{speed(measured)}, peak {format_bytes(measured.peak_bytes)}{retries}"
-    missing = f", short of {format_bytes(outcome.missing_bytes)}" if outcome.missing_bytes else ""
-    why = outcome.evidence if outcome.kind.is_oom else outcome.reason
     who = f" on rank {outcome.rank}" if outcome.rank is not None else ""
-    return f"{outcome.kind.value} in {outcome.phase.value}{who}{missing}: {masked(why)[:110]}"
+    if outcome.kind.is_oom:
+        what = "OOM" if outcome.kind is OutcomeKind.OOM_DEVICE else "host OOM"
+        missing = f", {format_bytes(outcome.missing_bytes)} short" if outcome.missing_bytes else ""
+        return f"{what} in {_PHASES.get(outcome.phase, outcome.phase.value)}{who}{missing}"
+    return f"{outcome.kind.value} in {outcome.phase.value}{who}: {shortened(masked(outcome.reason), _MOST_REASON)}"
 
 
 class PlainObserver:
-    """Observer that prints plain lines, for logs and pipes."""
+    """Observer that prints plain lines, for logs and pipes. A `with` block holds the output of a command."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self._leaderboard: Leaderboard | None = None
+        self._last = ""
 
-    def start(self) -> None:
-        """Do nothing: there is no live view."""
+    def __enter__(self) -> PlainObserver:
+        """Open the view."""
+        return self
 
-    def stop(self) -> None:
-        """Do nothing: there is no live view."""
+    def __exit__(self, *raised: object) -> None:
+        """Close the view, also after an error."""
+
+    def begin_study(self, leaderboard: Leaderboard) -> None:
+        """Receive the leaderboard of a study's earlier trials. Later outcomes are added to it."""
+        self._leaderboard = leaderboard
+
+    def start(self, budget_seconds: float, used_seconds: float) -> None:
+        """Receive the start of the search, with its budget and the seconds used before."""
 
     def phase(self, name: str) -> None:
         """Do nothing: plain output has no phases."""
 
     def doing(self, text: str) -> None:
-        """Show a long operation other than a trial; an empty text ends it."""
+        """Print a long operation other than a trial; an empty text ends it."""
+        if text and text != self._last:
+            self._print(text)
+
+    def showing(self, text: str) -> None:
+        """Do nothing: plain output has its own line about this operation."""
 
     def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
         """Do nothing: plain output reports ends."""
 
     def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
-        """Print a trial's outcome in one line."""
+        """Print a trial's outcome in one line; it is dimmed and says why if the trial cannot win."""
         what = role if role in (VERIFY, RESUME) else "trial"
-        seconds = format_duration(outcome.seconds)
-        self._print(f"{what} {number:>3}  {candidate}  ->  {outcome_line(outcome)}  [{seconds}]")
+        seconds, remark = format_duration(outcome.seconds), ""
+        if self._leaderboard is not None:
+            self._leaderboard.learn(number, candidate, outcome, role)
+            remark = self._leaderboard.remark(candidate, outcome)
+        line = f"{what} {number:>3}  {candidate}  ->  {outcome_line(outcome)}"
+        self._print(
+            f"{line}{f', {shortened(remark, _MOST_REASON)}' if remark else ''}  [{seconds}]", "dim" if remark else ""
+        )
 
     def say(self, text: str) -> None:
         """Print a message."""
@@ -114,41 +156,49 @@ class PlainObserver:
     def clock(self, used_seconds: float, budget_seconds: float) -> None:
         """Do nothing: plain output has no clock."""
 
-    def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    def _print(self, text: str, style: str = "") -> None:
+        self._last = text
+        self.console.print(text, style=style or None, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class LiveObserver(PlainObserver):
-    """Live view: budget, counts, the best so far, running trials with their phase, the last failures."""
+    """Live view: a bar to the end of the budget, counts, the best that can still win, running trials, the last failures.
 
-    def __init__(self, console: Console, hardware: Hardware, budget_seconds: float) -> None:
+    One Live is started and stopped once: a Live that is started again erases as many printed lines as its view had.
+    """
+
+    def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self._hardware, self._budget = hardware, budget_seconds
         self._began = time.monotonic()
+        self._budget = 0.0  # s; 0 before the search
         self._counts: Counter[OutcomeKind] = Counter()
-        self._best: tuple[float, Candidate, Outcome] | None = None
         self._running: dict[int, str] = {}  # by trial number
         self._phase = ""
-        self._doing: tuple[str, float] | None = None  # (text, start time)
-        self._searching = False
+        self._doing: tuple[str, float] = ("starting", self._began)  # (text, start time)
         self._failures: list[str] = []
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render, transient=True)
 
-    def start(self) -> None:
-        """Start the view and its clock."""
-        self._began = time.monotonic()
-        self._searching = True
+    def __enter__(self) -> LiveObserver:
+        """Open the view."""
         self._live.start()
+        return self
 
-    def stop(self) -> None:
-        """Stop the view."""
+    def __exit__(self, *raised: object) -> None:
+        """Close the view, also after an error."""
         self._live.stop()
+
+    def start(self, budget_seconds: float, used_seconds: float) -> None:
+        """Start the bar of the budget."""
+        self._budget, self._began = budget_seconds, time.monotonic() - used_seconds
+        self._doing = ("", 0.0)
 
     def doing(self, text: str) -> None:
         """Show the current preparation; an empty text ends it."""
-        self._doing = (text, time.monotonic()) if text else None
-        if not self._searching:  # before the search there is no view yet
-            (self._live.start if text else self._live.stop)()
+        self._doing = (text, time.monotonic())
+
+    def showing(self, text: str) -> None:
+        """Show the current preparation, about which a line is printed elsewhere."""
+        self.doing(text)
 
     def phase(self, name: str) -> None:
         """Show the name of the current phase."""
@@ -160,47 +210,45 @@ class LiveObserver(PlainObserver):
         self._running[number] = f"{what} {number}: {candidate}"
 
     def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
-        """Print a trial's outcome, and update the counts and the best candidate."""
+        """Print a trial's outcome, and update the counts."""
         super().trial_finished(number, candidate, role, outcome)
         self._running.pop(number, None)
         self._counts[outcome.kind] += 1
-        if outcome.measurement is None:
+        if outcome.measurement is None and not outcome.ok:
             self._failures = [*self._failures[-2:], f"{candidate}: {outcome_line(outcome)}"]
-        elif outcome.measurement.peak_bytes <= self._hardware.ceiling_bytes:
-            found = outcome.measurement.samples_per_second
-            if self._best is None or found > self._best[0]:
-                self._best = (found, candidate, outcome)
 
     def _render(self) -> Panel:
-        if self._doing is not None:
-            text, since = self._doing
-            line = Text(f"now   {text}, {format_duration(time.monotonic() - since)} so far")
-            return Panel(Group(line), title="autotune", border_style="dim")
-        left = max(0.0, self._budget - (time.monotonic() - self._began))
-        counts = "  ".join(f"[{_STYLE[kind]}]{kind.value} {number}[/]" for kind, number in sorted(self._counts.items()))
-        lines: list[Any] = [
-            Text.from_markup(f"left {format_duration(left)} of {format_duration(self._budget)}   {counts}")
-        ]
-        if self._best:
-            lines.append(Text(f"best  {self._best[1]}  {outcome_line(self._best[2])}", style="bold green"))
-        running = list(self._running.copy().values()) or ["thinking" if self._counts else "starting"]
-        phase = f"  ({self._phase})" if len(running) == 1 else ""
-        lines += [Text(f"now   {text}{phase}") for text in running]
+        now, lines = time.monotonic(), list[RenderableType]()
+        if self._budget:
+            left = max(0.0, self._budget - (now - self._began))
+            counts = "  ".join(f"[{_STYLE[kind]}]{kind.value} {n}[/]" for kind, n in sorted(self._counts.items()))
+            bar = ProgressBar(self._budget, min(self._budget, now - self._began), width=24)
+            told = f"left {format_duration(left)} of {format_duration(self._budget)}   {counts}"
+            lines.append(Columns([bar, Text.from_markup(told)]))
+        best = self._leaderboard and next(filter(self._leaderboard.may_win, self._leaderboard.feasible()), None)
+        if self._leaderboard and best:
+            lines.append(Text(f"best  {best}  {speed(self._leaderboard.measured[best][1])}", style="bold green"))
+        text, since = self._doing
+        running = list(self._running.copy().values())
+        if text:
+            running = [f"{text}, {format_duration(now - since)} so far", *running]
+        phase = f"  ({self._phase})" if len(running) == 1 and not text and self._phase else ""
+        lines += [Text(f"now   {one}{phase}") for one in running or ["choosing the next config"]]
         lines += [Text(f"failed {line}", style="yellow") for line in self._failures]
         return Panel(Group(*lines), title="autotune", border_style="dim")
 
 
-def make_observer(hardware: Hardware, budget_seconds: float, console: Console, quiet: bool) -> PlainObserver:
+def make_observer(console: Console, quiet: bool) -> PlainObserver:
     """Return a live view for a terminal, else plain output; nothing is printed if quiet."""
     if quiet:
         return PlainObserver(Console(quiet=True))
     if console.is_terminal and is_watched(console.file):  # colours may be forced into a pipe
-        return LiveObserver(console, hardware, budget_seconds)
+        return LiveObserver(console)
     return PlainObserver(console)
 
 
-def trials_table(records: list[Record]) -> DataTable:
-    """Build a table of every trial with its result or reason."""
+def trials_table(records: Sequence[Record], facts: StudyFacts) -> DataTable:
+    """Build a table of every trial with its result or reason; trials that cannot win are dimmed."""
     table = DataTable(box=None, pad_edge=False, header_style="bold")
     for heading in ("#", "candidate", "outcome", "samples/s", "step", "peak", "why tried / what happened"):
         table.add_column(
@@ -215,28 +263,32 @@ def trials_table(records: list[Record]) -> DataTable:
         peak = measured.peak_bytes if measured else outcome.peak_bytes
         kind = outcome.kind.value
         kind = f"{kind} ({record.role})" if record.role in (VERIFY, RESUME) else kind
+        remark = facts.remarks.get(record.number, "")
+        mark = ", winner" if facts.winner is not None and record.number == facts.winner.number else ""
+        told = f"{shortened(remark, _MOST_REASON)}; {record.note}" if remark else record.note
         table.add_row(
             str(record.number),
-            str(record.candidate),
-            Text(kind, style=_STYLE[outcome.kind]),
+            Text(str(record.candidate), style="dim" if remark else ""),
+            Text(f"{kind}{mark}", style="dim" if remark else _STYLE[outcome.kind]),
             f"{measured.samples_per_second:.4g}" if measured else "",
             format_duration(measured.step_seconds) if measured else "",
             format_bytes(peak) if peak else "",
-            record.note if measured else outcome_line(outcome),
+            told if measured or outcome.ok else outcome_line(outcome),
         )
     return table
 
 
 def study_json(store: StudyStore) -> dict[str, Any]:
     """Return everything that `show` prints, for JSON."""
-    winner = store.winner
+    facts = store.facts()
     return {
         "study": store.name,
         "fingerprint": store.fingerprint,
         "hardware": store.hardware.to_json(),
         "calls": [vars(call) for call in store.calls()],
         "used_seconds": sum(call.used_seconds for call in store.calls()),
-        "winner": record_json(winner) if winner else None,
+        "winner": record_json(facts.winner) if facts.winner else None,
+        "verdict": facts.to_json(),
         "skips": store.skips,
         "trials": [record_json(record) for record in store.records()],
     }
@@ -255,9 +307,9 @@ def record_json(record: Record) -> dict[str, Any]:
 
 @uncollected()
 def show_study(store: StudyStore, out: Console) -> None:
-    """Print a study's trials with their reasons, what was not tried and why, its calls, and its winner."""
-    records, calls = store.records(), store.calls()
-    out.print(trials_table(records))
+    """Print a study's trials with their reasons, what was not tried and why, its calls, and its verdict."""
+    records, calls, facts = store.records(), store.calls(), store.facts()
+    out.print(trials_table(records, facts))
     for reason, count in sorted(store.skips.items(), key=lambda item: -item[1])[:12]:
         out.print(f"not tried ({count}): {reason}", markup=False, emoji=False, highlight=False, soft_wrap=True)
     if calls:
@@ -267,10 +319,25 @@ def show_study(store: StudyStore, out: Console) -> None:
             f"{format_duration(last.used_seconds)} of {format_duration(last.budget_seconds)} "
             f"({last.ended or 'not ended'})"
         )
-    winner = store.winner
-    lines = winner_lines(winner, comparable_trials(store), store.job, store.hardware) if winner else ["no winner yet"]
-    for line in lines:
+    for line in verdict_lines(facts, records, store.job, store.hardware):
         print(line)
+
+
+def trial_lines(store: StudyStore, record: Record) -> list[str]:
+    """Return lines with everything that is stored of one trial: config, outcome, evidence, logs."""
+    number, facts = record.number, store.facts()
+    lines = [f"trial {number} ({record.role}): {config_sentence(record.candidate, store.job, store.hardware)}"]
+    lines += [f"  config: {record.candidate}", f"  why tried: {record.note}"]
+    outcome = record.outcome
+    if outcome is None:
+        return [*lines, "  running"]
+    lines.append(f"  outcome: {outcome_line(outcome)}, after {format_duration(outcome.seconds)}")
+    if remark := facts.remarks.get(number):
+        lines.append(f"  {remark}")
+    told = {"reason": outcome.reason, "evidence": outcome.evidence, "exceptions": ", ".join(outcome.exceptions)}
+    lines += [f"  {name}: {masked(text)}" for name, text in told.items() if text]
+    lines += [f"  peak: {format_bytes(outcome.peak_bytes)}"] if outcome.peak_bytes else []
+    return [*lines, *([f"  logs: {outcome.log}"] if outcome.log else [])]
 
 
 # -- winner ------------------------------------------------------------------------------------------------------------
@@ -291,16 +358,99 @@ def _has_tokens(measured: Measurement) -> bool:
     return measured.tokens_per_second > 1.001 * measured.samples_per_second
 
 
-def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hardware) -> list[str]:
-    """Describe the winner, its margin over the next best, and its free memory."""
-    assert record.outcome is not None
-    assert record.outcome.measurement is not None
+KNOB_WORDS = {
+    MICRO_BATCH: "micro-batch",
+    ACCUMULATION: "accumulation",
+    CHECKPOINTING: "checkpointing",
+    "zero_stage": "ZeRO stage",
+}
+
+
+def knob_words(name: str) -> str:
+    """Return a knob's name for display, in words between which a narrow column may break."""
+    return KNOB_WORDS.get(name, name.rpartition(".")[2].replace("_", " "))
+
+
+def config_sentence(candidate: Candidate, job: Job, hardware: Hardware) -> str:
+    """Describe a config in words: ZeRO stage, batch, devices, offload and checkpointing. Other knobs are in its short codes."""
+    if not candidate.knobs:
+        return AS_IS
+    unit = "GPU" if hardware.device == "cuda" else "CPU rank"
+    batch = candidate.micro_batch * candidate.accumulation * job.ranks
+    return ", ".join(
+        [
+            f"ZeRO-{candidate.stage}",
+            f"micro-batch {candidate.micro_batch}",
+            f"accumulation {candidate.accumulation}",
+            f"{job.ranks} {unit}{'s' if job.ranks > 1 else ''} (global batch {batch})",
+            *(_offloads(candidate) or ["no offload"]),
+            *([] if CHECKPOINTING not in candidate.as_dict else ["no checkpointing"] * (not candidate.checkpointing)),
+            *(["checkpointing"] * candidate.checkpointing),
+        ]
+    )
+
+
+def _offloads(candidate: Candidate) -> list[str]:
+    places = {"cpu": "CPU", "nvme": "NVMe"}
+    kept = {"optimizer": candidate.offload_optimizer, "parameters": candidate.offload_param}
+    return [f"{what} offloaded to {places.get(where, where)}" for what, where in kept.items() if where != "none"]
+
+
+def _briefly(candidate: Candidate) -> str:
+    """Describe a config in a few words: `ZeRO-2, micro-batch 4 x 2`."""
+    if not candidate.knobs:
+        return AS_IS
+    parts = [f"ZeRO-{candidate.stage}", f"micro-batch {candidate.micro_batch} x {candidate.accumulation}"]
+    return ", ".join([*parts, *_offloads(candidate), *(["checkpointing"] * candidate.checkpointing)])
+
+
+def code_legend(candidate: Candidate) -> str:
+    """Explain the short codes of a config: `z: ZeRO stage, mb: micro-batch`."""
+    known = ((name, KNOBS[name].short if name in KNOBS else "") for name, _ in candidate.knobs)
+    shown = {short: name for name, short in known if short and describe({name: candidate.get(name)})}
+    codes = str(candidate)
+    ordered = sorted((one for one in shown if one in codes), key=codes.index)
+    return ", ".join(f"{short}: {knob_words(shown[short])}" for short in ordered)
+
+
+def own_line(facts: StudyFacts, job: Job) -> str:
+    """Compare the winner with the script's own config; empty without a script."""
+    own = facts.own
+    if own is None or own.outcome is None:
+        return ""
+    yours = f"yours ({_briefly(own.candidate)})"
+    winner = facts.winner
+    measured = winner.outcome.measurement if winner and winner.outcome else None
+    if own.outcome.measurement is None:
+        won = f"; winner: {speed(measured)}" if measured else ""
+        return f"{yours}: {outcome_line(own.outcome)}{won}"
+    if winner is not None and winner.candidate == own.candidate:
+        return f"{yours} is the winner: {AS_IS} has this config already"
+    ratio = facts.own_ratio
+    if winner is None or ratio is None:
+        remark = facts.remarks.get(own.number, "")
+        return f"{yours}: {speed(own.outcome.measurement)}{f', {remark}' if remark else ''}"
+    alike = f"{ratio.samples_per_second:.4g} against {ratio.other_samples_per_second:.4g} samples/s, measured alike"
+    unlike = unlike_steps(own.candidate, winner.candidate, job)
+    if ratio.is_noise:
+        return f"{yours}: tied with the winner, {ratio.times:.2f}x is below noise ({alike}{unlike})"
+    return f"{yours}: the winner is {ratio.times:.2f}x yours ({alike}{unlike})"
+
+
+def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardware: Hardware) -> list[str]:
+    """Describe the verdict: the script's own config, the winner in words, its margin over other configs, its free memory."""
+    first = [own_line(facts, job)] if facts.own is not None else []
+    record = facts.winner
+    if record is None or record.outcome is None or record.outcome.measurement is None:
+        return [*filter(None, first), "no winner yet"]
     measured = record.outcome.measurement
     samples, tokens = measured.per_gpu(job.ranks)
     spread = 100 * measured.step_seconds_spread / measured.step_seconds
     free = 100 * (1 - measured.peak_bytes / hardware.capacity_bytes)
     lines = [
-        f"winner: {record.candidate}",
+        *filter(None, first),
+        f"winner: {config_sentence(record.candidate, job, hardware)}",
+        f"  config: {record.candidate} ({code_legend(record.candidate)})",
         f"  {speed(measured)}, ±{spread:.1f} %; a GPU: {samples:.4g} samples/s"
         + (f", {tokens:.5g} tokens/s" if _has_tokens(measured) else ""),
         f"  step {format_duration(measured.step_seconds)}; peak {format_bytes(measured.peak_bytes)} of "
@@ -313,71 +463,21 @@ def winner_lines(record: Record, records: list[Record], job: Job, hardware: Hard
         )
     if measured.predicted_seconds is not None:
         lines.append(f"  {slice_line(measured, hardware)}")
-    if (peak_bytes := resumed_peak_bytes(records, record.candidate)) is not None:
+    if (peak_bytes := resumed_peak_bytes(list(records), record.candidate)) is not None:
         lines.append(f"  goes on from a checkpoint: peak {format_bytes(peak_bytes)}")
     if measured.mfu is not None:
         lines.append(f"  {measured.model_tflops_per_gpu:.1f} model TFLOP/s a GPU, MFU {100 * measured.mfu:.1f} %")
-    times = _times_others(record, records)
-    fits = {
-        r.candidate
-        for r in records
-        if r.outcome and r.outcome.measurement and r.outcome.measurement.peak_bytes <= hardware.ceiling_bytes
-    }
-    if ratios := [ratio for other, ratio in times.items() if other in fits]:
-        lines.append(
-            f"  {100 * (min(ratios) - 1):+.1f} % against the next best, {max(ratios):.1f}x the slowest of "
-            f"{len(ratios) + 1} that fit"
-        )
-    own = next((r.candidate for r in records if r.note == AS_IS), None)
-    if own is not None and own in times:
-        pair = measured_alike(record, records)[own]
-        lines.append(
-            f"  {times[own]:.2f}x {AS_IS}: {own}{unlike_steps(own, record.candidate, job)}{_basis(measured, *pair)}"
-        )
-    elif own == record.candidate:
-        lines.append(f"  {AS_IS} has this config already")
+    lines += [f"  {line}" for line in certificate_lines(job, records, record)]
+    lines += [f"  {line}" for line in facts.comparison()]
     if other := other_batch(record.candidate, job):
         lines.append(f"  {other}")
     return [*lines, *(f"  it {line}" for line in lossy_settings(record.candidate, job))]
 
 
-def _basis(shown: Measurement, mine: Measurement, theirs: Measurement) -> str:
-    """Return the two speeds of a ratio, if the winner's shown speed is another measurement's."""
-    if mine is shown:
-        return ""
-    return f" (in the search: {mine.samples_per_second:.4g} against {theirs.samples_per_second:.4g} samples/s)"
-
-
 def unlike_steps(own: Candidate, winner: Candidate, job: Job) -> str:
     """Return a note if the two take steps of different size."""
     mine, theirs = (one.micro_batch * one.accumulation * job.ranks for one in (winner, own))
-    return "" if mine == theirs else f" (in tokens/s: its steps are of {theirs} samples, the winner's of {mine})"
-
-
-def _times_others(winner: Record, records: list[Record]) -> dict[Candidate, float]:
-    """Return the winner's tokens per second divided by those of each other config."""
-    return {
-        other: mine.tokens_per_second / theirs.tokens_per_second
-        for other, (mine, theirs) in measured_alike(winner, records).items()
-    }
-
-
-def measured_alike(winner: Record, records: list[Record]) -> dict[Candidate, tuple[Measurement, Measurement]]:
-    """Return (the winner's Measurement, its own) for each other config.
-
-    Both come from verification, or both from the search, as a machine's pace may change in between.
-    """
-    measured: dict[str, dict[Candidate, Measurement]] = {VERIFY: {}, SEARCH: {}}
-    for record in records:
-        if record.outcome and record.outcome.measurement and record.role in measured:
-            measured[record.role][record.candidate] = record.outcome.measurement
-    mine = winner.candidate
-    alike: dict[Candidate, tuple[Measurement, Measurement]] = {}
-    for found in measured.values():
-        for other in found.keys() - {mine} - alike.keys():
-            if mine in found:
-                alike[other] = found[mine], found[other]
-    return alike
+    return "" if mine == theirs else f"; its steps are of {theirs} samples, the winner's of {mine}"
 
 
 @dataclass(frozen=True)
@@ -424,7 +524,7 @@ def train_with(
     words, each = training_command(job.script, winner, per_node, path), False
     if nodes > 1:
         words, each = over_nodes(words, nodes, per_node, hostfile)
-    words = launched(words, python)
+    words = launch_command(words, python)
     variables = {**variables_of(winner, threads, environment), **variables_for(job.script, per_node)}
     plain = f"{assignments(masked_data(variables))} {shlex.join(masked_words(words))}"
     where = f" --hostfile {shlex.quote(str(hostfile or 'HOSTFILE'))}" if nodes > 1 else ""
@@ -467,30 +567,14 @@ def _checkpointing(winner: Candidate, job: Job, script: Script) -> list[str]:
     return [left] if left else []
 
 
-def _missing_bytes(outcome: Outcome, hardware: Hardware) -> int | None:
-    """Return a lower bound of the bytes by which a config missed the ceiling.
-
-    None if the config did not miss it, or failed for another reason.
-    """
-    if outcome.measurement is not None:
-        over = outcome.measurement.peak_bytes - hardware.ceiling_bytes
-        return over if over > 0 else None
-    headroom = _headroom_bytes(hardware) if outcome.kind is not OutcomeKind.OOM_HOST else 0
-    return (outcome.missing_bytes or 0) + headroom if outcome.kind.is_oom else None
-
-
-def _headroom_bytes(hardware: Hardware) -> int:
-    return hardware.capacity_bytes - hardware.ceiling_bytes
-
-
 def short_of(outcome: Outcome, hardware: Hardware) -> str:
     """Describe the memory that a config lacked; empty if it failed for another reason."""
-    missing = _missing_bytes(outcome, hardware)
+    missing = missing_bytes(outcome, hardware)
     if missing is None:
         return ""
     if outcome.measurement is not None:
         return f"over the headroom, short of {format_bytes(missing)}"
-    asked, headroom = outcome.missing_bytes or 0, _headroom_bytes(hardware)
+    asked, headroom = outcome.missing_bytes or 0, hardware.capacity_bytes - hardware.ceiling_bytes
     if outcome.kind is OutcomeKind.OOM_HOST:  # host memory has no headroom
         lacked = f", short of at least {format_bytes(asked)}" if asked else ""
         return f"ran out of main memory in {outcome.phase.value}{lacked}"
@@ -499,26 +583,54 @@ def short_of(outcome: Outcome, hardware: Hardware) -> str:
     return f"ran out in {outcome.phase.value}, short of at least {format_bytes(missing)} ({', '.join(parts)})"
 
 
-def nearest(records: Sequence[Record], hardware: Hardware) -> Record | None:
-    """Return the trial closest to fitting: the furthest phase, then the fewest missing bytes. None if memory failed none."""
-    order = [phase.value for phase in Phase]
-    over = [
-        (-order.index(record.outcome.phase.value), missing, record)
-        for record in records
-        if record.outcome is not None and (missing := _missing_bytes(record.outcome, hardware)) is not None
+_BUDGET_STEPS = (30, 60, 120, 300, 600, 1200, 1800, 3600)  # s; budgets that a message suggests
+
+
+def _larger_budget(seconds: float) -> str:
+    """Return the next usual budget that is at least `seconds`, as --budget takes it."""
+    whole = next((step for step in _BUDGET_STEPS if step >= seconds), 3600 * math.ceil(seconds / 3600))
+    return f"--budget {whole}s" if whole < 120 else f"--budget {whole // 60}m"
+
+
+def no_winner_lines(
+    facts: StudyFacts, hardware: Hardware, tried: Collection[Candidate], untried: list[Candidate]
+) -> list[str]:
+    """Describe why there is no winner.
+
+    "Nothing fits" is only said about memory, with the config that came closest and the cheapest changes that would help.
+    Otherwise the lines say that no trial ran, or that none ended well, and why.
+    """
+    if facts.closest is not None and facts.closest.outcome is not None:
+        first = "nothing fits yet" if untried else "nothing fits"
+        return [first, *_closest_lines(facts.closest, facts.closest.outcome, hardware, tried, untried)]
+    budget, used = format_duration(facts.budget_seconds), facts.used_seconds
+    if not facts.trials:
+        if facts.stop_reason == StopReason.BUDGET_USED.value:
+            more = _larger_budget(used + facts.budget_seconds)
+            took = format_duration(used)
+            if used < facts.budget_seconds:
+                return [
+                    f"no trial ran: start-up took {took} of the budget of {budget}, too much for a trial after it; use {more}"
+                ]
+            return [f"no trial ran: the budget of {budget} ended during start-up ({took}); use {more}"]
+        return [f"no trial ran: {facts.stop_reason or 'the study was stopped before its first trial'}"]
+    lines = [
+        f"no candidate ran: {shortened(reason, 2 * _MOST_REASON)} ({count}x)" for reason, count in facts.failures[:3]
     ]
-    return min(over, key=lambda item: item[:2])[2] if over else None
+    if facts.cut_short:
+        more = _larger_budget(2 * max(used, facts.budget_seconds))
+        return [f"no trial ended within the budget of {budget}, so nothing is known of memory; use {more}", *lines]
+    if not lines:  # measured, and rejected for another reason than memory
+        lines = [
+            f"no measured config can win: trial {number} is {why}" for number, why in list(facts.remarks.items())[:3]
+        ]
+    return lines or ["no winner yet"]
 
 
-def closest_lines(records: list[Record], hardware: Hardware, untried: list[Candidate]) -> list[str]:
-    """Describe the config that came closest if nothing fits: bytes missing, and the cheapest changes that would help."""
-    record = nearest(records, hardware)
-    if record is None or record.outcome is None:
-        reasons = Counter(
-            f"{r.outcome.kind.value}: {r.outcome.reason[:120]}" for r in records if r.outcome and not r.outcome.ok
-        )
-        return [f"no candidate ran: {reason} ({count}x)" for reason, count in reasons.most_common(3)]
-    lines = [f"closest: {record.candidate}: {short_of(record.outcome, hardware)}"]
+def _closest_lines(
+    record: Record, outcome: Outcome, hardware: Hardware, tried: Collection[Candidate], untried: list[Candidate]
+) -> list[str]:
+    lines = [f"closest: {record.candidate}: {short_of(outcome, hardware)}"]
     candidate, changes = record.candidate, []
     if candidate.micro_batch > 1:
         changes.append(f"micro-batch {candidate.micro_batch} -> {candidate.micro_batch // 2}")
@@ -531,11 +643,7 @@ def closest_lines(records: list[Record], hardware: Hardware, untried: list[Candi
     elif candidate.stage == 3 and candidate.offload_param == "none":
         changes.append("parameter offload to CPU")
     changes += ["a shorter --seq-len", "more GPUs (stages 1 to 3 split their states over them)", "--space low_memory"]
-    tried = {r.candidate.but(**{MICRO_BATCH: 1, ACCUMULATION: 1}) for r in records}
-    hint = (
-        ""
-        if any(c.but(**{MICRO_BATCH: 1, ACCUMULATION: 1}) not in tried for c in untried)
-        else " (all of this space's tried)"
-    )
-    lines.append(f"cheapest changes to try{hint}: {'; '.join(changes[:5])}")
-    return lines
+    known = {one.but(**{MICRO_BATCH: 1, ACCUMULATION: 1}) for one in tried}
+    new = any(one.but(**{MICRO_BATCH: 1, ACCUMULATION: 1}) not in known for one in untried)
+    hint = "" if new else " (all of this space's tried)"
+    return [*lines, f"cheapest changes to try{hint}: {'; '.join(changes[:5])}"]

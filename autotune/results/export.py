@@ -26,6 +26,7 @@ from autotune.script.argument_writer import winners_files
 from autotune.script.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, options_without, started, take_apart
 from autotune.script.profile import CALL, ZERO_INIT, other_batch
 from autotune.script.script import carried, command
+from autotune.search.certificate import certificate_lines
 from autotune.search.fingerprint import measured_under
 from autotune.search.storage import output_file
 from autotune.search.study import StudyStore
@@ -401,6 +402,8 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
         environment=environment_of(store, record.candidate),
         resume_peak_bytes=resumed_peak_bytes(store.records(), record.candidate),
     )
+    if lines := certificate_lines(store.job, store.records(), record):
+        data["training"] = lines
     if store.hardware.sliced:
         data["slice"] = slice_line(record.outcome.measurement, store.hardware)
     device, nodes = store.hardware.device, store.hardware.nodes

@@ -13,9 +13,9 @@ from rich.text import Text
 
 from autotune.predict.predictor import Prediction
 from autotune.predict.step_time import model_flops_per_token
-from autotune.predict.what_if import KnownError, KnownErrors, host_bytes_per_node
+from autotune.predict.what_if import KnownErrors, host_bytes_per_node, measured_cards
 from autotune.problem.candidate import Candidate, describe, job_with_candidate
-from autotune.problem.gpu_specs import Price
+from autotune.problem.gpu_specs import Price, cloud_machines
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO
@@ -142,34 +142,60 @@ class Outlook:
 
 
 @dataclass(frozen=True)
-class StagePlan:
-    """Largest micro-batch of one ZeRO stage that surely fits, and changes that would let the next size fit.
+class Shortage:
+    """Memory that a config needs to fit with the probability SURE, beside the memory that it may use."""
 
-    The micro-batch uses the fewest memory savers.
-    """
+    gpu_needed_bytes: float  # of one GPU
+    gpu_usable_bytes: float  # capacity less headroom
+    host_needed_bytes: float  # of a node, its processes included; 0 without offload
+    host_bytes: float  # of a node
 
-    stage: int
-    fitting: Prediction | None  # None: not even one sequence fits
-    smallest: Prediction  # at micro-batch 1
-    unlocks: list[str]
-    helped: Prediction | None = (
-        None  # if not even one sequence fits: the stage's best with checkpointing, offload and the like
-    )
+    @classmethod
+    def of(cls, one: Prediction, hardware: Hardware) -> Shortage:
+        """Return the shortage of a prediction on its hardware."""
+        host = host_bytes_per_node(one.host_bytes, hardware) if one.host_bytes else 0.0
+        return cls(one.sure_bytes, hardware.ceiling_bytes, host, hardware.host_memory_bytes)
 
     @property
-    def shown(self) -> Prediction:
-        """The prediction that represents the stage."""
-        return self.fitting or self.helped or self.smallest
+    def gpu_short_bytes(self) -> float:
+        """Bytes that each GPU lacks."""
+        return max(0.0, self.gpu_needed_bytes - self.gpu_usable_bytes)
+
+    @property
+    def host_short_bytes(self) -> float:
+        """Bytes of main memory that each node lacks."""
+        return max(0.0, self.host_needed_bytes - self.host_bytes)
+
+    def __str__(self) -> str:
+        lacks = [(self.gpu_short_bytes, "a GPU"), (self.host_short_bytes, "of main memory a node")]
+        return "short of " + " and ".join(f"{_gib_number(size)} GiB {where}" for size, where in lacks if size)
 
 
 @dataclass(frozen=True)
-class HostNeed:
-    """Main memory that a node needs for offload, at micro-batch 1."""
+class WayPlan:
+    """One way to train: a ZeRO stage, with or without activation checkpointing and offload to main memory.
+
+    `largest` and `fastest` surely fit; without any, `closest` is the config of this way that lacks the least memory.
+    """
 
     stage: int
-    parameters: bool  # parameters too, not only the optimizer
-    bytes_per_node: float
-    fits_device: bool  # with that much main memory
+    checkpointing: bool
+    offload: bool
+    largest: Prediction | None  # of those with the largest micro-batch, the fastest
+    fastest: Prediction | None
+    closest: Prediction | None
+
+    @property
+    def shown(self) -> Prediction:
+        """The prediction that represents this way."""
+        found = self.largest or self.closest
+        assert found is not None
+        return found
+
+    def __str__(self) -> str:
+        if self.checkpointing and self.offload:
+            return "+ both"
+        return "+ checkpointing" if self.checkpointing else "+ offload" if self.offload else "plain"
 
 
 @dataclass(frozen=True)
@@ -180,6 +206,19 @@ class CardPlan:
     fewest: Outlook | None  # smallest number that holds everything; None: no tried number does
     fewest_offloading: Outlook | None  # smallest number with offload, with unlimited main memory
     best: Outlook | None  # cheapest, or without a price fastest per GPU, of 1 to 8, or of more if those are too few
+
+    @property
+    def extrapolated(self) -> bool:
+        """True if no published measurement is of this card."""
+        return self.gpu not in measured_cards()
+
+
+@dataclass(frozen=True)
+class ChunkedLoss:
+    """Effect of computing the loss in chunks, so that the logits never exist as a whole."""
+
+    same: Prediction  # of the plan's answer, or of the config that comes closest
+    fastest: Prediction | None  # that fits; None: still nothing does
 
 
 @dataclass(frozen=True)
@@ -199,14 +238,22 @@ class Plan:
     job: Job
     hardware: Hardware
     best: list[Prediction]
-    stages: list[StagePlan]
+    ways: tuple[
+        WayPlan, ...
+    ]  # by stage: plain, with checkpointing, with offload, with both, as far as the space has them
     note: str
     tokens: float = TOKENS
     price: Price | None = None
-    host: tuple[HostNeed, ...] = ()
+    closest: Prediction | None = None  # if nothing fits: the config that lacks the least memory
+    with_host: Prediction | None = None  # if nothing fits: the config that would fit with the least main memory
     host_assumed: bool = False  # main memory was neither measured nor given
+    batch_assumed: bool = False  # the global batch was neither given nor in a config
+    loading_bytes: float = 0.0  # main memory of a node while each rank loads a full copy of the weights; 0: unknown
+    chunked: ChunkedLoss | None = None  # None: logits and loss are small, or cannot be avoided
     own: CardPlan | None = None  # for the requested card, with an exact `fewest`
-    cards: tuple[CardPlan, ...] = ()  # all cards, cheapest first, those without a price last
+    cards: tuple[
+        CardPlan, ...
+    ] = ()  # cheapest first, those with measured rows before others; those without a price last
     gains: tuple[PlannedGain, ...] = ()  # best first
     errors: KnownErrors | None = None  # for the fastest, or for the smallest that does not fit
 
@@ -227,34 +274,58 @@ class Plan:
             "seq_len": self.job.seq_len,
             "precision": self.job.precision,
             "global_batch_size": self.job.global_batch_size,
+            "global_batch_assumed": self.batch_assumed,
             "capacity_bytes": self.hardware.capacity_bytes,
             "host_memory_bytes_per_node": self.hardware.host_memory_bytes,
             "host_memory_assumed": self.host_assumed,
             "best": [prediction_json(one, self.job) for one in self.best],
             "outlook": outlook.to_json() if outlook else None,
             "measured_error": self.errors.to_json() if self.errors else None,
-            "stages": [
+            "ways": [
                 {
-                    "stage": one.stage,
-                    "largest_micro_batch": one.fitting.candidate.micro_batch if one.fitting else None,
-                    "prediction": prediction_json(one.shown, self.job),
-                    "with_help": prediction_json(one.helped, self.job) if one.helped else None,
-                    "unlocks": one.unlocks,
+                    "stage": way.stage,
+                    "checkpointing": way.checkpointing,
+                    "offload": way.offload,
+                    "largest_micro_batch": way.largest.candidate.micro_batch if way.largest else None,
+                    "largest": prediction_json(way.largest, self.job) if way.largest else None,
+                    "fastest": prediction_json(way.fastest, self.job) if way.fastest else None,
+                    "closest": self._lacking_json(way.closest),
                 }
-                for one in self.stages
+                for way in self.ways
             ],
+            "closest": self._lacking_json(self.closest),
+            "fits_with_host_memory": self._lacking_json(self.with_host),
+            "chunked_loss": {
+                "same_config": prediction_json(self.chunked.same, self.job),
+                "fastest": prediction_json(self.chunked.fastest, self.job) if self.chunked.fastest else None,
+            }
+            if self.chunked
+            else None,
+            "loading_bytes_per_node": round(self.loading_bytes),
             "would_help": [vars(gain) for gain in self.gains],
-            "offload": [{**vars(need), "bytes_per_node": round(need.bytes_per_node)} for need in self.host],
             "fewest_gpus": card_json(self.own) if self.own else None,
             "cards": [card_json(card) for card in self.cards],
             "note": self.note,
+        }
+
+    def _lacking_json(self, one: Prediction | None) -> dict[str, Any] | None:
+        if one is None:
+            return None
+        shortage = Shortage.of(one, self.hardware)
+        return {
+            **prediction_json(one, self.job),
+            "needed_bytes": round(shortage.gpu_needed_bytes),
+            "short_bytes": round(shortage.gpu_short_bytes),
+            "host_bytes_per_node": round(shortage.host_needed_bytes),
+            "host_short_bytes_per_node": round(shortage.host_short_bytes),
         }
 
 
 def card_json(card: CardPlan) -> dict[str, Any]:
     """Return a CardPlan for JSON; null if nothing fits."""
     named = {"fewest": card.fewest, "fewest_offloading": card.fewest_offloading, "best": card.best}
-    return {"gpu": card.gpu, **{name: one.to_json() if one else None for name, one in named.items()}}
+    outlooks = {name: one.to_json() if one else None for name, one in named.items()}
+    return {"gpu": card.gpu, "extrapolated": card.extrapolated, **outlooks}
 
 
 def prediction_json(one: Prediction, job: Job) -> dict[str, Any]:
@@ -287,6 +358,7 @@ _COLOURS = {
     "gradients": "cyan",
     "optimizer": "green",
     "activations": "yellow",
+    "logits and loss": "bright_yellow",
     "buckets": "magenta",
     "gathered parameters": "bright_blue",
     "temporaries": "bright_magenta",
@@ -303,6 +375,7 @@ _SHORT = {  # in the legend
 }
 _DECIDING = {*FIRST_ORDER, OFFLOAD_RATIO}
 WIDTH = 100  # columns at most
+CHUNKED_LOSSES = "TRL's chunked loss, Liger's fused_linear_cross_entropy, DeepSpeed's TiledFusedLogitsLoss"
 BAR = 36  # characters for a device's whole memory
 CARDS = 8  # rows in the table of cards, besides the requested card
 UNPRICED = 12  # names of cards without a price; --json has all
@@ -311,31 +384,48 @@ UNPRICED = 12  # names of cards without a price; --json has all
 def show_plan(plan: Plan, out: Console) -> None:
     """Print one plan, at most 100 columns wide."""
     _put(out, Text(plan.job.summary, style="bold"))
+    _put(out, Text(_batch(plan)))
     _put(out, _machine(plan))
     if plan.note:
         _put(out, Text(plan.note, style="yellow"))
     out.print()
     _show_answer(plan, out)
+    _show_chunked_loss(plan, out)
     _show_gains(plan, out)
-    _show_stages(plan, out)
-    _show_best(plan, out)
-    _show_host(plan, out)
+    _show_ways(plan, out)
     _show_cards(plan, out)
 
 
 def _machine(plan: Plan) -> Text:
     hardware = plan.hardware
     per_node = f", {hardware.per_node} in each" if hardware.nodes > 1 else ""
-    assumed = " (assumed; --host-memory)" if plan.host_assumed else ""
     node = " a node" if hardware.nodes > 1 else ""
-    return Text(f"on {hardware}{per_node}; main memory {_gib(hardware.host_memory_bytes)}{node}{assumed}")
+    main = f"main memory {_gib(hardware.host_memory_bytes)}{node}{_assumed(plan)}"
+    return Text(f"on {hardware}{per_node}; {main}")
+
+
+def _batch(plan: Plan) -> str:
+    """Format the tokens of an optimizer step; a free batch depends on the config."""
+    job = plan.job
+    if job.global_batch_size is None:
+        return "batch free: each config has its own tokens per step"
+    tokens = job.global_batch_size * job.samples_per_row * job.tokens_per_sample
+    assumed = " (assumed; --global-batch-size)" if plan.batch_assumed else ""
+    return f"{tokens:,.0f} tokens per step{assumed}"
+
+
+def _assumed(plan: Plan) -> str:
+    """Format the origin of an assumed main memory."""
+    if not plan.host_assumed:
+        return ""
+    machine = cloud_machines().get(plan.hardware.facts or "")
+    return f" (assumed, as {machine or 'in a workstation'}; --host-memory)"
 
 
 def _show_answer(plan: Plan, out: Console) -> None:
     outlook = plan.outlook
     if outlook is None:
-        _put(out, Text("nothing of the space is predicted to fit", style="bold yellow"))
-        _show_enough(plan, out)
+        _show_nothing_fits(plan, out)
         return
     grid = DataTable.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
@@ -346,7 +436,7 @@ def _show_answer(plan: Plan, out: Console) -> None:
     out.print()
 
 
-def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str]]:
+def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str | Text]]:
     one, hardware = outlook.prediction, plan.hardware
     yield "fastest" if one.sure else "likeliest", str(one.candidate)
     low, high = outlook.tokens_interval
@@ -361,15 +451,29 @@ def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str]]:
         f"{one.peak_bytes / GIB:.1f} GiB ({low / GIB:.1f} to {high / GIB:.1f}) of {hardware.capacity_bytes / GIB:.1f}"
         + _chance(one),
     )
+    yield "", bar(one, hardware)
+    yield "", _legend(one, hardware)
     if one.host_bytes:
         yield (
             "main memory",
             f"{_gib(outlook.host_bytes)} a node for what is offloaded, pinned blocks as they are rounded",
         )
+    if plan.loading_bytes:
+        yield "loading", _loading(plan)
     yield f"{format_count(plan.tokens)} tokens", _cost(outlook)
     yield "limited by", f"{one.binding}: {_shares(one)}"
-    if plan.errors:
-        yield "measured", describe_errors(plan.errors)
+    for at, line in enumerate(describe_errors(plan.errors) if plan.errors else []):
+        yield "" if at else "measured", line
+
+
+def _loading(plan: Plan) -> str:
+    """Format the main memory that loading a checkpoint needs, and the remedy if there is less."""
+    hardware = plan.hardware
+    each = f"{hardware.per_node} ranks load a full copy each" if hardware.per_node > 1 else "the weights are loaded"
+    text = f"{_gib(plan.loading_bytes)} of main memory a node while {each}"
+    if plan.loading_bytes <= hardware.host_memory_bytes:
+        return text
+    return f"{text}: more than there is; at ZeRO 3 zero.Init loads one copy in parts"
 
 
 def _chance(one: Prediction) -> str:
@@ -379,23 +483,26 @@ def _chance(one: Prediction) -> str:
     return f"; fits: only {one.chance:.0%}, and nothing is likelier: keep a smaller one at hand"
 
 
-def _show_enough(plan: Plan, out: Console) -> None:
-    """Print the config that comes closest to fitting, if the machine is too small."""
-    stage = min(plan.stages, key=lambda one: one.smallest.peak_bytes)
-    one = stage.smallest
-    _put(
-        out,
-        Text(
-            f"nearest: {one.candidate} with {one.peak_bytes / GIB:.1f} of {plan.hardware.capacity_bytes / GIB:.1f} GiB a GPU"
-            + (
-                f", and {_gib(plan.host[-1].bytes_per_node)} of main memory a node"
-                if one.host_bytes and plan.host
-                else ""
-            )
-        ),
-    )
-    if plan.errors:
-        _put(out, Text(f"measured: {describe_errors(plan.errors)}"))
+def _show_nothing_fits(plan: Plan, out: Console) -> None:
+    """Print the main memory with which it would fit, and the config that comes closest."""
+    hardware, with_host = plan.hardware, plan.with_host
+    if with_host is not None:
+        need = Shortage.of(with_host, hardware)
+        has = f"{'assumed' if plan.host_assumed else 'here'} {_gib(hardware.host_memory_bytes)}; --host-memory"
+        verdict = f"fits with offload on a node with at least {_gib(need.host_needed_bytes)} of main memory ({has})"
+        _put(out, Text(verdict, style="bold yellow"))
+        _put(out, Text(f"then: {short(with_host.candidate)}, {token_speed(with_host, plan.job)}"))
+    else:
+        _put(out, Text("nothing of the space is predicted to fit", style="bold yellow"))
+    if plan.closest is not None and with_host is None:
+        need = Shortage.of(plan.closest, hardware)
+        usable = f"{need.gpu_usable_bytes / GIB:.1f} may be used"
+        host = f", {_gib(need.host_needed_bytes)} of main memory a node" if need.host_needed_bytes else ""
+        said = f"nearest: {short(plan.closest.candidate)}: needs {need.gpu_needed_bytes / GIB:.1f} GiB a GPU ({usable}){host}"
+        _put(out, Text(f"{said}: {need}"))
+    for line in describe_errors(plan.errors) if plan.errors else []:
+        _put(out, Text(f"measured: {line}"))
+    out.print()
 
 
 def _cost(outlook: Outlook) -> str:
@@ -405,6 +512,16 @@ def _cost(outlook: Outlook) -> str:
     return f"{text}, {format_usd(outlook.usd)}{_between(outlook.usd_interval, format_usd)} at {outlook.price}"
 
 
+def _legend(one: Prediction, hardware: Hardware) -> Text:
+    """Name the parts of a bar that are large enough to be seen, with their GiB."""
+    legend = Text()
+    for name, size in one.memory.items():
+        if size > 0.005 * hardware.capacity_bytes:
+            legend.append("█", style=_COLOURS.get(name, "white"))
+            legend.append(f" {_SHORT.get(name, name)} {size / GIB:.1f} ")
+    return legend
+
+
 def _shares(one: Prediction) -> str:
     """Format the causes of step time, largest first, without those below 1 %."""
     whole = sum(one.time.values())
@@ -412,29 +529,37 @@ def _shares(one: Prediction) -> str:
     return ", ".join(f"{cause} {share:.0%}" for share, cause in parts if share >= 0.01)
 
 
-def describe_errors(errors: KnownErrors) -> str:
-    """Format the predictor's measured error for this kind of job, or a note that there is none."""
-    if errors.peak is None and errors.step is None:
-        text = f"no measured rows for this kind of job ({errors.kind})"
-        every = _named_errors(errors.all_peak, errors.all_step)
-        return f"{text}; of every kind: {every}" if every else text
-    return f"{errors.kind}: {_named_errors(errors.peak, errors.step)}"
+def _show_chunked_loss(plan: Plan, out: Console) -> None:
+    """Print the size of logits and loss, and the effect of a loss in chunks."""
+    before = plan.best[0] if plan.best else plan.closest
+    if plan.chunked is None or before is None:
+        return
+    same, fastest = plan.chunked.same, plan.chunked.fastest
+    held = f"logits and loss hold {before.memory['logits and loss'] / GIB:.1f} of {before.peak_bytes / GIB:.1f} GiB"
+    then = f"this config then needs {same.peak_bytes / GIB:.1f} GiB"
+    if fastest is None:
+        gain = "and still nothing fits"
+    else:
+        ratio = fastest.samples_per_second / before.samples_per_second
+        faster = f", {ratio:.2f}x the speed" if plan.best else ""
+        gain = f"the fastest is then {short(fastest.candidate)}: {token_speed(fastest, plan.job)}{faster}"
+    text = f"{held}. Compute the loss in chunks ({CHUNKED_LOSSES}): {then}, {gain}"
+    _put(out, Text(text + "\n"))
 
 
-def _named_errors(peak: KnownError | None, step: KnownError | None) -> str:
-    named = (("memory", peak), ("step", step))
-    if peak is None and step is None:
-        return ""
-    return ", ".join(
-        f"{name} off by {error.median:.0%} ({_rows(error)})" if error else f"no measured {name} of this kind"
-        for name, error in named
-    )
-
-
-def _rows(error: KnownError) -> str:
-    if error.rows == 1:
-        return "1 published row"
-    return f"median of {error.rows} published rows, {error.sources} source{'s' if error.sources > 1 else ''}"
+def describe_errors(errors: KnownErrors) -> list[str]:
+    """Format the predictor's error on published rows of this kind of job, and the measured rows nearest to it."""
+    words = {"memory": (errors.peak, "high", "low"), "step": (errors.step, "long", "short")}
+    found = []
+    for name, (error, above, below) in words.items():
+        lean = f"{abs(error.bias):.0%} too {above if error.bias > 0 else below}" if round(error.bias, 2) else "unbiased"
+        rows = f"{error.rows} published rows of {error.sources} source{'s' if error.sources > 1 else ''}"
+        held = f"intervals hold {error.held} of {error.rows}"
+        found.append(f"{name} {lean} in the median of {rows} ({error.kind}); {held}")
+    for row in errors.nearest:
+        speed = f"{_rate(row.step_tokens / row.measured)} tokens/s, {row.predicted / row.measured:.2f}x"
+        found.append(f"by others: {speed} of the prediction for it: {row}")
+    return found
 
 
 def _show_gains(plan: Plan, out: Console) -> None:
@@ -456,51 +581,52 @@ def _show_gains(plan: Plan, out: Console) -> None:
     out.print()
 
 
-def _show_best(plan: Plan, out: Console) -> None:
-    if len(plan.best) < 2:
-        return
-    table = _table("fastest configs" if plan.best[0].sure else "likeliest configs")
-    for name in ("config", "tokens/s", "step", "GiB a GPU", "fits", "limited by"):
-        table.add_column(name, overflow="fold", justify="left" if name in ("config", "limited by") else "right")
-    for one in plan.best:
-        low, high = one.peak_interval
-        spread = 100 * (one.step_interval[1] / one.step_seconds - 1)
-        table.add_row(
-            short(one.candidate),
-            _rate(one.samples_per_second * plan.job.tokens_per_sample),
-            f"{one.step_seconds:.3g} s ±{spread:.0f} %",
-            f"{one.peak_bytes / GIB:.1f} ({low / GIB:.0f} to {high / GIB:.0f})",
-            f"{min(one.chance, 0.99):.0%}",
-            one.binding,
-        )
-    _put(out, table)
-    out.print()
-
-
-def _show_stages(plan: Plan, out: Console) -> None:
+def _show_ways(plan: Plan, out: Console) -> None:
+    """Print the largest micro-batch and the fastest config of each way to train, with their tokens per second."""
     hardware = plan.hardware
-    _put(out, Text(f"largest micro-batch by stage; the bar is {_gib(hardware.capacity_bytes)} of a GPU", style="bold"))
-    for stage in plan.stages:
-        one = stage.shown
-        may = stage.fitting or stage.helped
-        what = f"mb {one.candidate.micro_batch}" if may else "none fits"
-        line = Text(f" ZeRO {stage.stage}  {what:<10}")
-        line.append(bar(one, hardware))
-        speed = f", {token_speed(one, plan.job)}" if may else ""  # a config that does not run has no speed
-        line.append(f"  {one.peak_bytes / GIB:.1f} GiB{speed}")
-        _put(out, line)
-        if may is not None and may is stage.helped:
-            unsure = "" if one.sure else f" (fits: {one.chance:.0%})"
-            _put(out, Text(f"         only as {short(one.candidate)}{unsure}", style="dim"))
-        for unlock in stage.unlocks:
-            _put(out, Text(f"         {unlock}", style="dim"))
-    legend = Text(" ")
-    for name, colour in _COLOURS.items():
-        if any(s.shown.memory.get(name, 0) > 0.005 * hardware.capacity_bytes for s in plan.stages):
-            legend.append("█", style=colour)
-            legend.append(f" {_SHORT.get(name, name)} ")
-    _put(out, legend)
+    table = _table(f"what surely fits, by stage; {_gib_number(hardware.ceiling_bytes)} GiB of a GPU may be used")
+    columns = (("ZeRO", "left"), ("with", "left"), ("largest", "left"), ("GiB a GPU", "right"), ("fastest", "left"))
+    for name, justify in (*columns, ("GiB a node", "right")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    stage = None
+    for way in plan.ways:
+        one, need, fits = way.shown, Shortage.of(way.shown, hardware), way.largest is not None
+        table.add_row(
+            str(way.stage) if way.stage != stage else "",
+            str(way),
+            f"mb{one.candidate.micro_batch}: {_tokens(one, plan.job)}" if fits else "none",
+            _with_shortage(one.peak_bytes if fits else need.gpu_needed_bytes, need.gpu_short_bytes),
+            f"{_rung(way.fastest)}: {_tokens(way.fastest, plan.job)}" if way.fastest else "",
+            _with_shortage(need.host_needed_bytes, need.host_short_bytes),
+            style="" if fits else "dim",
+        )
+        stage = way.stage
+    _put(out, table)
+    note = "largest micro-batch and fastest config of each row, with all GPUs' tokens/s"
+    if any(way.offload for way in plan.ways):
+        note += (
+            "; GiB a node: main memory for what is offloaded, pinned blocks as they are rounded, and for the processes"
+        )
+    _put(out, Text(note, style="dim"))
     out.print()
+
+
+def _rung(one: Prediction) -> str:
+    return f"mb{one.candidate.micro_batch} ga{one.candidate.accumulation}"
+
+
+def _with_shortage(size: float, short_bytes: float) -> str:
+    if not size:
+        return ""
+    return _gib_number(size) + (f" ({_gib_number(short_bytes)} short)" if short_bytes else "")
+
+
+def _gib_number(size: float) -> str:
+    return f"{size / GIB:,.1f}" if size < 1000 * GIB else f"{size / GIB:,.0f}"
+
+
+def _tokens(one: Prediction, job: Job) -> str:
+    return _rate(one.samples_per_second * job.tokens_per_sample)
 
 
 def bar(one: Prediction, hardware: Hardware) -> Text:
@@ -516,36 +642,19 @@ def bar(one: Prediction, hardware: Hardware) -> Text:
     return text
 
 
-def _show_host(plan: Plan, out: Console) -> None:
-    if not plan.host:
-        return
-    _put(out, Text("main memory a node for offload, pinned blocks as they are rounded", style="bold"))
-    limit = plan.hardware.host_memory_bytes
-    for need in plan.host:
-        enough = "fits" if need.fits_device and need.bytes_per_node <= limit else _lacks(need)
-        what = "optimizer and parameters" if need.parameters else "optimizer"
-        style = "" if enough == "fits" else "dim"
-        _put(out, Text(f" ZeRO {need.stage}  {what:<25} {_gib(need.bytes_per_node):>9}  {enough}", style=style))
-    out.print()
-
-
-def _lacks(need: HostNeed) -> str:
-    return "more than there is" if need.fits_device else "and a GPU is still too small for one sequence"
-
-
 def _show_cards(plan: Plan, out: Console) -> None:
     if plan.own is not None:
         _put(out, Text(f"fewest {plan.own.gpu}: ", style="bold").append(_fewest(plan.own), style="not bold"))
-    usable = [card for card in plan.cards if card.best]
+    usable = [card for card in plan.cards if card.best and (card.best.price or card.gpu == plan.hardware.facts)]
     if not usable:
         if plan.cards:
-            _put(out, Text("no card that is known would do, in up to 8 machines of 8", style="yellow"))
+            _put(out, Text("no card with a known price would do, in up to 8 machines of 8", style="yellow"))
         return
     chosen = [card for at, card in enumerate(usable) if at < CARDS or card.gpu == plan.hardware.facts]
     table = _table(f"cheapest cards for {format_count(plan.tokens)} tokens")
     for name, justify in (("card", "left"), ("fits from", "right"), ("GPUs", "right"), ("tokens/s", "right")):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    for name in ("$ an hour", "time", "cost"):
+    for name in ("$ an hour", "read", "time", "cost"):
         table.add_column(name, justify="right", no_wrap=True)
     for card in chosen:
         own = card.gpu == plan.hardware.facts
@@ -555,7 +664,8 @@ def _show_cards(plan: Plan, out: Console) -> None:
     dear = [card.gpu for card in plan.cards if card.best and card.best.price is None]
     others = f" and {len(dear) - UNPRICED} more" if len(dear) > UNPRICED else ""
     note = "GPUs: the cheapest of 1, 2, 4, 8 or whole nodes of 8 within 30 days; +cpu: with offload. "
-    note += "Prices are rough, on demand"
+    note += "*: no published measurement of this card, so its speed is extrapolated. "
+    note += "Prices are rough, on demand, read in the month shown"
     note += f"; none known for {', '.join(dear[:UNPRICED])}{others}" if dear else ""
     _put(out, Text(note, style="dim"))
 
@@ -565,11 +675,12 @@ def _card_row(card: CardPlan) -> list[str]:
     assert best is not None
     usd = "" if best.usd is None else f"{format_usd(best.usd)}{_between(best.usd_interval, format_usd)}"
     return [
-        card.gpu,
+        card.gpu + (" *" if card.extrapolated else ""),
         _count(card.fewest) or f"{_count(card.fewest_offloading)} +cpu",
         _count(best),
         _rate(best.tokens_per_second),
         f"{best.usd_per_hour:.2f}" if best.usd_per_hour is not None else "",
+        best.price.date if best.price else "",
         format_hours(best.hours),
         usd,
     ]
@@ -627,7 +738,7 @@ def short(candidate: Candidate) -> str:
 
 def token_speed(one: Prediction, job: Job) -> str:
     """Format `12.3k tokens/s`, over all ranks."""
-    return f"{_rate(one.samples_per_second * job.tokens_per_sample)} tokens/s"
+    return f"{_tokens(one, job)} tokens/s"
 
 
 def _table(title: str) -> DataTable:

@@ -275,7 +275,7 @@ def check_module(name: str) -> None:
         UserError: the module was not found.
     """
     top = name.partition(".")[0]
-    if current().beside or os.path.isdir(top) or os.path.isfile(f"{top}.py"):
+    if current().is_other or os.path.isdir(top) or os.path.isfile(f"{top}.py"):
         return
     if importlib.util.find_spec(top) is None:
         known = next((one for one in FRAMEWORKS if top in one.packages), None)

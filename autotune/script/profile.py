@@ -228,6 +228,12 @@ def _enabled(config: dict[str, Any], name: str) -> Any:
     return section.get("enabled", False) if isinstance(section, dict) else False
 
 
+def loops_by_hand(script: Script) -> bool:
+    """Return True if the script's own loop may count micro-batches. Trainer and Lightning count optimizer steps."""
+    seen = script.profile
+    return bool(seen) and not seen.get("through_arguments") and not seen.get("lightning")
+
+
 def own_samples(script: Script, ranks: int) -> int:
     """Return the samples per optimizer step over all ranks of the unmodified script; requires a profile."""
     return int(script.profile["micro_batch"] * script.profile["accumulation"] * ranks)

@@ -1,16 +1,19 @@
-"""Leaderboard of a study: measured, verified and rejected candidates, and their order."""
+"""Leaderboard of a study: measured, verified and rejected candidates, their order, and the facts of its verdict."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Measurement, Outcome
-from autotune.search.trials import RESUME, VERIFY
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
+from autotune.search.trials import AS_IS, RESUME, TRAINING, VERIFY, Record, constraints
+from autotune.util.units import format_bytes
 
 # share of speed; closer verified candidates are measured alternately, because GPU clocks drift as much within minutes
 RIVAL_SHARE = 0.05
@@ -39,6 +42,7 @@ class Leaderboard:
         self.set_aside: set[Candidate] = set()  # measured candidates outside this call's space
         self.measured: dict[Candidate, Measured] = {}  # a verification replaces the search's measurement
         self.verified: dict[Candidate, Measured] = {}
+        self.searched: dict[Candidate, Measured] = {}  # latest measurement of the search
         self.resumed: dict[Candidate, Outcome] = {}  # outcome of the latest resume trial
         self._why_not: dict[Candidate, str] = {}  # reasons why candidates cannot win
         self._doubted: set[Candidate] = set()  # need at least as much memory as one with an OOM in verification
@@ -69,8 +73,18 @@ class Leaderboard:
             turns = self._turns.setdefault(candidate, [])
             turns.append(outcome.measurement)
             self.verified[candidate] = (number, averaged(turns))
+        else:
+            self.searched[candidate] = (number, outcome.measurement)
         if role == VERIFY or candidate not in self.verified:
             self.measured[candidate] = self.verified.get(candidate, (number, outcome.measurement))
+
+    def replay(self, record: Record) -> None:
+        """Record a stored trial. An OOM on a machine with clearly less memory does not count."""
+        outcome = record.outcome
+        if outcome is None or record.role == TRAINING:
+            return
+        if not self._hardware.outgrew(outcome.kind, outcome.capacity_bytes):
+            self.learn(record.number, record.candidate, outcome, record.role)
 
     def _is_of_another_batch(self, candidate: Candidate) -> bool:
         if self._job is None or self._job.global_batch_size is None:
@@ -118,6 +132,22 @@ class Leaderboard:
             return f"{measured.alloc_retries} allocator retries"
         return ""
 
+    def may_win(self, candidate: Candidate) -> bool:
+        """Return True if a candidate is measured under the ceiling and nothing but a missing verification is against it."""
+        if candidate not in self.measured or self.why_not(candidate) not in ("", NOT_VERIFIED):
+            return False
+        return self.measured[candidate][1].peak_bytes <= self._hardware.ceiling_bytes
+
+    def remark(self, candidate: Candidate, outcome: Outcome) -> str:
+        """Return why a measured trial cannot win, in a few words for its line; empty if it can."""
+        if outcome.measurement is None:
+            return ""
+        over = outcome.measurement.peak_bytes - self._hardware.ceiling_bytes
+        if over > 0:
+            return f"over by {format_bytes(over)}"
+        why = self.why_not(candidate)
+        return "" if why in ("", NOT_VERIFIED) else f"rejected: {why}"
+
     def feasible(self) -> list[Candidate]:
         """Return measured candidates under the ceiling, fastest first, doubted ones last.
 
@@ -140,6 +170,12 @@ class Leaderboard:
     def best(self) -> Candidate | None:
         """Return the best feasible candidate, or None."""
         return next(iter(self.feasible()), None)
+
+    def least_winning_speed(self, best: Candidate) -> float:
+        """Return the samples per second below which nothing wins against `best`, neither by speed nor by thrift."""
+        measured = self.measured[best][1]
+        low = measured.samples_per_second / (1 + measured.step_seconds_spread / measured.step_seconds)
+        return (1 - THRIFT_SHARE) * low
 
     def passed(self) -> list[Candidate]:
         """Return verified candidates that may win."""
@@ -240,6 +276,290 @@ def as_fast(one: Measurement, best: Measurement) -> bool:
 
 def overlap(one: Measurement, other: Measurement) -> bool:
     """Return True if the 95 % intervals of two throughputs overlap."""
-    low = [m.samples_per_second / (1 + m.step_seconds_spread / m.step_seconds) for m in (one, other)]
-    high = [m.samples_per_second / max(1e-9, 1 - m.step_seconds_spread / m.step_seconds) for m in (one, other)]
-    return low[0] <= high[1] and low[1] <= high[0]
+    return SpeedRatio.of(one, other).is_noise
+
+
+# -- facts of a study --------------------------------------------------------------------------------------------------
+#
+# Facts about the verdict of a study. Terminal, `show`, its JSON, report and dashboard all read StudyFacts.
+
+
+@dataclass(frozen=True)
+class SpeedRatio:
+    """Speed of one config divided by that of another, in samples per second, with its 95 % interval."""
+
+    times: float
+    low: float
+    high: float
+    samples_per_second: float
+    other_samples_per_second: float
+
+    @classmethod
+    def of(cls, one: Measurement, other: Measurement) -> SpeedRatio:
+        """Return the ratio of two measurements; its interval is that of the ends of their intervals."""
+        (low, high), (other_low, other_high) = map(_interval, (one, other))
+        times = one.samples_per_second / other.samples_per_second
+        return cls(times, low / other_high, high / other_low, one.samples_per_second, other.samples_per_second)
+
+    @property
+    def is_noise(self) -> bool:
+        """Return True if the interval holds 1, so that neither is known to be faster."""
+        return self.low <= 1 <= self.high
+
+
+def _interval(one: Measurement) -> tuple[float, float]:
+    """Return the 95 % interval of a throughput in samples per second."""
+    share = one.step_seconds_spread / one.step_seconds
+    return one.samples_per_second / (1 + share), one.samples_per_second / max(1e-9, 1 - share)
+
+
+@dataclass(frozen=True)
+class Rival:
+    """Another config that may win, and the winner's speed divided by its speed."""
+
+    candidate: Candidate
+    ratio: SpeedRatio
+    peak_bytes: int
+    verified: bool
+
+
+@dataclass(frozen=True)
+class StudyFacts:
+    """Facts about the verdict of a finished or running study, each computed once.
+
+    A rival was measured as the winner was, both in verification or both in the search, because the pace of a machine may
+    change in between.
+    """
+
+    winner: Record | None  # its measurement is the mean of the verifications of a call
+    verified: bool
+    best: Record | None  # the best that can still win: the winner, or the first of the leaderboard
+    tied: tuple[Rival, ...]  # the intervals overlap the winner's
+    slower: tuple[Rival, ...]  # clearly slower than the winner, fastest first
+    faster: tuple[Rival, ...]  # clearly faster than the winner, and not chosen: unverified, or measured since
+    remarks: Mapping[int, str]  # by trial number: why a measured trial cannot win
+    own: Record | None  # trial of the script's own config
+    own_ratio: SpeedRatio | None  # the winner's speed divided by that of the script's own config
+    closest: Record | None  # the config closest to fitting, if memory is why nothing can win
+    failures: tuple[
+        tuple[str, int], ...
+    ]  # (kind and reason of a trial without a measurement, count), most frequent first
+    trials: int  # ended trials
+    cut_short: bool  # nothing was measured, and the budget ended a trial
+    stop_reason: str  # empty while the study runs, or after a SIGKILL
+    budget_seconds: float  # of the latest call; 0 before the first
+    used_seconds: float  # by the latest call
+
+    @property
+    def next_best(self) -> Rival | None:
+        """Return the fastest rival that is clearly slower than the winner."""
+        return self.slower[0] if self.slower else None
+
+    def _why_chosen(self) -> str:
+        """Return why the winner was chosen among the configs that tie with it."""
+        assert self.winner is not None
+        assert self.winner.outcome is not None
+        assert self.winner.outcome.measurement is not None
+        peak_bytes = self.winner.outcome.measurement.peak_bytes
+        ahead = [rival for rival in self.tied if rival.ratio.times < 1]
+        if not ahead:
+            return "it measured fastest"
+        if all(peak_bytes < rival.peak_bytes for rival in self.tied):
+            return "it needs least memory"
+        if all(peak_bytes < rival.peak_bytes for rival in ahead):
+            return "it needs less memory than those that measured faster"
+        return "it is verified" if self.verified else "it is the least likely to fail verification"
+
+    def comparison(self) -> list[str]:
+        """Return sentences that compare the winner with the other configs that may win; empty without any."""
+        lines = []
+        if self.tied:
+            others = "1 other" if len(self.tied) == 1 else f"{len(self.tied)} others"
+            named = ", ".join(str(rival.candidate) for rival in self.tied[:2]) + (", …" if len(self.tied) > 2 else "")
+            lines.append(f"tied with {others} (difference below noise): {named}; chosen because {self._why_chosen()}")
+        if self.next_best is not None:
+            count = 1 + len(self.tied) + len(self.slower)
+            slowest = max(rival.ratio.times for rival in (*self.slower, *self.tied))
+            beyond = " that is not tied" if self.tied else ""
+            lines.append(
+                f"{100 * (self.next_best.ratio.times - 1):+.1f} % against the next best{beyond} "
+                f"({self.next_best.candidate}), {slowest:.1f}x the slowest of {count} that fit"
+            )
+        for rival in self.faster[:3]:
+            gain = 100 * (1 / rival.ratio.times - 1)
+            why = "was measured after the winner was chosen" if rival.verified else "is not verified"
+            lines.append(f"{rival.candidate} was {gain:.1f} % faster and {why}; run again to choose between them")
+        return lines
+
+    def to_json(self) -> dict[str, object]:
+        """Return the facts as JSON data, trials by their numbers."""
+
+        def rivals(found: Sequence[Rival]) -> list[dict[str, object]]:
+            return [{**vars(one), "candidate": one.candidate.as_dict, "ratio": vars(one.ratio)} for one in found]
+
+        return {
+            "winner": self.winner.number if self.winner else None,
+            "verified": self.verified,
+            "best": self.best.number if self.best else None,
+            "margin": self.next_best.ratio.times - 1 if self.next_best else None,
+            "next_best": rivals([self.next_best])[0] if self.next_best else None,
+            "tied": rivals(self.tied),
+            "slower": len(self.slower),
+            "faster_unverified": rivals(self.faster),
+            "cannot_win": {str(number): why for number, why in self.remarks.items()},
+            "own": self.own.number if self.own else None,
+            "times_own": vars(self.own_ratio) if self.own_ratio else None,
+            "closest": self.closest.number if self.closest else None,
+            "stop_reason": self.stop_reason,
+            "budget_seconds": self.budget_seconds,
+            "used_seconds": self.used_seconds,
+            "lines": self.comparison(),
+        }
+
+
+def study_facts(
+    records: Sequence[Record],
+    job: Job,
+    hardware: Hardware,
+    *,
+    winner: int | None = None,
+    calls: Sequence[str] = (),
+    set_aside: Collection[int] = (),
+    stop_reason: str = "",
+    budget_seconds: float = 0.0,
+    used_seconds: float = 0.0,
+) -> StudyFacts:
+    """Return the facts of a study.
+
+    Args:
+        records: all trials in order.
+        job: the job.
+        hardware: gives the memory ceiling.
+        winner: trial number of the stored winner. It is not the winner any more if it was rejected since, or if the
+            ceiling is lower now.
+        calls: start times of the calls, as in `Record.started`. Verifications of different calls are not averaged.
+        set_aside: numbers of trials outside the space of the latest call.
+        stop_reason: reason for the end of the latest call.
+        budget_seconds: budget of the latest call.
+        used_seconds: seconds that the latest call used.
+    """
+    leaderboard, starts = Leaderboard(hardware, job), sorted(calls)
+    chosen = next((one.candidate for one in records if one.number == winner), None)
+    aside = {one.candidate for one in records if one.number in set_aside} - {chosen}
+    for record in records:
+        while starts and record.started >= starts[0]:
+            leaderboard.begin_call()
+            del starts[0]
+        leaderboard.replay(record)
+    for candidate in aside:
+        leaderboard.reject(candidate, "not in the space of the latest call")
+    at = chosen if chosen is not None and leaderboard.may_win(chosen) else None
+    won = _as_measured(records, leaderboard, at)
+    groups: dict[str, list[Rival]] = {"tied": [], "slower": [], "faster": []}
+    for other, (_, theirs) in leaderboard.measured.items():
+        ratio = _ratio(leaderboard, at, other) if at not in (None, other) and leaderboard.may_win(other) else None
+        if ratio is not None:
+            group = "tied" if ratio.is_noise else "slower" if ratio.times > 1 else "faster"
+            groups[group].append(Rival(other, ratio, theirs.peak_bytes, other in leaderboard.verified))
+    tied, slower, faster = (tuple(sorted(found, key=lambda one: one.ratio.times)) for found in groups.values())
+    own = next((one for one in reversed(records) if one.note == AS_IS), None)
+    best = at if at is not None else next(filter(leaderboard.may_win, leaderboard.feasible()), None)
+    ended = [(one, one.outcome) for one in records if one.outcome is not None and one.role != TRAINING]
+    failures = Counter(f"{one.kind.value}: {one.reason}" for _, one in ended if one.measurement is None and not one.ok)
+    return StudyFacts(
+        winner=won,
+        verified=at in leaderboard.verified,
+        best=_as_measured(records, leaderboard, best),
+        tied=tied,
+        slower=slower,
+        faster=faster,
+        remarks={one.number: text for one, end in ended if (text := leaderboard.remark(one.candidate, end))},
+        own=own,
+        own_ratio=_ratio(leaderboard, at, own.candidate) if own is not None and at is not None else None,
+        closest=None
+        if best is not None
+        else _closest([one for one in records if one.number not in set_aside], hardware),
+        failures=tuple(failures.most_common()),
+        trials=len(ended),
+        cut_short=not leaderboard.measured and any(one.source is Source.BUDGET for _, one in ended),
+        stop_reason=stop_reason,
+        budget_seconds=budget_seconds,
+        used_seconds=used_seconds,
+    )
+
+
+def _ratio(leaderboard: Leaderboard, winner: Candidate | None, other: Candidate) -> SpeedRatio | None:
+    """Return the winner's speed divided by another's, measured alike; None if they were not."""
+    if winner is None or winner == other:
+        return None
+    for found in (leaderboard.verified, leaderboard.searched):
+        if winner in found and other in found:
+            return SpeedRatio.of(found[winner][1], found[other][1])
+    return None
+
+
+def _as_measured(records: Sequence[Record], leaderboard: Leaderboard, candidate: Candidate | None) -> Record | None:
+    """Return the record of a candidate's measurement, with the mean of its verifications."""
+    if candidate is None:
+        return None
+    number, measured = leaderboard.measured[candidate]
+    record = next(one for one in records if one.number == number)
+    assert record.outcome is not None
+    return dataclasses.replace(record, outcome=dataclasses.replace(record.outcome, measurement=measured))
+
+
+def missing_bytes(outcome: Outcome, hardware: Hardware) -> int | None:
+    """Return a lower bound of the bytes by which a config missed the ceiling.
+
+    None if the config did not miss it, or failed for another reason.
+    """
+    if outcome.measurement is not None:
+        over = outcome.measurement.peak_bytes - hardware.ceiling_bytes
+        return over if over > 0 else None
+    headroom = hardware.capacity_bytes - hardware.ceiling_bytes if outcome.kind is not OutcomeKind.OOM_HOST else 0
+    return (outcome.missing_bytes or 0) + headroom if outcome.kind.is_oom else None
+
+
+def _closest(records: Sequence[Record], hardware: Hardware) -> Record | None:
+    """Return the trial closest to fitting: the furthest phase, then the fewest missing bytes. None if memory failed none."""
+    order = [phase.value for phase in Phase]
+    over = [
+        (-order.index(record.outcome.phase.value), missing, record)
+        for record in records
+        if record.outcome is not None and (missing := missing_bytes(record.outcome, hardware)) is not None
+    ]
+    return min(over, key=lambda item: item[:2])[2] if over else None
+
+
+def dashboard_note(facts: StudyFacts, number: int, why: str, shown: Record | None, hardware: Hardware) -> str:
+    """Return a Markdown note that names the winner and explains why the dashboard may show another best trial.
+
+    Args:
+        facts: of the study.
+        number: the winner's trial number.
+        why: how the winner was chosen.
+        shown: the dashboard's best trial.
+        hardware: the study's machine.
+    """
+    lines = [f"**autotune's winner is trial {number}** ({why})."]
+    if facts.winner is not None:
+        lines += [f"It is {line}." if line.startswith("tied") else f"{line}." for line in facts.comparison()]
+    if shown is not None and shown.number != number:
+        lines.append(
+            f"The best trial as this dashboard shows it, {shown.number}, {_why_not_shown(facts, shown, hardware)}"
+        )
+    lines.append(
+        "Trials that did not fit are shown as pruned; `kind` says how each ended, and `over_gib` by how much it was above the "
+        "memory ceiling. `autotune report` has the whole study on one page."
+    )
+    return "\n\n".join(lines)
+
+
+def _why_not_shown(facts: StudyFacts, shown: Record, hardware: Hardware) -> str:
+    if shown.outcome and any(value > 0 for value in constraints(shown.outcome, hardware).values()):
+        return "does not fit: it was recorded by an earlier version, or under another ceiling."
+    if facts.winner is not None and facts.winner.candidate == shown.candidate:
+        return "is the same config, as the search measured it."
+    if why := facts.remarks.get(shown.number):
+        return f"is another config, which was faster in the search; {why}."
+    return "is another config, which looked faster when it was measured; it is not the winner."

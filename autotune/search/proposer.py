@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +19,9 @@ from autotune.problem.job import Job
 from autotune.problem.knobs import OFFLOADING
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.problem.space import SearchSpace
+from autotune.search.knob_record import EFFECT_SIGMA, KnobRecord, KnobTurn
 from autotune.search.pruning import CandidatePool, DominanceRules
-from autotune.search.stopping import Stop, StopReason
+from autotune.search.stopping import Confidence, Stop, StopReason, speed_left
 from autotune.search.surrogate import (
     RECALLED,
     FirstOrderGroups,
@@ -49,11 +50,17 @@ HEAD = 6  # trials before the sampler gets its share
 CATCH_UP = 2  # consecutive sampler trials while it is below its share
 AUDITS = 2  # surrogate proposals without improvement before a search may stop early
 MOST_BOLD = 2  # trials of candidates that are predicted not to fit, while the predictor is not refuted
-IMPLAUSIBLE = 2.0  # share of the device's capacity; no predictor is wrong by more
+IMPLAUSIBLE = 2.0  # share of the device's capacity; no predictor of a large model is wrong by more
+# Bytes above the capacity. Buffers of the runtime do not depend on the model, so a prediction may be wrong by all of
+# them: 2 GiB on the CPU ranks of two recorded tables, where the fastest candidates were predicted not to fit.
+IMPLAUSIBLE_BYTES = 4 * GIB
 DOUBTLESS_SIGMAS = 3.0  # a level this many sigmas below the best is not tried
 # trials without improvement, half of them random: 60 miss the best 5 % once in 20 (Bergstra and Bengio 2012)
 STALE = 120
 WORTHWHILE = 0.25  # share of the tolerance; a smaller predicted gain is ignored
+TURN_SHARE = 0.2  # share of the remaining budget, at most, for turning each knob of the best candidate once
+FIRST_TRIALS = 4  # measured candidates that a short budget must hold
+FIRST_SHARE = 0.25  # share of the budget, at most, that one of them is predicted to take
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class Proposer:
         *,
         tolerance: float = 0.01,
         exhaustive: bool = False,
+        effect_sigmas: Mapping[str, float] = EFFECT_SIGMA,
     ) -> None:
         self.space, self.job, self.hardware, self.predictor = space, job, hardware, predictor
         self.tolerance, self.exhaustive = tolerance, exhaustive
@@ -89,6 +97,7 @@ class Proposer:
         self._fallback = FallbackSchedule(candidates, hardware.device)
         self._coverage = LevelCoverage(candidates)
         self._groups = FirstOrderGroups(candidates)
+        self.knobs = KnobRecord(candidates, effect_sigmas)
         self._micro_batch = np.array([c.micro_batch for c in candidates])
         self._accumulation = np.array([c.accumulation for c in candidates])
         self.speed: dict[Candidate, float] = {}
@@ -101,6 +110,8 @@ class Proposer:
         self._improved_at = 0  # value of `_proposed` at the last improvement
         self._audited = 0  # surrogate proposals since then
         self._bold_tries = 0
+        self._most_first = math.inf  # seconds that one of the first trials may take
+        self._turning_seconds = 0.0  # predicted for all proposed turns of knobs
         self._seed, self._answers = seed, dict[int, Answer]()
         self._start: Start | None = None
         self.stopped: Stop | None = None  # reason for the latest None of `next`
@@ -115,6 +126,8 @@ class Proposer:
             Rule("predicted gain", self._predicted_gain),
             Rule("memory limit", self._memory_limit),
             Rule("second opinion", self._surrogates_choice),
+            Rule("untested knob", self._untested_knob),
+            Rule("doubtful knob", self._doubtful_knob),
             Rule("sampler", self._sampler_goes_on),
             Rule("small gain", self._small_gain),
         )
@@ -145,6 +158,8 @@ class Proposer:
         if not outcome.kind.is_attributable_to_candidate:
             return
         at = self._index.get(candidate)
+        if at is not None and not outdated:
+            self.knobs.observe(at, outcome.measurement, self._model.predicted_logs)
         self._model.observe(candidate, at, outcome)
         self._costs.observe(outcome)
         if outdated:
@@ -226,6 +241,10 @@ class Proposer:
         """Return the factor on a candidate's time limits: 2 after one of them ended its trial."""
         return 2.0 if self._overran[candidate] else 1.0
 
+    def exclude_alike(self, candidate: Candidate, alike: Callable[[Candidate], bool], reason: str) -> None:
+        """Exclude the candidates that train something else for the same reason as this one."""
+        self._pool.rule_out_alike(candidate, alike, reason)
+
     def give_up(self, candidate: Candidate) -> None:
         """Exclude the candidate for this call."""
         self._pool.close(candidate)
@@ -234,6 +253,20 @@ class Proposer:
         """Return counts of untried candidates by reason, both measured and predicted."""
         predicted = predicted_skips(self._open, self._model.forecast(), self._model.table(), self.hardware)
         return {**self._pool.skipped, **predicted}
+
+    def confidence(self) -> Confidence | None:
+        """Return a bound of the speed that untried candidates hold over the best; None if nothing has fitted."""
+        if not self.speed:
+            return None
+        forecast = self._model.forecast()
+        ahead, sigma = self._ahead(forecast)
+        best = self._index.get(max(self.speed, key=self.speed.__getitem__))
+        if best is not None:
+            for way in self.knobs.turns(best, self._open, forecast.logs):
+                ahead[way.at], sigma[way.at] = self.knobs.effect(best, way, forecast.logs)
+        some = self._open & ~forecast.hopeless & ~forecast.host
+        left = speed_left(ahead[some], sigma[some], forecast.fits[some], self._groups.of[some])
+        return Confidence(math.expm1(left), len(self._answers))
 
     # -- proposing ---------------------------------------------------------------------------------------------------
 
@@ -251,22 +284,28 @@ class Proposer:
         worthwhile = not self.speed or gain[at] >= WORTHWHILE * self.tolerance
         return bool(worthwhile and self._start.believed(at, self._model.forecast(), worth))
 
-    def next(self) -> Proposal | None:
-        """Return a candidate for a new engine; None if none is left or worth its time (see `stopped`)."""
-        decision = self._decide()
+    def next(self, left_seconds: float = math.inf) -> Proposal | None:
+        """Return a candidate for a new engine; None if none is left or worth its time (see `stopped`).
+
+        Args:
+            left_seconds: budget that the search may still use.
+        """
+        if math.isinf(self._most_first):
+            self._most_first = FIRST_SHARE * left_seconds
+        decision = self._decide(left_seconds)
         if isinstance(decision, Stop) and self._pool.release_similar():
-            decision = self._decide()
+            decision = self._decide(left_seconds)
         self.stopped = decision if isinstance(decision, Stop) else None
         return None if isinstance(decision, Stop) else decision
 
-    def _decide(self) -> Proposal | Stop:
+    def _decide(self, left_seconds: float) -> Proposal | Stop:
         """Apply the rules in order, and return the first decision."""
         if not self._open.any():
             return StopReason.ALL_TRIED.stop()
         if self._model.predictor_rejected and self._is_stale and not self.exhaustive:
             return StopReason.NOTHING_BETTER.stop(count=self._proposed - self._improved_at)
         self._proposed += 1
-        turn = Turn(self._worth)
+        turn = Turn(self._worth, left_seconds)
         for rule in self.rules:
             if (decision := rule.decide(turn)) is not None:
                 self.decided_by = rule.name
@@ -325,6 +364,35 @@ class Proposer:
             return None
         return self._second_opinion()
 
+    def _untested_knob(self, turn: Turn) -> Proposal | None:
+        """Turn each knob of the best candidate once before the search ends early.
+
+        The cheapest turn comes first, and all together take at most TURN_SHARE of the remaining budget.
+        """
+        if self._model.predictor_rejected or self.exhaustive:
+            return None
+        seconds, ways = self._knob_turns()
+        if not ways:
+            return None
+        way = min(ways, key=lambda one: float(seconds[one.at]))
+        cost = float(seconds[way.at])
+        if self._turning_seconds + cost > TURN_SHARE * (turn.left_seconds + self._turning_seconds):
+            return None
+        self._turning_seconds += cost
+        return Proposal(self.candidates[way.at], f"{way.knob} was not turned at the best")
+
+    def _doubtful_knob(self, turn: Turn) -> Proposal | None:
+        """Turn a knob of the best candidate whose predicted effects were so wrong that a turn may gain the tolerance."""
+        if self._model.predictor_rejected or self.exhaustive:
+            return None
+        _, ways = self._knob_turns()
+        gains = {way: self._turn_gain(way) for way in ways}
+        way = max(gains, key=gains.__getitem__, default=None)
+        if way is None or gains[way] < self.tolerance:
+            return None
+        missed = 100 * self.knobs.sigma(way.knob)
+        return Proposal(self.candidates[way.at], f"predicted effects of {way.knob} are wrong by {missed:.0f} %")
+
     def _sampler_goes_on(self, turn: Turn) -> Proposal | None:
         """Leave the search to the sampler if the predictor is refuted, or if the search is exhaustive."""
         goes_on = self._model.predictor_rejected or (self.exhaustive and turn.any_allowed)
@@ -336,6 +404,24 @@ class Proposer:
 
     def _is_worthwhile(self, turn: Turn) -> bool:
         return turn.any_allowed and bool(turn.gain[turn.best] >= WORTHWHILE * self.tolerance)
+
+    def _knob_turns(self) -> tuple[Floats, list[KnobTurn]]:
+        """Return (seconds of measuring each candidate, (n,); untested turns of single knobs that are believed to fit)."""
+        best = self._index.get(max(self.speed, key=self.speed.__getitem__)) if self.speed else None
+        forecast = self._model.forecast()
+        seconds = self._costs.measuring_seconds(forecast.step, self._accumulation) + self._costs.startup_seconds
+        if best is None:
+            return seconds, []
+        believed = self._open & ~forecast.hopeless & ~forecast.host & (forecast.fits > SURE)
+        ways = self.knobs.turns(best, believed, forecast.logs)
+        return seconds, [way for way in ways if not way.settled]
+
+    def _turn_gain(self, way: KnobTurn) -> float:
+        """Return the expected gain of a turn at the best candidate, by the record of predicted effects."""
+        best = self._index[max(self.speed, key=self.speed.__getitem__)]
+        forecast = self._model.forecast()
+        mean, sigma = self.knobs.effect(best, way, forecast.logs)
+        return float(expected_gain(np.array([mean]), np.array([sigma]))[0] * forecast.fits[way.at])
 
     # -- what the rules propose --------------------------------------------------------------------------------------
 
@@ -368,9 +454,10 @@ class Proposer:
             mask &= among
         if not mask.any():
             return None
+        mask &= ~self._too_long(forecast, mask)
         worth, gain = self._worth(forecast)
         promise = worth
-        if gain[mask].max() < WORTHWHILE * self.tolerance:
+        if gain[mask].max() < WORTHWHILE * self.tolerance or not np.isfinite(worth[mask]).any():
             promise = forecast.logs + 4 * np.log(np.maximum(forecast.fits, 1e-9))
         promise = np.where(mask, promise, -np.inf)
         return Proposal(self.candidates[int(promise.argmax())], "a level not seen before")
@@ -392,7 +479,8 @@ class Proposer:
         if self._bold_tries >= MOST_BOLD and not self._model.predictor_rejected:
             return None
         forecast = self._model.forecast()
-        mask = self._open & self._coverage.uncovered() & (forecast.share < IMPLAUSIBLE) & ~forecast.host
+        most = max(IMPLAUSIBLE, 1 + IMPLAUSIBLE_BYTES / self.hardware.capacity_bytes)
+        mask = self._open & self._coverage.uncovered() & (forecast.share < most) & ~forecast.host
         mask &= forecast.logs + DOUBTLESS_SIGMAS * forecast.sigma > math.log(max(self.speed.values()))
         if not mask.any():
             return None
@@ -469,22 +557,38 @@ class Proposer:
         """
         forecast = forecast or self._model.forecast()
         barred = ~self._open | forecast.hopeless | forecast.host
+        startup = self._costs.startup_seconds
+        measuring = self._costs.measuring_seconds(forecast.step, self._accumulation)
+        seconds = measuring + np.where(alive, 0.0, startup) if alive is not None else measuring + startup
+        barred = barred | self._too_long(forecast, ~barred)
         if not self.speed:
             # the first trial should fit, because it calibrates all predictions
             gain = forecast.logs + 4 * np.log(np.maximum(forecast.fits, 1e-9))
             return np.where(barred, -np.inf, gain), gain
+        ahead, sigma = self._ahead(forecast)
+        gain = expected_gain(ahead, sigma) * forecast.fits
+        if not self.exhaustive:
+            barred = barred | ~self._groups.fitted & (forecast.fits < min(MOST_CAUTIOUS, RISK_STEP * self._ran_out))
+        return np.where(barred, -np.inf, gain / seconds), gain
+
+    def _too_long(self, forecast: Forecast, allowed: Flags) -> Flags:
+        """Return which candidates take too long for one of the first trials, (n,); never all of the allowed ones.
+
+        The upper end of each prediction counts, because few trials have calibrated it yet.
+        """
+        if len(self.speed) >= FIRST_TRIALS or not allowed.any():
+            return np.zeros_like(allowed)
+        longest = self._costs.measuring_seconds(forecast.step * np.exp(forecast.sigma), self._accumulation)
+        most = self._most_first - (self._costs.startup_seconds if self._costs.started else 0.0)
+        return np.asarray(longest > max(most, float(longest[allowed].min())))
+
+    def _ahead(self, forecast: Forecast) -> tuple[Floats, Floats]:
+        """Return the predicted log speed of each candidate over the best one, and its standard deviation, (n,) each."""
         best = math.log(max(self.speed.values()))
         # only second-order knobs are left in a measured kind
         seen, reach = self._groups.measured, self._groups.reach
         logs = np.where(seen, np.minimum(forecast.logs, self._groups.ceiling), forecast.logs)
-        sigma = np.where(seen, np.minimum(forecast.sigma, reach), forecast.sigma)
-        gain = expected_gain(logs - best, sigma) * forecast.fits
-        if not self.exhaustive:
-            barred = barred | ~self._groups.fitted & (forecast.fits < min(MOST_CAUTIOUS, RISK_STEP * self._ran_out))
-        startup = self._costs.startup_seconds
-        measuring = self._costs.measuring_seconds(forecast.step, self._accumulation)
-        seconds = measuring + np.where(alive, 0.0, startup) if alive is not None else measuring + startup
-        return np.where(barred, -np.inf, gain / seconds), gain
+        return logs - best, np.where(seen, np.minimum(forecast.sigma, reach), forecast.sigma)
 
     @functools.cached_property
     def _sampler(self) -> Sampler:
@@ -536,8 +640,8 @@ class Proposal:
 class Turn:
     """One decision of the proposer. Values are computed when a rule first needs them."""
 
-    def __init__(self, worth: Callable[[], tuple[Floats, Floats]]) -> None:
-        self._compute = worth
+    def __init__(self, worth: Callable[[], tuple[Floats, Floats]], left_seconds: float = math.inf) -> None:
+        self._compute, self.left_seconds = worth, left_seconds
 
     @functools.cached_property
     def _values(self) -> tuple[Floats, Floats]:
@@ -708,6 +812,11 @@ class Costs:
         """Raise the start limit of all candidates after a tuner's time limit ended a start."""
         if outcome.phase in (Phase.START, Phase.INIT) and outcome.source is Source.LIMIT:
             self._slow_start = max(self._slow_start, outcome.seconds)
+
+    @property
+    def started(self) -> bool:
+        """Return True if an engine start was measured."""
+        return bool(self._starts)
 
     @property
     def startup_seconds(self) -> float:

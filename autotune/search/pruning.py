@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,6 +90,8 @@ class CandidatePool:
             self._blame_place(candidate, outcome)
         elif outcome.source is Source.STEPS:
             self._rule_out_larger_batches(candidate)
+        elif outcome.source is Source.TRACE:  # `rule_out_alike` excludes what shares the cause
+            return
         elif outcome.kind is OutcomeKind.INVALID:
             self._learn_refusal(candidate, outcome.reason, "DeepSpeed refuses")
         elif outcome.kind is OutcomeKind.CRASH and outcome.source is Source.EXCEPTION:
@@ -132,6 +134,12 @@ class CandidatePool:
         if count := int((mask & self.open_mask).sum()):
             self.open_mask &= ~mask
             self.skipped[reason] += count
+
+    def rule_out_alike(self, candidate: Candidate, alike: Callable[[Candidate], bool], reason: str) -> None:
+        """Exclude all candidates of a test, or only this one if a candidate of the test has worked."""
+        self.close(candidate)
+        if not any(map(alike, self._worked)):
+            self.rule_out(np.array([alike(other) for other in self.candidates], dtype=bool), reason[:160])
 
     def _rule_out_larger(self, candidate: Candidate) -> None:
         at = self.index.get(candidate)

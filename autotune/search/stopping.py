@@ -1,9 +1,20 @@
-"""Reasons for the end of a search."""
+"""End of a search: the reason, and how much speed the untried candidates may still hold."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.predict.features import Floats
+from autotune.search.surrogate import normal_cdf
+
+# -- reasons -----------------------------------------------------------------------------------------------------------
+#
+# One member per reason, so that no control flow compares sentences.
 
 
 class StopReason(Enum):
@@ -33,3 +44,60 @@ class Stop:
 
     reason: StopReason
     sentence: str
+
+
+# -- confidence --------------------------------------------------------------------------------------------------------
+#
+# Bound the speed that a search has left, from the predictions for all untried candidates.
+
+PROBABILITY = 0.9
+_MOST_LEFT = 3.0  # logarithm of speed; a search that leaves more has measured nothing useful
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """Bound of the gain that the untried candidates hold over the best measured one."""
+
+    left_share: float  # share of speed; exceeded with a probability of 1 - PROBABILITY
+    trials: int
+
+    @property
+    def sentence(self) -> str:
+        """Text for the user, such as `at most 3 % left with 90 % probability, by 14 trials`."""
+        trials = f"{self.trials} trial{'s' * (self.trials != 1)}"
+        if not self.left_share:
+            return f"nothing left: every candidate that may fit is measured, by {trials}"
+        if self.left_share > 1:
+            return f"possibly more than 100 % left, by {trials}"
+        percent = max(1, math.ceil(100 * self.left_share))
+        return f"at most {percent} % left with {100 * PROBABILITY:.0f} % probability, by {trials}"
+
+
+def speed_left(ahead: Floats, sigma: Floats, fits: Floats, groups: NDArray[np.intp]) -> float:
+    """Return the bound that the best untried candidate exceeds with a probability of 1 - PROBABILITY, as a logarithm.
+
+    Errors are taken as equal within a group and as independent between groups.
+
+    Args:
+        ahead: (n,) predicted logarithm of speed over the best measured candidate.
+        sigma: (n,) standard deviation of `ahead`.
+        fits: (n,) probability that the candidate fits.
+        groups: (n,) group of each candidate.
+    """
+    if not len(ahead):
+        return 0.0
+    _, groups = np.unique(groups, return_inverse=True)
+
+    def probability_below(left: float) -> float:
+        above = fits * (1 - normal_cdf((left - ahead) / sigma))
+        worst = np.zeros(groups.max() + 1)
+        np.maximum.at(worst, groups, above)
+        return float(np.prod(1 - worst))
+
+    low, high = 0.0, _MOST_LEFT
+    if probability_below(low) >= PROBABILITY:
+        return 0.0
+    while high - low > 1e-4:
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if probability_below(middle) >= PROBABILITY else (middle, high)
+    return high

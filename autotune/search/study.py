@@ -24,6 +24,7 @@ from autotune.problem.space import SearchSpace, fitted, parse_space
 from autotune.script.recorded import RecordedPython, recorded_job
 from autotune.search.fingerprint import THREADS, changes, fingerprint, knowing_more
 from autotune.search.heartbeat import Tuners
+from autotune.search.leaderboard import StudyFacts, dashboard_note, study_facts
 from autotune.search.storage import DATABASES, ServerStorage, hold, open_storage, stored_in
 from autotune.search.trials import (
     LET_GO,
@@ -49,7 +50,6 @@ from autotune.search.trials import (
     set_attribute,
     uncollected,
     what_was_kept,
-    winners_note,
     withdraw,
 )
 from autotune.util.interpreter import other_python
@@ -57,6 +57,8 @@ from autotune.util.interpreter import other_python
 # -- study -------------------------------------------------------------------------------------------------------------
 #
 # Study: all candidates and outcomes, in an Optuna database from which any later run resumes.
+
+_SET_ASIDE = "set aside"  # attribute with trial numbers
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=optuna.exceptions.ExperimentalWarning)
@@ -273,6 +275,19 @@ class StudyStore:
         with uncollected():
             return self._records.of(self.study.get_trials(deepcopy=False))
 
+    def record(self, number: int) -> Record:
+        """Return one trial.
+
+        Raises:
+            UserError: the study has no such trial.
+        """
+        records = self.records()
+        for one in records:
+            if one.number == number:
+                return one
+        have = f"0 to {records[-1].number}" if records else "none yet"
+        raise UserError(f"study {self.name} has no trial {number}: its trials are {have}")
+
     def measured(self) -> dict[Candidate, Measurement]:
         """Return the latest measurement of every measured candidate."""
         return {
@@ -436,13 +451,42 @@ class StudyStore:
     def set_winner(self, number: int, why: str) -> None:
         """Store the winner and the reason, and write the note for Optuna's dashboard."""
         self._set("winner", {"number": number, "why": why})
-        save_note(self.study, winners_note(number, why, self.records(), best_shown(self.study), self.hardware))
+        best = best_shown(self.study)
+        shown = next((record for record in self.records() if record.number == best), None)
+        save_note(self.study, dashboard_note(self.facts(), number, why, shown, self.hardware))
 
     @property
     def winner(self) -> Record | None:
-        """Return the record of the winner, or None."""
+        """Return the record of the winner, or None. A winner that was rejected since is returned as it was measured."""
         chosen = self.attributes.get("winner")
-        return next((one for one in self.records() if one.number == chosen["number"]), None) if chosen else None
+        if not chosen:
+            return None
+        return self.facts().winner or next((one for one in self.records() if one.number == chosen["number"]), None)
+
+    def facts(self) -> StudyFacts:
+        """Return the facts of the study's verdict, which every output reads."""
+        chosen, calls = self.attributes.get("winner"), self.calls()
+        return study_facts(
+            self.records(),
+            self.job,
+            self.hardware,
+            winner=chosen["number"] if chosen else None,
+            calls=[call.started for call in calls],
+            set_aside=self.set_aside,
+            stop_reason=calls[-1].ended if calls else "",
+            budget_seconds=calls[-1].budget_seconds if calls else 0.0,
+            used_seconds=calls[-1].used_seconds if calls else 0.0,
+        )
+
+    @property
+    def set_aside(self) -> frozenset[int]:
+        """Numbers of trials of measured candidates outside the space of the latest call."""
+        return frozenset(self.attributes.get(_SET_ASIDE, ()))
+
+    def note_set_aside(self, numbers: list[int]) -> None:
+        """Store the numbers of trials outside the space of this call."""
+        if numbers != self.attributes.get(_SET_ASIDE, []):
+            self._set(_SET_ASIDE, numbers)
 
     def note_extensions(self, folder: str) -> None:
         """Store the folder of the ops that DeepSpeed built for the trials."""

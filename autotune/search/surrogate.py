@@ -108,6 +108,11 @@ class SpeedMemoryModel:
             self._table = dataclasses.replace(table, peak=np.maximum(table.peak, 1.0))
         return self._table
 
+    @property
+    def predicted_logs(self) -> Floats | None:
+        """Logs of samples per second by the predictor before the next outcome, (n,); None without a recent table."""
+        return None if self._table is None else np.log(self._table.samples)
+
     def _refreshed(self) -> Table:
         """Predict again after a measurement.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 
 from autotune.predict.features import Flags, Floats
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
@@ -32,10 +33,13 @@ class Sampler:
     """
 
     def __init__(self, candidates: list[Candidate], space: SearchSpace, seed: int, answers: dict[int, Answer]) -> None:
-        self.space = space
         self._distances = Distances(candidates)
         names = [name for name in (*space.order, MICRO_BATCH, ACCUMULATION) if name in space.knobs]
-        self._names = [name for name in names if name != ACCUMULATION or not _follows(candidates)]
+        names = [name for name in names if name != ACCUMULATION or not accumulation_follows(candidates)]
+        # one object per knob for the whole search: a trial keeps the distributions that it was asked with
+        self._distributions: dict[str, BaseDistribution] = {
+            name: CategoricalDistribution(space.knobs[name].values) for name in names
+        }
         self._answers = answers  # known results by place, from any strategy
         self._waiting: list[tuple[optuna.Trial, int]] = []
         with warnings.catch_warnings():
@@ -53,8 +57,8 @@ class Sampler:
         """
         self._tell(running)
         for _ in range(MOST_ASKED):
-            trial = self._study.ask()
-            distances = self._distances.to(Candidate.of({name: self._suggest(trial, name) for name in self._names}))
+            trial = self._study.ask(self._distributions)
+            distances = self._distances.to(Candidate.of(trial.params))
             at = int(distances.argmin())
             if at not in self._answers and allowed[at]:
                 break
@@ -65,8 +69,8 @@ class Sampler:
             else:
                 self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
         else:
-            trial = self._study.ask()
-            distances = self._distances.to(Candidate.of({name: self._suggest(trial, name) for name in self._names}))
+            trial = self._study.ask(self._distributions)
+            distances = self._distances.to(Candidate.of(trial.params))
             at = int(np.where(allowed, distances, np.inf).argmin())
         self._waiting.append((trial, at))
         return at
@@ -87,12 +91,8 @@ class Sampler:
         trial.set_constraint("memory_gib_over", over)
         self._study.tell(trial, speed)
 
-    def _suggest(self, trial: optuna.Trial, name: str) -> Value:
-        value: Value = trial.suggest_categorical(name, self.space.knobs[name].values)  # type: ignore[assignment]
-        return value
 
-
-def _follows(candidates: Sequence[Candidate]) -> bool:
+def accumulation_follows(candidates: Sequence[Candidate]) -> bool:
     """Return True if the other knobs determine accumulation, as with a given global batch."""
     others = {tuple(item for item in candidate.knobs if item[0] != ACCUMULATION) for candidate in candidates}
     return len(others) == len(candidates)

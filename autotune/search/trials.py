@@ -29,7 +29,7 @@ from autotune.problem.space import SearchSpace
 from autotune.search.heartbeat import Tuners
 from autotune.search.storage import open_storage
 from autotune.util.files import write_atomically
-from autotune.util.units import GIB, format_bytes
+from autotune.util.units import GIB
 
 # -- trials ------------------------------------------------------------------------------------------------------------
 #
@@ -194,6 +194,7 @@ class Record:
     role: str  # SEARCH, VERIFY, RESUME or TRAINING
     note: str = ""  # reason for the trial
     tuner: str | None = None  # tuner's name; None if the trial was not started by a tuner
+    started: str = ""  # time of its start in UTC, in ISO format
 
 
 def resumed_peak_bytes(records: list[Record], candidate: Candidate) -> int | None:
@@ -261,6 +262,7 @@ def record_of(trial: optuna.trial.FrozenTrial, *, claims: bool = False) -> Recor
         str(trial.user_attrs.get(ROLE, SEARCH)),
         str(trial.user_attrs.get("note", "")),
         trial.user_attrs.get(TUNER),
+        str(trial.user_attrs.get("started", "")),
     )
 
 
@@ -448,54 +450,6 @@ def save_note(study: optuna.Study, text: str) -> None:
     version = int(storage.get_study_system_attrs(which).get(_VERSION, 0))
     storage.set_study_system_attr(which, _VERSION, version + 1)
     storage.set_study_system_attr(which, _BODY, text[:MOST_CHARACTERS])
-
-
-def winners_note(number: int, why: str, records: Sequence[Record], shown: int | None, hardware: Hardware) -> str:
-    """Return a Markdown note that names the winner and explains why the dashboard may show another best trial.
-
-    Args:
-        number: the winner's trial number.
-        why: how the winner was chosen.
-        records: all trials.
-        shown: the dashboard's best trial.
-        hardware: the study's machine.
-    """
-    lines = [f"**autotune's winner is trial {number}** ({why})."]
-    if shown is not None and shown != number:
-        lines.append(_why_another(number, shown, {record.number: record for record in records}, hardware))
-    lines.append(
-        "Trials that did not fit are shown as pruned; `kind` says how each ended, and `over_gib` by how much it was above the "
-        "memory ceiling. `autotune report` has the whole study on one page."
-    )
-    return "\n\n".join(line for line in lines if line)
-
-
-def _why_another(number: int, shown: int, records: Mapping[int, Record], hardware: Hardware) -> str:
-    winner, other = records.get(number), records.get(shown)
-    if winner is None or other is None:
-        return ""
-    head = f"The best trial as this dashboard shows it, {shown}, "
-    if other.outcome and any(value > 0 for value in constraints(other.outcome, hardware).values()):
-        return f"{head}does not fit: it was recorded by an earlier version, or under another ceiling."
-    if winner.candidate == other.candidate:
-        return f"{head}is the same config, as the search measured it."
-    later = [r for r in records.values() if r.candidate == other.candidate and r.number > shown and r.outcome]
-    told = [_in_words(r.outcome, hardware) for r in later if r.outcome and r.role in (VERIFY, RESUME)]
-    if told:
-        return (
-            f"{head}is another config, which was faster in the search; tried again in a fresh process, it {told[-1]}."
-        )
-    return f"{head}is another config, which looked faster when it was measured; it is not the winner."
-
-
-def _in_words(outcome: Outcome, hardware: Hardware) -> str:
-    """Describe how a trial ended, as a phrase after `it`, without text from a rank."""
-    if outcome.measurement is None:
-        return "ran out of memory" if outcome.kind.is_oom else f"ended in {outcome.kind.value}"
-    over = outcome.measurement.peak_bytes - hardware.ceiling_bytes
-    if over > 0:
-        return f"took {format_bytes(over)} more than the ceiling"
-    return f"gave {outcome.measurement.samples_per_second:.4g} samples a second"
 
 
 # -- trials not saved --------------------------------------------------------------------------------------------------

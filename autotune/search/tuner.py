@@ -17,15 +17,16 @@ from autotune.executors.base import RESUME as RESUME_EFFORT
 from autotune.executors.base import SEARCH as SEARCH_EFFORT
 from autotune.executors.base import VERIFY as VERIFY_EFFORT
 from autotune.executors.base import Effort, Executor, Session
-from autotune.problem.candidate import MODEL_KNOBS, Candidate
+from autotune.problem.candidate import MODEL_KNOBS, Candidate, samples
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace
 from autotune.search.budget import Budget
+from autotune.search.certificate import Certifier
 from autotune.search.concurrency import PeerTrials, SearchWorkers
 from autotune.search.leaderboard import NOT_VERIFIED, Leaderboard, Measured, held_bytes
 from autotune.search.proposer import Proposal, Proposer
-from autotune.search.stopping import Stop, StopReason
+from autotune.search.stopping import Confidence, Stop, StopReason
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, set_attribute
 from autotune.util.units import format_duration
@@ -49,6 +50,7 @@ class SearchSummary:
     used_seconds: float
     measured: int = 0
     by_kind: Counter[str] = field(default_factory=Counter)
+    confidence: Confidence | None = None  # bound of the speed that is left; None without a measurement
 
 
 class Tuner:
@@ -111,11 +113,13 @@ class Tuner:
             ended = StopReason.INTERRUPTED.stop()
         if winner is not None:
             self.store.set_winner(winner.number, "verified" if verified else "measured, not verified")
+            winner = self.store.winner or winner
         self.store.note_skips(self.proposer.skips())
         self.trials.save_call(ended.sentence)
         counts = self.trials.counts
         used, measured = self.clock.used_seconds, counts[OutcomeKind.OK.value]
-        return SearchSummary(winner, verified, ended.sentence, self.cancelled(), used, measured, counts)
+        confidence = self.proposer.confidence()
+        return SearchSummary(winner, verified, ended.sentence, self.cancelled(), used, measured, counts, confidence)
 
     def _search_and_verify(self) -> tuple[Stop, Record | None, bool]:
         """Search and verify until neither can improve the result.
@@ -201,7 +205,8 @@ class SearchLoop:
             self._poll_peers()
             if (why := self.why_stop()) is not None:
                 return why
-            proposal = self.proposer.next()
+            clock = self.trials.clock
+            proposal = self.proposer.next(clock.left_seconds - clock.reserve_seconds)
             if proposal is None:
                 # the running trials' outcomes may open new candidates, or be lost and retried
                 if self.peers.running_elsewhere or self.workers.at_work:
@@ -256,6 +261,15 @@ class SearchLoop:
         if self.trials.store.tuners.shared or self.parallel:
             self.proposer.reserve([*self.peers.searching(), *self.workers.at_work])
 
+    def _effort(self, candidate: Candidate) -> Effort:
+        """Return the length of a trial, which ends early once the candidate cannot beat the best one."""
+        leaderboard = self.trials.leaderboard
+        if (best := leaderboard.best) is None:
+            return self.effort
+        slowest = leaderboard.least_winning_speed(best)
+        beaten = samples(self.proposer.job, candidate) / slowest
+        return dataclasses.replace(self.effort, beaten_step_seconds=beaten)
+
     def _session_name(self) -> str:
         return f"{len(self.trials.store.study.get_trials(deepcopy=False)):04d}"
 
@@ -269,9 +283,9 @@ class SearchLoop:
             with self.workers.device_section(candidate):
                 reserved = clock.reserve_seconds if self.trials.leaderboard.measured else 0.0
                 left = max(1.0, clock.left_seconds - reserved)
-                limit = self.proposer.trial_seconds(candidate)
+                limit, effort = self.proposer.trial_seconds(candidate), self._effort(candidate)
                 with self.workers.unlocked():
-                    outcome = session.measure(candidate, self.effort, min(left, limit))
+                    outcome = session.measure(candidate, effort, min(left, limit))
             self._tried += 1
             outcome = self.trials.end(number, candidate, outcome, SEARCH, limit, left)
         return outcome
@@ -301,6 +315,7 @@ class TrialRecorder:
         self.store, self.proposer, self.space, self.hardware = store, proposer, space, hardware
         self.leaderboard, self.clock, self.blame, self.workers = leaderboard, clock, blame, workers
         self.observer, self.cancelled = observer, cancelled
+        self.certifier = Certifier(proposer.job)
         self.peers = PeerTrials(store)
         self.counts: Counter[str] = Counter()  # trials of this call by kind of outcome
 
@@ -308,6 +323,7 @@ class TrialRecorder:
         """Learn the outcomes of the study's earlier calls."""
         known = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
         mended = retryable_trial_numbers(self.store, known)
+        self.certifier = Certifier.of(self.proposer.job, [record for record, _ in known])
         for left, (record, outcome) in zip(range(len(known), 0, -1), known, strict=True):
             self.proposer.expect(left)
             self.peers.known.add(record.number)
@@ -334,7 +350,9 @@ class TrialRecorder:
     def end(
         self, number: int, candidate: Candidate, outcome: Outcome, role: str, limit_seconds: float, left_seconds: float
     ) -> Outcome:
-        """Store and learn the outcome of a trial, and return it, downgraded if the trial is retried.
+        """Store and learn the outcome of a trial, and return it.
+
+        The outcome is downgraded if the trial is retried, and invalid if the candidate trains something else.
 
         Args:
             number: the trial's number.
@@ -347,6 +365,7 @@ class TrialRecorder:
         # the budget or the user may have ended the trial before its own limit
         limited = limit_seconds if limit_seconds < left_seconds and not self.cancelled() else None
         outcome = downgrade_first_timeout(candidate, outcome, limited, self.proposer, self.workers)
+        outcome = self.certifier.checked(candidate, outcome, role)
         self.store.finish(number, outcome)
         self.peers.known.add(number)
         self.observer.trial_finished(number, candidate, role, outcome)
@@ -370,6 +389,8 @@ class TrialRecorder:
     def _learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
         if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE):
             self.proposer.allow_longer(candidate, outcome)
+        if outcome.source is Source.TRACE:
+            self.proposer.exclude_alike(candidate, self.certifier.shares_cause(candidate, outcome), outcome.reason)
         searched = self.leaderboard.measured.get(candidate)
         self.leaderboard.learn(number, candidate, outcome, role)
         if role in (VERIFY, RESUME):
@@ -653,11 +674,7 @@ class Blame:
         )
 
 
-# -- comparable trials -------------------------------------------------------------------------------------------------
-#
-# Select the trials that a winner is compared with: those of the space of the latest call.
-
-_ASIDE = "set aside"  # trial numbers
+# -- candidates outside the space --------------------------------------------------------------------------------------
 
 
 def mark_out_of_space(store: StudyStore, candidates: Collection[Candidate]) -> str:
@@ -666,19 +683,11 @@ def mark_out_of_space(store: StudyStore, candidates: Collection[Candidate]) -> s
     Returns:
         A line for the user; empty if there are none.
     """
-    numbers = [record.number for record in store.records() if record.candidate in candidates]
-    if numbers != store.attributes.get(_ASIDE, []):
-        set_attribute(store.study, _ASIDE, numbers)
+    store.note_set_aside([record.number for record in store.records() if record.candidate in candidates])
     if not candidates:
         return ""
     they = "1 measured candidate is" if len(candidates) == 1 else f"{len(candidates)} measured candidates are"
     return f"{they} not in this call's space: what they taught counts, and they cannot win"
-
-
-def comparable_trials(store: StudyStore) -> list[Record]:
-    """Return the study's trials without those outside the latest call's space."""
-    aside = set(store.attributes.get(_ASIDE, ()))
-    return [record for record in store.records() if record.number not in aside]
 
 
 # -- retryable trials --------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Python of ranks, the fork server and the tracer: the tuner's own, or that of the user's training environment.
 
-`commands/environment.py` selects it once per call, and `running_in` sets it for this process. Code that starts a
+`commands/environment.py` selects it once per call, and `use_interpreter` sets it for this process. Code that starts a
 process or needs a
 version calls `current()`. The user's Python sees only this package from the tuner's environment, in a folder without any other:
 neither a rank nor its children see optuna, or another torch.
@@ -63,7 +63,7 @@ class Interpreter(Protocol):
         """Its version, (3, 12, 1)."""
 
     @property
-    def beside(self) -> bool:
+    def is_other(self) -> bool:
         """True if this Python differs from the tuner's own."""
 
     @property
@@ -87,10 +87,10 @@ class Interpreter(Protocol):
         """Return this process's environment, in which `python -m autotune.…` finds this package even if it is not installed."""
 
 
-class Own:
+class OwnInterpreter:
     """The tuner's own Python."""
 
-    beside = False
+    is_other = False
 
     @property
     def path(self) -> str:
@@ -133,7 +133,7 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Beside:
+class OtherInterpreter:
     """Another Python than the tuner's, as it answered."""
 
     path: str
@@ -143,7 +143,7 @@ class Beside:
     cuda: str | None
     nccl: str | None
 
-    beside = True
+    is_other = True
 
     def __hash__(self) -> int:
         return hash(self.path)
@@ -155,11 +155,11 @@ class Beside:
     @functools.cache  # noqa: B019  # there are one or two a process
     def has(self, module: str) -> bool:
         """Return True if the other Python can import a module."""
-        return bool(_asked(self.path, "has", module)[1])
+        return bool(_query(self.path, "has", module)[1])
 
     def origin(self, module: str) -> str | None:
         """Return the file of a module in the other Python, or None."""
-        found = _asked(self.path, "origin", module)[1]
+        found = _query(self.path, "origin", module)[1]
         return str(found) if found else None
 
     def environment(self) -> dict[str, str]:
@@ -173,7 +173,7 @@ class Beside:
         return found
 
 
-_current: Interpreter = Own()
+_current: Interpreter = OwnInterpreter()
 
 
 def current() -> Interpreter:
@@ -183,11 +183,11 @@ def current() -> Interpreter:
 
 def other_python() -> str | None:
     """Return the current Python's path if it is not the tuner's own. A study stores it, so that a later call uses it too."""
-    return _current.path if _current.beside else None
+    return _current.path if _current.is_other else None
 
 
 @contextmanager
-def running_in(interpreter: Interpreter) -> Iterator[Interpreter]:
+def use_interpreter(interpreter: Interpreter) -> Iterator[Interpreter]:
     """Make this interpreter the current one for the body of the `with`."""
     global _current
     before, _current = _current, interpreter
@@ -215,7 +215,7 @@ def which(command: str) -> str | None:
     return shutil.which(command)
 
 
-def launched(words: Sequence[str], python: str | None) -> list[str]:
+def launch_command(words: Sequence[str], python: str | None) -> list[str]:
     """Return a launcher's command line that works without activating the ranks' environment.
 
     The launcher is named by its path, or as a module if the environment has no such script.
@@ -248,8 +248,8 @@ def interpreter_at(typed: str, said_by: str) -> Interpreter:
     """
     executable, said = _executable(typed, f"{said_by} {typed}"), f"{said_by} {typed}"
     try:
-        version, found = _asked(executable, "facts")
-    except _NoAnswer as error:
+        version, found = _query(executable, "facts")
+    except _QueryFailed as error:
         raise UserError(f"{said}: {error}; expected the Python of the environment that you train in") from None
     if found is None:
         least = ".".join(map(str, LEAST_PYTHON))
@@ -257,9 +257,9 @@ def interpreter_at(typed: str, said_by: str) -> Interpreter:
     python = tuple(int(part) for part in version.split("."))
     # Later calls skip a shim of pyenv or a wrapper script, which would be an extra process in between.
     path = found["executable"] or executable
-    if Path(found["prefix"]).resolve() == Path(sys.prefix).resolve() and python == Own().python:
-        return Own()
-    return Beside(path, python, found["prefix"], found["versions"], found["cuda"], found["nccl"])
+    if Path(found["prefix"]).resolve() == Path(sys.prefix).resolve() and python == OwnInterpreter().python:
+        return OwnInterpreter()
+    return OtherInterpreter(path, python, found["prefix"], found["versions"], found["cuda"], found["nccl"])
 
 
 def _executable(typed: str, said: str) -> str:
@@ -284,15 +284,15 @@ def _executable(typed: str, said: str) -> str:
     return os.path.abspath(path)  # not resolved: the link's location decides the environment
 
 
-class _NoAnswer(Exception):
+class _QueryFailed(Exception):
     """Failure of an interpreter to answer; the message describes it."""
 
 
-def _asked(executable: str, *question: str) -> tuple[str, Any]:
+def _query(executable: str, *question: str) -> tuple[str, Any]:
     """Return (version, answer of `inquiry`); the answer is None if the Python is too old.
 
     Raises:
-        _NoAnswer: it cannot be run, hangs or is no Python.
+        _QueryFailed: it cannot be run, hangs or is no Python.
     """
     command = [executable, "-c", _ASK, str(Path(__file__).with_name("inquiry.py")), *question]
     try:
@@ -307,11 +307,11 @@ def _asked(executable: str, *question: str) -> tuple[str, Any]:
             encoding="utf-8",
         )
     except OSError as error:
-        raise _NoAnswer(f"it cannot be run ({error.strerror})") from None
+        raise _QueryFailed(f"it cannot be run ({error.strerror})") from None
     try:
         out, err = process.communicate(timeout=ANSWER_SECONDS)
     except subprocess.TimeoutExpired:
-        raise _NoAnswer(f"no answer within {ANSWER_SECONDS:.0f} s") from None
+        raise _QueryFailed(f"no answer within {ANSWER_SECONDS:.0f} s") from None
     finally:
         if process.poll() is None:
             with suppress(ProcessLookupError):
@@ -321,13 +321,13 @@ def _asked(executable: str, *question: str) -> tuple[str, Any]:
     lines = out.splitlines()
     at = next((i for i, line in enumerate(lines) if line.startswith("PYTHON ")), None)
     if at is None:
-        raise _NoAnswer("it is no Python")
+        raise _QueryFailed("it is no Python")
     version = lines[at].removeprefix("PYTHON ")
     if tuple(int(part) for part in version.split(".")) < LEAST_PYTHON:
         return version, None
     with contextlib.suppress(ValueError):
         return version, json.loads(lines[-1])
-    raise _NoAnswer(f"it fails ({(err.strip().splitlines() or [f'exit status {process.returncode}'])[-1][:160]})")
+    raise _QueryFailed(f"it fails ({(err.strip().splitlines() or [f'exit status {process.returncode}'])[-1][:160]})")
 
 
 # -- this package, for another ---------------------------------------------------------------------------------------------

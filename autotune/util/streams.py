@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
@@ -80,12 +81,22 @@ class Lasting:
 
 @contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Replace standard output and standard error by such streams for the body of the `with`."""
+    """Replace standard output and standard error by such streams for the body of the `with`.
+
+    The traceback of an exception that leaves the body is printed here, with secrets masked, and ends the process with exit
+    code 1: the interpreter would print it to the plain stream.
+
+    Raises:
+        SystemExit: the body raised an exception.
+    """
     before = sys.stdout, sys.stderr
     # A process may have been started without them.
     sys.stdout, sys.stderr = (cast(TextIO, Lasting(stream)) if stream else stream for stream in before)
     try:
         yield
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
     finally:
         # otherwise the interpreter flushes the plain streams at exit, and complains
         for stream in (sys.stdout, sys.stderr):

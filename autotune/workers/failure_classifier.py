@@ -33,7 +33,7 @@ class FailureEvidence:
     host_total_bytes: int = 0
     capacity_bytes: int = 0  # bytes of the device available to a rank; 0 if unknown
     logs: dict[int, str] = field(default_factory=dict)  # rank -> tail of its log
-    cut_off: str = ""  # name of a lost machine, and how it was lost
+    unreachable: str = ""  # name of a lost machine, and how it was lost
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,21 @@ _SAVING = re.compile(r", in \w*save\w*$", re.MULTILINE)  # a frame of a tracebac
 _ABORT = re.compile(r"terminate called after throwing an instance of '[^'\n]*'\s+what\(\):\s*(.{1,2000})", re.DOTALL)
 
 
-def judge(evidence: FailureEvidence) -> FailureVerdict:
+def classify_failure(evidence: FailureEvidence) -> FailureVerdict:
     """Return the class of a failed trial, and the evidence that decided it."""
-    if evidence.cut_off:  # the lost ranks and those that waited for them do not blame the candidate
+    if evidence.unreachable:  # the lost ranks and those that waited for them do not blame the candidate
         why = "the stream of that machine's agent"
-        return FailureVerdict(OutcomeKind.INFRASTRUCTURE, evidence.phase, evidence.cut_off, why, Source.NODE)
+        return FailureVerdict(OutcomeKind.INFRASTRUCTURE, evidence.phase, evidence.unreachable, why, Source.NODE)
     if evidence.peaks.lost:  # overrides the ranks' errors, which differ in their words
         why = f"NVML: {evidence.peaks.lost}"
         return FailureVerdict(OutcomeKind.INFRASTRUCTURE, evidence.phase, evidence.peaks.lost, why, Source.DEVICE)
     dead = [rank for rank, status in evidence.statuses.items() if status < 0]
     if evidence.errors and not (dead and all(is_secondary(error) for error in evidence.errors)):
-        verdicts = [(_weight(error, verdict := _of_error(error, evidence)), verdict) for error in evidence.errors]
+        verdicts = [(_weight(error, verdict := _classify_error(error, evidence)), verdict) for error in evidence.errors]
         return min(verdicts, key=lambda weighed: weighed[0])[1]
     for rank, status in sorted(evidence.statuses.items()):
         if status < 0:
-            return _of_signal(rank, -status, evidence)
+            return _classify_signal(rank, -status, evidence)
     if evidence.timed_out:
         return FailureVerdict(
             OutcomeKind.TIMEOUT,
@@ -87,7 +87,7 @@ def judge(evidence: FailureEvidence) -> FailureVerdict:
         )
     for rank, status in sorted(evidence.statuses.items()):
         if status != 0:
-            return _of_status(rank, status, evidence)
+            return _classify_status(rank, status, evidence)
     return FailureVerdict(
         OutcomeKind.CRASH,
         evidence.phase,
@@ -110,7 +110,7 @@ _ORDER = [
 
 def is_secondary(error: dict[str, Any]) -> bool:
     """Return True if a rank's error only states that it lost a peer, whose end is the cause."""
-    return is_echo(error.get("text", ""))
+    return is_peer_gone(error.get("text", ""))
 
 
 def _weight(error: dict[str, Any], verdict: FailureVerdict) -> tuple[int, int]:
@@ -120,20 +120,20 @@ def _weight(error: dict[str, Any], verdict: FailureVerdict) -> tuple[int, int]:
 
 def is_memory_error(error: dict[str, Any], device: str) -> bool:
     """Return True if an `error` message reports an OOM of the device or host, by the rules of `judge`."""
-    kinds = error.get("kinds") or []
-    if not any(kind in _RUNTIME_TYPES or kind.endswith("OutOfMemoryError") for kind in kinds):
+    type_names = error.get("kinds") or []
+    if not any(name in _RUNTIME_TYPES or name.endswith("OutOfMemoryError") for name in type_names):
         return False  # its text quotes an OOM
-    kind = _of_error(error, FailureEvidence(device)).kind
+    kind = _classify_error(error, FailureEvidence(device)).kind
     return kind.is_oom or kind is OutcomeKind.GPU_CONTENTION
 
 
-def _of_error(error: dict[str, Any], evidence: FailureEvidence) -> FailureVerdict:
-    kinds = tuple(error.get("kinds") or ())
-    name, text = kinds[0] if kinds else "Exception", error.get("text", "")
-    account = MemorySnapshot.of(text, error.get("numbers"))
-    kind, why = _class_of_error(error, Scene(evidence.device, account, _host_ran_out(evidence, account)))
+def _classify_error(error: dict[str, Any], evidence: FailureEvidence) -> FailureVerdict:
+    type_names = tuple(error.get("kinds") or ())
+    name, text = type_names[0] if type_names else "Exception", error.get("text", "")
+    snapshot = MemorySnapshot.of(text, error.get("numbers"))
+    kind, why = _class_of_error(error, FailureContext(evidence.device, snapshot, _is_host_full(evidence, snapshot)))
     if kind is OutcomeKind.OOM_DEVICE:
-        kind, why = _unless_foreign(kind, why, account, evidence.peaks)
+        kind, why = _unless_gpu_contention(kind, why, snapshot, evidence.peaks)
     if counted := str(MemorySnapshot.of("", error.get("numbers"))):
         why = f"{why}; {counted}"
     reason = f"{name.split('.')[-1]}: {_first_line(text) or name}"
@@ -141,26 +141,26 @@ def _of_error(error: dict[str, Any], evidence: FailureEvidence) -> FailureVerdic
         reason = f"{reason} (the disk of {error['full_disk']} is full)"
     missing = MemorySnapshot.of(text).missing if kind.is_oom else None  # later figures describe another state
     phase, rank = _phase(error.get("phase")), error.get("rank")
-    return FailureVerdict(kind, phase, reason, why, Source.EXCEPTION, rank, missing, exceptions=kinds)
+    return FailureVerdict(kind, phase, reason, why, Source.EXCEPTION, rank, missing, exceptions=type_names)
 
 
-def _class_of_error(error: dict[str, Any], scene: Scene) -> tuple[OutcomeKind, str]:
+def _class_of_error(error: dict[str, Any], context: FailureContext) -> tuple[OutcomeKind, str]:
     """Return the class of a rank's error and the reason: type first, then frames and text, then origin."""
-    kinds, file = error.get("kinds") or ["Exception"], error.get("file", "")
-    name = kinds[0]
+    type_names, file = error.get("kinds") or ["Exception"], error.get("file", "")
+    name = type_names[0]
     by_type = f"exception {name}"
-    if any(kind.endswith("OutOfMemoryError") for kind in kinds):
+    if any(one.endswith("OutOfMemoryError") for one in type_names):
         return (OutcomeKind.OOM_HOST if name.startswith("ray.") else OutcomeKind.OOM_DEVICE), by_type
-    if "builtins.MemoryError" in kinds:
-        return (OutcomeKind.OOM_DEVICE if scene.device == "cpu" else OutcomeKind.OOM_HOST), by_type
-    if any(kind.endswith(_INVALID_TYPES) for kind in kinds):
+    if "builtins.MemoryError" in type_names:
+        return (OutcomeKind.OOM_DEVICE if context.device == "cpu" else OutcomeKind.OOM_HOST), by_type
+    if any(one.endswith(_INVALID_TYPES) for one in type_names):
         return OutcomeKind.INVALID, by_type
     words = f"{error.get('traceback', '')[-_TRACEBACK_CHARACTERS:]}\n{error.get('text', '')}"
-    found = recognise(words, scene, error.get("files"))
+    found = classify_text(words, context, error.get("files"))
     by_text = f"{by_type} with text {found[1]!r}" if found else ""
     if found and (found[0].is_oom or (found[0] is OutcomeKind.CRASH and not name.endswith(_REFUSALS))):
         return found[0], by_text
-    if any(kind.endswith(_MACHINE_TYPES) for kind in kinds):
+    if any(one.endswith(_MACHINE_TYPES) for one in type_names):
         return OutcomeKind.INFRASTRUCTURE, by_text or by_type
     if found and not name.endswith(_REFUSALS):
         return found[0], by_text
@@ -171,27 +171,27 @@ def _class_of_error(error: dict[str, Any], scene: Scene) -> tuple[OutcomeKind, s
     return (found[0], by_text) if found else (OutcomeKind.CRASH, by_type)
 
 
-def _unless_foreign(
-    kind: OutcomeKind, why: str, account: MemorySnapshot, peaks: MemoryPeaks
+def _unless_gpu_contention(
+    kind: OutcomeKind, why: str, snapshot: MemorySnapshot, peaks: MemoryPeaks
 ) -> tuple[OutcomeKind, str]:
-    """Return FOREIGN if another process took enough device memory for the failure, or holds most of the device."""
-    capped = account.under_cap is not None and account.under_cap < (account.free or 0)
-    if not capped and peaks.foreign > FOREIGN_BYTES and peaks.foreign >= (account.missing or 0):
+    """Return GPU_CONTENTION if another process took enough device memory for the failure, or holds most of the device."""
+    capped = snapshot.under_cap is not None and snapshot.under_cap < (snapshot.free or 0)
+    if not capped and peaks.foreign > FOREIGN_BYTES and peaks.foreign >= (snapshot.missing or 0):
         return (
             OutcomeKind.GPU_CONTENTION,
             f"{why}; NVML: other processes grew by {format_bytes(peaks.foreign)} meanwhile",
         )
-    if others := account.held_by_others:
+    if others := snapshot.held_by_others:
         return OutcomeKind.GPU_CONTENTION, f"{why}; other processes hold {format_bytes(others)} of the device"
     return kind, why
 
 
-def _host_ran_out(evidence: FailureEvidence, account: MemorySnapshot) -> bool:
-    lowest = min(evidence.peaks.host_low, account.host_available if account.host_available is not None else 2**62)
+def _is_host_full(evidence: FailureEvidence, snapshot: MemorySnapshot) -> bool:
+    lowest = min(evidence.peaks.host_low, snapshot.host_available if snapshot.host_available is not None else 2**62)
     return evidence.peaks.oom_kills > 0 or lowest < _HOST_LOW * evidence.host_total_bytes
 
 
-def _of_signal(rank: int, number: int, evidence: FailureEvidence) -> FailureVerdict:
+def _classify_signal(rank: int, number: int, evidence: FailureEvidence) -> FailureVerdict:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
     def verdict(kind: OutcomeKind, reason: str, why: str) -> FailureVerdict:
@@ -202,24 +202,24 @@ def _of_signal(rank: int, number: int, evidence: FailureEvidence) -> FailureVerd
             return verdict(
                 OutcomeKind.OOM_HOST, "killed by the kernel for want of main memory", "SIGKILL, oom_kill counter rose"
             )
-        if _host_ran_out(evidence, MemorySnapshot()):
+        if _is_host_full(evidence, MemorySnapshot()):
             why = f"SIGKILL with {format_bytes(evidence.peaks.host_low)} of main memory left"
             return verdict(OutcomeKind.OOM_HOST, "killed, with main memory used up", why)
         return verdict(OutcomeKind.CRASH, "killed from outside (SIGKILL)", "SIGKILL, oom_kill counter unchanged")
     if number == signal.SIGBUS:
         return verdict(OutcomeKind.OOM_HOST, "shared memory ran out (SIGBUS)", "SIGBUS")
     log = evidence.logs.get(rank, "")
-    found = recognise(log, _scene(evidence))
+    found = classify_text(log, _context(evidence))
     if found and found[0].is_oom:
         return verdict(found[0], f"died by {name} after running out of memory", f"{name}, log text {found[1]!r}")
-    if (last_words := _ABORT.search(log)) and (found := recognise(last_words[1], _scene(evidence))):
+    if (last_words := _ABORT.search(log)) and (found := classify_text(last_words[1], _context(evidence))):
         return verdict(found[0], f"died by {name}: {_first_line(last_words[1])}", f"{name}, log text {found[1]!r}")
     return verdict(OutcomeKind.CRASH, f"died by {name}", name)
 
 
-def _of_status(rank: int, status: int, evidence: FailureEvidence) -> FailureVerdict:
+def _classify_status(rank: int, status: int, evidence: FailureEvidence) -> FailureVerdict:
     tail = evidence.logs.get(rank, "")
-    found = recognise(tail, _scene(evidence))
+    found = classify_text(tail, _context(evidence))
     if found:
         return FailureVerdict(
             found[0], evidence.phase, _last_line(tail), f"exit {status}, log text {found[1]!r}", Source.EXIT, rank
@@ -234,8 +234,8 @@ def _of_status(rank: int, status: int, evidence: FailureEvidence) -> FailureVerd
     )
 
 
-def _scene(evidence: FailureEvidence) -> Scene:
-    return Scene(evidence.device, host_ran_out=_host_ran_out(evidence, MemorySnapshot()))
+def _context(evidence: FailureEvidence) -> FailureContext:
+    return FailureContext(evidence.device, host_is_full=_is_host_full(evidence, MemorySnapshot()))
 
 
 def _phase(name: Any) -> Phase:
@@ -421,78 +421,78 @@ _WORDS = 120  # longest quote of a match
 
 
 @dataclass(frozen=True)
-class Scene:
+class FailureContext:
     """Circumstances of a text, which decide ambiguous ones."""
 
     device: str
-    account: MemorySnapshot = field(default_factory=MemorySnapshot)
-    host_ran_out: bool = False  # True if the kernel killed for lack of main memory, or almost none is left
+    snapshot: MemorySnapshot = field(default_factory=MemorySnapshot)
+    host_is_full: bool = False  # True if the kernel killed for lack of main memory, or almost none is left
 
 
-def _memory(scene: Scene) -> OutcomeKind:
+def _memory(context: FailureContext) -> OutcomeKind:
     """Classify an OOM of main memory, which is the device's memory on a CPU rank."""
-    return OutcomeKind.OOM_DEVICE if scene.device == "cpu" else OutcomeKind.OOM_HOST
+    return OutcomeKind.OOM_DEVICE if context.device == "cpu" else OutcomeKind.OOM_HOST
 
 
-def _allocation(scene: Scene) -> OutcomeKind:
+def _allocation(context: FailureContext) -> OutcomeKind:
     """Classify CUDA's text, which is identical for device memory and pinned memory.
 
     torch's own allocator prints another text. The remaining device allocations (contexts, modules, streams, workspaces)
     are small.
     """
-    if scene.account.is_roomy and (scene.account.pins_much or scene.host_ran_out):
+    if context.snapshot.is_roomy and (context.snapshot.pins_much or context.host_is_full):
         return OutcomeKind.OOM_HOST
     return OutcomeKind.OOM_DEVICE
 
 
-def _mapping(scene: Scene) -> OutcomeKind:
+def _mapping(context: FailureContext) -> OutcomeKind:
     """Classify a failure of the driver's virtual memory (`expandable_segments`).
 
     torch prints another text when the device is full. Some machines (Jetson, vGPU, WSL) have too little of it, or none.
     """
-    return OutcomeKind.INFRASTRUCTURE if scene.account.is_roomy else OutcomeKind.OOM_DEVICE
+    return OutcomeKind.INFRASTRUCTURE if context.snapshot.is_roomy else OutcomeKind.OOM_DEVICE
 
 
-def _handle(scene: Scene) -> OutcomeKind:
+def _handle(context: FailureContext) -> OutcomeKind:
     """Classify a library's failure to create a handle: an OOM, or a consequence of a failed kernel."""
-    return OutcomeKind.CRASH if scene.account.is_roomy else OutcomeKind.OOM_DEVICE
+    return OutcomeKind.CRASH if context.snapshot.is_roomy else OutcomeKind.OOM_DEVICE
 
 
-def _internal(scene: Scene) -> OutcomeKind:
+def _internal(context: FailureContext) -> OutcomeKind:
     """Classify a library's internal error, which a full device explains."""
-    return OutcomeKind.OOM_DEVICE if scene.account.is_full else OutcomeKind.CRASH
+    return OutcomeKind.OOM_DEVICE if context.snapshot.is_full else OutcomeKind.CRASH
 
 
-def _communicator(scene: Scene) -> OutcomeKind:
+def _communicator(context: FailureContext) -> OutcomeKind:
     """Classify a failure of NCCL, whose buffers (0.2-1.5 GiB) are outside torch's allocator."""
-    return OutcomeKind.OOM_DEVICE if scene.account.is_full else OutcomeKind.INFRASTRUCTURE
+    return OutcomeKind.OOM_DEVICE if context.snapshot.is_full else OutcomeKind.INFRASTRUCTURE
 
 
-def _lost(scene: Scene) -> OutcomeKind | None:
+def _lost(context: FailureContext) -> OutcomeKind | None:
     """Classify a killed process: a host OOM if main memory had run out, otherwise unknown."""
-    return _memory(scene) if scene.host_ran_out else None
+    return _memory(context) if context.host_is_full else None
 
 
 @dataclass(frozen=True)
-class Face:
+class FailurePattern:
     """Pattern of one failure text."""
 
     points_to: (
-        OutcomeKind | Callable[[Scene], OutcomeKind | None]
+        OutcomeKind | Callable[[FailureContext], OutcomeKind | None]
     )  # None makes the search continue with the next pattern
     text: re.Pattern[str]
     frames: re.Pattern[str] | None = None  # an innermost frame must match too: file, function, source
 
 
-def _faces(
-    points_to: OutcomeKind | Callable[[Scene], OutcomeKind | None], *texts: str, frames: str | None = None
-) -> list[Face]:
+def _patterns(
+    points_to: OutcomeKind | Callable[[FailureContext], OutcomeKind | None], *texts: str, frames: str | None = None
+) -> list[FailurePattern]:
     where = re.compile(frames, re.IGNORECASE) if frames else None
-    return [Face(points_to, re.compile(text, re.IGNORECASE | re.DOTALL), where) for text in texts]
+    return [FailurePattern(points_to, re.compile(text, re.IGNORECASE | re.DOTALL), where) for text in texts]
 
 
 # Errors that a peer reports after another rank's failure. They describe connections or waits, never a cause.
-_ECHO = (
+_PEER_GONE = (
     r"Connection (?:closed|reset|refused)|closed by (?:remote )?peer|Broken pipe|Socket (?:closed|Timeout)"
     r"|application timeout caused pair closure|Timed out waiting \d+ms for|remote process exited|ncclRemoteError"
     r"|caught collective operation timeout|communicator was aborted"
@@ -501,14 +501,14 @@ _ECHO = (
 # Texts that always name a cause, so that no consequential error hides it.
 _CERTAIN = (
     # A kernel's failure is sticky: every later call fails too, with its own text.
-    *_faces(
+    *_patterns(
         OutcomeKind.CRASH,
         r"device-side assert triggered|Assertion `[^`\n]*` failed",
         r"illegal memory access|misaligned address|illegal instruction|unspecified launch (?:failure|error)",
         r"CUDA_ERROR_ILLEGAL_ADDRESS|an illegal address",
         r"out of resources?: (?:shared|tensor) memory|OutOfResources",  # Triton's block resources, not device memory
     ),
-    *_faces(
+    *_patterns(
         OutcomeKind.INFRASTRUCTURE,
         r"uncorrectable ECC|fallen off(?: of)? the bus|GPU is lost|DEVICE_LOST|\bXid\b|NVLink error|NVML_ERROR_GPU_IS_LOST",
         r"No CUDA GPUs are available|no CUDA-capable device|Found no NVIDIA driver|NVIDIA driver on your system is too old",
@@ -521,21 +521,21 @@ _CERTAIN = (
     ),
 )
 
-_FACES = (
+_PATTERNS = (
     *_CERTAIN,
     # Pinned or shared main memory. CUDA's text does not name it, but the frames do.
-    *_faces(
+    *_patterns(
         OutcomeKind.OOM_HOST,
         r"(?:CUDA|HIP) error: (?:out of memory|invalid argument|resource already mapped)|cudaErrorMemoryAllocation",
         r"out of memory|ENOMEM",
         frames=r"pin_(?:memory|empty)|pinned|cudaHost|locked_tensor|\.to\(\W*cpu\b.{0,80}non_blocking\s*=\s*True",
     ),
-    *_faces(
+    *_patterns(
         OutcomeKind.OOM_HOST,
         r"No space left on device",
         frames=r"multiprocessing/(?:heap|synchronize|shared_memory|reductions)\.py|_share_(?:fd|filename)",
     ),
-    *_faces(
+    *_patterns(
         OutcomeKind.OOM_HOST,
         r"cuda(?:HostAlloc|HostRegister|MallocHost)\b(?!.{0,80}AlreadyRegistered)|Failed to CUDA host alloc",
         r"could not allocate pinned|bytes on host\b[^\n]{0,40}OUT_OF_MEMORY",
@@ -546,7 +546,7 @@ _FACES = (
         r"(?<!PCIe )Bus error|shared memory \(shm\)|/dev/shm.*No space left|out of shared memory|signal SIGBUS|exit ?code:? -7\b",
         r"killed by signal: Killed|oom[-_]kill|Out of memory: Kill|low on memory|out-of-memory handler",
     ),
-    *_faces(
+    *_patterns(
         OutcomeKind.OOM_DEVICE,
         r"(?:CUDA|HIP|XPU|NPU|MLU|MUSA|GCU) out of memory|MPS backend out of memory|Triton Error.{0,20}out of memory",
         r"\b\w+_STATUS_ALLOC(?:ATION)?_FAILED|CUFFT_ALLOC_FAILED|would exceed allowed memory",
@@ -557,14 +557,14 @@ _FACES = (
         r"NCCL WARN.{0,200}out of memory|Cuda failure[^\n]{0,20}out of memory|Failed to CUDA (?:m|c)alloc",
         r"unhandled cuda error.{0,400}out of memory",
     ),
-    *_faces(_mapping, r"(?:CUDA|HIP) driver error: out of memory"),
-    *_faces(
+    *_patterns(_mapping, r"(?:CUDA|HIP) driver error: out of memory"),
+    *_patterns(
         _allocation,
         r"(?:CUDA|HIP)(?: runtime)? error[^\n]{0,200}out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY",
         r"cu(?:da)?M(?:em)?alloc[^\n]{0,200}out of memory",
         r"(?:CUDA|HIP) failed with error[^\n]{0,20}out of memory|Error out of memory at line \d+ in file",  # bitsandbytes
     ),
-    *_faces(
+    *_patterns(
         _memory,
         r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)",
         r"could not create a (?:primitive(?! descriptor)|memory)|could not execute a primitive",
@@ -574,63 +574,63 @@ _FACES = (
         r"can't start new thread|pthread_create|libgomp: Thread creation failed",
         r"\b(?:CPU|host|system|RAM)\b[^\n]{0,40}out of memory|out of (?:CPU|host|system|main|RAM)\b(?: memory)?",
     ),
-    *_faces(
+    *_patterns(
         _lost,
         r"workers? \(pid(?:\(s\))? [\d, ]+\) exited unexpectedly|process pool was terminated abruptly",
         r"subprocesses has abruptly died|exit ?code:? (?:-9|137)\b|exit(?:ed with)? status 137|signal 9\b|SIGKILL",
     ),
-    *_faces(
+    *_patterns(
         _handle,
         r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE|CUFFT)_STATUS_NOT_INITIALIZED",
         r"when calling `?(?:cublas|cusolver|cudnn|cusparse)\w*Create",
         r"unable to find an engine to execute|valid (?:cuDNN|convolution) algorithm",
     ),
-    *_faces(_internal, r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)"),
-    *_faces(
+    *_patterns(_internal, r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)"),
+    *_patterns(
         OutcomeKind.INFRASTRUCTURE,
         r"Address already in use|EADDRINUSE",
         r"No space left on device|Disk quota exceeded|Read-only file system|Stale file handle|file write failed",
         r"PytorchStreamWriter failed|inline_container\.cc:\d+\] \. unexpected pos|basic_ios::clear: iostream error",  # torch.save
         r"Too many open files|Input/output error",
-        _ECHO,
+        _PEER_GONE,
         r"Timed out initializing process group|client socket has timed out|wait timeout after \d+ ?ms",
         r"NCCL operations have failed or timed out|watchdog got stuck|heartbeat monitor",
         r"CUDA driver|CUDA initialization|cannot re-initialize CUDA in forked subprocess",
         r"Unable to find address for|No socket interface found|Name or service not known|name resolution",
         r"couldn't connect to .{0,3}https?:|Max retries exceeded with url|HTTPSConnectionPool",
     ),
-    *_faces(
+    *_patterns(
         _communicator,
         r"nccl(?:System|Internal|Remote|UnhandledCuda)Error|NCCL error|NCCL WARN",
         r"unhandled (?:cuda|system) error",
     ),
-    *_faces(
+    *_patterns(
         OutcomeKind.INVALID, r"correct the following DeepSpeed config values|validation errors? for DeepSpeed\w*Config"
     ),
     # Any other text about an OOM, except lines that only guess ("may be caused by ...").
-    *_faces(
+    *_patterns(
         _allocation,
         r"(?:^|\n)(?![^\n]*\b(?:may|might|could|possibl[ey]|probably|likely|if)\b)[^\n]*\bout[ -]of[ -]memory\b",
     ),
 )
 
 
-def recognise(text: str, scene: Scene, files: list[str] | None = None) -> tuple[OutcomeKind, str] | None:
+def classify_text(text: str, context: FailureContext, files: list[str] | None = None) -> tuple[OutcomeKind, str] | None:
     """Return the outcome class of a text and the words that decided it, or None if no pattern matches.
 
     Args:
         text: an error's text, preceded by its traceback if there is one.
         files: files of the frames that raised it, the innermost last, for a truncated traceback.
     """
-    for face in _FACES:
-        match = face.text.search(text)
+    for pattern in _PATTERNS:
+        match = pattern.text.search(text)
         if match is None:
             continue
-        seen = _frame_match(face.frames, text[: match.start()], files or []) if face.frames else match[0]
+        seen = _frame_match(pattern.frames, text[: match.start()], files or []) if pattern.frames else match[0]
         if seen is not None:
-            kind = face.points_to if isinstance(face.points_to, OutcomeKind) else face.points_to(scene)
+            kind = pattern.points_to if isinstance(pattern.points_to, OutcomeKind) else pattern.points_to(context)
             if kind is not None:
-                words = seen if face.frames is None else f"{match[0]} in {seen}"
+                words = seen if pattern.frames is None else f"{match[0]} in {seen}"
                 return kind, words.strip()[:_WORDS]
     return None
 
@@ -644,9 +644,9 @@ def _frame_match(pattern: re.Pattern[str], before: str, files: list[str]) -> str
     return None
 
 
-def is_echo(text: str) -> bool:
+def is_peer_gone(text: str) -> bool:
     """Return True if a text only states that a peer is gone."""
-    if re.search(_ECHO, text, re.IGNORECASE) is None or any(face.text.search(text) for face in _CERTAIN):
+    if re.search(_PEER_GONE, text, re.IGNORECASE) is None or any(pattern.text.search(text) for pattern in _CERTAIN):
         return False
-    found = recognise(text, Scene("cuda"))
+    found = classify_text(text, FailureContext("cuda"))
     return found is None or not found[0].is_oom

@@ -22,11 +22,11 @@ from autotune.errors import UserError
 from autotune.problem.hardware import Hardware
 
 FOLDER = Path("/tmp")
-_PATIENCE_SECONDS = 0.2  # `holder_of` takes the lock for a moment to test it
+_PATIENCE_SECONDS = 0.2  # `lock_holder` takes the lock for a moment to test it
 
 
 @contextmanager
-def held_gpus(hardware: Hardware, who: str, say: Callable[[str], None]) -> Iterator[None]:
+def lock_gpus(hardware: Hardware, who: str, say: Callable[[str], None]) -> Iterator[None]:
     """Hold the GPUs of `hardware` for this process. CPU ranks have none, and neither have GPUs that are only named.
 
     Args:
@@ -58,7 +58,7 @@ def held_gpus(hardware: Hardware, who: str, say: Callable[[str], None]) -> Itera
             os.close(descriptor)
 
 
-def holder_of(uuid: str) -> str:
+def lock_holder(uuid: str) -> str:
     """Return the holder of a GPU, or an empty string if it is free."""
     with suppress(OSError):
         descriptor = os.open(lock_file(uuid), os.O_RDWR)

@@ -39,7 +39,7 @@ CLOCK_LIMITS = {
 
 
 @dataclass
-class _Watched:
+class _GpuState:
     """State of one GPU, in bytes."""
 
     uuid: str
@@ -64,7 +64,7 @@ class NvmlMeter(Meter):
 
     def __init__(self, gpus: tuple[str, ...]) -> None:
         self._lib = open_nvml()
-        self._gpus: list[_Watched] = []
+        self._gpus: list[_GpuState] = []
         self._gone = ""
         self._ours: set[int] = set()  # pids of ranks and their descendants
         self._places: dict[int, int] = {}  # rank -> index of its GPU, if reported
@@ -75,7 +75,7 @@ class NvmlMeter(Meter):
         except GpuError as error:
             self._gone = str(error)
 
-    def _open(self, uuid: str, label: str) -> _Watched:
+    def _open(self, uuid: str, label: str) -> _GpuState:
         lib = self._lib
         with telling(label):
             handle = lib.nvmlDeviceGetHandleByUUID(uuid)
@@ -85,7 +85,7 @@ class NvmlMeter(Meter):
                 clock_handle = handle
             free, held = memory(lib, handle)[1], holders(lib, handle)
             unified = own_memory(lib, handle) is None
-            return _Watched(uuid, label, handle, clock_handle, free, free, free, held, held, held, unified)
+            return _GpuState(uuid, label, handle, clock_handle, free, free, free, held, held, held, unified)
 
     # -- before a group ----------------------------------------------------------------------------------------------
 
@@ -122,19 +122,19 @@ class NvmlMeter(Meter):
         if self._gone:
             raise GpuLost(self._gone)
 
-    def _refresh(self, gpu: _Watched) -> None:
+    def _refresh(self, gpu: _GpuState) -> None:
         with telling(gpu.label):
             gpu.held = holders(self._lib, gpu.handle)
             gpu.free = self._free(gpu)
 
-    def _free(self, gpu: _Watched) -> int:
+    def _free(self, gpu: _GpuState) -> int:
         if gpu.unified:  # other users of main memory, files and the tuner included, are not on the GPU
             return gpu.free_at_first + sum(gpu.held_at_first.values()) - sum(gpu.held.values())
         return memory(self._lib, gpu.handle)[1]
 
     # -- while a group runs ------------------------------------------------------------------------------------------
 
-    def place(self, rank: int, uuid: str) -> None:
+    def register_device(self, rank: int, uuid: str) -> None:
         """Record the GPU that a rank reports."""
         for place, gpu in enumerate(self._gpus):
             if gpu.uuid == uuid:
@@ -166,11 +166,11 @@ class NvmlMeter(Meter):
                     return True
         return False
 
-    def look_closely(self) -> None:
+    def sample_faster(self) -> None:
         """List the GPU's processes in the next sample."""
         self._closely = True  # until the next sample begins, because a running one may miss the event
 
-    def _sample(self, gpu: _Watched, ranks: dict[int, int], peaks: MemoryPeaks) -> None:
+    def _sample(self, gpu: _GpuState, ranks: dict[int, int], peaks: MemoryPeaks) -> None:
         """Sample one GPU for the pids of its ranks."""
         gpu.free = self._free(gpu)
         grown = max(0, gpu.free_before - gpu.free)
@@ -189,7 +189,7 @@ class NvmlMeter(Meter):
             peaks.neighbours = f"{holders_text(who) or HIDDEN} on {gpu.label}"
         self._sample_clock(gpu, peaks)
 
-    def _sample_clock(self, gpu: _Watched, peaks: MemoryPeaks) -> None:
+    def _sample_clock(self, gpu: _GpuState, peaks: MemoryPeaks) -> None:
         lib = self._lib
         with suppress(lib.NVMLError_NotSupported, lib.NVMLError_FunctionNotFound, lib.NVMLError_NoPermission):
             mhz = int(lib.nvmlDeviceGetClockInfo(gpu.clock_handle, lib.NVML_CLOCK_SM))
@@ -235,7 +235,7 @@ def make_meter(hardware: Hardware) -> Meter:
     return NvmlMeter(hardware.gpus) if hardware.device == "cuda" else CpuMeter()
 
 
-def blame_hidden(peaks: MemoryPeaks, numbers: dict[str, int], outside_before: int | None) -> None:
+def attribute_hidden_usage(peaks: MemoryPeaks, numbers: dict[str, int], outside_before: int | None) -> None:
     """Attribute growth outside the rank's allocator to hidden processes, if NVML hides processes.
 
     Elsewhere NVML knows the owner.

@@ -26,7 +26,7 @@ from autotune.workers.failure_classifier import log_tail
 from autotune.workers.gpu_memory import make_meter
 from autotune.workers.launchers import Launcher
 from autotune.workers.memory_monitor import MemoryMonitor, MemoryPeaks, Meter
-from autotune.workers.process_tree import below, end_ranks, processes
+from autotune.workers.process_tree import descendant_processes, end_ranks, processes
 from autotune.workers.protocol import Channel, Message
 
 # -- host workers ------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ class HostWorkers(Protocol):
     def launch(self, entry: str, numbers: Sequence[int], *, deadline: float, cancelled: Callable[[], bool]) -> None:
         """Launch ranks that run module `entry`, once the devices have enough free memory.
 
-        On another machine the launch is only requested, and `hear` raises a refusal.
+        On another machine the launch is only requested, and `receive` raises a refusal.
 
         Raises:
             OSError: the machine refuses to start them, or a GPU does not answer.
@@ -66,10 +66,10 @@ class HostWorkers(Protocol):
     def sources(self) -> list[Any]:
         """Return the sources that become readable when messages arrive."""
 
-    def hear(self) -> list[tuple[int, Message]]:
+    def receive(self) -> list[tuple[int, Message]]:
         """Return the ranks' new messages with their rank, `hello` included."""
 
-    def brief(self, spec: Message, logs: Path | None) -> None:
+    def send_specs(self, spec: Message, logs: Path | None) -> None:
         """Send each rank its spec, once all have sent hello: the common fields and its own."""
 
     def begin(self, workers: Sequence[int]) -> None:
@@ -82,24 +82,24 @@ class HostWorkers(Protocol):
         """Return exit codes of ended ranks, negative for a signal."""
 
     @property
-    def hung_up(self) -> bool:
+    def has_closed_channel(self) -> bool:
         """True if a rank has closed its channel."""
 
     @property
-    def lost(self) -> str:
+    def lost_device(self) -> str:
         """Description of a part of the machine that is gone, such as a GPU; otherwise empty."""
 
     @property
-    def cut_off(self) -> str:
+    def unreachable(self) -> str:
         """Reason why the machine is unreachable; empty while it is reachable."""
 
     def reset_liveness_baseline(self) -> None:
-        """Make the next `get_on` start a new comparison."""
+        """Make the next `is_progressing` start a new comparison."""
 
-    def get_on(self, waiting: set[int]) -> bool:
+    def is_progressing(self, waiting: set[int]) -> bool:
         """Return True if silent ranks compute, read or write. For ranks in a collective only their children count."""
 
-    def place(self, rank: int, device: str) -> None:
+    def register_device(self, rank: int, device: str) -> None:
         """Record the device that a rank reports."""
 
     def peaks(self) -> MemoryPeaks:
@@ -108,7 +108,7 @@ class HostWorkers(Protocol):
     def reset_peaks(self) -> None:
         """Reset the peaks of this host's ranks."""
 
-    def last_words(self, greeted: bool) -> dict[int, str]:
+    def log_tails(self, greeted: bool) -> dict[int, str]:
         """Return the end of each rank's log; `greeted` determines the log file."""
 
     def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
@@ -127,12 +127,12 @@ class MultiHostLaunch:
     """Several machines over which a group's ranks are spread evenly.
 
     Args:
-        squads: makes the squad of each machine, in order. Arguments: True if memory is sampled continuously, and a
+        make_workers: makes the workers of each machine, in order. Arguments: True if memory is sampled continuously, and a
             function for lines for people.
         store_host: address of the first machine, at which all others reach the rendezvous.
     """
 
-    squads: Callable[[bool, Callable[[str], None]], list[HostWorkers]]
+    make_workers: Callable[[bool, Callable[[str], None]], list[HostWorkers]]
     store_host: str
 
 
@@ -145,7 +145,7 @@ class LocalWorkers:
         node: index of this machine in the group, and number of machines.
     """
 
-    cut_off = ""
+    unreachable = ""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class LocalWorkers:
         node: tuple[int, int] = (0, 1),
     ) -> None:
         self._launcher, self._meter, self._say, self._node = launcher, meter, say, node
-        self._onlooker = meter or make_meter(hardware)
+        self._any_meter = meter or make_meter(hardware)
         self._folder = SocketFolder("autotune-")  # sockets and stores; a study may be on NFS
         self.home = self._folder.path
         self.numbers: Sequence[int] = ()
@@ -164,12 +164,12 @@ class LocalWorkers:
         self.waited_seconds = 0.0
         self._logs: Path | None = None
         self._listener: socket.socket | None = None
-        self._strangers: list[Channel] = []  # connections without a hello so far
+        self._unidentified: list[Channel] = []  # connections without a hello so far
         self._channels: dict[int, Channel] = {}  # by rank
-        self._workers: dict[int, int] = {}  # rank -> its own pid, not that of an interpreter's wrapper
-        self._vitals = Vitals(self._onlooker.busy)
+        self._rank_pids: dict[int, int] = {}  # rank -> its own pid, not that of an interpreter's wrapper
+        self._liveness = LivenessCheck(self._any_meter.busy)
         self._signalled = False  # True once a signal to end was sent
-        self._gauge: MemoryMonitor | None = None
+        self._monitor: MemoryMonitor | None = None
         self._oom_kills = kernel_oom_kills()
 
     # -- starting ----------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class LocalWorkers:
         """Wait for free memory, then start the ranks."""
         self.numbers = numbers
         if self._meter is not None:
-            self.waited_seconds = wait_for_room(self._meter, self._say, deadline=deadline, cancelled=cancelled)
+            self.waited_seconds = wait_for_free_memory(self._meter, self._say, deadline=deadline, cancelled=cancelled)
         address = str(self.home / "home.sock")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
@@ -193,7 +193,7 @@ class LocalWorkers:
         for number in numbers:
             self.pids.append(self._launcher.launch(entry, address, number))
 
-    def brief(self, spec: Message, logs: Path | None) -> None:
+    def send_specs(self, spec: Message, logs: Path | None) -> None:
         """Send each rank its spec, with its log file."""
         self._close_listener()
         self._logs = logs
@@ -206,7 +206,7 @@ class LocalWorkers:
     def begin(self, workers: Sequence[int]) -> None:
         """Start to sample the memory of the workers."""
         if self._meter is not None:
-            self._gauge = MemoryMonitor(self._meter, list(workers))
+            self._monitor = MemoryMonitor(self._meter, list(workers))
 
     def _close_listener(self) -> None:
         if self._listener is not None:
@@ -218,30 +218,30 @@ class LocalWorkers:
     def sources(self) -> list[Any]:
         """Return the sockets to wait on."""
         open_ones = [channel for channel in self._channels.values() if not channel.closed]
-        return [*open_ones, *self._strangers, *([self._listener] if self._listener else [])]
+        return [*open_ones, *self._unidentified, *([self._listener] if self._listener else [])]
 
-    def hear(self) -> list[tuple[int, Message]]:
+    def receive(self) -> list[tuple[int, Message]]:
         """Return the ranks' messages, and accept new connections."""
         ranks = {channel: rank for rank, channel in self._channels.items()}
         heard: list[tuple[int, Message]] = []
         for source in select.select(self.sources(), [], [], 0)[0]:
             if isinstance(source, socket.socket):
-                self._strangers.append(Channel(source.accept()[0]))
+                self._unidentified.append(Channel(source.accept()[0]))
             elif source in ranks:
                 heard += [(ranks[source], message) for message in source.drain()]
             else:
-                heard += self._greet(source)
+                heard += self._identify(source)
         return heard
 
-    def _greet(self, channel: Channel) -> list[tuple[int, Message]]:
+    def _identify(self, channel: Channel) -> list[tuple[int, Message]]:
         """Identify the rank of a new connection."""
         hello = channel.receive(0)
         if hello is not None and hello["type"] == "hello":
             self._channels[int(hello["rank"])] = channel
-            self._workers[int(hello["rank"])] = int(hello["pid"])
+            self._rank_pids[int(hello["rank"])] = int(hello["pid"])
         elif not channel.closed:
             return []
-        self._strangers.remove(channel)
+        self._unidentified.remove(channel)
         if hello is None:
             channel.close()
             return []
@@ -260,50 +260,50 @@ class LocalWorkers:
         return {rank: status for rank, status in found.items() if status is not None}
 
     @property
-    def hung_up(self) -> bool:
+    def has_closed_channel(self) -> bool:
         """Return True if a rank closed its connection."""
         return any(channel.closed for channel in self._channels.values())
 
     @property
-    def lost(self) -> str:
+    def lost_device(self) -> str:
         """Return the failure of a lost GPU, or an empty text."""
-        return self._gauge.peaks().lost if self._gauge is not None else ""
+        return self._monitor.peaks().lost if self._monitor is not None else ""
 
-    def get_on(self, waiting: set[int]) -> bool:
+    def is_progressing(self, waiting: set[int]) -> bool:
         """Return True if the ranks make progress, given the ranks that others wait for."""
-        known = self._known()
-        return self._vitals.alive(known.values(), [known[rank] for rank in waiting & known.keys()])
+        known = self._known_pids()
+        return self._liveness.made_progress(known.values(), [known[rank] for rank in waiting & known.keys()])
 
     def reset_liveness_baseline(self) -> None:
         """Restart the liveness check of the ranks."""
-        self._vitals.forget()
+        self._liveness.reset()
 
-    def _known(self) -> dict[int, int]:
+    def _known_pids(self) -> dict[int, int]:
         """Return the best known process id of each rank."""
-        return {rank: self._workers.get(rank, pid) for rank, pid in zip(self.numbers, self.pids, strict=False)}
+        return {rank: self._rank_pids.get(rank, pid) for rank, pid in zip(self.numbers, self.pids, strict=False)}
 
-    def place(self, rank: int, device: str) -> None:
+    def register_device(self, rank: int, device: str) -> None:
         """Register the device of a rank."""
-        self._onlooker.place(self.numbers.index(rank), device)
+        self._any_meter.register_device(self.numbers.index(rank), device)
 
     def peaks(self) -> MemoryPeaks:
         """Return the peaks of the ranks, and the kernel's OOM kills since the launch."""
-        peaks = self._gauge.look() if self._gauge is not None else self._memory_now()
+        peaks = self._monitor.look() if self._monitor is not None else self._memory_now()
         peaks.oom_kills = kernel_oom_kills() - self._oom_kills
         return peaks
 
     def _memory_now(self) -> MemoryPeaks:
         peaks = MemoryPeaks(used=[0] * len(self.pids), host_low=host_available_bytes())
         with suppress(Exception):  # a GPU may answer late while a process dies
-            self._onlooker.sample(list(self._known().values()), peaks)
+            self._any_meter.sample(list(self._known_pids().values()), peaks)
         return peaks
 
     def reset_peaks(self) -> None:
         """Reset the peaks of the ranks."""
-        if self._gauge is not None:
-            self._gauge.reset()
+        if self._monitor is not None:
+            self._monitor.reset()
 
-    def last_words(self, greeted: bool) -> dict[int, str]:
+    def log_tails(self, greeted: bool) -> dict[int, str]:
         """Return the end of each rank's log."""
         return {rank: log_tail(path) for rank in self.numbers if (path := self.log_of(rank, greeted)) is not None}
 
@@ -315,7 +315,7 @@ class LocalWorkers:
 
     def _notify(self, number: signal.Signals, pids: Sequence[int]) -> None:
         for rank, pid in zip(self.numbers, self.pids, strict=False):
-            own = self._workers.get(rank, pid)
+            own = self._rank_pids.get(rank, pid)
             if pid in pids and catches(own, number):
                 with suppress(ProcessLookupError):
                     os.kill(own, number)
@@ -333,20 +333,20 @@ class LocalWorkers:
     def end(self, *, done: bool) -> None:
         """Stop sampling, kill the ranks that are left, and close all connections."""
         try:
-            if self._gauge is not None:
-                self._gauge.stop()
+            if self._monitor is not None:
+                self._monitor.stop()
             left = []
             if not done or self._signalled:
-                left = end_ranks(self.pids, self._launcher.status, list if done else self._launcher.strays)
+                left = end_ranks(self.pids, self._launcher.status, list if done else self._launcher.descendants)
             for process in left:
                 self._say(f"{process} cannot be ended: the kernel has not let it go")
         finally:
-            for channel in (*self._channels.values(), *self._strangers):
+            for channel in (*self._channels.values(), *self._unidentified):
                 channel.close()
             self._close_listener()
             self._folder.close()
         if self._meter is not None:
-            wait_until_back(self._meter, self._say)
+            wait_for_released_memory(self._meter, self._say)
 
 
 def _free_port() -> int:
@@ -360,12 +360,12 @@ def _free_port() -> int:
 #
 # Wait between two groups until the devices regain memory from ended ranks and from other processes.
 
-BACK_SECONDS = 10.0  # limit for a device's memory to return after the last rank
-ROOM_SECONDS = 30.0  # limit for other processes to release memory taken since the study began; awaited once
+RELEASED_MEMORY_SECONDS = 10.0  # limit for a device's memory to return after the last rank
+FREE_MEMORY_SECONDS = 30.0  # limit for other processes to release memory taken since the study began; awaited once
 _POLL_SECONDS = 0.05
 
 
-def wait_for_room(
+def wait_for_free_memory(
     meter: Meter, say: Callable[[str], None], *, deadline: float, cancelled: Callable[[], bool] = lambda: False
 ) -> float:
     """Wait until the devices have as much free memory as when the study began.
@@ -382,11 +382,11 @@ def wait_for_room(
         GpuError: a GPU does not answer.
     """
     began, waited = time.monotonic(), False
-    until = min(deadline, began + ROOM_SECONDS)
-    while crowd := meter.external_usage_warnings():
+    until = min(deadline, began + FREE_MEMORY_SECONDS)
+    while warnings := meter.external_usage_warnings():
         if not waited:
-            for line in crowd:
-                say(f"{line}; waiting at most {ROOM_SECONDS:.0f} s for it")
+            for line in warnings:
+                say(f"{line}; waiting at most {FREE_MEMORY_SECONDS:.0f} s for it")
         waited = True
         if time.monotonic() > until or cancelled():
             say("going on beside it: until it is free again, running out of memory says nothing of a candidate")
@@ -396,9 +396,9 @@ def wait_for_room(
     return time.monotonic() - began if waited else 0.0
 
 
-def wait_until_back(meter: Meter, say: Callable[[str], None]) -> None:
+def wait_for_released_memory(meter: Meter, say: Callable[[str], None]) -> None:
     """Wait until the devices regain the memory of ended ranks, and report its holders if they do not."""
-    until = time.monotonic() + BACK_SECONDS
+    until = time.monotonic() + RELEASED_MEMORY_SECONDS
     while (left := meter.unreleased_memory_warnings()) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
     for line in left:
@@ -421,7 +421,7 @@ class _Sample:
     io_bytes: int
 
 
-class Vitals:
+class LivenessCheck:
     """Compare the ranks' counters between checks.
 
     Args:
@@ -430,13 +430,13 @@ class Vitals:
 
     def __init__(self, busy: Callable[[], bool] | None = None) -> None:
         self._last: _Sample | None = None
-        self._busy = _Aside(busy) if busy is not None else None
+        self._busy = _BackgroundCall(busy) if busy is not None else None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Make the next check start a new comparison."""
         self._last = None
 
-    def alive(self, ranks: Iterable[int], waiting: Iterable[int] = ()) -> bool:
+    def made_progress(self, ranks: Iterable[int], waiting: Iterable[int] = ()) -> bool:
         """Return True if any of the processes made progress since the last check; False on the first.
 
         Args:
@@ -455,7 +455,7 @@ class Vitals:
         )
 
 
-class _Aside:
+class _BackgroundCall:
     """Call a function in a thread, one call at a time, so that a hanging driver does not block the tuner."""
 
     def __init__(self, ask: Callable[[], bool]) -> None:
@@ -480,7 +480,7 @@ class _Aside:
 def _sample(ranks: Iterable[int], waiting: set[int]) -> _Sample:
     cpu_seconds, io_bytes = 0.0, 0
     pids = list(ranks)
-    for process in [*processes(pid for pid in pids if pid not in waiting), *below(*pids)]:
+    for process in [*processes(pid for pid in pids if pid not in waiting), *descendant_processes(*pids)]:
         with suppress(psutil.Error, OSError):  # process gone, or of another user
             times = process.cpu_times()
             cpu_seconds += times.user + times.system

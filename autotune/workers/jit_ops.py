@@ -73,7 +73,9 @@ def _load(name: str, builder: Any, folder: Path, tell: Tell) -> bool:
     library = folder / builder.name / f"{builder.name}.so"
     before = _written_ns(library)
     seconds = last_seconds(name, folder)
-    with held(folder, builder.name, lambda: tell(op=name, state="waiting", last_seconds=seconds)) as going_on:
+    with hold_build_lock(
+        folder, builder.name, lambda: tell(op=name, state="waiting", last_seconds=seconds)
+    ) as going_on:
         ours = _written_ns(library)
         state = "loading" if ours else "building"
         tell(op=name, state=state, last_seconds=seconds, going_on=going_on)
@@ -107,7 +109,7 @@ def _written_ns(path: Path) -> int:
 
 
 @contextmanager
-def held(folder: Path, op: str, wait: Callable[[], None] = lambda: None) -> Iterator[bool]:
+def hold_build_lock(folder: Path, op: str, wait: Callable[[], None] = lambda: None) -> Iterator[bool]:
     """Hold an op's folder against other autotune processes on this machine, without a stale lock of torch.
 
     Args:
@@ -132,7 +134,7 @@ def held(folder: Path, op: str, wait: Callable[[], None] = lambda: None) -> Iter
         wait_for_lock(place / "lock")
         # No build runs any more, so a mark this old belongs to a former machine or boot.
         ours = ours or (descriptor is not None and time.time() - _written_ns(building) / 1e9 > LIVELY_SECONDS)
-        drop_torn(place, 0.0 if ours else LIVELY_SECONDS)
+        remove_incomplete(place, 0.0 if ours else LIVELY_SECONDS)
         if ours:
             with suppress(OSError):
                 building.write_text(boot, encoding="utf-8")
@@ -244,17 +246,17 @@ def own_folder(device: str) -> Path:
 def is_built(builder: str, folder: Path) -> bool:
     """Return True if this builder's op (`CPUAdamBuilder`) seems built in the folder, as far as detectable without torch."""
     op = _record(folder / f"{builder}.json").get("op")
-    return bool(op) and is_whole(folder / str(op) / f"{op}.so")
+    return bool(op) and is_complete(folder / str(op) / f"{op}.so")
 
 
-def is_whole(library: Path) -> bool:
+def is_complete(library: Path) -> bool:
     """Return True if a library exists and was not truncated by a power cut."""
     with suppress(OSError):
-        return not _is_torn(library)
+        return not _is_incomplete(library)
     return False
 
 
-def drop_torn(place: Path, still_seconds: float = 0.0) -> None:
+def remove_incomplete(place: Path, still_seconds: float = 0.0) -> None:
     """Remove compiled files that a power cut truncated, because ninja checks only times and would keep them.
 
     Args:
@@ -263,11 +265,11 @@ def drop_torn(place: Path, still_seconds: float = 0.0) -> None:
     for pattern in ("*.o", "*.so"):
         for path in place.glob(pattern):
             with suppress(OSError):
-                if _is_torn(path) and time.time() - path.stat().st_mtime >= still_seconds:
+                if _is_incomplete(path) and time.time() - path.stat().st_mtime >= still_seconds:
                     path.unlink()
 
 
-def _is_torn(path: Path) -> bool:
+def _is_incomplete(path: Path) -> bool:
     """Return True if only zeros, or fewer bytes than an ELF header declares (64 bit: `man 5 elf`), reached the disk.
 
     Raises:

@@ -22,7 +22,12 @@ from autotune.problem.nvml import BY_BUS, ORDER, compute_capabilities
 from autotune.util.entry_points import FORK_SERVER
 from autotune.util.interpreter import bound_command, current
 from autotune.workers.failure_classifier import log_tail
-from autotune.workers.process_tree import REAP_SECONDS, below, end_marked, marked
+from autotune.workers.process_tree import (
+    REAP_SECONDS,
+    descendant_processes,
+    end_processes_with_variable,
+    processes_with_variable,
+)
 from autotune.workers.protocol import Channel, Message
 
 # -- launchers ---------------------------------------------------------------------------------------------------------
@@ -56,7 +61,7 @@ class Launcher(Protocol):
     def status(self, pid: int) -> int | None:
         """Return the exit code, negative for a signal, or None while it runs."""
 
-    def strays(self) -> list[psutil.Process]:
+    def descendants(self) -> list[psutil.Process]:
         """Return the processes that dead ranks left running."""
 
     def close(self) -> None:
@@ -101,9 +106,9 @@ class SpawnLauncher:
         process = self._processes.get(pid)
         return process.poll() if process else None
 
-    def strays(self) -> list[psutil.Process]:
+    def descendants(self) -> list[psutil.Process]:
         """Return the processes that ranks have started."""
-        return [process for process in marked(MARK, self._mark) if process.pid not in self._processes]
+        return [process for process in processes_with_variable(MARK, self._mark) if process.pid not in self._processes]
 
     def close(self) -> None:
         """Kill all ranks and wait for their end."""
@@ -241,9 +246,9 @@ class ForkLauncher:
         elif message["type"] == "exited":
             self._statuses[message["pid"]] = message["status"]
 
-    def strays(self) -> list[psutil.Process]:
+    def descendants(self) -> list[psutil.Process]:
         """Return the processes below the fork server."""
-        return below(self.server)  # the server adopts them; a killed server's children died with it
+        return descendant_processes(self.server)  # the server adopts them; a killed server's children died with it
 
     @property
     def server(self) -> int:
@@ -258,13 +263,13 @@ class ForkLauncher:
     def _end_busy(self) -> None:
         """End a busy server with the compilers that it has started."""
         if not self.alive:
-            end_marked(MARK, self._mark)
+            end_processes_with_variable(MARK, self._mark)
             return
         self._process.terminate()  # a building server ends its descendants (`taking_all_along`)
         try:
             self._process.wait(timeout=_LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
-            started = self.strays()
+            started = self.descendants()
             self._process.kill()
             for process in started:
                 with suppress(psutil.Error):

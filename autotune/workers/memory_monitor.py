@@ -73,7 +73,7 @@ class Meter:
     def begin(self) -> None:
         """Record the state before ranks are launched."""
 
-    def place(self, rank: int, device: str) -> None:
+    def register_device(self, rank: int, device: str) -> None:
         """Record the device that a rank reports."""
 
     def sample(self, pids: list[int], peaks: MemoryPeaks) -> None:
@@ -84,7 +84,7 @@ class Meter:
         """Return True if a device computes, according to its driver."""
         return False
 
-    def look_closely(self) -> None:
+    def sample_faster(self) -> None:
         """Allow the next sample to cost more, after a failure."""
 
     def unreleased_memory_warnings(self) -> list[str]:
@@ -152,7 +152,7 @@ class MemoryMonitor:
 
     def look(self) -> MemoryPeaks:
         """Return the peaks with one more accurate sample, or without it if the sample takes too long."""
-        self._meter.look_closely()
+        self._meter.sample_faster()
         wanted, until = self._begun + 1, time.monotonic() + _LOOK_SECONDS
         self._wake.set()
         while self._done < wanted and time.monotonic() < until:

@@ -35,7 +35,7 @@ def end_ranks(
     """
     # Only living ranks are listed, because the pid of a reaped one may be reused.
     ranks = processes(pid for pid in pids if status(pid) is None)
-    started = below(*(rank.pid for rank in ranks))
+    started = descendant_processes(*(rank.pid for rank in ranks))
     _kill_groups(pids, status)
     started += strays()
     for process in started:
@@ -69,7 +69,7 @@ def processes(pids: Iterable[int]) -> list[psutil.Process]:
     return found
 
 
-def below(*pids: int) -> list[psutil.Process]:
+def descendant_processes(*pids: int) -> list[psutil.Process]:
     """Return all descendants of these processes with a single scan of /proc."""
     return processes(descendants(*pids))
 
@@ -110,22 +110,22 @@ def _group_lives(pid: int) -> bool:
     return True
 
 
-def end_marked(variable: str, value: str) -> None:
+def end_processes_with_variable(variable: str, value: str) -> None:
     """End every process started with `variable` at this value in its environment, and its new children.
 
     SIGTERM comes first, at which a compiler removes its temporary files, then SIGKILL.
     """
-    found = marked(variable, value)
+    found = processes_with_variable(variable, value)
     for process in found:
         with suppress(psutil.Error):
             process.terminate()
     _, left = psutil.wait_procs(found, timeout=BUILD_GRACE_SECONDS)
-    for process in (*left, *marked(variable, value)):
+    for process in (*left, *processes_with_variable(variable, value)):
         with suppress(psutil.Error):
             process.kill()
 
 
-def marked(variable: str, value: str) -> list[psutil.Process]:
+def processes_with_variable(variable: str, value: str) -> list[psutil.Process]:
     """Return this user's processes that were started with `variable` at this value in their environment.
 
     Processes during `exec` have no environment yet, so they are polled for up to half a second.

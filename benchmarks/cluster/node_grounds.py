@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from autotune.executors.cluster.cluster import Cluster, Wishes
+from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.ray_transport import RayNodes
 from autotune.executors.cluster.transports import Host, Srun, Ssh, Transport, allocated_hosts, read_hostfile
 from autotune.problem.hardware import detect
@@ -74,7 +74,7 @@ class Ground:
 
     def wire(self) -> Any:
         """The one to the second node; None where there are no nodes."""
-        return self.cluster.nodes[1].wire if self.cluster else None
+        return self.cluster.nodes[1].connection if self.cluster else None
 
     def processes(self) -> set[psutil.Process]:
         """The nodes' agents that the tuner knows, with all that they have started."""
@@ -90,11 +90,11 @@ class Ground:
 
 
 def agent_of(node: Any) -> int:
-    return int(node.wire.greeting["pid"])
+    return int(node.connection.greeting["pid"])
 
 
 def kill_rank(session: Any) -> None:
-    os.kill(session._group._workers[1], signal.SIGKILL)
+    os.kill(session._group._rank_pids[1], signal.SIGKILL)
 
 
 def agents_blow(cluster: Cluster) -> Blow:
@@ -128,9 +128,9 @@ def on_nodes(nodes: Sequence[Host], transport: Transport, folder: Path, running:
     Raises:
         SystemExit: something does.
     """
-    cluster = Cluster(nodes, transport, Wishes("cpu"), folder / "nodes", say=said)
+    cluster = Cluster(nodes, transport, NodeRequirements("cpu"), folder / "nodes", say=said)
     with closing(cluster):
-        executor = LocalExecutor(JOB, cluster.reach(), folder, [ONE], ground=cluster)
+        executor = LocalExecutor(JOB, cluster.reach(), folder, [ONE], target=cluster)
         executor.open(said)
         store, _ = StudyStore.create_or_resume(
             "s", f"sqlite:///{folder}/study.db", folder, JOB, executor.hardware, SPACE

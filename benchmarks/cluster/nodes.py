@@ -56,7 +56,7 @@ def fail(ground: Ground, name: str, number: int) -> dict[str, Any]:
 
     def await_loss() -> None:
         while not over.wait(0.01):
-            if wire is not None and wire.down:
+            if wire is not None and wire.failure:
                 lost.append(time.monotonic())
                 return
 
@@ -75,7 +75,7 @@ def fail(ground: Ground, name: str, number: int) -> dict[str, Any]:
     (outcome,), ended, ready = told.values(), time.monotonic(), list[float]()
     assert struck, outcome
     assert session._group is not None
-    ranks = set(session._group._workers.values())
+    ranks = set(session._group._rank_pids.values())
     following = ground.executor.session(ONE, f"{name}-{number}-next")
     told |= [trial(ground, following, lambda phase: ready.append(time.monotonic()) if phase == "forward" else None)]
     mender.join()

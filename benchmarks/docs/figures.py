@@ -24,6 +24,7 @@ from benchmarks.common import HERE
 from benchmarks.docs import search as docs_search
 from benchmarks.docs.stages import own_rows, published_rows
 from benchmarks.docs.writing import listed, number, percent, result, span, table
+from benchmarks.predict.published.error import coverage
 
 ROOT = HERE.parent
 DATA = HERE / "data"
@@ -128,6 +129,22 @@ def published_leaning() -> str:
         if row["kind"] == "step" and row["source"] not in GROUPS and abs(bias) > LEANING:
             told.append(f"{row['source']} {abs(bias):.0f} % too {'long' if bias > 0 else 'short'}")
     return listed(told)
+
+
+def published_kinds() -> str:
+    """Errors and coverage by kind of job, as a plan prints them."""
+    names = ("figure", "kind", "rows", "sources", "bias", "median", "widened", "held")
+    header = [
+        "of",
+        "kind of job",
+        "rows",
+        "sources",
+        "median error, signed",
+        "without sign",
+        "intervals x",
+        "then hold",
+    ]
+    return table(header, [[str(row[name]) for name in names] for row in coverage()])
 
 
 def published_targets() -> str:
@@ -326,6 +343,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "published": published,
     "published-sources": published_sources,
     "published-targets": published_targets,
+    "published-kinds": published_kinds,
     "published-rows": published_count,
     "published-leaning": published_leaning,
     **docs_search.FIGURES,

@@ -13,7 +13,7 @@ import yaml
 
 from autotune.problem.host_memory import host_available_bytes
 from autotune.util.units import GIB
-from autotune.workers.failure_classifier import FailureEvidence, judge
+from autotune.workers.failure_classifier import FailureEvidence, classify_failure
 from autotune.workers.memory_monitor import MemoryPeaks
 from benchmarks.gpu.ground import EXPECTED, Child, Ground, Row, run_child
 
@@ -64,7 +64,7 @@ def judged(child: Child, ground: Ground) -> Row:
     total = host_available_bytes()
     peaks = MemoryPeaks(used=[1])  # NVML shows the process, and nobody else's growth
     if child.code != 0:
-        verdict = judge(
+        verdict = classify_failure(
             FailureEvidence(
                 ground.device, statuses={0: child.code}, peaks=peaks, host_total_bytes=total, logs={0: child.stderr}
             )
@@ -73,7 +73,7 @@ def judged(child: Child, ground: Ground) -> Row:
     if child.result is None:
         return {"exception": "none: it did not fail"}
     error = child.result["error"]
-    verdict = judge(FailureEvidence(ground.device, [error], peaks=peaks, host_total_bytes=total))
+    verdict = classify_failure(FailureEvidence(ground.device, [error], peaks=peaks, host_total_bytes=total))
     return {
         "exception": error["kinds"][0],
         "text": error["text"].strip()[:300],

@@ -1,5 +1,8 @@
 """How soon a search finds the best: `python benchmarks/search/search.py [--landscapes DIR…] [--seeds 20] [--json FILE]`.
 
+`--left-out` sets what the recorded tables have set without the table that is searched: how much longer steps of stages 1 to 3
+take than predicted on CPU ranks (tables of the same model are left out too), and how wrong predicted effects of knobs are.
+
 `--trials FILE` also writes each trial of each run. Tests compare these sequences byte for byte (tests/golden), so they read
 the models' traces with `--traces FILE`: what another torch traces does not change them.
 
@@ -20,8 +23,11 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 if not __package__:  # started by its path: benchmarks import each other from the repository's root
     sys.path[0] = str(Path(__file__).parents[2])
@@ -30,15 +36,18 @@ import optuna
 
 from autotune.executors.base import SEARCH, Effort
 from autotune.executors.replay import Landscape, ReplayExecutor, load_landscape
+from autotune.predict import calibration
 from autotune.predict.trace import trace_job
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome, OutcomeKind
+from autotune.search.knob_record import EFFECT_SIGMA
 from autotune.search.proposer import Start
 from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner
 from autotune.util.units import parse_duration
 from benchmarks.common import HERE, command_line, parse, print_table, write_json
+from benchmarks.predict import cpu_ranks
 from benchmarks.search.baselines import STRATEGIES as BASELINES
 from benchmarks.search.baselines import Strategy
 from benchmarks.search.parts import ABLATIONS
@@ -54,6 +63,7 @@ def autotune(
     parts: str,
     until_found: bool = False,
     start: Candidate | None = None,
+    effect_sigmas: Mapping[str, float] = EFFECT_SIGMA,
 ) -> dict[str, Any]:
     executor = ReplayExecutor(landscape, seed)
     job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
@@ -62,7 +72,7 @@ def autotune(
     predictor = make_predictor(job, hardware, trace)
     candidates = sorted(landscape.rows, key=str)
     random.Random(seed).shuffle(candidates)
-    proposer = make_proposer(candidates, space, job, hardware, seed, predictor)
+    proposer = make_proposer(candidates, space, job, hardware, seed, predictor, effect_sigmas=effect_sigmas)
     taken = start is not None and proposer.begin_with(Start(start, "a start"))
     began = time.perf_counter()
     tuner = Tuner(
@@ -75,20 +85,29 @@ def autotune(
         cancelled=lambda: until_found and "trials98" in judge(landscape, executor, budget),
     )
     result = tuner.run()
-    trials = max(1, len(executor.ledger.trials))
+    trials = max(1, len(executor.log.trials))
     return {
         **judge(landscape, executor, budget),
         "own_seconds": (time.perf_counter() - began) / trials,
         "ended": result.ended,
         "used": result.used_seconds,
         "taken": taken,
+        "claimed": result.confidence.left_share if result.confidence else math.inf,
+        "left": left(landscape, executor),
+        "effect_errors": dict(proposer.knobs.errors),
         "sequence": sequence(executor),
     }
 
 
+def left(landscape: Landscape, executor: ReplayExecutor) -> float:
+    """Share of speed that the table's best has over the best that was measured."""
+    measured = [landscape.seconds_per_sample(c) for _, c, kind in executor.log.trials if kind is OutcomeKind.OK]
+    return min(measured, default=math.inf) / landscape.best_step_seconds - 1
+
+
 def sequence(executor: ReplayExecutor) -> list[tuple[float, str, str]]:
     """(simulated seconds at its end, candidate, outcome) of each trial. The clock's last bits depend on the machine's libm."""
-    return [(round(seconds, 6), str(candidate), kind.value) for seconds, candidate, kind in executor.ledger.trials]
+    return [(round(seconds, 6), str(candidate), kind.value) for seconds, candidate, kind in executor.log.trials]
 
 
 def baseline(landscape: Landscape, seed: int, budget: float, strategy: Strategy) -> dict[str, Any]:
@@ -109,12 +128,13 @@ def baseline(landscape: Landscape, seed: int, budget: float, strategy: Strategy)
 
 def judge(landscape: Landscape, executor: ReplayExecutor, budget: float) -> dict[str, Any]:
     """When the run first measured something within 5 % and 2 % of the table's best, and what that had cost."""
-    ledger, best = executor.ledger, landscape.best_step_seconds
+    ledger, best = executor.log, landscape.best_step_seconds
     found: dict[str, Any] = {
         "ooms": sum(kind is not OutcomeKind.OK for _, _, kind in ledger.trials),
         "oom_share": ledger.oom_seconds / budget,
         "overrun": max(0.0, executor.now() - budget),
         "trials": len(ledger.trials),
+        "minutes": executor.now() / 60,
     }
     for name, tolerance in (("95", 0.95), ("98", 0.98)):
         for at, (seconds, candidate, kind) in enumerate(ledger.trials):
@@ -133,13 +153,57 @@ def judge(landscape: Landscape, executor: ReplayExecutor, budget: float) -> dict
     return found
 
 
-def one(task: tuple[Path, str, int, float, bool], traces: Path | None = None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Settings:
+    """What recorded tables have set: by default what the package has."""
+
+    stages: Mapping[str, calibration.Prior] = field(default_factory=dict)
+    effect_sigmas: Mapping[str, float] = field(default_factory=lambda: EFFECT_SIGMA)
+
+
+def left_out(tables: list[Path], budget: float, traces: Path | None) -> dict[Path, Settings]:
+    """Each table's settings, from the other tables alone."""
+    stage_rows = [row for path in tables for row in cpu_ranks.rows_of(path.with_name(f"{table_name(path)}.json"))]
+    errors = {path: one((path, "autotune", 0, budget, False), traces)["effect_errors"] for path in tables}
+    found = {}
+    for path in tables:
+        mine = cpu_ranks.model({"table": table_name(path)})
+        longer: dict[str, list[float]] = {f"stage{stage}": [] for stage in (1, 2, 3)}
+        for row in stage_rows:
+            if cpu_ranks.model(row) != mine:
+                longer[f"stage{row['stage']}"].append(float(row["longer"].mean()))
+        stages = {stage: believed(values) for stage, values in longer.items()}
+        found[path] = Settings(stages, sigmas([errors[other] for other in tables if other != path]))
+    return found
+
+
+def believed(longer: list[float]) -> calibration.Prior:
+    """What the tables say of another one; far apart if one or none says anything."""
+    mean = statistics.fmean(longer) if longer else 0.0
+    return calibration.Prior(mean, statistics.stdev(longer) if len(longer) > 1 else 0.3)
+
+
+def sigmas(errors: list[dict[str, list[float]]]) -> dict[str, float]:
+    """Root mean squares of the errors of predicted effects, by knob."""
+    knobs = sorted({knob for of_table in errors for knob in of_table})
+    every = {knob: [error for of_table in errors for error in of_table.get(knob, ())] for knob in knobs}
+    return {knob: math.sqrt(statistics.fmean(error**2 for error in found)) for knob, found in every.items() if found}
+
+
+def one(
+    task: tuple[Path, str, int, float, bool],
+    traces: Path | None = None,
+    settings: Mapping[Path, Settings] | None = None,
+) -> dict[str, Any]:
     path, strategy, seed, budget, until_found = task
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")
     landscape = load_landscape(path)
     if strategy in ABLATIONS:
-        return autotune(landscape, traced(landscape, traces), seed, budget, strategy, until_found)
+        own = (settings or {}).get(path, Settings())
+        with mock.patch.dict(calibration._CPU_QUIRKS, own.stages):
+            trace = traced(landscape, traces)
+            return autotune(landscape, trace, seed, budget, strategy, until_found, effect_sigmas=own.effect_sigmas)
     return baseline(landscape, seed, budget, BASELINES[strategy])
 
 
@@ -193,6 +257,8 @@ def summarise(name: str, strategy: str, runs: list[dict[str, Any]]) -> dict[str,
         "seeds": len(runs),
         "share95": sum("minutes95" in run for run in runs) / len(runs),
         "share98": sum("minutes98" in run for run in runs) / len(runs),
+        "trials": statistics.median(run["trials"] for run in runs),
+        "minutes": round(statistics.median(run["minutes"] for run in runs), 3),
         "trials95": middle(column("trials95")),
         "processes95": middle(column("processes95")),
         "ooms95": middle(column("ooms95")),
@@ -222,6 +288,21 @@ def times_fewer(rows: list[dict[str, Any]]) -> float | None:
     return statistics.geometric_mean(ratios) if ratios else None
 
 
+def shown(path: Path, settings: Settings) -> dict[str, Any]:
+    stages = {stage: f"{prior.mean:.2f} ± {prior.sigma:.2f}" for stage, prior in settings.stages.items()}
+    effects = {knob: round(sigma, 3) for knob, sigma in settings.effect_sigmas.items()}
+    return {"left out": table_name(path), **stages, **effects}
+
+
+def print_confidence(runs: list[dict[str, Any]]) -> None:
+    """How often the speed that was left is within what a search says of itself."""
+    said = [(run["claimed"], run["left"]) for run in runs if "claimed" in run]
+    if said:
+        within = sum(found <= claimed for claimed, found in said)
+        middle_claim = statistics.median(claimed for claimed, _ in said)
+        print(f"left speed within the bound of 90 %: {within} of {len(said)} searches; median bound {middle_claim:.1%}")
+
+
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--landscapes", type=Path, nargs="+", default=[DATA / "landscapes"], help="folders of tables")
@@ -229,6 +310,7 @@ def main() -> None:
     parser.add_argument("--strategies", default="autotune,tpe,random,deepspeed")
     parser.add_argument("--budget", default="30m")
     parser.add_argument("--until-found", action="store_true", help="end a study of ours once 98 %% was measured")
+    parser.add_argument("--left-out", action="store_true", help="set what tables have set without the searched table")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--trials", type=Path, metavar="FILE", help="where every trial of every run is written")
     parser.add_argument(
@@ -251,8 +333,9 @@ def main() -> None:
         for s in strategies
         for seed in range(arguments.seeds)
     ]
+    settings = left_out(tables, budget, arguments.traces) if arguments.left_out else {}
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
-        runs = pool.map(functools.partial(one, traces=arguments.traces), tasks, chunksize=1)
+        runs = pool.map(functools.partial(one, traces=arguments.traces, settings=settings), tasks, chunksize=1)
     rows = []
     for path in tables:
         for strategy in strategies:
@@ -261,6 +344,9 @@ def main() -> None:
     print_table(f"simulated, {arguments.seeds} seeds, {arguments.budget} each", rows, keys=2)
     if times := times_fewer(rows):
         print(f"minutes to 95 %, best other strategy / autotune, geometric mean: {times:.2f}")
+    if settings:
+        print_table("settings from the other tables", [shown(path, settings[path]) for path in tables])
+    print_confidence(runs)
     write_json(arguments.json, rows)
     trials = [
         {"table": table_name(path), "strategy": strategy, "seed": seed, "trials": run["sequence"]}

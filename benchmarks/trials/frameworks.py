@@ -113,7 +113,7 @@ def one(command: Command, python: Path, folder: Path, limits: list[str], turns: 
     take_turns([own, ours], turns)
     gain, spread = ratio(ours, own)
     tokens = a_step(own, "tokens") / own.samples_a_step()  # the same data in both
-    winner = re.search(r"^winner: (.*)$", said, re.MULTILINE)
+    winner = re.search(r"^  config: (.*) \(", said, re.MULTILINE)
     return {
         "command": command.words,
         "framework": f"{command.framework} {version(python, command)}",

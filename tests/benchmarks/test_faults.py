@@ -153,7 +153,7 @@ def test_the_summary_counts_by_kind() -> None:
 def test_a_study_under_faults_with_ranks_that_measure_nothing(
     kinds: tuple[str, ...], seed: int, monkeypatch: pytest.MonkeyPatch, undone: None
 ) -> None:
-    monkeypatch.setattr(LocalExecutor, "entry", "tests.benchmarks.quick_rank")
+    monkeypatch.setattr(LocalExecutor, "rank_module", "tests.benchmarks.quick_rank")
     monkeypatch.setattr(planting, "WEIGHTS", dict.fromkeys(kinds, 1.0))
     monkeypatch.setattr(planting, "IMPATIENT", planting.Deadlines(hello=60.0, start=1.0, init=1.0, step=1.0))
     monkeypatch.setattr(storage, "BUSY_SECONDS", storage.BUSY_SECONDS)

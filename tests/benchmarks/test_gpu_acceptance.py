@@ -367,7 +367,7 @@ def test_the_meter_can_be_switched_to_100_hz() -> None:
         def sample(self, pids: list[int], peaks: MemoryPeaks) -> None:
             self.samples += 1
 
-        def look_closely(self) -> None:
+        def sample_faster(self) -> None:
             self.closely += 1
 
     counting = Counting()

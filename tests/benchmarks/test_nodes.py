@@ -32,7 +32,7 @@ class Sessions:
     def session(self, candidate: object, name: str) -> Any:
         self.begun += 1
         first = self.begun == 1
-        made = SimpleNamespace(failed_at=None, close=lambda: None, _group=SimpleNamespace(_workers=self.workers))
+        made = SimpleNamespace(failed_at=None, close=lambda: None, _group=SimpleNamespace(_rank_pids=self.workers))
 
         def measure(*_: object) -> Outcome:
             if not first:

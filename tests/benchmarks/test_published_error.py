@@ -2,44 +2,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-from autotune.predict.what_if import JobKind
-from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import named_hardware
-from autotune.problem.job import parse_lora
-from benchmarks.predict.published.error import errors
-from benchmarks.predict.published.rows import Row
-from benchmarks.predict.published.scores import Scored
-from tests.conftest import make_job
+from autotune.predict.what_if import JobKind, PublishedRow, published_rows
+from benchmarks.predict.published.error import planned
 
 ROOT = Path(__file__).parents[2]
-FULL, LORA = JobKind("full", 2, False, "one"), JobKind("lora", 3, True, "several")
-
-
-def scored(kind: JobKind, predicted: float, measured: float, source: str = "QwenLM/Qwen") -> Scored:
-    job = make_job(ranks=1 if kind.devices == "one" else 4, lora=parse_lora("r=4") if kind.training == "lora" else None)
-    candidate = Candidate.of({"zero_stage": kind.stage, **({"offload_param": "cpu"} if kind.offloaded else {})})
-    row = Row(2, {"source_repo_or_url": f"github:{source}"})
-    case = SimpleNamespace(
-        job=job, candidate=candidate, hardware=named_hardware("t4", job.ranks), value=measured, row=row
-    )
-    return Scored(case, predicted, 0.9 * predicted, 1.1 * predicted)  # type: ignore[arg-type]
-
-
-def test_errors_are_medians_by_kind_and_of_all() -> None:
-    rows = [
-        ("peak", scored(FULL, 1.05, 1.0)),
-        ("peak", scored(FULL, 0.8, 1.0, "pytorch/torchtune")),
-        ("peak", scored(FULL, 1.15, 1.0)),
-        ("step", scored(LORA, 2.0, 1.0)),
-        ("decision", scored(LORA, 1.0, 0.0)),
-    ]
-    found = {(one["kind"] and JobKind(**one["kind"]), one["figure"]): one for one in errors(rows)}
-    assert set(found) == {(FULL, "peak"), (None, "peak"), (LORA, "step"), (None, "step")}
-    peak = found[FULL, "peak"]
-    assert (peak["rows"], peak["sources"], peak["median"], peak["inside"]) == (3, 2, 0.15, 0.3333)
-    assert (found[None, "step"]["median"], found[None, "step"]["inside"]) == (1.0, 0.0)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -48,11 +15,26 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_writes_what_a_plan_reads(tmp_path: Path) -> None:
-    result = tmp_path / "published.json"
-    result.write_text(json.dumps({"by_kind": errors([("peak", scored(FULL, 1.05, 1.0))])}))
-    done = command("--of", str(result), "--write", str(tmp_path / "errors.json"))
+    kind = vars(JobKind("full", 2, False, "one"))
+    text = {
+        "id": "7",
+        "source": "a",
+        "quantity": "allocated",
+        "model": "llama-7b",
+        "gpu": "t4",
+        "candidate": "z2",
+        "doubts": "",
+    }
+    sizes = {"parameters": 7, "gpus": 1, "nodes": 1, "seq_len": 64, "micro_batch": 1, "checkpointing": False}
+    one = {**text, **sizes, "figure": "peak", "kind": kind, "step_tokens": 64.0, "measured": 1.23456, "predicted": 1.0}
+    one |= {"interval": [0.9, 1.1], "calibrated": None, "calibrated_interval": None}
+    result, written = tmp_path / "published.json", tmp_path / "errors.json"
+    result.write_text(json.dumps({"rows": [one, {**one, "figure": "decision"}]}))
+    done = command("--of", str(result), "--write", str(written))
     assert done.returncode == 0, done.stderr
-    assert [one["rows"] for one in json.loads((tmp_path / "errors.json").read_text())["errors"]] == [1, 1]
+    (row,) = json.loads(written.read_text())["rows"]
+    read = PublishedRow(**{**row, "kind": JobKind(**row["kind"])})
+    assert (read.measured, read.low, read.high, read.kind.stage) == (1.235, 0.9, 1.1, 2)
 
 
 def test_no_result_is_said_in_one_line(tmp_path: Path) -> None:
@@ -60,3 +42,13 @@ def test_no_result_is_said_in_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "no result of published.py" in done.stderr
+
+
+def test_rows_of_all_sources_in_turn_are_held_as_a_plan_says() -> None:
+    found = planned(len(published_rows()))
+    assert len(found) == len(published_rows())
+    for one, row in zip(found, sorted(published_rows(), key=lambda row: row.source), strict=True):
+        assert one["source"].startswith(row.source)
+    assert sum(one["held"] == "in" for one in found) >= 0.9 * len(found)
+    few = planned(20)
+    assert len({one["source"].rsplit(" ", 1)[0] for one in few}) == min(20, len({r.source for r in published_rows()}))

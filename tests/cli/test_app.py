@@ -52,7 +52,7 @@ FILES = {
         ((*BASE, "--out", "runs/s/study.db"), "is where a study is kept"),
         ((*BASE, "--study", "-neg"), "not starting with a dot or a hyphen"),
         ((*BASE, "--study", "two\nlines"), "expected a plain name"),
-        ((*BASE, "--study", "share"), "choose another"),
+        ((*BASE, "--study", "share"), "Choose another name"),
         ((*BASE, "--headroom", "120%"), "share"),
         ((*BASE, "--seq-len", "0"), "--seq-len"),
         ((*BASE, "--seq-len", "99999999"), "--seq-len"),
@@ -156,7 +156,7 @@ def test_show(
     monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = call(monkeypatch, capsys, "show", "s")
     assert code == 0
-    assert "winner: z0 mb1 ga1" in out
+    assert "config: z0 mb1 ga1 (" in out
     assert "8 samples/s (160 tokens/s)" in out, "as measured: its samples are shorter than the longest"
     assert "a GPU: 4 samples/s, 80 tokens/s" in out
     assert "+100.0 % against the next best" in out

@@ -1,7 +1,7 @@
 import json
 import shutil
-import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -10,10 +10,10 @@ import pytest
 from autotune.commands import doctor
 from autotune.problem import host_memory
 from autotune.problem.hardware import detect
-from autotune.util.interpreter import interpreter_at, running_in
+from autotune.util.interpreter import interpreter_at, use_interpreter
 from autotune.util.linux import MainMemory
 from autotune.util.units import GIB, MIB
-from autotune.workers.gpu_locks import held_gpus
+from autotune.workers.gpu_locks import lock_gpus
 from tests.cli_call import call
 from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, LIB_RM_VERSION_MISMATCH, Card, Driver, Slice
 from tests.network import mount
@@ -114,15 +114,20 @@ def test_a_deepspeed_newer_than_what_is_known_of_it() -> None:
 
 
 def test_a_probe_that_dies_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    dead = types.SimpleNamespace(stdout="", stderr="Segmentation fault")
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: dead)
-    assert "Segmentation fault" in by_name(doctor._libraries())["libraries"].found
+    heard: list[str] = []
+    monkeypatch.setattr(doctor, "APART", "")
+    monkeypatch.setattr(doctor, "_EXAMINATION", "import sys; print('DOING this'); sys.exit('Segmentation fault')")
+    assert "Segmentation fault" in by_name(doctor._libraries(heard.append))["libraries"].found
+    assert heard == ["this"], "each step is said as it begins"
 
-    def hang(*a: object, **k: object) -> None:
-        raise subprocess.TimeoutExpired("x", 1)
-
-    monkeypatch.setattr(subprocess, "run", hang)
-    assert by_name(doctor._libraries())["libraries"].level == "bad"
+    monkeypatch.setattr(doctor, "_BUILD_SECONDS", 1.0)
+    compiles = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
+    monkeypatch.setattr(doctor, "_EXAMINATION", compiles)
+    began = time.monotonic()
+    found = by_name(doctor._libraries(heard.append))["libraries"]
+    assert found.level == "bad"
+    assert "no answer within 1.0 s" in found.found
+    assert time.monotonic() - began < 60, "a compiler that holds the output open does not keep it waiting"
 
 
 def found_of(driver: Driver, *cards: Card) -> dict[str, doctor.Finding]:
@@ -187,7 +192,7 @@ def test_gpus_that_are_hidden_from_cuda(driver: Driver, monkeypatch: pytest.Monk
 def test_a_gpu_that_another_study_holds(driver: Driver) -> None:
     driver.cards = [Card(RTX_3090, 24)]
     driver.write()
-    with held_gpus(detect("cuda", None), "study other", print):
+    with lock_gpus(detect("cuda", None), "study other", print):
         finding = by_name(doctor._gpus())["GPU 0"]
     assert finding.level == "warn"
     assert "held by autotune (study other, pid " in finding.found
@@ -259,7 +264,7 @@ def test_in_which_python_ranks_run(tmp_path: Path) -> None:
     (own,) = doctor._python()
     assert (own.level, sys.executable in own.found, "beside" in own.found) == ("good", True, False)
     python = stand_in(tmp_path / "bin/python", versions={"torch": "1.13.1"})
-    with running_in(interpreter_at(str(python), "--python")):
+    with use_interpreter(interpreter_at(str(python), "--python")):
         (found,) = doctor._python()
     assert found.level == "bad"
     assert found.found == f"3.12.1 ({python}), beside autotune's own ({sys.executable})"

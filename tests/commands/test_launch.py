@@ -30,7 +30,8 @@ class NoTraining:
     def __init__(self, job: Any, hardware: Any, ladder: Any, folder: Path, **options: Any) -> None:
         NoTraining.given = {"job": job, "hardware": hardware, "ladder": ladder, "folder": folder, **options}
 
-    def run(self) -> LaunchSummary:
+    def run(self, ground: object) -> LaunchSummary:
+        assert ground is None
         return LaunchSummary(0, [Attempt(0, "it", steps=3, ended="done")])
 
 
@@ -48,7 +49,7 @@ def test_a_studys_winner_and_what_is_below_it(
     store = study_of_every_kind(tmp_path / "runs")
     code, _, err = call(monkeypatch, capsys, "launch", "s", "--max-restarts", "3", "--", script, "--epochs", "2")
     assert code == 0, err
-    assert "is of tiny-llama with synthetic batches, not of a script" in err
+    assert "measured tiny-llama with synthetic batches, not a script" in err
     assert "training ended with exit code 0 after 3 steps" in err
     given = NoTraining.given
     assert given["job"].script.argv == (script, "--epochs", "2")

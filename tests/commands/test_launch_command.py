@@ -73,13 +73,13 @@ def launched(job: Job, words: str, **script: Any) -> Launched:
 def test_another_global_batch_is_refused_in_one_line(tmp_path: Path, words: str, samples: int) -> None:
     job = tuned(tmp_path)
     with pytest.raises(
-        UserError, match=rf"told {samples} samples an optimizer step, and study s is of 8: .*batch-size 8 "
+        UserError, match=rf"sets {samples} samples per optimizer step, and study s was tuned for 8\. .*batch-size 8 "
     ) as no:
         launched(job, words).checked(None)
     assert "\n" not in str(no.value)
     assert launched(job, words).checked(8) == (job, [])
     assert launched(job, words).checked("free") == (job, [])
-    with pytest.raises(UserError, match=rf"--global-batch-size {samples}: study s is of 8 samples"):
+    with pytest.raises(UserError, match=rf"--global-batch-size {samples}: study s was tuned for 8 samples"):
         launched(job, words).checked(samples)
 
 
@@ -104,7 +104,7 @@ def test_a_batch_that_the_study_was_asked_for_is_trained_by_the_command_it_was_a
 
     assert told(TUNED).checked(None)[1] == []
     assert told(f"train.py --deepspeed ds.json {MICRO} 4 {ACCUMULATION} 2").checked(None)[1] == []
-    with pytest.raises(UserError, match="told 12 samples an optimizer step, and study s is of 16"):
+    with pytest.raises(UserError, match="sets 12 samples per optimizer step, and study s was tuned for 16"):
         told(f"train.py --deepspeed ds.json {MICRO} 3 {ACCUMULATION} 2").checked(None)
 
 
@@ -118,7 +118,7 @@ def test_a_batch_in_a_file_of_arguments(tmp_path: Path) -> None:
 
     job = replace(job, script=replace(job.script, files=of(2)))
     assert launched(job, "train.py args.json", files=of(2)).checked(None) == (job, [])
-    with pytest.raises(UserError, match="told 12 samples"):
+    with pytest.raises(UserError, match="sets 12 samples"):
         launched(job, "train.py args.json", files=of(3)).checked(None)
 
 
@@ -128,7 +128,7 @@ def test_a_batch_in_the_config_of_a_loop_of_its_own(tmp_path: Path) -> None:
     made = launched(tuned(tmp_path, words, own, through_arguments=False), words)
     assert made.checked(None)[1] == []
     (tmp_path / "ds.json").write_text(json.dumps({**own, "train_micro_batch_size_per_gpu": 6}))
-    with pytest.raises(UserError, match="told 24 samples an optimizer step, and study s is of 8"):
+    with pytest.raises(UserError, match="sets 24 samples per optimizer step, and study s was tuned for 8"):
         made.checked(None)
 
 
@@ -156,7 +156,7 @@ def test_a_batch_of_which_words_say_one_half_and_the_config_the_other(
     if samples == 8:
         assert made.checked(None)[1] == []
     else:
-        with pytest.raises(UserError, match=f"told {samples} samples"):
+        with pytest.raises(UserError, match=f"sets {samples} samples"):
             made.checked(None)
 
 
@@ -170,8 +170,8 @@ def test_a_flag_of_the_scripts_own_that_is_left_out_says_nothing(tmp_path: Path)
     )
     job = replace(job, script=replace(job.script, flags=flags))
     (line,) = launched(job, "train.py --deepspeed ds.json --gradient-accumulation-steps 2").checked(None)[1]
-    assert "no longer told its batch: 8 samples an optimizer step, as tuned" in line
-    with pytest.raises(UserError, match="told 4 samples"):
+    assert "no longer sets its batch: 8 samples per optimizer step, as tuned" in line
+    with pytest.raises(UserError, match="sets 4 samples"):
         launched(job, "train.py --deepspeed ds.json --bs 2").checked(None)
 
 
@@ -183,7 +183,7 @@ def test_an_accumulation_that_accelerates_launcher_is_told(tmp_path: Path) -> No
     assert job.script is not None
     job = replace(job, script=replace(job.script, launcher=launcher(2)))
     assert launched(job, "train.py").checked(None)[1] == []
-    with pytest.raises(UserError, match="told 16 samples"):
+    with pytest.raises(UserError, match="sets 16 samples"):
         launched(job, "train.py", launcher=launcher(4)).checked(None)
 
 
@@ -200,22 +200,22 @@ def test_a_batch_that_is_free_held_or_no_longer_said_is_a_line(tmp_path: Path) -
     more = f"train.py --deepspeed ds.json {MICRO} 8 {ACCUMULATION} 2"
     free = replace(tuned(tmp_path), global_batch_size=None)
     (line,) = launched(free, more).checked(None)[1]
-    assert "told 32 samples an optimizer step; the study left them open, and 8 are trained" in line
+    assert "sets 32 samples per optimizer step; the study was free to choose, and 8 are trained" in line
     (line,) = launched(tuned(tmp_path, batch_note="it has its own"), more).checked(None)[1]
-    assert "told 32 samples an optimizer step now, and the study measured 8" in line
+    assert "sets 32 samples per optimizer step now, and the study measured 8" in line
     flags = (("train_micro_batch_size_per_gpu", "--batch"),)
     job = tuned(tmp_path, "train.py --deepspeed_config ds.json --batch 2", through_arguments=False)
     assert job.script is not None
     job = replace(job, script=replace(job.script, flags=flags))
     (line,) = launched(job, "train.py --deepspeed_config ds.json").checked(None)[1]
-    assert "no longer told its batch: 8 samples an optimizer step, as tuned" in line
+    assert "no longer sets its batch: 8 samples per optimizer step, as tuned" in line
 
 
 def test_a_study_of_a_model_alone_knows_its_batch_too() -> None:
     job = make_job(global_batch_size=8)
     script = Script(("train.py", MICRO, "8"), ".")
     assert Launched("s", job, make_candidate(1, 4, 1), replace(script, argv=("train.py",)), {}).checked(None)[1] == []
-    with pytest.raises(UserError, match="told 16 samples an optimizer step, and study s is of 8"):
+    with pytest.raises(UserError, match="sets 16 samples per optimizer step, and study s was tuned for 8"):
         Launched("s", job, make_candidate(1, 4, 1), script, {}).checked(None)
 
 
@@ -258,7 +258,7 @@ def test_a_study_of_a_model_reads_words_and_config_together(
         if samples in (tuned_for, None):
             assert made.checked(None)[1] == []
         else:
-            with pytest.raises(UserError, match=rf"told {samples} samples .* is of {tuned_for}"):
+            with pytest.raises(UserError, match=rf"sets {samples} samples .* was tuned for {tuned_for}"):
                 made.checked(None)
 
 
@@ -305,7 +305,7 @@ def test_launch_refuses_before_anything_starts(
     other = ["--", "train.py", "--deepspeed", "ds.json", MICRO, "8", ACCUMULATION, "2"]
     code, _, err = call(monkeypatch, capsys, "launch", "s", *other)
     assert (code, NoTraining.given) == (2, {})
-    assert "told 32 samples an optimizer step, and study s is of 8" in err
+    assert "sets 32 samples per optimizer step, and study s was tuned for 8" in err
     assert len(err.strip().splitlines()) == 1
     code, _, err = call(monkeypatch, capsys, "launch", "s", "--global-batch-size", "8", *other)
     assert code == 0, err

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,31 +11,140 @@ from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup
 from autotune.errors import UserError
 from autotune.predict.trace import traced_predictor
-from autotune.problem.gpu_specs import price_table
+from autotune.problem.gpu_specs import cloud_machines, price_table
 from autotune.problem.hardware import gpu_table, named_hardware
 from autotune.problem.space import parse_space
 from autotune.results.plan import Plan
+from autotune.util.units import GIB
 from tests.conftest import make_job
 
 
-def test_a_plan_says_what_fits_and_what_would_unlock_more() -> None:
+def test_a_plan_shows_what_fits_by_way_of_training() -> None:
     (plan,) = plans(Request("gemma-2-2b", 4, seq_len=768), ["rtx3090"])
     assert plan.best
     assert all(one.fits for one in plan.best)
     speeds = [one.samples_per_second for one in plan.best]
     assert speeds == sorted(speeds, reverse=True)
-    by_stage = {stage.stage: stage for stage in plan.stages}
-    assert by_stage[0].fitting is None  # 16 bytes for each of 2.6e9 parameters
-    assert any("GiB or more, like" in text for text in by_stage[0].unlocks)
-    assert by_stage[3].shown.sure
-    assert any("activation checkpointing" in text for text in by_stage[2].unlocks + by_stage[3].unlocks)
+    ways = {(way.stage, way.checkpointing, way.offload): way for way in plan.ways}
+    assert ways[0, False, False].largest is None  # 16 bytes for each of 2.6e9 parameters
+    assert max(way.fastest.samples_per_second for way in plan.ways if way.fastest) == pytest.approx(speeds[0])
+    plain, again = ways[3, False, False], ways[3, True, False]
+    assert again.largest
+    assert again.largest.candidate.micro_batch > (plain.largest.candidate.micro_batch if plain.largest else 0)
+    assert all(way.largest is None or way.largest.sure for way in plan.ways)
     data = json.loads(json.dumps(plan.to_json()))
     assert data["best"][0]["ds_config"]["zero_optimization"]["stage"] in (0, 1, 2, 3)
     assert data["best"][0]["fits"] is True
+    assert (data["closest"], data["fits_with_host_memory"]) == (None, None)
+
+
+def test_a_card_has_the_main_memory_of_its_common_cloud_machine() -> None:
+    assert set(cloud_machines()) <= set(gpu_table())
+    for name, machine in cloud_machines().items():
+        assert machine.source
+        assert machine.date
+        for gpus in (1, 8):
+            assert named_hardware(name, gpus).host_memory_bytes == int(machine.gib_per_gpu * gpus * GIB)
+    assert named_hardware("rtx3060", 1).host_memory_bytes == 64 * GIB
+    assert named_hardware("rtx3060", 16, nodes=2).host_memory_bytes == 256 * GIB  # of one node
+
+
+def test_too_little_main_memory_is_a_condition_and_not_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100", "--seq-len", "1024"]
+    small = CliRunner().invoke(app, [*typed, "--host-memory", "64GiB"])
+    assert small.exit_code == 3, small.output
+    text = " ".join(small.output.split())
+    found = re.search(r"fits with offload on a node with at least ([\d,]+) GiB of main memory \(here 64 GiB", text)
+    assert found, text
+    need = int(found[1].replace(",", ""))
+    enough = CliRunner().invoke(app, [*typed, "--host-memory", f"{need + 1}GiB"])
+    assert enough.exit_code == 0, enough.output
+    assert CliRunner().invoke(app, [*typed, "--host-memory", f"{need - 1}GiB"]).exit_code == 3
+
+
+def test_the_nearest_config_is_the_thriftiest_and_its_shortage_adds_up() -> None:
+    request = Request("llama-3.1-70b", 1, seq_len=65536, host_memory="64GiB")
+    (plan,) = plans(request, ["a100-80gb"])
+    assert not plan.best
+    assert plan.closest is not None
+    least = min(way.closest.sure_bytes for way in plan.ways if way.closest)
+    closest = json.loads(json.dumps(plan.to_json()))["closest"]
+    assert closest["needed_bytes"] == pytest.approx(least, abs=1)
+    assert closest["needed_bytes"] - plan.hardware.ceiling_bytes == pytest.approx(closest["short_bytes"], abs=2)
+    done = CliRunner().invoke(app, ["plan", "--model", "llama-3.1-70b", "--gpu", "a100-80gb", "--host-memory", "64GiB"])
+    assert done.exit_code == 3
+
+
+def test_without_a_batch_a_plausible_one_is_assumed_and_shown(tmp_path: Path) -> None:
+    typed = ["plan", "--model", "tiny-llama", "--gpu", "t4", "--gpus", "2", "--seq-len", "512"]
+    text = CliRunner().invoke(app, typed).output
+    assert "global batch 512\n262,144 tokens per step (assumed; --global-batch-size)" in text
+    free = json.loads(CliRunner().invoke(app, [*typed, "--global-batch-size", "free", "--json"]).output)
+    assert (free["global_batch_size"], free["global_batch_assumed"]) == (None, False)
+    given = json.loads(CliRunner().invoke(app, [*typed, "--global-batch-size", "64", "--json"]).output)
+    assert (given["global_batch_size"], given["global_batch_assumed"]) == (64, False)
+    space = tmp_path / "space.yaml"
+    space.write_text("knobs: {zero_stage: [2], train_micro_batch_size_per_gpu: [1], gradient_accumulation_steps: [3]}")
+    own = json.loads(CliRunner().invoke(app, [*typed, "--space", str(space), "--json"]).output)
+    assert (own["global_batch_size"], own["global_batch_assumed"]) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel.autotp_size 4 splits"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size 2 splits"),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 4}}, "expert_parallel.autoep_size 4 splits"),
+        ({"pipeline": {"stages": 2}}, "pipeline.stages 2 splits"),
+        ({"pipeline": {"stages": "auto"}, "sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 1}}, ""),
+    ],
+)
+def test_a_config_that_splits_model_or_samples_over_ranks_is_refused(
+    config: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(config))
+    request = Request("tiny-llama", 4, ds_config=file)
+    if said:
+        with pytest.raises(UserError, match=re.escape(f"{file}: {said}")):
+            plans(request, ["t4"])
+    else:
+        assert plans(request, ["t4", "t4"])[0].best
+
+
+def test_the_header_names_the_optimizer_of_the_config_and_what_is_not_modelled(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"optimizer": {"type": "Muon"}, "activation_checkpointing": {"cpu_checkpointing": true}}')
+    done = CliRunner().invoke(app, ["plan", "--model", "tiny-llama", "--gpu", "t4", "--ds-config", str(file)])
+    text = " ".join(done.output.split())
+    assert "fp16, muon, global batch" in text
+    assert "activation_checkpointing.cpu_checkpointing is not modelled: intervals are wider" in text
+
+
+def test_positions_can_be_extended() -> None:
+    request = Request("gemma-2-2b", 8, seq_len=16384, max_positions=32768, global_batch_size=8)
+    (plan, _) = plans(request, ["h100", "h200"])
+    assert plan.job.seq_len == 16384
+    for positions, said in ((8192, "takes at most 8192 tokens"), (0, "--max-positions")):
+        with pytest.raises(UserError, match=said):
+            plans(Request("gemma-2-2b", 8, seq_len=16384, max_positions=positions), ["h100"])
+    with pytest.raises(UserError, match="no limit of its own"):
+        plans(Request("t5-small", 1, max_positions=4096), ["h100"])
+
+
+@pytest.mark.slow
+def test_cards_are_compared_at_the_same_global_batch() -> None:
+    (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=1024), ["a100"])
+    batch = plan.job.global_batch_size
+    assert batch == 256
+    for card in plan.cards:
+        for outlook in (card.fewest, card.fewest_offloading, card.best):
+            assert outlook is None or outlook.job.global_batch_size == batch
+    assert plan.own is not None
 
 
 def largest_fitting(plan: Plan) -> int:
-    return max((stage.fitting.candidate.micro_batch for stage in plan.stages if stage.fitting), default=0)
+    return max((way.largest.candidate.micro_batch for way in plan.ways if way.largest), default=0)
 
 
 @pytest.mark.slow
@@ -71,7 +181,7 @@ def test_a_global_batch_is_kept() -> None:
         (Request("gemma-2-2b", 4, tokens=""), ["rtx3090"], "--tokens : expected a number"),
         (Request("gemma-2-2b", 4, price=0.0), ["rtx3090"], "--price 0"),
         (Request("gemma-2-2b", 4, price=float("nan")), ["rtx3090"], "--price nan"),
-        (Request("gemma-2-2b", 4, price=2.0), ["rtx3090", "h100"], "leave it out with --compare"),
+        (Request("gemma-2-2b", 4, price=2.0), ["rtx3090", "h100"], "cannot be combined with --compare"),
         (Request("gemma-2-2b", 4, host_memory="lots"), ["rtx3090"], "no size"),
         (Request("gemma-2-2b", 4, memory_cap="600MiB"), ["rtx3090"], "context and NCCL"),
         (Request("gemma-2-2b", 4, memory_cap="25GiB"), ["rtx3090"], "above the capacity of 24.00 GiB"),

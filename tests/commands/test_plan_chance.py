@@ -11,13 +11,13 @@ from rich.console import Console
 from autotune.commands import launch
 from autotune.commands.plan import Machines, make_plan
 from autotune.commands.setup import PlanSetup
-from autotune.predict.predictor import SURE, Predictor
+from autotune.predict.predictor import SURE, SURE_SIGMAS, Predictor
 from autotune.predict.trace_cache import closed_form_trace
 from autotune.predict.trace_data import Trace
 from autotune.predict.what_if import Elsewhere
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.space import SearchSpace, parse_space
-from autotune.results.plan import Plan, show_plan
+from autotune.results.plan import Plan, Shortage, show_plan
 from tests.conftest import make_job
 
 JOB = make_job(ranks=4, precision="bf16", model="llama-3.2-1b", seq_len=2048)
@@ -62,7 +62,7 @@ def test_the_headline_is_the_fastest_that_surely_fits(trace: Trace, monkeypatch:
     assert plan.best[0].samples_per_second < at_even_odds, "there is a faster one at a coin toss"
     assert "fastest " in text_of(plan)
     assert "; fits: 9" in text_of(plan)
-    monkeypatch.setattr(launch, "traced_predictor", lambda job, hardware: Predictor(job, hardware, trace))
+    monkeypatch.setattr(launch, "traced_predictor", lambda job, hardware, **_: Predictor(job, hardware, trace))
     assert launch._planned_ladder(setup, convert=False)[0].candidate == plan.best[0].candidate
 
 
@@ -81,43 +81,54 @@ def test_where_nothing_surely_fits_the_likeliest_is_said_to_be_that(
     assert "likeliest" in text
     assert "fits: only 69%" in text
     assert plan.best[0].peak_interval[1] > card.capacity_bytes, "it is not cut at the card"
-    monkeypatch.setattr(launch, "traced_predictor", lambda job, hardware: Predictor(job, hardware, trace))
+    monkeypatch.setattr(launch, "traced_predictor", lambda job, hardware, **_: Predictor(job, hardware, trace))
     assert launch._planned_ladder(setup, convert=False)[0].candidate == plan.best[0].candidate
 
 
 def test_nothing_is_recommended_at_less_than_even_odds(trace: Trace) -> None:
     plan, *_ = planned(trace, dataclasses.replace(CARD, memory_bytes=3 * 2**30))
     assert plan.best == []
-    lines = [line for line in text_of(plan).splitlines() if "none fits" in line]
-    assert len(lines) == 2
-    assert not any("tokens/s" in line for line in lines), "of what does not fit there is no speed"
+    assert all(way.largest is None and way.fastest is None for way in plan.ways)
+    assert "tokens/s" not in "".join(line for line in text_of(plan).splitlines() if "none" in line)
 
 
-def test_a_stage_that_fits_with_checkpointing_alone_is_not_said_to_fit_nothing(trace: Trace) -> None:
+def test_a_stage_that_fits_with_checkpointing_alone_has_a_row_for_it(trace: Trace) -> None:
     with_help = Predictor(JOB, CARD, trace)
     candidates = [c for c in SPACE.candidates(JOB) if c.stage == 3 and c.micro_batch == 1]
     table = with_help.table(candidates)
     plain, again = (int(i) for i in sorted(range(2), key=lambda i: candidates[i].checkpointing))
     between = int(0.5 * (table.sure[again] + table.sure[plain]))
     plan, *_ = planned(trace, dataclasses.replace(CARD, memory_bytes=between))
-    stage = {one.stage: one for one in plan.stages}[3]
-    assert (stage.fitting, plan.best[0].candidate.stage) == (None, 3)
-    assert stage.helped is not None
-    assert stage.helped.sure
-    assert stage.helped.candidate.checkpointing
-    said = text_of(plan)
-    line = next(line for line in said.splitlines() if "ZeRO 3  " in line)
-    assert "none fits" not in line
-    assert "only as " in said
-    assert plan.to_json()["stages"][-1]["with_help"]["candidate"] == stage.helped.candidate.as_dict
+    ways = {(way.stage, way.checkpointing): way for way in plan.ways}
+    assert (ways[3, False].largest, plan.best[0].candidate.stage) == (None, 3)
+    helped = ways[3, True].largest
+    assert helped is not None
+    assert helped.sure
+    assert helped.candidate.checkpointing
+    row = next(row for row in plan.to_json()["ways"] if (row["stage"], row["checkpointing"]) == (3, True))
+    assert row["largest"]["candidate"] == helped.candidate.as_dict
 
 
-def test_what_would_unlock_a_micro_batch_would_do_so_surely(trace: Trace) -> None:
-    for sigmas in (-1.0, 0.0, 0.5, 1.0):
-        plan, *_ = planned(trace, where(trace, SPACE, sigmas))
-        for stage in plan.stages:
-            assert stage.fitting is None or stage.fitting.sure
-            assert not any("short of -" in text for text in stage.unlocks)
+def test_every_row_of_the_stages_agrees_with_the_headline(trace: Trace) -> None:
+    for sigmas in (-1.0, 0.0, 0.5, 1.0, 2.0):
+        plan, setup, predictor = planned(trace, where(trace, SPACE, sigmas))
+        candidates = setup.space.candidates(JOB)
+        table = predictor.table(candidates)
+        sure = predictor.margins(table) >= SURE_SIGMAS
+        fastest = [way.fastest.samples_per_second for way in plan.ways if way.fastest]
+        assert max(fastest) == pytest.approx(plan.best[0].samples_per_second)
+        for way in plan.ways:
+            mine = [
+                i
+                for i, c in enumerate(candidates)
+                if (c.stage, c.checkpointing, bool(c.offloaded)) == (way.stage, way.checkpointing, way.offload)
+            ]
+            fitting = [candidates[i].micro_batch for i in mine if sure[i]]
+            assert (way.largest.candidate.micro_batch if way.largest else None) == max(fitting, default=None)
+            if way.closest:
+                need = Shortage.of(way.closest, plan.hardware)
+                assert need.gpu_needed_bytes == pytest.approx(min(table.sure[i] for i in mine))
+                assert need.gpu_short_bytes > 0
 
 
 def test_other_machines_are_those_on_which_it_surely_fits(trace: Trace) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from autotune.commands.script_probe import _counted_otherwise, _in_one_line, _profile, thrifty
+from autotune.commands.script_probe import _counted_otherwise, _in_one_line, _limits, _profile, thrifty
 from autotune.problem.outcome import Outcome, OutcomeKind, Phase, Source
 
 BUSY = "The server socket has failed to listen on any local network address. port: 29511, code: -98, name: EADDRINUSE"
@@ -82,3 +82,23 @@ def test_how_torchs_optimizer_steps_is_kept_where_the_script_makes_it() -> None:
     assert kept(torch_optimizer=told)["torch_optimizer"] == told
     assert "torch_optimizer" not in kept(torch_optimizer={})
     assert kept(torch_optimizer={}) == kept()
+
+
+@pytest.mark.parametrize(
+    ("exceptions", "reason", "cap_bytes", "remedy"),
+    [
+        (("builtins.RuntimeError",), "can't start new thread", 900 << 20, "--memory-cap"),
+        ((), "killed by SIGSEGV", 900 << 20, "--memory-cap"),
+        (("builtins.RuntimeError",), "can't start new thread", None, ""),
+        (("builtins.KeyError",), "no such column", 900 << 20, ""),
+        (("builtins.PermissionError",), "[Errno 13] Permission denied: '/data/x'", None, "--unprotected"),
+        (("builtins.OSError",), "[Errno 30] Read-only file system: '/data/x'", None, "--unprotected"),
+        (("builtins.OSError",), "[Errno 5] Input/output error", None, ""),
+    ],
+)
+def test_a_limit_that_may_be_the_cause_is_named(
+    exceptions: tuple[str, ...], reason: str, cap_bytes: int | None, remedy: str
+) -> None:
+    said = _limits(Outcome(OutcomeKind.CRASH, Phase.INIT, reason=reason, exceptions=exceptions), cap_bytes)
+    assert bool(said) == bool(remedy)
+    assert remedy in said

@@ -18,13 +18,13 @@ from tests.conftest import make_job
 
 class Session:
     def __init__(self, executor: "Executor") -> None:
-        self.executor, self.facts, self.unbuilt = executor, {"trains": True}, ""
+        self.executor, self.facts, self.missing_op = executor, {"trains": True}, ""
 
     def measure(self, candidate: Candidate, effort: Effort, seconds: float) -> Outcome:
         self.executor.limits.append(seconds)
         self.executor.clock += 7.0
         needs = [name for name in self.executor.needs if name not in self.executor.tried_ops]
-        self.unbuilt = needs[0] if needs else ""
+        self.missing_op = needs[0] if needs else ""
         failed = Outcome(OutcomeKind.CRASH, reason="not built", source=Source.EXCEPTION)
         return failed if needs else Outcome(OutcomeKind.OOM_DEVICE, reason="so that it counts")
 
@@ -70,14 +70,14 @@ class Ground:
         self.asked.append(names)
         return True
 
-    def all_see(self, path: Path) -> bool:
+    def is_shared_path(self, path: Path) -> bool:
         return False
 
 
 def test_what_was_seen_is_loaded_by_every_later_call_too(hardware: Hardware, tmp_path: Path) -> None:
     ground: Any = Ground()
     script = Script(("train.py",), str(tmp_path))
-    executor = LocalExecutor(unknown_job(script, hardware), hardware, tmp_path / "study", [], ground=ground)
+    executor = LocalExecutor(unknown_job(script, hardware), hardware, tmp_path / "study", [], target=ground)
     executor.load_ops([], "FusedLionBuilder")
     with_ops = replace(script, profile={OPS: ["FusedAdamBuilder"]})
     job = replace(executor.job, script=with_ops)
@@ -87,5 +87,5 @@ def test_what_was_seen_is_loaded_by_every_later_call_too(hardware: Hardware, tmp
     assert set(second) == {*first, "FusedAdamBuilder"}
     session = executor.session(Candidate(()), "probe", job=job)
     assert session._spec()["ops"] == second, "a rank need not leave for these"
-    session._take(1, {"type": "unbuilt", "op": "EvoformerAttnBuilder"})
-    assert session.unbuilt == "EvoformerAttnBuilder", "any rank may be the one"
+    session._process(1, {"type": "unbuilt", "op": "EvoformerAttnBuilder"})
+    assert session.missing_op == "EvoformerAttnBuilder", "any rank may be the one"

@@ -66,9 +66,7 @@ def test_the_batch_of_the_own_config_is_kept_and_said(tmp_path: Path, monkeypatc
     setup = run_setup(request)
     assert setup.job.global_batch_size == 64
     assert {c.micro_batch * c.accumulation * 2 for c in setup.candidates} == {64}
-    said = (
-        "global batch 64 is kept, as ds.json says (micro-batch 4 x accumulation 8 x 2 ranks); --global-batch-size free"
-    )
+    said = "global batch 64 is kept from ds.json (micro-batch 4 x accumulation 8 x 2 ranks); --global-batch-size free"
     assert setup.notes[0].startswith(said)
     for asked, batch in (("free", None), (16, 16)):
         request.global_batch_size = asked
@@ -80,7 +78,7 @@ def test_the_batch_of_the_own_config_is_kept_and_said(tmp_path: Path, monkeypatc
     with pytest.raises(UserError) as caught:
         run_setup(request)
     assert str(caught.value) == (
-        "ds.json: train_batch_size 31 cannot be split evenly over 2 ranks: change it, or give --global-batch-size (try 30 or 32, "
+        "ds.json: train_batch_size 31 cannot be split evenly over 2 ranks. Change it, or give --global-batch-size (try 30 or 32, "
         "or free)"
     )
 

@@ -74,7 +74,7 @@ def test_an_edited_file_makes_another_name_that_the_same_text_finds_again(tmp_pa
     assert call("1") == ("base", [])
     second, lines = call("2")
     assert second != "base"
-    assert lines == [f"model.py was edited since study base: this is another, {second} (--force goes on with base)"]
+    assert lines == [f"model.py was edited since study base: this call uses study {second} (--force resumes base)"]
     assert call("3")[0] not in ("base", second)
     assert call("2") == (second, lines)
     assert call("1") == ("base", [])

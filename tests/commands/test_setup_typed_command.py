@@ -34,9 +34,7 @@ def test_ranks_have_what_the_script_sets_from_their_start(folder: Path) -> None:
         )
     assert trial_environment("cuda", 3)["TOKENIZERS_PARALLELISM"] == "false"
     assert training_environment("cpu", 3)["CUDA_VISIBLE_DEVICES"] == ""
-    assert own_variables_note(typed) == [
-        "train.py sets CUDA_VISIBLE_DEVICES, HF_ENDPOINT itself: ranks have that from their start"
-    ]
+    assert own_variables_note(typed) == ["train.py sets CUDA_VISIBLE_DEVICES, HF_ENDPOINT itself: ranks start with it"]
 
 
 def test_a_script_that_sets_nothing_is_not_spoken_of(folder: Path) -> None:
@@ -53,8 +51,8 @@ def test_a_script_that_shows_its_ranks_fewer_gpus(folder: Path, words: list[str]
     with pytest.raises(UserError) as caught:
         ranks_asked_for(gpus, typed, "auto")
     assert str(caught.value) == (
-        f"`{said or ' '.join(words[:-1])}` beside CUDA_VISIBLE_DEVICES=0,1, which train.py sets itself: it shows 2; ask for as "
-        "many, or take that line out"
+        f"`{said or ' '.join(words[:-1])}` requests more GPUs than CUDA_VISIBLE_DEVICES=0,1 shows, which train.py sets itself. "
+        "Request 2, or remove that line."
     )
     assert ranks_asked_for(gpus, typed, "cpu") == gpus or typed.ranks
 

@@ -89,7 +89,7 @@ def test_a_run_begins_with_the_nearest_entry_and_says_so_once(
     monkeypatch.chdir(tmp_path)
     code, out, err = call(monkeypatch, capsys, *RUN, "--study", "with")
     assert code == 0, err
-    assert out.count("gallery: begins with z0 mb16 ga2, the best known for tiny-llama on 2 x CPU rank") == 1
+    assert out.count("gallery: starts with z0 mb16 ga2, the best known for tiny-llama on 2 x CPU rank") == 1
     first = StudyStore.load("with").records()[0]
     assert (str(first.candidate), first.note) == ("z0 mb16 ga2", run.NOTE)
     code, out, _ = call(monkeypatch, capsys, *RUN, "--study", "with")

@@ -43,7 +43,7 @@ def test_a_study_becomes_a_table_that_is_searched(
     replay = ("run", "--executor", "replay:elsewhere/t.csv.gz", "--study", "again", "--budget", "5m", "--yes")
     code, out, err = call(monkeypatch, capsys, *replay)
     assert code == 0, err
-    assert "winner: z0 mb7 ga1" in out, "2 ranks x 7 samples in 2 s against 2 x 1 in 1 s"
+    assert "  config: z0 mb7 ga1 (" in out, "2 ranks x 7 samples in 2 s against 2 x 1 in 1 s"
 
 
 def test_what_ran_out_of_less_memory_is_not_in_the_table(

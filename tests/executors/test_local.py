@@ -13,14 +13,14 @@ import pytest
 
 from autotune.errors import MachineTrouble
 from autotune.executors.base import RESUME, VERIFY, Effort
-from autotune.executors.local import WOKEN, Deadlines, LocalExecutor
+from autotune.executors.local import CUDA_INITIALIZED_BEFORE_FORK, Deadlines, LocalExecutor
 from autotune.predict.step_time import size_seconds
 from autotune.problem.candidate import ALLOCATOR_VARIABLES
 from autotune.problem.hardware import detect, threads_per_rank
 from autotune.problem.outcome import OutcomeKind, Phase
 from autotune.util.units import MIB
 from autotune.workers import fork_server
-from autotune.workers.group import Stop, WorkerGroup
+from autotune.workers.group import WatchEnd, WorkerGroup
 from autotune.workers.launchers import ForkLauncher, SpawnLauncher
 from tests.conftest import Bench, make_candidate, make_job, pid_lives, wait_until
 
@@ -128,7 +128,7 @@ def test_a_machine_on_which_ranks_do_not_meet_is_said_in_one_line(
 @pytest.mark.slow
 def test_a_rank_that_finds_cuda_woken_has_the_rest_start_cold(tmp_path: Path) -> None:
     said: list[str] = []
-    woken = {"rank": 0, "where": "start", "what": "raise", "text": f"autotune: {WOKEN}"}
+    woken = {"rank": 0, "where": "start", "what": "raise", "text": f"autotune: {CUDA_INITIALIZED_BEFORE_FORK}"}
     executor = LocalExecutor(make_job(), detect("cpu", 2), tmp_path, [make_candidate()])
     executor.fault = lambda name: woken if executor.isolation == "fork" else None
     with closing(executor):
@@ -259,7 +259,7 @@ def test_a_rank_is_told_the_environment_of_its_candidate(bench: Bench, monkeypat
     asked: list[dict[str, Any]] = []
     start = WorkerGroup.start
 
-    def told(group: WorkerGroup, entry: str, ranks: int, spec: dict[str, Any], **options: Any) -> Stop:
+    def told(group: WorkerGroup, entry: str, ranks: int, spec: dict[str, Any], **options: Any) -> WatchEnd:
         asked.append(spec)
         return start(group, entry, ranks, spec, **options)
 

@@ -24,10 +24,10 @@ class Trial:
         driver.cards = [Card("A", 24)]
         driver.write()
         self.executor = LocalExecutor(make_job(1), detect("cuda", 1), folder, [])
-        self.executor.ground.found = SpawnLauncher(trial_environment("cpu", 1), folder / "spawn.log")
+        self.executor.target.opened_launcher = SpawnLauncher(trial_environment("cpu", 1), folder / "spawn.log")
         self.said: list[str] = []
         self.executor.say = self.said.append
-        patch.setattr(LocalExecutor, "entry", "tests.workers.mute_rank")
+        patch.setattr(LocalExecutor, "rank_module", "tests.workers.mute_rank")
 
     def run(self, deadline_seconds: float) -> Outcome:
         session = self.executor.session(make_candidate(), "0001")
@@ -56,7 +56,7 @@ def test_seconds_of_waiting_for_a_neighbour_are_not_the_candidates(
     assert trial.run(0.5).kind is OutcomeKind.INTERRUPTED
     trial.driver.cards[0].processes = {NEIGHBOUR: 12 * 1024}
     trial.driver.write()
-    monkeypatch.setattr(host_workers, "ROOM_SECONDS", 0.2)
+    monkeypatch.setattr(host_workers, "FREE_MEMORY_SECONDS", 0.2)
     outcome = trial.run(0.5)
     assert (outcome.kind, outcome.source) == (OutcomeKind.GPU_CONTENTION, Source.BUDGET)
     assert "of waiting for the device's memory" in outcome.reason

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from autotune.executors.local import judged, measurement_of
+from autotune.executors.local import failed_outcome, measurement_of
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.job import Script
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
@@ -80,8 +80,8 @@ KILLED = FailureEvidence("cpu", statuses={0: -9, 1: -9})
 
 
 def test_ranks_that_died_with_their_server_say_nothing_of_the_candidate() -> None:
-    assert judged(KILLED, greeted=True, server_lives=True).kind is OutcomeKind.CRASH
-    gone = judged(KILLED, greeted=True, server_lives=False)
+    assert failed_outcome(KILLED, greeted=True, server_lives=True).kind is OutcomeKind.CRASH
+    gone = failed_outcome(KILLED, greeted=True, server_lives=False)
     assert (gone.kind, gone.reason) == (
         OutcomeKind.INFRASTRUCTURE,
         "the fork server was killed from outside, and its ranks with it",
@@ -90,17 +90,20 @@ def test_ranks_that_died_with_their_server_say_nothing_of_the_candidate() -> Non
 
 def test_what_ran_out_says_how_much_there_was() -> None:
     error = {"kinds": ["torch.OutOfMemoryError"], "text": "CUDA out of memory. Tried to allocate 2.00 GiB."}
-    found = judged(FailureEvidence("cuda", [error], capacity_bytes=12 * GIB), greeted=True, server_lives=True)
+    found = failed_outcome(FailureEvidence("cuda", [error], capacity_bytes=12 * GIB), greeted=True, server_lives=True)
     assert (found.kind, found.capacity_bytes) == (OutcomeKind.OOM_DEVICE, 12 * GIB)
     assert Outcome.from_json(found.to_json()) == found
-    unknown = judged(FailureEvidence("cuda", [error]), greeted=True, server_lives=True)
+    unknown = failed_outcome(FailureEvidence("cuda", [error]), greeted=True, server_lives=True)
     assert unknown.capacity_bytes is None
     assert "capacity_bytes" not in unknown.to_json()
-    assert judged(dataclasses.replace(KILLED, capacity_bytes=9), greeted=True, server_lives=True).capacity_bytes is None
+    assert (
+        failed_outcome(dataclasses.replace(KILLED, capacity_bytes=9), greeted=True, server_lives=True).capacity_bytes
+        is None
+    )
     without = FailureEvidence(
         "cpu", statuses={0: -9}, peaks=MemoryPeaks(oom_kills=1), capacity_bytes=9, host_total_bytes=24 * GIB
     )
-    found = judged(without, greeted=True, server_lives=True)
+    found = failed_outcome(without, greeted=True, server_lives=True)
     assert (found.kind, found.capacity_bytes) == (OutcomeKind.OOM_HOST, 24 * GIB), "of main memory, which ran out"
 
 
@@ -109,11 +112,12 @@ def test_what_a_cpu_rank_takes_to_report_its_failure_is_no_peak(device: str, pea
     """Its cap is lifted by then. On a GPU a cap is of the allocator alone, which is not all of a process."""
     error = {"kinds": ["torch.OutOfMemoryError"], "text": "out of memory", "numbers": {"allowed_bytes": 520 * MIB}}
     evidence = FailureEvidence(device, [error], peaks=MemoryPeaks(used=[300 * MIB, 531 * MIB]))
-    assert judged(evidence, greeted=True, server_lives=True).peak_bytes == peak_mib * MIB
+    assert failed_outcome(evidence, greeted=True, server_lives=True).peak_bytes == peak_mib * MIB
     without = dataclasses.replace(evidence, errors=[{**error, "numbers": {}}])
-    assert judged(without, greeted=True, server_lives=True).peak_bytes == 531 * MIB
+    assert failed_outcome(without, greeted=True, server_lives=True).peak_bytes == 531 * MIB
     assert (
-        judged(dataclasses.replace(evidence, peaks=MemoryPeaks()), greeted=True, server_lives=True).peak_bytes is None
+        failed_outcome(dataclasses.replace(evidence, peaks=MemoryPeaks()), greeted=True, server_lives=True).peak_bytes
+        is None
     )
 
 
@@ -133,17 +137,17 @@ def test_a_rank_knows_what_nobody_saw_of_a_short_trial(
     error = {"kinds": ["torch.OutOfMemoryError"], "text": f"out of memory.{text}", "numbers": numbers}
     for seen_mib in (0, 100):
         evidence = FailureEvidence(device, [error], peaks=MemoryPeaks(used=[seen_mib * MIB]))
-        assert judged(evidence, greeted=True, server_lives=True).peak_bytes == peak_mib * MIB
+        assert failed_outcome(evidence, greeted=True, server_lives=True).peak_bytes == peak_mib * MIB
 
 
 def test_where_main_memory_ran_out_the_kernel_chose_the_server() -> None:
-    found = judged(
+    found = failed_outcome(
         FailureEvidence("cpu", statuses={0: -9}, peaks=MemoryPeaks(oom_kills=1)), greeted=True, server_lives=False
     )
     assert found.kind is OutcomeKind.OOM_HOST
 
 
 def test_ranks_that_never_came_up() -> None:
-    found = judged(KILLED, greeted=False, server_lives=False)
+    found = failed_outcome(KILLED, greeted=False, server_lives=False)
     assert found.kind is OutcomeKind.INFRASTRUCTURE
     assert found.reason.startswith("the ranks did not come up: ")

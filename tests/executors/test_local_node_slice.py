@@ -148,9 +148,9 @@ def test_a_study_of_a_slice_says_so_everywhere(tmp_path: Path) -> None:
         entry_of(store)
     launched = call(["launch", "sliced", "--", str(SCRIPTS / "trainer.py")], tmp_path)
     assert launched.returncode == 2
-    assert "it was tuned on 4 nodes with 1 devices each: give --hostfile FILE" in launched.stderr
+    assert "the study was tuned on 4 nodes with 1 devices each. Add --hostfile FILE" in launched.stderr
     refused = call(["launch", "sliced", "--nodes", "4", "--", str(SCRIPTS / "trainer.py")], tmp_path)
-    assert "--nodes is about several machines" in refused.stderr
+    assert "--nodes needs several machines" in refused.stderr
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from autotune.errors import MachineTrouble
 from autotune.executors import local
 from autotune.executors.local import check_group
 from autotune.problem.outcome import Phase
-from autotune.workers.group import Stop
+from autotune.workers.group import WatchEnd
 
 RANKS = 2
 
@@ -22,16 +22,16 @@ def check(monkeypatch: pytest.MonkeyPatch, folder: Path, imported: float, measur
     ahead = [(at, kind, rank) for at, kind in ((imported, "imported"), (measured, "measured")) for rank in range(RANKS)]
 
     def make_group(*_: Any, on_message: Callable[[int, dict[str, str]], None], **__: Any) -> SimpleNamespace:
-        def watch(until: Callable[[], bool], deadline: float) -> Stop:
+        def watch(until: Callable[[], bool], deadline: float) -> WatchEnd:
             while not until():
                 clock[0], kind, rank = ahead.pop(0)
                 if clock[0] > deadline:
-                    return Stop.DEADLINE
+                    return WatchEnd.DEADLINE
                 on_message(rank, {"type": kind})
-            return Stop.ARRIVED
+            return WatchEnd.ARRIVED
 
         return SimpleNamespace(
-            start=lambda *_, **__: Stop.ARRIVED, watch=watch, end=lambda: None, greeted=True, phase=Phase.START
+            start=lambda *_, **__: WatchEnd.ARRIVED, watch=watch, end=lambda: None, greeted=True, phase=Phase.START
         )
 
     monkeypatch.setattr(local, "WorkerGroup", make_group)

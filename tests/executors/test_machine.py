@@ -7,11 +7,11 @@ from pathlib import Path
 
 import psutil
 
-from autotune.executors.machine import LocalMachine, Needs, Ops
+from autotune.executors.machine import LocalMachine, Ops, RankRequirements
 from autotune.workers.launchers import ForkLauncher, SpawnLauncher
 from tests.conftest import lives, pid_lives
 
-NEEDS = Needs("cpu", 1, "fork")
+NEEDS = RankRequirements("cpu", 1, "fork")
 
 
 def servers() -> list[int]:

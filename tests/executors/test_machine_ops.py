@@ -77,11 +77,11 @@ def test_candidates_whose_op_cannot_be_built_are_left_out_with_the_reason() -> N
     ops, job = Ops(lambda text: None), make_job()
     ops.load(Server([], {"CPUAdamBuilder": "no c++", "ShareMemCommBuilder": "no c++"}), ["CPUAdamBuilder"], {}, Path())
     offloaded, plain = make_candidate(2, offload_optimizer="cpu"), make_candidate(2)
-    left, [line] = ops.left([offloaded, plain], job, "cpu")
+    left, [line] = ops.buildable([offloaded, plain], job, "cpu")
     assert left == [plain]
     assert line == "DeepSpeed's CPUAdam cannot be built (no c++): 1 of 2 candidates need it: left out"
     with pytest.raises(UserError, match=r"CPUAdam cannot be built .* 1 of 1 candidates"):
-        ops.left([offloaded], job, "cpu")
+        ops.buildable([offloaded], job, "cpu")
 
 
 def test_the_printed_command_finds_the_ops_that_its_config_needs(tmp_path: Path) -> None:

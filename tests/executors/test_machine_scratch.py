@@ -9,7 +9,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.executors import machine
-from autotune.executors.machine import clear, protection_of, trial_sandbox
+from autotune.executors.machine import protection_of, remove_scratch, trial_sandbox
 from autotune.problem.candidate import Candidate
 from autotune.rank.sandbox import Protection, Sandbox
 from autotune.script.parse_command import read_command
@@ -92,7 +92,7 @@ def test_every_trial_has_the_same_path_and_finds_nothing_of_the_last(
     second = sandbox_of(tmp_path, tmp_path / "study")
     assert second.script_cwd == first.script_cwd
     assert not (second.script_cwd / "left").exists()
-    clear(tmp_path / "study")
+    remove_scratch(tmp_path / "study")
     assert os.listdir(tmp_path / "study") == []
 
 

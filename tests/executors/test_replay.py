@@ -37,7 +37,7 @@ def test_the_rules_of_a_replay() -> None:
     before = executor.now()
     if len(ok) > 1:  # another rung starts no process
         session.measure(ok[1][0], SEARCH, 1e9)
-        assert len(executor.ledger.process_starts) == 1
+        assert len(executor.log.process_starts) == 1
         before = executor.now()
     ended = session.measure(out, SEARCH, 1e9)
     assert executor.now() - before == pytest.approx(OOM_SECONDS)

@@ -120,9 +120,7 @@ def test_a_new_study_says_so_once(job: Job, hardware: Hardware) -> None:
 
     began: list[bool] = []
     [line] = said()
-    assert line.startswith(
-        "gallery: steps are predicted with what is known of qwen-7b on 4 x a100-80gb (published at github.com/"
-    )
+    assert line.startswith("gallery: predictions use the rates of qwen-7b on 4 x a100-80gb (published at github.com/")
     assert said(records=(SimpleNamespace(note="measured"),)) == []
     assert said(gallery=False) == []
     assert began == [True, True, False]

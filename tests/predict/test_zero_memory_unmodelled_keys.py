@@ -37,6 +37,11 @@ ZERO = "zero_optimization."
         ({"compile": {"deepcompile": True}}, ["compile.deepcompile"]),
         ({"compile": {"deepcompile": False}, "tensor_parallel": {}}, []),
         ({"zero_optimization": "auto"}, []),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True, "partition_activations": False}},
+            ["activation_checkpointing.cpu_checkpointing"],
+        ),
+        ({"fp8": {"enabled": True}}, ["fp8"]),
     ],
 )
 def test_keys_that_no_formula_reads(config: dict[str, Any], found: list[str]) -> None:
@@ -61,14 +66,15 @@ def test_where_such_a_key_is_set_states_are_less_certain() -> None:
     by_candidate, by_base = known.table([plain, own]), unknown.table([plain])
     assert by_candidate.peak_sigma[1] > 1.3 * by_candidate.peak_sigma[0]
     assert by_base.peak_sigma[0] > 1.3 * by_candidate.peak_sigma[0]
+    assert by_base.step_sigma[0] > 1.3 * by_candidate.step_sigma[0]
     assert known.notes() == []
-    assert unknown.notes() == ["zero_optimization.zero_quantized_weights is not part of the memory model"]
+    assert unknown.notes() == ["zero_optimization.zero_quantized_weights is not modelled: intervals are wider"]
 
 
 def test_an_unknown_optimizer_is_uncertain_too() -> None:
     job = make_job(precision="bf16", base_config={"optimizer": {"type": "Shampoo"}})
     assert traced_predictor(job, named_hardware("rtx4090", 2)).notes() == [
-        "optimizer shampoo is not part of the memory model"
+        "optimizer shampoo is not modelled: intervals are wider"
     ]
 
 

@@ -15,7 +15,7 @@ from autotune.problem import knobs
 from autotune.problem.knobs import Circumstances
 from autotune.problem.models import _DECODERS, _WITH_IMAGES, is_known, kernels_of, loss_in_kernel, resolve_model
 from autotune.rank.model_builder import use_liger
-from autotune.util.interpreter import Own
+from autotune.util.interpreter import OwnInterpreter
 from tests.conftest import make_job
 from tests.problem.test_knobs_requirements import GPUS
 
@@ -183,8 +183,8 @@ def test_its_version_fits_the_model_and_transformers(
     monkeypatch: pytest.MonkeyPatch, liger: str | None, transformers: str, kind: str, said: str
 ) -> None:
     versions = {"liger_kernel": liger, "transformers": transformers}
-    monkeypatch.setattr(Own, "has", lambda self, name: True)
-    monkeypatch.setattr(Own, "version", lambda self, name: versions.get(name))
+    monkeypatch.setattr(OwnInterpreter, "has", lambda self, name: True)
+    monkeypatch.setattr(OwnInterpreter, "version", lambda self, name: versions.get(name))
     llama = make_job(model="llama-3.2-1b")
     model = dataclasses.replace(llama.model, config={**llama.model.config, "model_type": kind})
     assert knobs.liger_kernel(True, Circumstances(dataclasses.replace(llama, model=model), GPUS)) == said

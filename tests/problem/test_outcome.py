@@ -58,28 +58,6 @@ def test_fields_of_a_newer_version_are_dropped() -> None:
     assert isinstance(found.kind, OutcomeKind)
 
 
-@pytest.mark.parametrize(
-    ("evidence", "source"),
-    [
-        ("exception torch.OutOfMemoryError", Source.EXCEPTION),
-        ("text 'CUDA out of memory'; NVML: other processes grew meanwhile", Source.EXCEPTION),
-        ("SIGKILL, oom_kill counter rose", Source.SIGNAL),
-        ("signal 99", Source.SIGNAL),
-        ("exit 1, log text 'bad_alloc'", Source.EXIT),
-        ("channel closed, exit status 0", Source.EXIT),
-        ("deadline of 30 s", Source.BUDGET),
-        ("deadline: forward: nothing heard for 9 s", Source.SILENCE),
-        ("stopped", Source.STOP),
-        ("found running by a later start", Source.DEATH),
-        ("replayed", Source.TABLE),
-        ("an exception", None),  # only how it begins counts
-        ("", None),
-    ],
-)
-def test_the_source_of_what_version_0_1_stored(evidence: str, source: Source | None) -> None:
-    assert Outcome.from_json({"kind": "crash", "phase": "init", "evidence": evidence}).source is source
-
-
 def test_a_source_that_is_stored_is_believed() -> None:
     found = Outcome.from_json({"kind": "timeout", "source": "budget", "evidence": "exception x"})
     assert found.source is Source.BUDGET

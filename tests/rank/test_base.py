@@ -10,7 +10,7 @@ from autotune.problem.outcome import OutcomeKind, Phase
 from autotune.rank import base
 from autotune.rank.base import EXIT_REPORTED, BaseRank
 from autotune.util.units import GIB
-from autotune.workers.failure_classifier import FailureEvidence, judge
+from autotune.workers.failure_classifier import FailureEvidence, classify_failure
 from autotune.workers.protocol import Message
 
 FULL = {"free_bytes": GIB // 4, "total_bytes": 80 * GIB, "reserved_bytes": 78 * GIB}
@@ -109,7 +109,7 @@ def test_a_rank_leaves_by_the_verdicts_rules(
     with pytest.raises(Left):
         made.leave_if_out_of_memory(caught(error))
     assert heard.messages[-1]["numbers"] is counted, "as they were when it was decided"
-    verdict = judge(FailureEvidence("cuda", [heard.messages[-1]]))
+    verdict = classify_failure(FailureEvidence("cuda", [heard.messages[-1]]))
     assert verdict.kind.is_oom
     assert verdict.kind is (
         OutcomeKind.OOM_HOST if isinstance(error, OSError | MemoryError) else OutcomeKind.OOM_DEVICE

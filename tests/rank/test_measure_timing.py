@@ -7,6 +7,7 @@ import pytest
 from autotune.rank.measure import (
     MAX_WARMUP_STEPS,
     MeasureRequest,
+    beaten,
     boundary_seconds,
     enough,
     extrapolate,
@@ -84,6 +85,30 @@ def test_enough(elapsed: float, steps: int, is_enough: bool) -> None:
 )
 def test_steps_between_comparisons_of_the_clocks(elapsed: float, steps: int, pace: float, wanted: int) -> None:
     assert stretch(REQUEST, elapsed, steps, pace) == wanted
+
+
+BEATEN = replace(REQUEST, beaten_step_seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "expected"),
+    [
+        ([1.2, 1.2], True),
+        ([1.04, 1.04], False),  # within the least interval of 5 %
+        ([1.1, 1.5], False),  # the interval reaches below the limit
+        ([1.5], False),  # one step has no interval
+        ([0.9, 0.9, 0.9], False),
+    ],
+)
+def test_candidate_is_beaten_once_its_interval_lies_above_the_limit(step_seconds: list[float], expected: bool) -> None:
+    assert beaten(BEATEN, step_seconds) == expected
+    assert not beaten(REQUEST, step_seconds), "without a limit nothing is beaten"
+
+
+def test_candidate_that_is_expected_to_be_beaten_runs_two_steps_before_it_is_judged() -> None:
+    assert stretch(BEATEN, 0.0, 0, 1.5) == 2
+    assert stretch(BEATEN, 0.0, 0, 0.5) == stretch(REQUEST, 0.0, 0, 0.5) == 20
+    assert stretch(BEATEN, 3.0, 2, 1.5) == stretch(REQUEST, 3.0, 2, 1.5)
 
 
 def test_measuring_in_stretches_comes_to_an_end() -> None:

@@ -119,6 +119,17 @@ def test_ranks_agree_on_their_clocks(parent: Parent, tmp_path: Path) -> None:
     assert [rank.exit_status() for rank in ranks] == [0, 0]
 
 
+def test_candidate_that_cannot_win_is_measured_for_two_steps(parent: Parent, tmp_path: Path) -> None:
+    (rank,) = start(parent, tmp_path)
+    request = {**REQUEST, "min_steps": 5, "max_steps": 9}
+    rank.channel.send("measure", **request, beaten_step_seconds=1e-9)
+    assert len(rank.wait_for("measured")["step_seconds"]) == 2
+    rank.channel.send("measure", **request, beaten_step_seconds=1e9)
+    assert len(rank.wait_for("measured")["step_seconds"]) == 5
+    rank.channel.send("stop")
+    assert rank.exit_status() == 0
+
+
 @pytest.mark.parametrize(
     ("where", "what"),
     [

@@ -78,3 +78,12 @@ def test_a_ladder_survives_its_file(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "l.json").read_text())
     assert [Rung.from_json(one).candidate for one in data] == [rung.candidate for rung in ladder]
     assert data[1]["config"]["train_batch_size"] == 64
+
+
+def test_what_trains_otherwise_is_no_rung() -> None:
+    predictor, space = traced_predictor(JOB, HARDWARE), load_space("default")
+    of_another_cut = recovery_ladder(
+        TOP, space, JOB, predictor, {}, trains_otherwise=lambda one: one.micro_batch != TOP.micro_batch
+    )
+    assert {rung.candidate.micro_batch for rung in make()} != {8}
+    assert {rung.candidate.micro_batch for rung in of_another_cut} == {8}

@@ -19,7 +19,7 @@ from autotune.problem.job import Script
 from autotune.problem.outcome import OutcomeKind
 from autotune.recovery import supervisor
 from autotune.recovery.ladder import Rung
-from autotune.recovery.supervisor import Heard, LaunchSummary, Supervisor
+from autotune.recovery.supervisor import AttemptMessages, LaunchSummary, Supervisor
 from autotune.workers.host_workers import LocalWorkers
 from autotune.workers.jit_ops import FOLDER
 from tests.conftest import make_candidate, make_job, pid_lives, wait_until
@@ -248,9 +248,9 @@ def test_ends_that_are_not_alike_go_on(launch: Launch, others: list[dict]) -> No
 
 
 def test_a_script_in_phases_is_where_it_has_gone_on_last() -> None:
-    heard = Heard(lambda text: None)
+    heard = AttemptMessages(lambda text: None)
     for folder in ("one", "two"):
-        heard.take(0, {"type": "resumed", "path": folder, "written": 7})
+        heard.process(0, {"type": "resumed", "path": folder, "written": 7})
     end = heard.end(1, OutcomeKind.CRASH, "killed")
     assert (end.resumed_from, end.origin) == ("one", "two 7")
 

@@ -1,70 +1,171 @@
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, MICRO_BATCH
 from autotune.problem.hardware import detect
-from autotune.problem.job import Script
-from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
-from autotune.results.console import closest_lines, train_with, winner_lines
+from autotune.problem.job import Job, Script
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
+from autotune.results.console import code_legend, config_sentence, no_winner_lines, train_with, verdict_lines
 from autotune.results.export import lossy_settings, needs
 from autotune.results.report.build import _gains
 from autotune.script.script import CONFIG_FLAG, KNOWN_FLAGS, half_told
+from autotune.search.leaderboard import study_facts
+from autotune.search.stopping import StopReason
 from autotune.search.trials import AS_IS, SEARCH, VERIFY, Record
 from autotune.util.units import MIB
 from tests.conftest import make_candidate, make_job
 from tests.studies import study_of_every_kind
 
 
-def test_the_margin_compares_what_was_measured_alike() -> None:
-    def record(number: int, role: str, micro_batch: int, rate: float, note: str = "") -> Record:
-        outcome = Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.01, 5, rate, rate, 300 * MIB))
-        return Record(number, make_candidate(0, micro_batch), outcome, role, note)
+def verdict(winner: Record, records: list[Record], job: Job | None = None) -> list[str]:
+    job, hardware = job or make_job(), detect("cpu", 2)
+    return verdict_lines(study_facts(records, job, hardware, winner=winner.number), records, job, hardware)
 
-    searched = [record(0, SEARCH, 1, 400.0), record(1, SEARCH, 2, 380.0), record(2, SEARCH, 4, 100.0)]
-    slowed = record(3, VERIFY, 1, 300.0)  # the machine is slower by now
-    hardware = detect("cpu", 2)
-    last = winner_lines(slowed, [*searched, slowed], make_job(), hardware)[-1]
-    assert last == "  +5.3 % against the next best, 4.0x the slowest of 3 that fit"
-    displaced = record(4, VERIFY, 2, 290.0)
-    last = winner_lines(slowed, [*searched, slowed, displaced], make_job(), hardware)[-1]
-    assert last == "  +3.4 % against the next best, 4.0x the slowest of 3 that fit"
-    beside = _gains(slowed, [*searched, slowed, displaced], make_job(), hardware)
+
+def measured(number: int, role: str, micro_batch: int, rate: float, note: str = "", **more: float) -> Record:
+    step_seconds, peak_bytes = 10.0 / rate, int(more.get("peak_mib", 300) * MIB)
+    spread = more.get("spread", 0.001) * step_seconds
+    outcome = Outcome(OutcomeKind.OK, measurement=Measurement(step_seconds, spread, 5, rate, rate, peak_bytes))
+    return Record(number, make_candidate(0, micro_batch), outcome, role, note)
+
+
+def test_the_margin_compares_what_was_measured_alike() -> None:
+    searched = [measured(0, SEARCH, 1, 400.0), measured(1, SEARCH, 2, 380.0), measured(2, SEARCH, 4, 100.0)]
+    slowed = measured(3, VERIFY, 1, 300.0)  # the machine is slower by now
+    hardware, second = detect("cpu", 2), make_candidate(0, 2)
+    last = verdict(slowed, [*searched, slowed])[-1]
+    assert last == f"  +5.3 % against the next best ({second}), 4.0x the slowest of 3 that fit"
+    displaced = measured(4, VERIFY, 2, 290.0)
+    last = verdict(slowed, [*searched, slowed, displaced])[-1]
+    assert last == f"  +3.4 % against the next best ({second}), 4.0x the slowest of 3 that fit"
+    beside = _gains(study_facts([*searched, slowed, displaced], make_job(), hardware, winner=3), make_job())
     assert [(gain.over, round(gain.times, 3)) for gain in beside] == [
         ("the next best", 1.034),
         ("the slowest of 3 that fit", 4.0),
     ], "the page says the same"
-    own = record(5, SEARCH, 8, 200.0, AS_IS)
-    last = winner_lines(slowed, [*searched, slowed, own], make_job(), hardware)[-1]
-    other = "(in tokens/s: its steps are of 16 samples, the winner's of 2)"
-    assert (
-        last
-        == f"  2.00x the script as it is: {make_candidate(0, 8)} {other} (in the search: 400 against 200 samples/s)"
+    own = measured(5, SEARCH, 8, 200.0, AS_IS)
+    first = verdict(slowed, [*searched, slowed, own])[0]
+    assert first == (
+        "yours (ZeRO-0, micro-batch 8 x 1): the winner is 2.00x yours (400 against 200 samples/s, measured alike; its steps are "
+        "of 16 samples, the winner's of 2)"
     )
-    alike = Record(5, make_candidate(1, 1), own.outcome, SEARCH, AS_IS)
-    last = winner_lines(slowed, [*searched, slowed, alike], make_job(), hardware)[-1]
-    assert last == f"  2.00x the script as it is: {make_candidate(1, 1)} (in the search: 400 against 200 samples/s)"
-    kept = record(6, SEARCH, 1, 400.0, AS_IS)
-    assert winner_lines(slowed, [kept, slowed], make_job(), hardware)[-1].endswith("has this config already")
-    assert "next best" not in winner_lines(slowed, [slowed], make_job(), hardware)[-1]
+    kept = measured(6, SEARCH, 1, 400.0, AS_IS)
+    assert verdict(slowed, [kept, slowed])[0].endswith("has this config already")
+    assert not any("next best" in line for line in verdict(slowed, [slowed]))
+
+
+def test_a_config_rejected_in_verification_is_not_the_next_best() -> None:
+    """It was, with a margin of -31.8 %."""
+    out = Outcome(OutcomeKind.OOM_DEVICE, Phase.SAVE, reason="ran out", missing_bytes=MIB)
+    fast = measured(0, SEARCH, 8, 587.0)
+    records = [
+        fast,
+        measured(1, SEARCH, 1, 400.0),
+        measured(2, SEARCH, 2, 350.0),
+        replace(fast, number=3, outcome=out, role=VERIFY),
+    ]
+    records.append(measured(4, VERIFY, 1, 401.0))
+    facts = study_facts(records, make_job(), detect("cpu", 2), winner=4)
+    assert facts.next_best is not None
+    assert facts.next_best.candidate == make_candidate(0, 2)
+    assert facts.remarks == {0: "rejected: oom_device: ran out"}
+
+
+def test_turns_of_two_close_verifications_count_as_their_mean() -> None:
+    """The tuner chooses the winner by the mean of its turns."""
+    first, second = measured(0, VERIFY, 1, 102.0), measured(1, VERIFY, 2, 98.5)
+    again = measured(2, VERIFY, 1, 96.0)
+    facts = study_facts([first, second, again], make_job(), detect("cpu", 2), winner=2)
+    assert facts.winner is not None
+    assert facts.winner.outcome is not None
+    assert facts.winner.outcome.measurement is not None
+    assert facts.winner.outcome.measurement.samples_per_second == pytest.approx(98.95, abs=0.1)
+    assert facts.next_best is not None
+    apart = [replace(one, started=f"2026-01-0{at}T00:00:00+00:00") for at, one in enumerate((first, second, again), 1)]
+    calls = ["2026-01-01T00:00:00+00:00", "2026-01-03T00:00:00+00:00"]
+    facts = study_facts(apart, make_job(), detect("cpu", 2), winner=2, calls=calls)
+    assert facts.winner is not None
+    assert facts.winner.outcome is not None
+    assert facts.winner.outcome.measurement == again.outcome.measurement if again.outcome else False
+
+
+@pytest.mark.parametrize(
+    ("rate", "peak_mib", "why"),
+    [(99.0, 300, "it measured fastest"), (101.0, 400, "it needs least memory"), (101.0, 200, "it is verified")],
+)
+def test_a_difference_below_noise_is_a_tie(rate: float, peak_mib: int, why: str) -> None:
+    won = measured(0, VERIFY, 1, 100.0, spread=0.17)
+    other = measured(1, VERIFY, 2, rate, spread=0.17, peak_mib=peak_mib)
+    clear = measured(2, VERIFY, 4, 50.0)
+    lines = verdict(won, [won, other, clear])
+    tie = f"  tied with 1 other (difference below noise): {other.candidate}; chosen because {why}"
+    assert tie in lines
+    assert (
+        f"  +100.0 % against the next best that is not tied ({clear.candidate}), 2.0x the slowest of 3 that fit"
+        in lines
+    )
+
+
+def test_a_verdict_is_a_sentence_with_the_codes_below() -> None:
+    job, hardware = make_job(), detect("cpu", 2)
+    candidate = make_candidate(1, 8, 4, activation_checkpointing=False)
+    assert config_sentence(candidate, job, hardware) == (
+        "ZeRO-1, micro-batch 8, accumulation 4, 2 CPU ranks (global batch 64), no offload, no checkpointing"
+    )
+    offloaded = make_candidate(3, 1, offload_optimizer="cpu", offload_param="nvme", activation_checkpointing=True)
+    assert config_sentence(offloaded, job, hardware).endswith(
+        "optimizer offloaded to CPU, parameters offloaded to NVMe, checkpointing"
+    )
+    legend = code_legend(candidate)
+    assert legend.startswith("z: ZeRO stage, mb: micro-batch, ga: accumulation")
+    assert "rbs: reduce bucket size" in legend
+    assert all(part.split(": ")[0] in str(candidate) for part in legend.split(", "))
+
+
+def test_the_users_own_config_that_ran_out_is_the_first_line() -> None:
+    out = Outcome(OutcomeKind.OOM_DEVICE, Phase.INIT, reason="ran out", missing_bytes=16 * MIB)
+    own, won = Record(0, make_candidate(2, 4, 2), out, SEARCH, AS_IS), measured(1, VERIFY, 1, 68.9)
+    first = verdict(won, [own, won])[0]
+    assert (
+        first == "yours (ZeRO-2, micro-batch 4 x 2): OOM in setup, 16.0 MiB short; winner: 68.9 samples/s (69 tokens/s)"
+    )
 
 
 @pytest.mark.parametrize(("spread", "doubtful"), [(0.4, False), (0.6, True), (3.97, True)])
 def test_a_figure_that_may_be_anything_is_no_winner_without_a_word(spread: float, doubtful: bool) -> None:
-    outcome = Outcome(OutcomeKind.OK, measurement=Measurement(1.0, spread, 5, 9.0, 9.0, 300 * MIB))
-    record = Record(0, make_candidate(0, 1), outcome, VERIFY)
-    lines = winner_lines(record, [record], make_job(), detect("cpu", 2))
-    assert any("doubtful: its steps differ so much" in line for line in lines) is doubtful
+    record = measured(0, VERIFY, 1, 9.0, spread=spread)
+    assert any("doubtful: its steps differ so much" in line for line in verdict(record, [record])) is doubtful
+
+
+def no_winner(records: list[Record], **call: Any) -> list[str]:
+    hardware = detect("cpu", 2)
+    return no_winner_lines(study_facts(records, make_job(), hardware, **call), hardware, set(), [])
 
 
 def test_what_came_closest(tmp_path: Path) -> None:
-    study = study_of_every_kind(tmp_path)
-    lines = closest_lines(study.records(), detect("cpu", 2), [])
-    assert lines[0].startswith("closest: ")
-    assert "cheapest changes" in lines[1]
-    crashed = [record for record in study.records() if record.outcome and record.outcome.kind is OutcomeKind.CRASH]
-    assert closest_lines(crashed, detect("cpu", 2), [])[0].startswith("no candidate ran: crash")
+    records = [record for record in study_of_every_kind(tmp_path).records() if record.outcome]
+    first, closest, changes = no_winner([one for one in records if one.outcome and one.outcome.kind.is_oom])
+    assert first == "nothing fits"
+    assert closest.startswith("closest: ")
+    assert "cheapest changes" in changes
+
+
+def test_nothing_fits_is_only_said_about_memory(tmp_path: Path) -> None:
+    records = study_of_every_kind(tmp_path).records()
+    crashed = [record for record in records if record.outcome and record.outcome.kind is OutcomeKind.CRASH]
+    assert no_winner(crashed)[0].startswith("no candidate ran: crash")
+    cut = Outcome(OutcomeKind.INTERRUPTED, reason="its share of the budget ended in forward", source=Source.BUDGET)
+    lines = no_winner([Record(0, make_candidate(0, 64, 4), cut, SEARCH)], budget_seconds=30.0, used_seconds=31.0)
+    assert lines[0] == "no trial ended within the budget of 30.0 s, so nothing is known of memory; use --budget 2m"
+    started = no_winner([], stop_reason=StopReason.BUDGET_USED.value, budget_seconds=12.0, used_seconds=31.0)
+    assert started == ["no trial ran: the budget of 12.0 s ended during start-up (31.0 s); use --budget 60s"]
+    most = no_winner([], stop_reason=StopReason.BUDGET_USED.value, budget_seconds=50.0, used_seconds=44.5)[0]
+    assert most.startswith("no trial ran: start-up took 44.5 s of the budget of 50.0 s")
+    assert no_winner([], stop_reason="interrupted") == ["no trial ran: interrupted"]
 
 
 def test_the_printed_command_has_the_environment_that_was_measured(
@@ -201,7 +302,7 @@ def test_a_winner_of_another_batch_asks_for_a_look_at_the_learning_rate(tmp_path
     own = Record(0, make_candidate(0, 2, 2), outcome, SEARCH, AS_IS)
     for micro_batch, accumulation, warns in ((4, 1, False), (1, 4, False), (4, 2, True), (1, 1, True)):
         won = Record(1, make_candidate(1, micro_batch, accumulation), outcome, VERIFY)
-        last = winner_lines(won, [own, won], job, detect("cpu", 2))[-1]
+        last = verdict(won, [own, won], job)[-1]
         assert ("the learning rate" in last) == warns
     assert last.startswith("  its steps are of 2 samples, the script's own of 8: ")
 
@@ -220,7 +321,7 @@ def test_a_winner_says_what_it_changes_of_what_is_computed() -> None:
     ]
     outcome = Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.01, 5, 10.0, 10.0, 300 * MIB))
     record = Record(0, lossy, outcome, VERIFY)
-    lines = winner_lines(record, [record], job, detect("cpu", 2))
+    lines = verdict(record, [record], job)
     assert [line for line in lines if "losses may differ" in line] == [
         f"  it {one}" for one in lossy_settings(lossy, job)
     ]

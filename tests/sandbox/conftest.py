@@ -27,16 +27,21 @@ def available(way: Way, python: str) -> bool:
     return python == sys.executable and all(find_spec(module) for module in way.needs) if way.needs else True
 
 
+def copy_sandbox(folder: Path) -> None:
+    """Copy the sandbox's modules to where every user can read them, unlike a checkout."""
+    for name in NEEDED:
+        there = folder / "autotune" / name
+        there.parent.mkdir(parents=True, exist_ok=True)
+        there.write_text("" if name.endswith("__init__.py") else (Path(autotune.__file__).parent / name).read_text())
+
+
 def run_ways(protection: str, user: int, ways: list[Way]) -> dict[str, dict[str, Any]]:
     """Return the result of each way that this machine has the tools for, by name."""
     python = SYSTEM_PYTHON if user else sys.executable
     base = Path(tempfile.mkdtemp(prefix="sandbox-", dir="/var/tmp"))
     try:
         base.chmod(0o755)
-        for name in NEEDED:  # the user cannot read the checkout
-            (base / "code/autotune" / name).parent.mkdir(parents=True, exist_ok=True)
-            source = Path(autotune.__file__).parent / name
-            (base / "code/autotune" / name).write_text("" if name.endswith("__init__.py") else source.read_text())
+        copy_sandbox(base / "code")
         shutil.copy(runner.__file__, base / "code")
         (base / "user").mkdir()
         rows = [

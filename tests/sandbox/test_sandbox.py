@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from autotune.rank.sandbox import Protection, Sandbox, remove
+from tests.sandbox.conftest import ORDINARY, SYSTEM_PYTHON, copy_sandbox
 
 CHILD = """
 import json, os, sys
@@ -188,6 +189,119 @@ print(open(project + "/keep.txt").read(), open(project + "/below/keep.txt").read
     printed = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
     assert printed.splitlines()[-1] == "keep keep"
     assert "keep.txt 30" in printed.splitlines()  # EROFS, as without a sandbox
+
+
+IN_OWN_MOUNTS = """
+import ctypes, os, subprocess, sys
+from pathlib import Path
+project, user = Path(sys.argv[1]), int(sys.argv[2])
+assert ctypes.CDLL(None).unshare(0x20000) == 0
+subprocess.check_call(["mount", "--make-rprivate", "/"])
+MOUNTS
+os.setgroups([]); os.setresgid(user, user, user); os.setresuid(user, user, user)
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # dumpable: its /proc files are its own
+from autotune.rank.sandbox import Protection, Sandbox, remove
+base = Path(sys.argv[3])
+os.environ["HOME"] = str(base)
+sandbox = Sandbox(base / "trial", project, Protection(sys.argv[4]))
+sandbox.create(base / "study")
+if not os.fork():
+    try:
+        sandbox.enter(str(sandbox.files), os.environ)
+        SCRIPT
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+os.wait()
+remove(sandbox.folder)
+print("left", sorted((path, Path(project, path).read_text()) for path in KEPT), sandbox.folder.exists())
+"""
+
+
+def run_mounted(base: Path, project: str, user: int, protection: Protection, *texts: str) -> list[str]:
+    """Return the lines that a script prints in a sandbox, and those of its user afterwards, where MOUNTS are mounted."""
+    code = IN_OWN_MOUNTS
+    for name, text in zip(("MOUNTS", "SCRIPT", "KEPT"), texts, strict=True):
+        code = code.replace(name, text)
+    copy_sandbox(base / "code")
+    base.chmod(0o755)
+    (base / "home").mkdir()
+    os.chown(base / "home", user, user)
+    words = [SYSTEM_PYTHON, "-c", code, project, str(user), str(base / "home"), str(protection)]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(base / "code")}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@ROOT
+def test_an_ordinary_user_has_a_mount_below_the_project(base: Path) -> None:
+    """The kernel makes no overlay of a folder with mount points for an ordinary user: its entries are shown one by one."""
+    project = base / "project"
+    project.mkdir()
+    mounts = """
+for folder in (project, project / "below"):
+    folder.mkdir(exist_ok=True)
+    if folder != project:
+        subprocess.check_call(["mount", "-t", "tmpfs", "mine", str(folder)])
+    (folder / "keep.txt").write_text("keep")
+    (folder / "data").mkdir()
+    (folder / "data" / "large.bin").write_text("x" * (2 << 20))
+    for one in (folder, folder / "keep.txt", folder / "data", folder / "data" / "large.bin"):
+        os.chown(one, user, user)
+"""
+    script = """
+        for name in ("keep.txt", "below/keep.txt", "data/large.bin", "new.txt", "below/new.txt"):
+            Path(name).write_text("changed")
+        os.makedirs("out/checkpoint"); os.unlink("keep.txt"); os.unlink("below/keep.txt")
+        print(sorted(os.listdir(".")), sorted(os.listdir("below")))
+"""
+    kept = '("keep.txt", "below/keep.txt")'
+    found = run_mounted(base, str(project), ORDINARY, Protection.OVERLAY, mounts, script.strip(), kept)
+    assert found[0] == "['below', 'data', 'new.txt', 'out'] ['data', 'new.txt']"
+    assert found[1:] == ["left [('below/keep.txt', 'keep'), ('keep.txt', 'keep')] False"]
+
+
+@ROOT
+@BOTH
+@pytest.mark.parametrize("user", [0, ORDINARY])
+def test_the_project_may_be_the_temporary_folder(base: Path, protection: Protection, user: int) -> None:
+    mounts = """
+subprocess.check_call(["mount", "-t", "tmpfs", "-o", "mode=1777", "mine", "/tmp"])
+(project / "keep.txt").write_text("keep"); os.chown(project / "keep.txt", user, user)
+"""
+    script = """
+        import tempfile
+        print(os.getcwd().endswith("/tmp"), Path("keep.txt").read_text())
+        Path("new.txt").write_text("new"); tempfile.NamedTemporaryFile().write(b"x")
+        try: Path("/tmp/keep.txt").write_text("changed")
+        except PermissionError: pass
+"""
+    found = run_mounted(base, "/tmp", user, protection, mounts, script.strip(), '("keep.txt",)')
+    assert found == ["True keep", "left [('keep.txt', 'keep')] False"]
+
+
+@ROOT
+@BOTH
+@pytest.mark.parametrize("user", [0, ORDINARY])
+def test_a_project_that_nobody_can_write_is_read(base: Path, protection: Protection, user: int) -> None:
+    project = base / "project"
+    project.mkdir()
+    (project / "keep.txt").write_text("keep")
+    mounts = """
+if not user:
+    subprocess.check_call(["mount", "--bind", str(project), str(project)])
+    subprocess.check_call(["mount", "-o", "remount,bind,ro", str(project)])
+"""
+    script = """
+        print(Path("keep.txt").read_text())
+        try: Path(project, "keep.txt").write_text("changed")
+        except OSError as error: print(error.strerror)
+"""
+    found = run_mounted(base, str(project), user, protection, mounts, script.strip(), '("keep.txt",)')
+    assert found[0] == "keep"
+    assert found[1] in ("Read-only file system", "Permission denied")
+    assert found[2:] == ["left [('keep.txt', 'keep')] False"]
 
 
 @BOTH

@@ -9,7 +9,6 @@ import json
 import sys
 
 import deepspeed
-import deepspeed.comm.torch
 import torch
 import torch.distributed as dist
 

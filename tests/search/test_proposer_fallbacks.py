@@ -28,11 +28,11 @@ def test_where_nothing_runs_the_search_ends_soon(landscape: Landscape, kind: Out
     nothing = but(landscape, lambda c, row: Row(row.peak_gib + 40, None, row.startup_seconds, kind))
     result, executor, _ = search(nothing, 1800)
     assert result.winner is None
-    assert len(executor.ledger.trials) <= 16
+    assert len(executor.log.trials) <= 16
     assert result.used_seconds < 900
     if kind is OutcomeKind.OOM_DEVICE:
         assert result.ended.startswith("nothing fits")
-        assert len({c.stage for _, c, _ in executor.ledger.trials}) == 4, "each stage had its turn"
+        assert len({c.stage for _, c, _ in executor.log.trials}) == 4, "each stage had its turn"
 
 
 def test_the_thriftiest_is_found_although_the_predictor_was_refuted(landscape: Landscape) -> None:
@@ -55,7 +55,7 @@ def test_hosts_that_run_out_teach_the_search(landscape: Landscape) -> None:
 
     result, executor, _ = search(but(landscape, offloading_fails), 1800)
     assert result.verified
-    assert sum(kind is OutcomeKind.OOM_HOST for _, _, kind in executor.ledger.trials) <= 8
+    assert sum(kind is OutcomeKind.OOM_HOST for _, _, kind in executor.log.trials) <= 8
 
 
 @pytest.mark.parametrize("kind", [OutcomeKind.OOM_HOST, OutcomeKind.CRASH])
@@ -70,4 +70,4 @@ def test_where_no_offloading_runs_what_needs_none_is_found(landscape: Landscape,
 
     result, executor, _ = search(but(landscape, little_fits), 400)
     assert result.winner is not None, result.ended
-    assert sum(found is kind for _, _, found in executor.ledger.trials) <= 8
+    assert sum(found is kind for _, _, found in executor.log.trials) <= 8

@@ -13,10 +13,11 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome, OutcomeKind
+from autotune.search.knob_record import KnobRecord
 from autotune.search.proposer import ENOUGH, HEAD, LEAST_EVIDENCE, Proposal, Proposer, Start, Turn
 from autotune.search.stopping import Stop, StopReason
 from autotune.util.units import GIB
-from tests.search.test_proposer import TABLE, result
+from tests.search.test_proposer import TABLE, measured_as, result, small_space
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +168,112 @@ def test_small_gain_stops_the_search_with_the_tolerance(landscape: Landscape) ->
     assert stop.sentence == "the predicted gain of going on is below 1 % (--exhaustive goes on)"
     proposer._pool.open_mask = np.zeros(len(proposer.candidates), dtype=bool)
     assert decide(proposer, "small gain") is None
+
+
+def measure(proposer: Proposer, candidate: Candidate, speed: float) -> None:
+    """Record a speed, while the predictor is not rejected."""
+    proposer._model.table()
+    proposer.observe(candidate, measured_as(candidate, speed))
+    proposer._model.speed.credit = proposer._model.memory.credit = 1.0
+
+
+def best_of_small_space() -> tuple[Proposer, Candidate]:
+    """A search of which one candidate is measured."""
+    proposer = small_space()
+    best = next(c for c in proposer.candidates if c.stage == 1 and c.micro_batch == 2 and not c.checkpointing)
+    measure(proposer, best, 100.0)
+    return proposer, best
+
+
+def test_untested_knob_turns_each_knob_of_the_best_cheapest_first() -> None:
+    proposer, best = best_of_small_space()
+    turned: list[str] = []
+    while ways := proposer._knob_turns()[1]:
+        costs = proposer._knob_turns()[0]
+        found = decide(proposer, "untested knob")
+        assert isinstance(found, Proposal)
+        cost = costs[proposer.candidates.index(found.candidate)]
+        assert cost == min(costs[way.at] for way in ways)
+        turned += [knob for knob, value in found.candidate.knobs if best.get(knob) not in (None, value)]
+        measure(proposer, found.candidate, 50.0)
+    assert decide(proposer, "untested knob") is None
+    assert sorted(turned) == [
+        "activation_checkpointing",
+        "overlap_comm",
+        "reduce_bucket_size",
+        "train_micro_batch_size_per_gpu",
+        "train_micro_batch_size_per_gpu",
+        *3 * ["zero_stage"],
+    ]
+
+
+def test_untested_knobs_cost_at_most_a_fifth_of_the_remaining_budget() -> None:
+    proposer, _ = best_of_small_space()
+    costs, ways = proposer._knob_turns()
+    cheapest = min(float(costs[way.at]) for way in ways)
+    (rule,) = (rule for rule in proposer.rules if rule.name == "untested knob")
+    assert rule.decide(Turn(proposer._worth, 4.9 * cheapest)) is None
+    assert rule.decide(Turn(proposer._worth, 5.1 * cheapest)) is not None
+    assert rule.decide(Turn(proposer._worth, 4.1 * cheapest)) is None, "the share counts the first turn too"
+
+
+@pytest.mark.parametrize(("faster", "doubtful"), [(1.0, False), (1.5, True)])
+def test_doubtful_knob_is_turned_if_its_predicted_effects_were_wrong(faster: float, doubtful: bool) -> None:
+    proposer, best = best_of_small_space()
+    # no doubt of any knob, so that only the errors of this study count
+    proposer.knobs = KnobRecord(proposer.candidates, {knob: 1e-4 for knob, _ in best.knobs})
+    other = not best.get("overlap_comm")
+    measure(proposer, best, 100.0)
+    measure(proposer, best.but(zero_stage=2, train_micro_batch_size_per_gpu=1), 50.0)
+    measure(proposer, best.but(zero_stage=2, train_micro_batch_size_per_gpu=1, overlap_comm=other), 50.0 * faster)
+    (way,) = (way for way in proposer._knob_turns()[1] if way.knob == "overlap_comm")
+    assert proposer.candidates[way.at] == best.but(overlap_comm=other)
+    assert (proposer._turn_gain(way) >= proposer.tolerance) == doubtful
+    found = decide(proposer, "doubtful knob")
+    most = max(proposer._knob_turns()[1], key=proposer._turn_gain)
+    assert isinstance(found, Proposal)
+    assert found.candidate == proposer.candidates[most.at]
+    proposer.tolerance = 1.01 * proposer._turn_gain(most)
+    assert decide(proposer, "doubtful knob") is None
+
+
+def test_predictor_that_is_rejected_or_exhaustive_search_turns_no_knob(landscape: Landscape) -> None:
+    for exhaustive in (True, False):
+        proposer = make_proposer(landscape, exhaustive=exhaustive)
+        proposer.observe(fastest(landscape), result(landscape, fastest(landscape)))
+        reject_predictor(proposer)
+        assert decide(proposer, "untested knob") is None
+        assert decide(proposer, "doubtful knob") is None
+
+
+def test_first_trials_of_a_short_budget_are_predicted_to_take_a_quarter_of_it(landscape: Landscape) -> None:
+    def first_seconds(budget: float) -> float:
+        proposer = make_proposer(landscape)
+        proposal = proposer.next(budget)
+        assert proposal is not None
+        forecast = proposer._model.forecast()
+        at = proposer.candidates.index(proposal.candidate)
+        longest = proposer._costs.measuring_seconds(forecast.step * np.exp(forecast.sigma), proposer._accumulation)
+        return float(longest[at])
+
+    usual = first_seconds(1e6)
+    assert first_seconds(3.9 * usual) < 3.9 / 4 * usual < usual
+
+
+def test_confidence_grows_with_trials(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    assert proposer.confidence() is None
+    left = []
+    for _ in range(20):
+        proposal = proposer.next()
+        if proposal is None:
+            break
+        proposer.observe(proposal.candidate, result(landscape, proposal.candidate))
+        if (confidence := proposer.confidence()) is not None:
+            left.append(confidence.left_share)
+            assert confidence.trials == len(proposer._answers)
+    assert left[-1] < 0.5 * left[0]
+    assert 0 < left[-1] < 0.1
 
 
 def test_every_rule_has_a_test() -> None:

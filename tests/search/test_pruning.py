@@ -79,3 +79,16 @@ def test_where_everything_fails_a_few_engines_show_it_and_one_shows_nothing() ->
         failed += 1
         assert failed > 3 or pool.open_mask.any()
     assert failed <= 8
+
+
+@pytest.mark.parametrize("worked", [False, True])
+def test_candidates_that_train_otherwise_for_one_reason_are_excluded_together(worked: bool) -> None:
+    pool = CandidatePool(CANDIDATES, EVERY_RULE)
+    otherwise = make_candidate(2, 8, 1)
+    if worked:  # so it was not the stage
+        pool.observe(make_candidate(2, 2, 1), Outcome(OutcomeKind.OK))
+    pool.observe(otherwise, Outcome(OutcomeKind.INVALID, reason="update is 0.26x of yours", source=Source.TRACE))
+    pool.rule_out_alike(otherwise, lambda other: other.stage == 2, "update is 0.26x of yours")
+    gone = {otherwise, make_candidate(2, 2, 1)} if worked else {one for one in CANDIDATES if one.stage == 2}
+    assert set(left(pool)) == set(CANDIDATES) - gone
+    assert worked or pool.skipped == {"update is 0.26x of yours": 3}

@@ -113,9 +113,9 @@ def test_the_note_says_how_what_the_dashboard_calls_best_differs_from_the_winner
     assert "shows it, 0, is the same config, as the search measured it" in same
     fell = [(second, measured(90, 22), SEARCH), (first, measured(50, 10), SEARCH), (first, measured(51, 10), VERIFY)]
     out = note(*fell, (second, ran_out(Phase.STEP, 1.0), VERIFY), winner=2)
-    assert "tried again in a fresh process, it ran out of memory" in out
+    assert "faster in the search; rejected: oom_device: ran out" in out
     above = note(*fell, (second, measured(88, 23.8), VERIFY), winner=2)
-    assert "it took 1.00 GiB more than the ceiling" in above
+    assert "faster in the search; rejected: its peak leaves less than the headroom" in above
     resumed = note(*fell, (second, ran_out(Phase.LOAD, 1.0), RESUME), winner=2)
-    assert "it ran out of memory" in resumed
+    assert "rejected: it does not go on from a checkpoint: ran out" in resumed
     assert "shows it" not in note((first, measured(50, 10), SEARCH), winner=0)

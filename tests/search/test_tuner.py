@@ -12,11 +12,11 @@ from autotune.executors.base import Effort
 from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
 from autotune.predict.predictor import Predictor, Prepared, Table
 from autotune.predict.trace import trace_job
-from autotune.problem.candidate import Candidate
+from autotune.problem.candidate import Candidate, samples
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.search.budget import too_short
-from autotune.search.leaderboard import Leaderboard, averaged, overlap
+from autotune.search.leaderboard import THRIFT_SHARE, Leaderboard, averaged, overlap
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY
@@ -24,6 +24,7 @@ from autotune.search.tuner import MACHINE_FAILURES, MAX_VERIFIED, SearchSummary,
 from autotune.util.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
 
+REAL_TABLES = Path(__file__).parents[2] / "benchmarks" / "data" / "landscapes_real"
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
 
@@ -58,11 +59,11 @@ def test_it_finds_the_best_soon_and_verifies_it(landscape: Landscape, seed: int)
     assert landscape.best_step_seconds / landscape.seconds_per_sample(result.winner.candidate) > 0.95
     first = next(
         seconds
-        for seconds, candidate, kind in executor.ledger.trials
+        for seconds, candidate, kind in executor.log.trials
         if kind is OutcomeKind.OK and landscape.best_step_seconds / landscape.seconds_per_sample(candidate) > 0.95
     )
     assert first < 240
-    assert sum(kind is not OutcomeKind.OK for _, _, kind in executor.ledger.trials) <= 3
+    assert sum(kind is not OutcomeKind.OK for _, _, kind in executor.log.trials) <= 3
     searched = [r.candidate for r in store.records() if r.role == SEARCH]
     assert len(searched) == len(set(searched))
 
@@ -117,6 +118,48 @@ class Scripted(ReplayExecutor):
                 return super().measure(candidate, effort, deadline_seconds)
 
         return Session(self, candidate)
+
+
+class Noting(ReplayExecutor):
+    """Notes the effort of each search trial, and the best speed before it."""
+
+    def __init__(self, landscape: Landscape) -> None:
+        super().__init__(landscape)
+        self.noted: list[tuple[float, float]] = []  # samples per second that a trial must reach, best measured before
+        self._best = 0.0
+
+    def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
+        session = super().session(candidate, name)
+        measure = session.measure
+
+        def noted(candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+            outcome = measure(candidate, effort, deadline_seconds)
+            if not effort.full:
+                self.noted.append((samples(self._job, candidate) / effort.beaten_step_seconds, self._best))
+            if outcome.measurement is not None:
+                self._best = max(self._best, outcome.measurement.samples_per_second)
+            return outcome
+
+        session.measure = noted  # type: ignore[method-assign]
+        return session
+
+
+def test_trials_end_early_below_what_could_win_by_speed_or_thrift(landscape: Landscape) -> None:
+    executor = Noting(landscape)
+    search(landscape, 1800, executor=executor)
+    assert executor.noted[0] == (0.0, 0.0), "nothing to be beaten by"
+    for least, best in executor.noted[1:]:
+        assert least == 0.0 if not best else 0.9 * best < least < (1 - THRIFT_SHARE) * best
+
+
+def test_short_budget_measures_four_candidates_and_verifies_a_winner() -> None:
+    """Two CPU ranks of real DeepSpeed, if imports take 5 of 30 seconds."""
+    for name in ("gemma_2xcpu", "llama-wide_2xcpu", "t5_2xcpu"):
+        result, executor, _ = search(load_landscape(REAL_TABLES / f"{name}.csv.gz"), 30, spent_seconds=5.0)
+        assert result.verified, name
+        measured = {candidate for _, candidate, kind in executor.ledger.trials if kind is OutcomeKind.OK}
+        assert len(measured) >= 4, name
+        assert executor.now() <= 25
 
 
 class QuicklyVerified(ReplayExecutor):
@@ -292,11 +335,11 @@ def test_what_failed_before_anything_worked_may_work_in_another_call(landscape: 
     failed = [record.candidate for record in store.records()]
     short, executor, _ = search(landscape, 600, store=store, executor=ReplayExecutor(landscape, 9), max_trials=1)
     assert short.winner is not None, "it was the machine or the job, and somebody has mended it"
-    assert executor.ledger.trials[0][1] in failed, "the most promising is tried again"
+    assert executor.log.trials[0][1] in failed, "the most promising is tried again"
     result, executor, _ = search(landscape, 3600, store=store, executor=ReplayExecutor(landscape, 9))
     assert result.verified
     families = {one.family for one in failed}
-    assert any(one.family in families for _, one, _ in executor.ledger.trials), "it stays mended in every later call"
+    assert any(one.family in families for _, one, _ in executor.log.trials), "it stays mended in every later call"
 
 
 def test_what_fails_again_in_every_call_is_not_what_each_call_begins_with(landscape: Landscape) -> None:
@@ -322,7 +365,7 @@ def test_a_tuner_that_joins_others_takes_nothing_for_mended(
     monkeypatch.setattr(store.tuners, "others", lambda: ["another"])
     _, executor, _ = search(landscape, 600, store=store, executor=ReplayExecutor(landscape, 9), max_trials=4)
     failed = store.records()[0].candidate
-    assert failed.family not in [candidate.family for _, candidate, _ in executor.ledger.trials]
+    assert failed.family not in [candidate.family for _, candidate, _ in executor.log.trials]
 
 
 def test_what_failed_where_something_worked_fails_for_ever(landscape: Landscape) -> None:
@@ -332,7 +375,7 @@ def test_what_failed_where_something_worked_fails_for_ever(landscape: Landscape)
     search(landscape, 3600, store=store, executor=once, max_trials=4)
     failed = store.records()[0].candidate
     _, executor, _ = search(landscape, 600, store=store, executor=ReplayExecutor(landscape, 9))
-    assert failed.family not in [candidate.family for _, candidate, _ in executor.ledger.trials]
+    assert failed.family not in [candidate.family for _, candidate, _ in executor.log.trials]
 
 
 def test_verification_that_fails_gives_the_next(landscape: Landscape) -> None:
@@ -405,7 +448,7 @@ def test_verification_that_fails_again_and_again_teaches_the_search(landscape: L
     )
     assert min(passing) / landscape.seconds_per_sample(result.winner.candidate) > 0.9
     assert len(executor.failed) <= 20
-    assert len(executor.ledger.trials) <= 80, "candidates as tight as those are not measured again and again"
+    assert len(executor.log.trials) <= 80, "candidates as tight as those are not measured again and again"
 
 
 def test_more_than_one_round_of_verifications_may_fail(landscape: Landscape) -> None:

@@ -13,15 +13,15 @@ import pytest
 from autotune.errors import UserError
 from autotune.util import interpreter
 from autotune.util.interpreter import (
-    Beside,
-    Own,
+    OtherInterpreter,
+    OwnInterpreter,
     bound_command,
     current,
     interpreter_at,
-    launched,
+    launch_command,
     module_command,
     other_python,
-    running_in,
+    use_interpreter,
     which,
 )
 from tests.conftest import pid_lives, wait_until
@@ -54,26 +54,30 @@ def stand_in(path: Path, version: str = "3.12.1", **facts: object) -> Path:
 
 
 def test_the_tuners_own_is_no_other(tmp_path: Path) -> None:
-    assert isinstance(current(), Own)
+    assert isinstance(current(), OwnInterpreter)
     assert other_python() is None
-    assert isinstance(interpreter_at(sys.executable, "--python"), Own)
-    assert isinstance(interpreter_at(str(Path(sys.prefix)), "--python"), Own), "the folder of its environment"
-    assert Own().environment()["PYTHONPATH"].split(os.pathsep)[0] == str(Path(interpreter.__file__).parents[2])
+    assert isinstance(interpreter_at(sys.executable, "--python"), OwnInterpreter)
+    assert isinstance(interpreter_at(str(Path(sys.prefix)), "--python"), OwnInterpreter), (
+        "the folder of its environment"
+    )
+    assert OwnInterpreter().environment()["PYTHONPATH"].split(os.pathsep)[0] == str(
+        Path(interpreter.__file__).parents[2]
+    )
 
 
 def test_where_it_is_installed_nothing_is_put_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/users/own")
     monkeypatch.setattr(interpreter, "_PACKAGE", Path("/env/lib/python3.12/site-packages/autotune"))
-    assert Own().environment()["PYTHONPATH"] == "/users/own"
+    assert OwnInterpreter().environment()["PYTHONPATH"] == "/users/own"
 
 
 def test_a_virtual_environment_is_another_though_its_python_is_the_same_file(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True, timeout=120)
     for typed in (tmp_path / "env", tmp_path / "env/bin/python"):
         found = interpreter_at(str(typed), "--python")
-        assert isinstance(found, Beside)
+        assert isinstance(found, OtherInterpreter)
         assert Path(found.path).parent == tmp_path / "env/bin"
-        assert found.python == Own().python
+        assert found.python == OwnInterpreter().python
         assert (found.version("torch"), found.cuda, found.has("torch"), found.has("json")) == (None, None, False, True)
         assert found.origin("torch") is None
     assert Path(found.origin("json.decoder") or "").name == "decoder.py"
@@ -85,13 +89,13 @@ def test_a_module_of_the_current_folder_is_found_and_stands_in_for_no_library(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "json.py").write_text("raise RuntimeError('not this one')\n")
     (tmp_path / "mine.py").write_text("raise RuntimeError('nothing is imported')\n")
-    version, facts = interpreter._asked(sys.executable, "facts")
+    version, facts = interpreter._query(sys.executable, "facts")
     assert version == ".".join(map(str, sys.version_info[:3]))
-    assert facts["versions"]["torch"] == Own().version("torch")
-    assert facts["cuda"] == Own().cuda
-    assert interpreter._asked(sys.executable, "origin", "mine")[1] == str(tmp_path / "mine.py")
-    assert Own().origin("mine") == str(tmp_path / "mine.py")
-    assert Own().origin("mine.nothing") is None
+    assert facts["versions"]["torch"] == OwnInterpreter().version("torch")
+    assert facts["cuda"] == OwnInterpreter().cuda
+    assert interpreter._query(sys.executable, "origin", "mine")[1] == str(tmp_path / "mine.py")
+    assert OwnInterpreter().origin("mine") == str(tmp_path / "mine.py")
+    assert OwnInterpreter().origin("mine.nothing") is None
 
 
 def test_a_module_of_ours_is_run_apart_from_the_folder_it_is_called_from(tmp_path: Path) -> None:
@@ -124,10 +128,10 @@ def test_a_process_whose_parent_is_killed_while_it_begins_imports_nothing(tmp_pa
 
 def test_it_is_the_current_one_for_as_long_as_it_is_asked_for(tmp_path: Path) -> None:
     found = interpreter_at(str(stand_in(tmp_path / "bin/python")), "--python")
-    with running_in(found):
+    with use_interpreter(found):
         assert current() is found
         assert other_python() == str(tmp_path / "bin/python")
-    assert isinstance(current(), Own)
+    assert isinstance(current(), OwnInterpreter)
 
 
 # -- what its processes see ------------------------------------------------------------------------------------------------
@@ -177,20 +181,20 @@ def test_a_link_of_a_tuner_that_has_moved_is_made_anew(tmp_path: Path) -> None:
 
 def test_a_launcher_is_printed_as_a_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["torchrun", "--nproc-per-node", "2"]
-    assert launched(words, None) == words, "in the tuner's own environment by its name"
+    assert launch_command(words, None) == words, "in the tuner's own environment by its name"
     python = stand_in(tmp_path / "bin/python")
-    assert launched(words, str(python)) == [str(python), "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    assert launch_command(words, str(python)) == [str(python), "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     script = program(tmp_path / "bin/torchrun", "")
-    assert launched(words, str(python))[0] == str(script)
+    assert launch_command(words, str(python))[0] == str(script)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
-    assert launched(words, str(python)) == words, "its environment is active"
-    assert launched(["mine"], str(python)) == ["mine"]
+    assert launch_command(words, str(python)) == words, "its environment is active"
+    assert launch_command(["mine"], str(python)) == ["mine"]
 
 
 def test_a_command_is_looked_for_beside_the_interpreter_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     first = program(tmp_path / "path/trl", "")
-    with running_in(interpreter_at(str(stand_in(tmp_path / "bin/python")), "--python")):
+    with use_interpreter(interpreter_at(str(stand_in(tmp_path / "bin/python")), "--python")):
         assert which("trl") == str(first)
         beside = program(tmp_path / "bin/trl", "")
         assert which("trl") == str(beside)

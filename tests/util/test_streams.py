@@ -125,3 +125,18 @@ def test_what_a_terminal_cannot_show_costs_no_line() -> None:
     stream.writelines(["naïve\n", "\udcff\n"])
     stream.flush()
     assert cast(io.BytesIO, ascii_alone.buffer).getvalue() == b"12 samples/s, ?0.1 %\nna?ve\n?\n"
+
+
+def test_the_traceback_of_a_bug_shows_no_secret() -> None:
+    code = """
+from autotune.masking import learn
+from autotune.util.streams import lasting_streams
+learn("hunter2-of-mine")
+with lasting_streams():
+    raise RuntimeError("refused: hunter2-of-mine")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "RuntimeError: refused: ***"
+    assert "hunter2" not in done.stderr
+    assert done.stderr.count("Traceback") == 1

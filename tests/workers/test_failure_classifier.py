@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from autotune.problem.outcome import OutcomeKind, Phase, Source
 from autotune.util.units import GIB, MIB
-from autotune.workers.failure_classifier import FailureEvidence, FailureVerdict, is_memory_error, is_secondary, judge
+from autotune.workers.failure_classifier import (
+    FailureEvidence,
+    FailureVerdict,
+    classify_failure,
+    is_memory_error,
+    is_secondary,
+)
 from autotune.workers.memory_monitor import FOREIGN_BYTES, MemoryPeaks
 
 CUDA_OOM = (
@@ -101,7 +107,7 @@ def error(kind: str, text: str, phase: str = "forward", file: str = "/x/model.py
     ],
 )
 def test_what_a_rank_reported(device: str, kind: str, text: str, expected: OutcomeKind) -> None:
-    verdict = judge(FailureEvidence(device, [error(kind, text)]))
+    verdict = classify_failure(FailureEvidence(device, [error(kind, text)]))
     assert verdict.kind is expected
     assert verdict.evidence.startswith(f"exception {kind}")
     assert (verdict.phase, verdict.source, verdict.rank) == (Phase.FORWARD, Source.EXCEPTION, 0)
@@ -111,7 +117,7 @@ def test_what_a_rank_reported(device: str, kind: str, text: str, expected: Outco
 
 
 def test_a_verdict_whole() -> None:
-    assert judge(
+    assert classify_failure(
         FailureEvidence("cuda", [error("torch.OutOfMemoryError", f"\n  {CUDA_OOM}\nmore", "backward", rank=3)])
     ) == FailureVerdict(
         OutcomeKind.OOM_DEVICE,
@@ -123,7 +129,7 @@ def test_a_verdict_whole() -> None:
         missing_bytes=int(2.93 * GIB) - int(1.21 * GIB),
         exceptions=("torch.OutOfMemoryError", "builtins.RuntimeError"),
     )
-    assert judge(
+    assert classify_failure(
         FailureEvidence("cpu", [error("builtins.KeyError", "x" * 400 + " tried to allocate 5 bytes")])
     ) == FailureVerdict(
         OutcomeKind.CRASH,
@@ -139,56 +145,61 @@ def test_a_verdict_whole() -> None:
 @pytest.mark.parametrize("kinds", [[], None])
 def test_an_error_of_which_nothing_is_known(kinds: list[str] | None) -> None:
     bare = {} if kinds is None else {"kinds": kinds, "phase": "nowhere"}
-    assert judge(FailureEvidence("cpu", [bare])) == FailureVerdict(
+    assert classify_failure(FailureEvidence("cpu", [bare])) == FailureVerdict(
         OutcomeKind.CRASH, Phase.INIT, "Exception: Exception", "exception Exception", Source.EXCEPTION
     )
 
 
 def test_a_subclass_is_known_by_its_bases() -> None:
     own = {"kinds": ["mine.Error", "torch.OutOfMemoryError"], "text": "no"}
-    assert judge(FailureEvidence("cuda", [own])).kind is OutcomeKind.OOM_DEVICE
+    assert classify_failure(FailureEvidence("cuda", [own])).kind is OutcomeKind.OOM_DEVICE
     assert (
-        judge(FailureEvidence("cuda", [{**own, "kinds": ["mine.Error", "builtins.MemoryError"]}])).kind
+        classify_failure(FailureEvidence("cuda", [{**own, "kinds": ["mine.Error", "builtins.MemoryError"]}])).kind
         is OutcomeKind.OOM_HOST
     )
     assert (
-        judge(FailureEvidence("cpu", [{**own, "kinds": ["mine.Error", "x.DeepSpeedConfigError"]}])).kind
+        classify_failure(FailureEvidence("cpu", [{**own, "kinds": ["mine.Error", "x.DeepSpeedConfigError"]}])).kind
         is OutcomeKind.INVALID
     )
     assert (
-        judge(FailureEvidence("cpu", [{**own, "kinds": ["mine.Error", "x.ZeRORuntimeException"]}])).kind
+        classify_failure(FailureEvidence("cpu", [{**own, "kinds": ["mine.Error", "x.ZeRORuntimeException"]}])).kind
         is OutcomeKind.INVALID
     )
     assert (
-        judge(FailureEvidence("cpu", [{**own, "kinds": ["mine.Error", "x.DistNetworkError"]}])).kind
+        classify_failure(FailureEvidence("cpu", [{**own, "kinds": ["mine.Error", "x.DistNetworkError"]}])).kind
         is OutcomeKind.INFRASTRUCTURE
     )
 
 
 def test_the_end_of_a_traceback_counts_where_the_text_is_silent() -> None:
     cause = {**error("builtins.RuntimeError", "failed"), "traceback": "bad_alloc" + "x" * 3991}
-    verdict = judge(FailureEvidence("cpu", [cause]))
+    verdict = classify_failure(FailureEvidence("cpu", [cause]))
     assert verdict.kind is OutcomeKind.OOM_DEVICE
     assert verdict.evidence == "exception builtins.RuntimeError with text 'bad_alloc'"
-    assert judge(FailureEvidence("cpu", [{**cause, "traceback": "bad_alloc" + "x" * 3992}])).kind is OutcomeKind.CRASH
+    assert (
+        classify_failure(FailureEvidence("cpu", [{**cause, "traceback": "bad_alloc" + "x" * 3992}])).kind
+        is OutcomeKind.CRASH
+    )
 
 
 def test_a_text_counts_more_than_where_it_was_raised_only_for_memory() -> None:
     file = "/site/deepspeed/runtime/engine.py"
     refused = error("builtins.ValueError", "Address already in use", "init", file)
-    assert judge(FailureEvidence("cpu", [refused])).kind is OutcomeKind.INVALID
+    assert classify_failure(FailureEvidence("cpu", [refused])).kind is OutcomeKind.INVALID
     disk = error("builtins.OSError", "No space left on device", "init", file)
-    verdict = judge(FailureEvidence("cpu", [disk]))
+    verdict = classify_failure(FailureEvidence("cpu", [disk]))
     assert verdict.kind is OutcomeKind.INFRASTRUCTURE
     assert verdict.evidence == "exception builtins.OSError with text 'No space left on device'"
     assert (
-        judge(FailureEvidence("cpu", [error("builtins.ValueError", "std::bad_alloc", "init", file)])).kind
+        classify_failure(FailureEvidence("cpu", [error("builtins.ValueError", "std::bad_alloc", "init", file)])).kind
         is OutcomeKind.OOM_DEVICE
     )
-    verdict = judge(FailureEvidence("cpu", [error("builtins.ValueError", "Address already in use")]))
+    verdict = classify_failure(FailureEvidence("cpu", [error("builtins.ValueError", "Address already in use")]))
     assert verdict.kind is OutcomeKind.INFRASTRUCTURE
     assert verdict.evidence == "exception builtins.ValueError with text 'Address already in use'"
-    assert judge(FailureEvidence("cpu", [error("builtins.OSError", "no such file")])).kind is OutcomeKind.CRASH
+    assert (
+        classify_failure(FailureEvidence("cpu", [error("builtins.OSError", "no such file")])).kind is OutcomeKind.CRASH
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,12 +212,12 @@ def test_a_text_counts_more_than_where_it_was_raised_only_for_memory() -> None:
     ],
 )
 def test_deepspeeds_own_refusal_during_init_is_invalid(phase: str, file: str, expected: OutcomeKind) -> None:
-    verdict = judge(FailureEvidence("cpu", [error("builtins.AssertionError", "not supported", phase, file)]))
+    verdict = classify_failure(FailureEvidence("cpu", [error("builtins.AssertionError", "not supported", phase, file)]))
     assert verdict.kind is expected
     raised = " raised by deepspeed/runtime/engine.py during init" if expected is OutcomeKind.INVALID else ""
     assert verdict.evidence == f"exception builtins.AssertionError{raised}"
     nowhere = {"kinds": ["builtins.AssertionError"], "text": "", "phase": phase}
-    assert judge(FailureEvidence("cpu", [nowhere])).kind is OutcomeKind.CRASH
+    assert classify_failure(FailureEvidence("cpu", [nowhere])).kind is OutcomeKind.CRASH
 
 
 # -- several ranks -------------------------------------------------------------------------------------------------------
@@ -218,20 +229,22 @@ def test_a_peers_broken_connection_is_not_the_cause() -> None:
     lost = error("builtins.RuntimeError", LOST, rank=0)
     cause = error("builtins.RuntimeError", CPU_OOM, rank=1)
     for errors in ([lost, cause], [cause, lost]):
-        verdict = judge(FailureEvidence("cpu", errors))
+        verdict = classify_failure(FailureEvidence("cpu", errors))
         assert (verdict.kind, verdict.rank) == (OutcomeKind.OOM_DEVICE, 1)
         assert verdict.missing_bytes == 16777216
     crash = error("builtins.KeyError", "'labels'", rank=1)
-    assert judge(FailureEvidence("cpu", [lost, crash])).rank == 1
+    assert classify_failure(FailureEvidence("cpu", [lost, crash])).rank == 1
     port = error("builtins.OSError", "Address already in use", rank=1)
-    assert judge(FailureEvidence("cpu", [lost, port])).rank == 1, "the machine is a cause, a lost peer is none"
+    assert classify_failure(FailureEvidence("cpu", [lost, port])).rank == 1, (
+        "the machine is a cause, a lost peer is none"
+    )
 
 
 def test_of_equal_errors_the_lowest_rank_is_named() -> None:
     errors = [error("builtins.KeyError", "'x'", rank=rank) for rank in (3, 1, 2)]
-    assert judge(FailureEvidence("cpu", errors)).rank == 1
+    assert classify_failure(FailureEvidence("cpu", errors)).rank == 1
     unknown = {"kinds": ["builtins.KeyError"], "text": "'x'"}
-    assert judge(FailureEvidence("cpu", [*errors, unknown])).rank is None
+    assert classify_failure(FailureEvidence("cpu", [*errors, unknown])).rank is None
 
 
 @pytest.mark.parametrize(
@@ -244,11 +257,13 @@ def test_of_equal_errors_the_lowest_rank_is_named() -> None:
 )
 def test_what_one_rank_says_before_what_another_does(greater: str, lesser: str) -> None:
     errors = [error("builtins.RuntimeError", lesser, rank=0), error("builtins.RuntimeError", greater, rank=1)]
-    assert judge(FailureEvidence("cuda", errors)).rank == 1
+    assert classify_failure(FailureEvidence("cuda", errors)).rank == 1
     invalid = error("x.DeepSpeedConfigError", "no", rank=2)
-    assert judge(FailureEvidence("cuda", [error("builtins.KeyError", "x"), invalid])).rank == 2
+    assert classify_failure(FailureEvidence("cuda", [error("builtins.KeyError", "x"), invalid])).rank == 2
     assert (
-        judge(FailureEvidence("cuda", [invalid, error("builtins.RuntimeError", "cudaHostAlloc failed", rank=4)])).rank
+        classify_failure(
+            FailureEvidence("cuda", [invalid, error("builtins.RuntimeError", "cudaHostAlloc failed", rank=4)])
+        ).rank
         == 4
     )
 
@@ -272,12 +287,12 @@ def test_what_is_only_a_lost_peer(text: str, secondary: bool) -> None:
 
 def test_a_death_is_the_cause_where_others_only_lost_a_peer() -> None:
     lost = error("builtins.RuntimeError", LOST, rank=0)
-    verdict = judge(FailureEvidence("cpu", [lost], {0: 1, 1: -signal.SIGSEGV}))
+    verdict = classify_failure(FailureEvidence("cpu", [lost], {0: 1, 1: -signal.SIGSEGV}))
     assert (verdict.source, verdict.signal, verdict.rank) == (Source.SIGNAL, signal.SIGSEGV, 1)
-    verdict = judge(FailureEvidence("cpu", [lost], {0: 1, 1: 0}))
+    verdict = classify_failure(FailureEvidence("cpu", [lost], {0: 1, 1: 0}))
     assert (verdict.source, verdict.rank) == (Source.EXCEPTION, 0), "nobody died: the error is all there is"
     both = [lost, error("builtins.KeyError", "'x'", rank=2)]
-    assert judge(FailureEvidence("cpu", both, {1: -signal.SIGSEGV})).rank == 2
+    assert classify_failure(FailureEvidence("cpu", both, {1: -signal.SIGSEGV})).rank == 2
 
 
 # -- memory that another process took ------------------------------------------------------------------------------------
@@ -300,13 +315,17 @@ def test_a_death_is_the_cause_where_others_only_lost_a_peer() -> None:
     ],
 )
 def test_a_foreign_process_is_blamed_by_nvml(kind: str, text: str, evidence: str) -> None:
-    verdict = judge(FailureEvidence("cuda", [error(kind, text)], peaks=MemoryPeaks(used=[5], foreign=2 * GIB)))
+    verdict = classify_failure(
+        FailureEvidence("cuda", [error(kind, text)], peaks=MemoryPeaks(used=[5], foreign=2 * GIB))
+    )
     assert verdict.kind is OutcomeKind.GPU_CONTENTION
     assert verdict.evidence == evidence
     assert verdict.missing_bytes is None
-    within = judge(FailureEvidence("cuda", [error(kind, text)], peaks=MemoryPeaks(used=[5], foreign=FOREIGN_BYTES)))
+    within = classify_failure(
+        FailureEvidence("cuda", [error(kind, text)], peaks=MemoryPeaks(used=[5], foreign=FOREIGN_BYTES))
+    )
     assert within.kind is OutcomeKind.OOM_DEVICE
-    host = judge(
+    host = classify_failure(
         FailureEvidence("cuda", [error("builtins.RuntimeError", CPU_OOM)], peaks=MemoryPeaks(used=[5], foreign=2 * GIB))
     )
     assert host.kind is OutcomeKind.OOM_HOST, "main memory is not the device's"
@@ -318,7 +337,7 @@ def test_what_others_took_must_have_been_enough() -> None:
     lacks = "CUDA out of memory. Tried to allocate {} GiB. GPU 0 has a total capacity of 24.00 GiB of which 1.00 GiB is free."
 
     def kind(text: str) -> OutcomeKind:
-        return judge(FailureEvidence("cuda", [error("torch.OutOfMemoryError", text)], peaks=grown)).kind
+        return classify_failure(FailureEvidence("cuda", [error("torch.OutOfMemoryError", text)], peaks=grown)).kind
 
     assert kind(lacks.format("5.00")) is OutcomeKind.OOM_DEVICE
     assert kind(lacks.format("1.20")) is OutcomeKind.GPU_CONTENTION
@@ -334,11 +353,13 @@ def test_a_foreign_process_is_blamed_by_what_it_holds() -> None:
         "Process 7 has 30.97 GiB memory in use. Including non-PyTorch memory, this process has 764.00 MiB memory in use. Of "
         "the allocated memory 376.65 MiB is allocated by PyTorch, and 29.35 MiB is reserved by PyTorch but unallocated."
     )
-    verdict = judge(FailureEvidence("cuda", [error("torch.OutOfMemoryError", text)]))
+    verdict = classify_failure(FailureEvidence("cuda", [error("torch.OutOfMemoryError", text)]))
     assert verdict.kind is OutcomeKind.GPU_CONTENTION
     assert verdict.evidence == "exception torch.OutOfMemoryError; other processes hold 30.99 GiB of the device"
     own = text.replace("764.00 MiB memory", "30.90 GiB memory")
-    assert judge(FailureEvidence("cuda", [error("torch.OutOfMemoryError", own)])).kind is OutcomeKind.OOM_DEVICE
+    assert (
+        classify_failure(FailureEvidence("cuda", [error("torch.OutOfMemoryError", own)])).kind is OutcomeKind.OOM_DEVICE
+    )
 
 
 @pytest.mark.parametrize(
@@ -370,7 +391,7 @@ def test_an_exception_that_says_that_memory_ran_out(kinds: list[str], text: str,
 def test_memory_that_others_hold_ends_a_rank_too() -> None:
     numbers = {"free_bytes": MIB, "total_bytes": 80 * GIB, "reserved_bytes": 2 * GIB}
     known = {"kinds": ["builtins.RuntimeError"], "text": "CUDA error: out of memory", "numbers": numbers}
-    assert judge(FailureEvidence("cuda", [known])).kind is OutcomeKind.GPU_CONTENTION
+    assert classify_failure(FailureEvidence("cuda", [known])).kind is OutcomeKind.GPU_CONTENTION
     assert is_memory_error(known, "cuda")
 
 
@@ -387,14 +408,14 @@ def test_what_was_counted_stands_beside_what_decided() -> None:
         "host_available_bytes": 2 * GIB,
     }
     known = {**error("torch.AcceleratorError", "CUDA error: out of memory"), "numbers": numbers}
-    verdict = judge(FailureEvidence("cuda", [known]))
+    verdict = classify_failure(FailureEvidence("cuda", [known]))
     assert verdict.kind is OutcomeKind.OOM_HOST, "the device is half empty and much is pinned"
     assert verdict.evidence == (
         "exception torch.AcceleratorError with text 'CUDA error: out of memory'; 40.00 GiB of the device's 80.00 GiB free, "
         "30.00 GiB reserved, 31.00 GiB at most, 60.00 GiB pinned, 2.00 GiB of main memory available"
     )
     assert verdict.missing_bytes is None, "what is counted afterwards is another state"
-    crash = judge(FailureEvidence("cuda", [{**known, "kinds": ["builtins.KeyError"], "text": "'x'"}]))
+    crash = classify_failure(FailureEvidence("cuda", [{**known, "kinds": ["builtins.KeyError"], "text": "'x'"}]))
     assert crash.kind is OutcomeKind.CRASH
     assert crash.evidence.startswith("exception builtins.KeyError; 40.00 GiB of the device's 80.00 GiB free")
 
@@ -402,24 +423,24 @@ def test_what_was_counted_stands_beside_what_decided() -> None:
 def test_a_host_that_ran_out_decides_what_cuda_leaves_open() -> None:
     numbers = {"free_bytes": 40 * GIB, "total_bytes": 80 * GIB, "host_available_bytes": 1 * GIB}
     known = {**error("torch.AcceleratorError", "CUDA error: out of memory"), "numbers": numbers}
-    assert judge(FailureEvidence("cuda", [known], host_total_bytes=100 * GIB)).kind is OutcomeKind.OOM_HOST
-    assert judge(FailureEvidence("cuda", [known], host_total_bytes=10 * GIB)).kind is OutcomeKind.OOM_DEVICE
+    assert classify_failure(FailureEvidence("cuda", [known], host_total_bytes=100 * GIB)).kind is OutcomeKind.OOM_HOST
+    assert classify_failure(FailureEvidence("cuda", [known], host_total_bytes=10 * GIB)).kind is OutcomeKind.OOM_DEVICE
     killed = FailureEvidence("cuda", [known], peaks=MemoryPeaks(oom_kills=1), host_total_bytes=10 * GIB)
-    assert judge(killed).kind is OutcomeKind.OOM_HOST
+    assert classify_failure(killed).kind is OutcomeKind.OOM_HOST
 
 
 def test_any_numbers_are_taken() -> None:
     known = {**error("builtins.RuntimeError", "CUDA error: out of memory"), "numbers": None}
-    assert judge(FailureEvidence("cuda", [known])).evidence == (
+    assert classify_failure(FailureEvidence("cuda", [known])).evidence == (
         "exception builtins.RuntimeError with text 'CUDA error: out of memory'"
     )
     for numbers in ({"free_bytes": "much"}, {"free_bytes": -1}, {"total_bytes": 0, "free_bytes": 0}, {"x": 1}):
-        assert judge(FailureEvidence("cuda", [{**known, "numbers": numbers}])).kind is OutcomeKind.OOM_DEVICE
+        assert classify_failure(FailureEvidence("cuda", [{**known, "numbers": numbers}])).kind is OutcomeKind.OOM_DEVICE
 
 
 @given(st.text(max_size=80))
 def test_any_text_has_a_verdict(text: str) -> None:
-    verdict = judge(FailureEvidence("cuda", [error("builtins.RuntimeError", text)], {0: 1}, logs={0: text}))
+    verdict = classify_failure(FailureEvidence("cuda", [error("builtins.RuntimeError", text)], {0: 1}, logs={0: text}))
     assert len(verdict.reason) <= len("RuntimeError: ") + 300
     assert "\n" not in verdict.reason
 
@@ -427,14 +448,14 @@ def test_any_text_has_a_verdict(text: str) -> None:
 def test_a_full_disk_is_the_machines_whatever_a_save_says() -> None:
     saving = 'File "/x/engine.py", line 5, in _save_checkpoint\n    write()\nRuntimeError: who knows'
     full = {**error("builtins.RuntimeError", "who knows"), "full_disk": "/out", "traceback": saving}
-    verdict = judge(FailureEvidence("cpu", [full]))
+    verdict = classify_failure(FailureEvidence("cpu", [full]))
     assert (verdict.kind, verdict.reason) == (
         OutcomeKind.INFRASTRUCTURE,
         "RuntimeError: who knows (the disk of /out is full)",
     )
-    assert judge(FailureEvidence("cpu", [{**full, "full_disk": ""}])).kind is OutcomeKind.CRASH
+    assert classify_failure(FailureEvidence("cpu", [{**full, "full_disk": ""}])).kind is OutcomeKind.CRASH
     assert (
-        judge(FailureEvidence("cpu", [{**full, "traceback": saving.replace("_save_", "_make_")}])).kind
+        classify_failure(FailureEvidence("cpu", [{**full, "traceback": saving.replace("_save_", "_make_")}])).kind
         is OutcomeKind.CRASH
     )
-    assert judge(FailureEvidence("cpu", [{**full, "text": "CUDA out of memory"}])).kind.is_oom
+    assert classify_failure(FailureEvidence("cpu", [{**full, "text": "CUDA out of memory"}])).kind.is_oom

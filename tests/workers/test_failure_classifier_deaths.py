@@ -7,7 +7,7 @@ import pytest
 
 from autotune.problem.outcome import OutcomeKind, Phase, Source
 from autotune.util.units import GIB, MIB
-from autotune.workers.failure_classifier import FailureEvidence, FailureVerdict, judge, log_tail
+from autotune.workers.failure_classifier import FailureEvidence, FailureVerdict, classify_failure, log_tail
 from autotune.workers.memory_monitor import MemoryPeaks
 from tests.workers.test_failure_classifier import CPU_OOM, CUDA_OOM, error
 
@@ -76,12 +76,14 @@ def test_death_by_signal(
     known = FailureEvidence(
         "cpu", statuses={1: -number}, phase=Phase.STEP, peaks=peaks, host_total_bytes=100 * GIB, logs={1: log}
     )
-    assert judge(known) == FailureVerdict(kind, Phase.STEP, reason, evidence, Source.SIGNAL, 1, signal=number)
+    assert classify_failure(known) == FailureVerdict(
+        kind, Phase.STEP, reason, evidence, Source.SIGNAL, 1, signal=number
+    )
 
 
 def test_of_a_machine_of_unknown_size_a_kill_says_nothing() -> None:
     assert (
-        judge(FailureEvidence("cpu", statuses={0: -signal.SIGKILL}, peaks=MemoryPeaks(host_low=1))).kind
+        classify_failure(FailureEvidence("cpu", statuses={0: -signal.SIGKILL}, peaks=MemoryPeaks(host_low=1))).kind
         is OutcomeKind.CRASH
     )
 
@@ -89,7 +91,7 @@ def test_of_a_machine_of_unknown_size_a_kill_says_nothing() -> None:
 def test_the_first_rank_that_died_is_named_and_its_log_is_read() -> None:
     logs = {1: "KeyError", 2: "std::bad_alloc"}
     evidence = FailureEvidence("cpu", statuses={2: -signal.SIGABRT, 0: 1, 1: -signal.SIGSEGV}, logs=logs)
-    assert (judge(evidence).rank, judge(evidence).kind) == (1, OutcomeKind.CRASH)
+    assert (classify_failure(evidence).rank, classify_failure(evidence).kind) == (1, OutcomeKind.CRASH)
 
 
 def test_the_exceptions_type_outranks_a_signal_and_a_text() -> None:
@@ -100,12 +102,12 @@ def test_the_exceptions_type_outranks_a_signal_and_a_text() -> None:
         peaks=MemoryPeaks(oom_kills=1),
         logs={0: CUDA_OOM},
     )
-    assert judge(evidence).kind is OutcomeKind.CRASH
+    assert classify_failure(evidence).kind is OutcomeKind.CRASH
 
 
 def test_silence() -> None:
     silent = FailureEvidence("cpu", statuses={0: 1}, timed_out="forward: nothing heard for 9 s", phase=Phase.FORWARD)
-    assert judge(silent) == FailureVerdict(
+    assert classify_failure(silent) == FailureVerdict(
         OutcomeKind.TIMEOUT,
         Phase.FORWARD,
         "no rank got on: forward: nothing heard for 9 s",
@@ -113,7 +115,7 @@ def test_silence() -> None:
         Source.SILENCE,
     )
     died = FailureEvidence("cpu", statuses={0: -signal.SIGSEGV}, timed_out="forward: nothing heard for 9 s")
-    assert judge(died).kind is OutcomeKind.CRASH, "a death explains the silence"
+    assert classify_failure(died).kind is OutcomeKind.CRASH, "a death explains the silence"
 
 
 @pytest.mark.parametrize(
@@ -127,16 +129,16 @@ def test_silence() -> None:
     ],
 )
 def test_exit_status(log: str, kind: OutcomeKind, reason: str, evidence: str) -> None:
-    verdict = judge(FailureEvidence("cpu", statuses={0: 0, 2: 7, 1: 7}, phase=Phase.INIT, logs={1: log}))
+    verdict = classify_failure(FailureEvidence("cpu", statuses={0: 0, 2: 7, 1: 7}, phase=Phase.INIT, logs={1: log}))
     assert (verdict.kind, verdict.reason, verdict.rank) == (kind, reason, 1)
     assert (verdict.source, verdict.phase) == (Source.EXIT, Phase.INIT)
     assert verdict.evidence.startswith(evidence)
-    assert judge(FailureEvidence("cpu", statuses={5: 1})).rank == 5
+    assert classify_failure(FailureEvidence("cpu", statuses={5: 1})).rank == 5
 
 
 def test_nothing_at_all() -> None:
     for statuses in ({}, {0: 0, 1: 0}):
-        assert judge(FailureEvidence("cpu", statuses=statuses, phase=Phase.SAVE)) == FailureVerdict(
+        assert classify_failure(FailureEvidence("cpu", statuses=statuses, phase=Phase.SAVE)) == FailureVerdict(
             OutcomeKind.CRASH,
             Phase.SAVE,
             "the ranks ended without a result",

@@ -13,7 +13,7 @@ import re
 import pytest
 
 from autotune.problem.outcome import OutcomeKind
-from autotune.workers.failure_classifier import is_memory_error, is_secondary, judge
+from autotune.workers.failure_classifier import classify_failure, is_memory_error, is_secondary
 from tests.workers import failures
 from tests.workers.failures import FAILURES, Failure
 
@@ -26,7 +26,7 @@ def verdict_name(failure: Failure) -> str:
 
 @pytest.mark.parametrize("failure", FAILURES, ids=failures.name)
 def test_the_verdict(failure: Failure) -> None:
-    verdict = judge(failures.evidence(failure))
+    verdict = classify_failure(failures.evidence(failure))
     assert verdict.kind == verdict_name(failure), verdict.evidence
     assert verdict.reason
     if "\n" not in failure["text"].strip() and "exception" in failure:
@@ -36,7 +36,7 @@ def test_the_verdict(failure: Failure) -> None:
 @pytest.mark.parametrize("failure", _HEARD, ids=failures.name)
 def test_a_rank_leaves_at_once_where_memory_ran_out(failure: Failure) -> None:
     message = failures.error(failure)
-    kind = judge(failures.evidence({**failure, "oom_kills": 0})).kind  # the rank does not see those
+    kind = classify_failure(failures.evidence({**failure, "oom_kills": 0})).kind  # the rank does not see those
     ran_out = kind.is_oom or kind is OutcomeKind.GPU_CONTENTION
     bases = ("builtins.RuntimeError", "builtins.OSError", "builtins.MemoryError")
     leaves = any(name in bases or name.endswith("OutOfMemoryError") for name in message["kinds"])

@@ -7,7 +7,13 @@ import pytest
 from autotune.problem.outcome import OutcomeKind
 from autotune.util.units import GIB, MIB
 from autotune.workers import failure_classifier
-from autotune.workers.failure_classifier import MemorySnapshot, Scene, is_echo, is_secondary, recognise
+from autotune.workers.failure_classifier import (
+    FailureContext,
+    MemorySnapshot,
+    classify_text,
+    is_peer_gone,
+    is_secondary,
+)
 from tests.conftest import made_anew
 
 DEVICE = 80 * GIB
@@ -20,7 +26,7 @@ UNKNOWN = MemorySnapshot()
 def kind(
     text: str, account: MemorySnapshot = UNKNOWN, device: str = "cuda", host_ran_out: bool = False
 ) -> OutcomeKind | None:
-    found = recognise(text, Scene(device, account, host_ran_out))
+    found = classify_text(text, FailureContext(device, account, host_ran_out))
     return found[0] if found else None
 
 
@@ -78,7 +84,7 @@ def test_faces_are_known_in_any_letters_over_lines_and_by_their_frames() -> None
     made = made_anew(failure_classifier)
 
     def found(text: str, *files: str) -> OutcomeKind | None:
-        kind_and_words = made.recognise(text, Scene("cuda"), list(files))
+        kind_and_words = made.classify_text(text, FailureContext("cuda"), list(files))
         return kind_and_words[0] if kind_and_words else None
 
     assert found("DISK QUOTA EXCEEDED") is OutcomeKind.INFRASTRUCTURE
@@ -219,8 +225,14 @@ def test_of_two_tracebacks_each_texts_own_frames_count() -> None:
 def test_files_serve_where_the_traceback_is_cut_off() -> None:
     text = "CUDA error: out of memory"
     files = ["/home/me/train.py", "/site/torch/utils/data/_utils/pin_memory.py"]
-    assert recognise(text, Scene("cuda"), files) == (OutcomeKind.OOM_HOST, "CUDA error: out of memory in pin_memory")
-    assert recognise(text, Scene("cuda"), files[:1]) == (OutcomeKind.OOM_DEVICE, "CUDA error: out of memory")
+    assert classify_text(text, FailureContext("cuda"), files) == (
+        OutcomeKind.OOM_HOST,
+        "CUDA error: out of memory in pin_memory",
+    )
+    assert classify_text(text, FailureContext("cuda"), files[:1]) == (
+        OutcomeKind.OOM_DEVICE,
+        "CUDA error: out of memory",
+    )
 
 
 def test_a_full_disk_is_the_hosts_memory_where_processes_share_it() -> None:
@@ -234,9 +246,11 @@ def test_a_full_disk_is_the_hosts_memory_where_processes_share_it() -> None:
 
 
 def test_the_words_that_decided_are_quoted_shortly() -> None:
-    found = recognise("unable to open shared memory; NCCL WARN " + "x" * 180 + " out of memory", Scene("cuda"))
+    found = classify_text(
+        "unable to open shared memory; NCCL WARN " + "x" * 180 + " out of memory", FailureContext("cuda")
+    )
     assert found == (OutcomeKind.OOM_HOST, "unable to open shared memory")
-    found = recognise("NCCL WARN " + "x" * 180 + " out of memory", Scene("cuda"))
+    found = classify_text("NCCL WARN " + "x" * 180 + " out of memory", FailureContext("cuda"))
     assert found == (OutcomeKind.OOM_DEVICE, "NCCL WARN " + "x" * 110)
 
 
@@ -260,6 +274,6 @@ def test_the_words_that_decided_are_quoted_shortly() -> None:
     ],
 )
 def test_what_is_only_a_lost_peer(text: str, echo: bool) -> None:
-    assert is_echo(text) is echo
+    assert is_peer_gone(text) is echo
     assert is_secondary({"text": text}) is echo
     assert not is_secondary({})

@@ -13,7 +13,7 @@ from autotune.problem.hardware import detect
 from autotune.problem.nvml import GpuError, GpuLost
 from autotune.util.units import GIB
 from autotune.workers import gpu_memory as gpu_meter
-from autotune.workers.gpu_memory import NvmlMeter, blame_hidden, clock_limits, clock_mhz, make_meter
+from autotune.workers.gpu_memory import NvmlMeter, attribute_hidden_usage, clock_limits, clock_mhz, make_meter
 from autotune.workers.memory_monitor import FOREIGN_BYTES, CpuMeter, MemoryMonitor, MemoryPeaks
 from tests.conftest import wait_until
 from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, NOT_SUPPORTED, Card, Driver, Slice
@@ -45,7 +45,7 @@ def begun(driver: Driver) -> NvmlMeter:
 def sampled(meter: NvmlMeter, *pids: int) -> MemoryPeaks:
     """Fresh peaks of one close sample."""
     peaks = MemoryPeaks(used=[0] * len(pids))
-    meter.look_closely()
+    meter.sample_faster()
     meter.sample(list(pids), peaks)
     return peaks
 
@@ -138,20 +138,20 @@ def test_a_neighbour_that_a_container_hides(driver: Driver, card: Card) -> None:
 def test_what_a_failed_rank_says_of_hidden_neighbours() -> None:
     numbers = {"total_bytes": 24 * GIB, "free_bytes": GIB // 2, "reserved_bytes": 11 * GIB}
     peaks = MemoryPeaks(used=[0])
-    blame_hidden(peaks, numbers, int(0.8 * GIB))
+    attribute_hidden_usage(peaks, numbers, int(0.8 * GIB))
     assert peaks.foreign == pytest.approx(11.7 * GIB)
     assert peaks.foreign > FOREIGN_BYTES
     own = MemoryPeaks(used=[11 * GIB])
-    blame_hidden(own, numbers, int(0.8 * GIB))
+    attribute_hidden_usage(own, numbers, int(0.8 * GIB))
     assert own.foreign == 0, "NVML shows it, and knows better"
     late = MemoryPeaks(used=[0])
-    blame_hidden(late, numbers, int(11.7 * GIB))
+    attribute_hidden_usage(late, numbers, int(11.7 * GIB))
     assert late.foreign == 0, "less than what CUDA and NCCL load late"
     for told in ({}, {**numbers, "reserved_bytes": None}):
         silent = MemoryPeaks(used=[0])
-        blame_hidden(silent, {k: v for k, v in told.items() if v is not None}, 0)
+        attribute_hidden_usage(silent, {k: v for k, v in told.items() if v is not None}, 0)
         assert silent.foreign == 0
-    blame_hidden(silent, numbers, None)
+    attribute_hidden_usage(silent, numbers, None)
     assert silent.foreign == 0
 
 
@@ -210,9 +210,9 @@ def test_each_rank_has_its_own_gpu(driver: Driver, monkeypatch: pytest.MonkeyPat
     driver.write()
     peaks = sampled(meter, RANK, RANK - 1)
     assert (peaks.used, peaks.foreign) == ([GIB, 2 * GIB], 0), "the card in between is not ours"
-    meter.place(0, driver.cards[0].uuid)  # the user's own CUDA_DEVICE_ORDER: the ranks say which they have
-    meter.place(1, driver.cards[2].uuid)
-    meter.place(1, "GPU-nobodys")
+    meter.register_device(0, driver.cards[0].uuid)  # the user's own CUDA_DEVICE_ORDER: the ranks say which they have
+    meter.register_device(1, driver.cards[2].uuid)
+    meter.register_device(1, "GPU-nobodys")
     driver.cards[2].processes, driver.cards[0].processes = {RANK - 1: 1024}, {RANK: 2048}
     driver.write()
     assert sampled(meter, RANK, RANK - 1).used == [2 * GIB, GIB]

@@ -19,11 +19,11 @@ from autotune.executors.local import LocalExecutor
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import OutcomeKind, Phase
 from autotune.workers import launchers, process_tree
-from autotune.workers.failure_classifier import judge
+from autotune.workers.failure_classifier import classify_failure
 from autotune.workers.gpu_memory import make_meter
-from autotune.workers.group import Policy, Stop, WorkerGroup
+from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.launchers import ForkLauncher, SpawnLauncher, trial_environment
-from autotune.workers.process_tree import REAP_SECONDS, end_ranks, marked
+from autotune.workers.process_tree import REAP_SECONDS, end_ranks, processes_with_variable
 from autotune.workers.protocol import Channel
 from tests.conftest import make_candidate, make_job, wait_until
 
@@ -33,10 +33,10 @@ DEADLY = ["SIGKILL", "SIGSEGV", "exit 3"]
 HOUR = 3600.0
 
 
-def policy(may_leave: bool = False, hello_seconds: float = HOUR, silent: str | None = None) -> Policy:
+def policy(may_leave: bool = False, hello_seconds: float = HOUR, silent: str | None = None) -> GroupPolicy:
     """One that waits for an hour, but in the phase that is to be silent."""
-    return Policy(
-        hello_seconds, lambda phase: 0.5 if phase.value == silent else HOUR, settle_seconds=0.2, may_leave=may_leave
+    return GroupPolicy(
+        hello_seconds, lambda phase: 0.5 if phase.value == silent else HOUR, settle_seconds=0.2, may_exit=may_leave
     )
 
 
@@ -50,26 +50,34 @@ class Fakes:
         self.launcher = SpawnLauncher(self._environment, folder / "spawn.log")
         self.group: WorkerGroup | None = None
         self.ready: set[int] = set()
+        self.said: list[str] = []
 
-    def make(self, policy: Policy, plan: dict[str, object] | None = None, **options: Callable[[], bool]) -> WorkerGroup:
+    def make(
+        self, policy: GroupPolicy, plan: dict[str, object] | None = None, **options: Callable[[], bool]
+    ) -> WorkerGroup:
         self._environment["FAKE_RANK"] = json.dumps(plan or {})
 
         def take(rank: int, message: dict[str, object]) -> None:
             if message.get("phase") == "ready":
                 self.ready.add(rank)
 
-        meter = None if policy.may_leave else make_meter(self.hardware)
-        self.group = WorkerGroup(self.launcher, self.hardware, meter, policy, on_message=take, **options)
+        meter = None if policy.may_exit else make_meter(self.hardware)
+        told = {"on_message": take, "say": self.said.append}
+        self.group = WorkerGroup(self.launcher, self.hardware, meter, policy, **told, **options)
         return self.group
 
-    def run(self, policy: Policy, plan: dict[str, object] | None = None) -> tuple[WorkerGroup, Stop]:
+    def run(self, policy: GroupPolicy, plan: dict[str, object] | None = None) -> tuple[WorkerGroup, WatchEnd]:
         """A group that was started and watched until it is ready, or something else happened."""
         group = self.make(policy, plan)
         stop = group.start(FAKE, 2, {}, logs=self.folder)
-        return group, group.watch(lambda: len(self.ready) == 2) if stop is Stop.ARRIVED else stop
+        return group, group.watch(lambda: len(self.ready) == 2) if stop is WatchEnd.ARRIVED else stop
 
     def left(self) -> list[psutil.Process]:
-        return [p for p in marked(launchers.MARK, self.launcher._mark) if p.status() != psutil.STATUS_ZOMBIE]
+        return [
+            p
+            for p in processes_with_variable(launchers.MARK, self.launcher._mark)
+            if p.status() != psutil.STATUS_ZOMBIE
+        ]
 
 
 @pytest.fixture
@@ -101,8 +109,8 @@ def test_groups_beside_each_other_have_ports_of_their_own(fakes: Fakes) -> None:
     ]
     try:
         for group, ports in zip(groups, heard, strict=True):
-            assert group.start(FAKE, 2, {}) is Stop.ARRIVED
-            assert group.watch(lambda ports=ports: len(ports) == 2) is Stop.ARRIVED  # type: ignore[misc]
+            assert group.start(FAKE, 2, {}) is WatchEnd.ARRIVED
+            assert group.watch(lambda ports=ports: len(ports) == 2) is WatchEnd.ARRIVED  # type: ignore[misc]
     finally:
         for group in groups:
             group.end()
@@ -115,7 +123,7 @@ def test_groups_beside_each_other_have_ports_of_their_own(fakes: Fakes) -> None:
 @pytest.mark.parametrize("what", DEADLY)
 def test_a_rank_that_dies_before_its_hello_is_noticed_at_once(fakes: Fakes, what: str, may_leave: bool) -> None:
     group, stop = fakes.run(policy(may_leave), {"rank": 1, "where": "hello", "what": what})
-    assert stop is Stop.FAILED
+    assert stop is WatchEnd.FAILED
     assert not group.greeted
     status = 3 if what == "exit 3" else -getattr(signal, what)
     assert group.evidence().statuses == {1: status}
@@ -124,7 +132,7 @@ def test_a_rank_that_dies_before_its_hello_is_noticed_at_once(fakes: Fakes, what
 
 def test_ranks_that_never_say_hello_are_not_waited_for_for_ever(fakes: Fakes) -> None:
     group, stop = fakes.run(policy(hello_seconds=1.0), {"rank": 0, "where": "hello", "what": "hang"})
-    assert stop is Stop.SILENT
+    assert stop is WatchEnd.SILENT
     assert not group.greeted
 
 
@@ -132,17 +140,17 @@ def test_waiting_for_the_hello_can_be_stopped(fakes: Fakes) -> None:
     began = time.monotonic()
     plan = {"rank": 0, "where": "hello", "what": "hang"}
     group = fakes.make(policy(), plan, cancelled=lambda: time.monotonic() - began > 0.5)
-    assert group.start(FAKE, 2, {}) is Stop.CANCELLED
+    assert group.start(FAKE, 2, {}) is WatchEnd.CANCELLED
     group.end()
     group = fakes.make(policy(), plan)
-    assert group.start(FAKE, 2, {}, deadline=time.monotonic() + 0.5) is Stop.DEADLINE
+    assert group.start(FAKE, 2, {}, deadline=time.monotonic() + 0.5) is WatchEnd.DEADLINE
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_silence_is_measured_by_the_patience_of_its_phase(fakes: Fakes, phase: str) -> None:
     group, stop = fakes.run(policy(silent=phase), {"rank": 1, "where": phase, "what": "hang"})
-    assert stop is Stop.SILENT
-    verdict = judge(group.evidence())
+    assert stop is WatchEnd.SILENT
+    verdict = classify_failure(group.evidence())
     assert verdict.kind is OutcomeKind.TIMEOUT
     assert verdict.phase is Phase(phase), "of the rank that hangs, not of the one that went on"
 
@@ -150,18 +158,20 @@ def test_silence_is_measured_by_the_patience_of_its_phase(fakes: Fakes, phase: s
 @pytest.mark.parametrize("what", ["compute", pytest.param("beat", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("may_leave", [pytest.param(False, marks=pytest.mark.slow), True], ids=["trial", "training"])
 def test_a_rank_that_computes_or_gets_on_is_no_hang(fakes: Fakes, what: str, may_leave: bool) -> None:
-    patience = Policy(HOUR, lambda phase: 2.0, settle_seconds=0.2, may_leave=may_leave)
+    patience = GroupPolicy(HOUR, lambda phase: 2.0, settle_seconds=0.2, may_exit=may_leave)
     group = fakes.make(patience, {"rank": 1, "where": "step", "what": what})
-    assert group.start(FAKE, 2, {}, logs=fakes.folder) is Stop.ARRIVED
-    assert group.watch(lambda: len(fakes.ready) == 2, time.monotonic() + 4.5) is Stop.DEADLINE
+    assert group.start(FAKE, 2, {}, logs=fakes.folder) is WatchEnd.ARRIVED
+    assert group.watch(lambda: len(fakes.ready) == 2, time.monotonic() + 4.5) is WatchEnd.DEADLINE
 
 
 def test_a_stopped_rank_hangs_and_where_it_was_is_said(fakes: Fakes) -> None:
     group, stop = fakes.run(policy(silent="step"), {"rank": 1, "where": "step", "what": "SIGSTOP"})
-    assert stop is Stop.SILENT
-    group._take(1, {"type": "pulse", "moved": False, "where": "all_reduce (c10d.py:7)", "waits": True})
-    group._take(0, {"type": "pulse", "moved": False, "where": "sleep (train.py:3)", "waits": False})
-    assert group._stuck() == "; rank 0 in sleep (train.py:3); rank 1 in all_reduce (c10d.py:7)", "the cause first"
+    assert stop is WatchEnd.SILENT
+    group._process(1, {"type": "pulse", "moved": False, "where": "all_reduce (c10d.py:7)", "waits": True})
+    group._process(0, {"type": "pulse", "moved": False, "where": "sleep (train.py:3)", "waits": False})
+    assert group._positions_text() == "; rank 0 in sleep (train.py:3); rank 1 in all_reduce (c10d.py:7)", (
+        "the cause first"
+    )
 
 
 @pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
@@ -169,29 +179,31 @@ def test_a_stopped_rank_hangs_and_where_it_was_is_said(fakes: Fakes) -> None:
 @pytest.mark.parametrize("what", DEADLY)
 def test_a_rank_that_dies_in_a_phase_fails_the_group(fakes: Fakes, what: str, phase: str, may_leave: bool) -> None:
     _, stop = fakes.run(policy(may_leave), {"rank": 1, "where": phase, "what": what})
-    assert stop is Stop.FAILED
+    assert stop is WatchEnd.FAILED
 
 
 @pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
 def test_leaving_by_itself_is_a_trainings_end_and_a_trials_failure(fakes: Fakes, may_leave: bool) -> None:
     group, stop = fakes.run(policy(may_leave))
-    assert stop is Stop.ARRIVED
+    assert stop is WatchEnd.ARRIVED
     assert group.statuses() == {}
     group.tell("leave")
-    assert group.watch(lambda: may_leave and group.all_left) is (Stop.ARRIVED if may_leave else Stop.FAILED)
+    assert group.watch(lambda: may_leave and group.all_succeeded) is (
+        WatchEnd.ARRIVED if may_leave else WatchEnd.FAILED
+    )
 
 
 def test_a_script_that_was_over_keeps_its_code_whatever_its_interpreter_dies_of(fakes: Fakes) -> None:
     group = fakes.make(policy(may_leave=True), {"where": "forward", "what": "bye 0 SIGABRT"})
-    assert group.start(FAKE, 2, {}) is Stop.ARRIVED
-    assert group.watch(lambda: group.all_left) is Stop.ARRIVED
+    assert group.start(FAKE, 2, {}) is WatchEnd.ARRIVED
+    assert group.watch(lambda: group.all_succeeded) is WatchEnd.ARRIVED
     assert set(group.statuses().values()) == {-signal.SIGABRT}
     assert group.exit_codes() == {0: 0, 1: 0}
 
 
 def test_the_first_complaint_does_not_hide_the_cause(fakes: Fakes) -> None:
     group, stop = fakes.run(policy(), {"rank": 1, "where": "forward", "what": "error CUDA out of memory"})
-    assert stop is Stop.FAILED
+    assert stop is WatchEnd.FAILED
     evidence = group.evidence()
     assert [error["text"] for error in evidence.errors] == ["CUDA out of memory"]
     assert evidence.phase is Phase.FORWARD
@@ -201,9 +213,9 @@ def test_the_first_complaint_does_not_hide_the_cause(fakes: Fakes) -> None:
 def test_what_a_finished_training_leaves_running_was_meant_to(fakes: Fakes, what: str) -> None:
     """The upload of its last checkpoint."""
     group, stop = fakes.run(policy(may_leave=True), {"where": "init", "what": what})
-    assert stop is Stop.ARRIVED
+    assert stop is WatchEnd.ARRIVED
     group.tell("leave")
-    assert group.watch(lambda: group.all_left) is Stop.ARRIVED
+    assert group.watch(lambda: group.all_succeeded) is WatchEnd.ARRIVED
     group.end()
     left = fakes.left()
     assert [process.name() for process in left] == ["sleep", "sleep"]
@@ -215,7 +227,7 @@ def test_what_a_finished_training_leaves_running_was_meant_to(fakes: Fakes, what
 @pytest.mark.parametrize("what", ["worker", "worker SIGKILL"])
 def test_what_ranks_start_in_sessions_of_their_own_is_ended_too(fakes: Fakes, what: str) -> None:
     group, stop = fakes.run(policy(), {"where": "init", "what": what})
-    assert stop is (Stop.ARRIVED if what == "worker" else Stop.FAILED)
+    assert stop is (WatchEnd.ARRIVED if what == "worker" else WatchEnd.FAILED)
     assert any("sleep" in process.name() for process in fakes.left())
     group.end()
     assert fakes.left() == []
@@ -225,7 +237,7 @@ def test_signals_reach_every_rank_once(fakes: Fakes) -> None:
     group, _ = fakes.run(policy(may_leave=True))
     group.signal(signal.SIGTERM)
     group.signal(signal.SIGTERM)
-    group.wait_left(60.0, 60.0)
+    group.wait_until_ended(60.0, 60.0)
     assert group.statuses() == {0: -signal.SIGTERM, 1: -signal.SIGTERM}
 
 
@@ -240,7 +252,7 @@ class Leaving:
     def reset_liveness_baseline(self) -> None:
         pass
 
-    def get_on(self, waiting: set[int]) -> bool:
+    def is_progressing(self, waiting: set[int]) -> bool:
         return self._clock[0] < self._works_until
 
     def statuses(self) -> dict[int, int]:
@@ -269,18 +281,18 @@ def test_ranks_that_save_after_a_signal_are_waited_for(
         return False
 
     group = fakes.make(policy(may_leave=True))
-    monkeypatch.setattr(group, "_squads", [Leaving(clock, works_until, left_at)])
-    monkeypatch.setattr(group, "_hear", hear)
+    monkeypatch.setattr(group, "_hosts", [Leaving(clock, works_until, left_at)])
+    monkeypatch.setattr(group, "_receive", hear)
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    group.wait_left(30.0, 1800.0)
+    group.wait_until_ended(30.0, 1800.0)
     assert waited - 7 <= clock[0] <= waited + 7  # it looks every five seconds
 
 
 class Suspended(Leaving):
-    """Two ranks that never leave, and say nothing once they are up; squad and clock of a loop that is stopped for a while."""
+    """Two ranks that never leave, and say nothing once they are up; workers and clock of a loop that is stopped for a while."""
 
-    lost = cut_off = ""
-    hung_up = False
+    lost_device = unreachable = ""
+    has_closed_channel = False
     numbers = (0, 1)
 
 
@@ -301,18 +313,18 @@ def test_a_launcher_that_was_stopped_with_its_ranks_does_not_take_them_for_hangi
             clock[0] += stops.pop()
         return False
 
-    patience = Policy(HOUR, lambda phase: 600.0, settle_seconds=0.2, may_leave=True)
+    patience = GroupPolicy(HOUR, lambda phase: 600.0, settle_seconds=0.2, may_exit=True)
     group = fakes.make(patience)
     worked = works_until + stopped_seconds if works_until == HOUR else works_until
-    monkeypatch.setattr(group, "_squads", [Suspended(clock, worked, (math.inf, math.inf))])
-    monkeypatch.setattr(group, "_workers", {0: 1, 1: 2})
+    monkeypatch.setattr(group, "_hosts", [Suspended(clock, worked, (math.inf, math.inf))])
+    monkeypatch.setattr(group, "_rank_pids", {0: 1, 1: 2})
     monkeypatch.setattr(group, "_world", 2)
-    monkeypatch.setattr(group, "_hear", hear)
+    monkeypatch.setattr(group, "_receive", hear)
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    assert group.watch(lambda: False) is Stop.SILENT
+    assert group.watch(lambda: False) is WatchEnd.SILENT
     assert waited - 20 <= clock[0] - stopped_seconds <= waited + 20
     clock[0], stops[:] = 0.0, [stopped_seconds]
-    group.wait_left(600.0, 1800.0)
+    group.wait_until_ended(600.0, 1800.0)
     least = min(waited, 1800.0)
     assert least - 20 <= clock[0] - stopped_seconds <= least + 20
 
@@ -330,7 +342,7 @@ def test_a_trial_whose_ranks_do_not_come_up_says_nothing_of_its_candidate(
 ) -> None:
     """It was ninety seconds of waiting, Ctrl-C included, while the rank was long dead."""
     monkeypatch.setenv("FAKE_RANK", json.dumps({"rank": 1, "where": "hello", "what": "exit 3"}))
-    monkeypatch.setattr(LocalExecutor, "entry", FAKE)
+    monkeypatch.setattr(LocalExecutor, "rank_module", FAKE)
     executor = LocalExecutor(make_job(), detect("cpu", 2), tmp_path, [make_candidate()], isolation="spawn")
     executor.open(lambda text: None)
     outcome = executor.session(make_candidate(), "0").measure(make_candidate(), SEARCH, HOUR)
@@ -385,9 +397,7 @@ def test_a_number_that_was_waited_for_is_somebody_elses_and_let_alone() -> None:
 def test_what_the_kernel_does_not_let_go_is_said(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL is no end for a process that frees pinned memory, or sits in a dead driver."""
     group, stop = fakes.run(policy())
-    assert stop is Stop.ARRIVED
-    said: list[str] = []
-    group._say = said.append
+    assert stop is WatchEnd.ARRIVED
     with monkeypatch.context() as patch:
         for name in ("KILL_GRACE_SECONDS", "KILL_SECONDS", "REAP_SECONDS"):
             patch.setattr(process_tree, name, 0.1)
@@ -396,10 +406,10 @@ def test_what_the_kernel_does_not_let_go_is_said(fakes: Fakes, monkeypatch: pyte
         patch.setattr(group, "tell", lambda kind: None)
         patch.setattr(Channel, "close", lambda channel: None)
         group.end()
-    assert len(said) == 2
+    assert len(fakes.said) == 2
     assert all(
         f"pid={pid}" in line and line.endswith("the kernel has not let it go")
-        for pid, line in zip(group.pids, said, strict=True)
+        for pid, line in zip(group.pids, fakes.said, strict=True)
     )
     group.kill()
     wait_until(lambda: len(group.statuses()) == 2, "the ranks' end")
@@ -419,7 +429,7 @@ def test_a_process_in_the_middle_of_exec_is_found(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(psutil.Process, "environ", late)
     try:
-        assert [found.pid for found in marked("AUTOTUNE_TEST", "this one")] == [process.pid]
+        assert [found.pid for found in processes_with_variable("AUTOTUNE_TEST", "this one")] == [process.pid]
     finally:
         process.kill()
         process.wait()

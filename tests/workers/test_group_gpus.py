@@ -14,9 +14,9 @@ from autotune.problem.nvml import GpuLost
 from autotune.problem.outcome import OutcomeKind, Source
 from autotune.util.units import GIB
 from autotune.workers import host_workers
-from autotune.workers.failure_classifier import judge
+from autotune.workers.failure_classifier import classify_failure
 from autotune.workers.gpu_memory import make_meter
-from autotune.workers.group import Policy, Stop, WorkerGroup
+from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.launchers import SpawnLauncher, trial_environment
 from tests.conftest import wait_until
 from tests.fake_driver import GPU_IS_LOST, Card, Driver
@@ -49,17 +49,17 @@ class Machine:
             self.launcher,
             self.hardware,
             None if training else self.meter,
-            Policy(HOUR, lambda phase: HOUR, settle_seconds=0.1, may_leave=training),
+            GroupPolicy(HOUR, lambda phase: HOUR, settle_seconds=0.1, may_exit=training),
             on_message=lambda rank, message: self.ready.add(rank) if message.get("phase") == "ready" else None,
             say=self.said.append,
         )
         return self.group
 
-    def run(self, plan: dict[str, object] | None = None, training: bool = False) -> tuple[WorkerGroup, Stop]:
+    def run(self, plan: dict[str, object] | None = None, training: bool = False) -> tuple[WorkerGroup, WatchEnd]:
         """A group that was started and watched until it is ready, or something else happened."""
         group = self.make(plan, training)
         stop = group.start(FAKE, 2, {}, logs=self.folder)
-        return group, group.watch(lambda: len(self.ready) == 2) if stop is Stop.ARRIVED else stop
+        return group, group.watch(lambda: len(self.ready) == 2) if stop is WatchEnd.ARRIVED else stop
 
     def hold(self, **mib_by_card: dict[int, int]) -> None:
         for card, processes in mib_by_card.items():
@@ -83,13 +83,13 @@ def machine(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_gpu_that_is_lost_in_mid_study(machine: Machine, training: bool) -> None:
     """Ranks may hang in the driver or fail in words of their own: the driver's word decides, without a traceback."""
     group, stop = machine.run(training=training)
-    assert stop is Stop.ARRIVED
+    assert stop is WatchEnd.ARRIVED
     machine.driver.cards[1].error = GPU_IS_LOST
     machine.driver.write()
     if training:  # nobody looks at its devices until a rank fails
         group.kill()
-    assert group.watch(lambda: False, time.monotonic() + 60) is Stop.FAILED
-    verdict = judge(group.evidence())
+    assert group.watch(lambda: False, time.monotonic() + 60) is WatchEnd.FAILED
+    verdict = classify_failure(group.evidence())
     assert verdict.kind is OutcomeKind.INFRASTRUCTURE
     assert verdict.reason == "GPU 1 does not answer: GPU is lost"
     assert verdict.source is Source.DEVICE
@@ -110,12 +110,12 @@ def test_out_of_memory_beside_a_neighbour_that_came_in_mid_study(machine: Machin
 
     threading.Thread(target=start, daemon=True).start()
     wait_until(lambda: group.greeted, "the ranks' hellos")
-    machine.hold(card0={group._workers[0]: 9000}, card1={group._workers[1]: 9000, NEIGHBOUR: 12 * 1024})
+    machine.hold(card0={group._rank_pids[0]: 9000}, card1={group._rank_pids[1]: 9000, NEIGHBOUR: 12 * 1024})
     assert up.wait(60)
-    assert group.watch(lambda: False) is Stop.FAILED
+    assert group.watch(lambda: False) is WatchEnd.FAILED
     over.set()
     evidence = group.evidence()
-    verdict = judge(evidence)
+    verdict = classify_failure(evidence)
     assert verdict.kind is OutcomeKind.GPU_CONTENTION
     assert evidence.peaks.neighbours == f"a process (pid {NEIGHBOUR}) 12.00 GiB on GPU 1"
     assert evidence.peaks.used == [9000 * 2**20] * 2
@@ -134,8 +134,8 @@ def test_out_of_memory_where_processes_are_hidden(machine: Machine, grown_gib: f
         "numbers": {"total_bytes": total, "free_bytes": free, "reserved_bytes": reserved},
     }
     group, stop = machine.run(plan)
-    assert stop is Stop.FAILED
-    assert judge(group.evidence()).kind is kind
+    assert stop is WatchEnd.FAILED
+    assert classify_failure(group.evidence()).kind is kind
 
 
 def test_a_neighbour_is_named_and_waited_for(machine: Machine) -> None:
@@ -149,7 +149,7 @@ def test_a_neighbour_is_named_and_waited_for(machine: Machine) -> None:
     leaves.start()
     group, stop = machine.run()
     leaves.join()
-    assert stop is Stop.ARRIVED
+    assert stop is WatchEnd.ARRIVED
     assert group.waited_seconds > 0
     assert machine.said == [
         f"GPU 1 has 12.00 GiB less free than when the study began: a process (pid {NEIGHBOUR}) 12.00 GiB; "
@@ -160,24 +160,24 @@ def test_a_neighbour_is_named_and_waited_for(machine: Machine) -> None:
 def test_beside_a_neighbour_that_stays_no_failure_is_the_candidates(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_workers, "ROOM_SECONDS", 0.3)
+    monkeypatch.setattr(host_workers, "FREE_MEMORY_SECONDS", 0.3)
     machine.hold(card1={NEIGHBOUR: 12 * 1024})
     group, stop = machine.run({"rank": 1, "where": "forward", "what": OUT})
-    assert (stop, group.waited_seconds > 0) == (Stop.FAILED, True)
-    assert judge(group.evidence()).kind is OutcomeKind.GPU_CONTENTION
+    assert (stop, group.waited_seconds > 0) == (WatchEnd.FAILED, True)
+    assert classify_failure(group.evidence()).kind is OutcomeKind.GPU_CONTENTION
     group.end()
     said = len(machine.said)
     assert machine.said[-1].startswith("going on beside it")
     group, stop = machine.run()
-    assert (stop, group.waited_seconds) == (Stop.ARRIVED, 0.0), "once is enough"
+    assert (stop, group.waited_seconds) == (WatchEnd.ARRIVED, 0.0), "once is enough"
     assert len(machine.said) == said
 
 
 def test_ended_ranks_that_keep_their_memory_are_said(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_workers, "BACK_SECONDS", 0.3)
+    monkeypatch.setattr(host_workers, "RELEASED_MEMORY_SECONDS", 0.3)
     group, stop = machine.run()
-    assert stop is Stop.ARRIVED
-    pid = group._workers[0]
+    assert stop is WatchEnd.ARRIVED
+    pid = group._rank_pids[0]
     machine.hold(card0={pid: 3 * 1024})
     wait_until(lambda: group.peaks().used[0] == 3 * GIB, "a sample")
     group.end()
@@ -189,8 +189,8 @@ def test_ended_ranks_that_keep_their_memory_are_said(machine: Machine, monkeypat
 def test_a_training_is_looked_at_only_when_it_fails(machine: Machine) -> None:
     before = set(threading.enumerate())  # a gauge of an earlier test may wait for its driver's last answer
     group, stop = machine.run(training=True)
-    assert stop is Stop.ARRIVED
-    machine.hold(card0={group._workers[0]: 5 * 1024})
+    assert stop is WatchEnd.ARRIVED
+    machine.hold(card0={group._rank_pids[0]: 5 * 1024})
     peaks = group.peaks()
     assert peaks.used == [5 * GIB, 0]
     assert not any(thread.name == "gauge" for thread in set(threading.enumerate()) - before)

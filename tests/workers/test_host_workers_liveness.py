@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from autotune.workers.host_workers import Vitals
+from autotune.workers.host_workers import LivenessCheck
 
 BUSY = {
     "computes": "while True: pass",
@@ -31,25 +31,25 @@ def running(code: str) -> Iterator[int]:
             process.kill()
 
 
-def seen_alive(vitals: Vitals, pid: int, waiting: tuple[int, ...] = (), looks: int = 10) -> bool:
-    return any(vitals.alive([pid], waiting) for _ in range(looks) if time.sleep(0.3) is None)
+def seen_alive(vitals: LivenessCheck, pid: int, waiting: tuple[int, ...] = (), looks: int = 10) -> bool:
+    return any(vitals.made_progress([pid], waiting) for _ in range(looks) if time.sleep(0.3) is None)
 
 
 @pytest.mark.parametrize("code", BUSY.values(), ids=BUSY)
 def test_what_gets_on_is_alive(code: str) -> None:
     with running(code) as pid:
-        assert seen_alive(Vitals(), pid)
+        assert seen_alive(LivenessCheck(), pid)
 
 
 def test_what_sleeps_is_not_and_neither_is_what_is_gone() -> None:
     with running("import time; time.sleep(600)") as pid:
-        vitals = Vitals()
-        assert not vitals.alive([pid]), "the first look only begins to compare"
+        vitals = LivenessCheck()
+        assert not vitals.made_progress([pid]), "the first look only begins to compare"
         assert not seen_alive(vitals, pid, looks=4)
     assert not seen_alive(vitals, pid, looks=2)
 
 
 def test_spinning_in_a_collective_is_no_life_but_a_busy_device_is() -> None:
     with running("while True: pass") as pid:
-        assert not seen_alive(Vitals(), pid, waiting=(pid,), looks=4)
-        assert seen_alive(Vitals(busy=lambda: True), pid, waiting=(pid,), looks=2)
+        assert not seen_alive(LivenessCheck(), pid, waiting=(pid,), looks=4)
+        assert seen_alive(LivenessCheck(busy=lambda: True), pid, waiting=(pid,), looks=2)

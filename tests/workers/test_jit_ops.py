@@ -76,7 +76,7 @@ def test_only_this_machines_build_is_known_to_be_dead(tmp_path: Path, mark: str,
 
     if not ours:
         threading.Timer(0.5, end).start()
-    with jit_ops.held(tmp_path, "adam") as going_on:
+    with jit_ops.hold_build_lock(tmp_path, "adam") as going_on:
         assert going_on is ours
         assert done.is_set() is not ours, "it is waited for"
         assert not lock.exists()
@@ -90,7 +90,7 @@ def test_a_mark_of_a_boot_that_is_gone_goes(tmp_path: Path) -> None:
     mark = tmp_path / ".adam.building"
     mark.write_text("an earlier boot")
     os.utime(mark, (0, 0))
-    with jit_ops.held(tmp_path, "adam") as going_on:
+    with jit_ops.hold_build_lock(tmp_path, "adam") as going_on:
         assert not going_on
         assert mark.read_text() == boot_id()
     assert not mark.exists()
@@ -124,7 +124,7 @@ def test_what_a_power_cut_left_of_a_compiled_file_is_compiled_again(
         (place / name).write_bytes(content)
     jit_ops.note_built("AdamBuilder", "adam", 1.0, tmp_path)
     assert jit_ops.is_built("AdamBuilder", tmp_path) is stays
-    with jit_ops.held(tmp_path, "adam"):
+    with jit_ops.hold_build_lock(tmp_path, "adam"):
         assert [(place / name).exists() for name in ("adam.so", "adam.o")] == [stays, stays]
 
 
@@ -132,24 +132,24 @@ def test_a_real_library_is_whole(tmp_path: Path) -> None:
     (tmp_path / "adam").mkdir()
     copy = tmp_path / "adam" / "adam.so"
     copy.write_bytes(next(Path(psutil.__file__).parent.glob("*.so")).read_bytes())
-    jit_ops.drop_torn(copy.parent)
+    jit_ops.remove_incomplete(copy.parent)
     assert copy.exists()
     os.truncate(copy, copy.stat().st_size // 2)
-    jit_ops.drop_torn(copy.parent, 60.0)
+    jit_ops.remove_incomplete(copy.parent, 60.0)
     assert copy.exists(), "it may be another's that is just being written"
-    jit_ops.drop_torn(copy.parent)
+    jit_ops.remove_incomplete(copy.parent)
     assert not copy.exists()
 
 
 def test_a_child_that_is_forked_meanwhile_holds_nothing(tmp_path: Path) -> None:
-    with jit_ops.held(tmp_path, "adam"):
+    with jit_ops.hold_build_lock(tmp_path, "adam"):
         forked = os.fork()
         if forked == 0:
             time.sleep(60)
             os._exit(0)
     waited: list[str] = []
     try:
-        with jit_ops.held(tmp_path, "adam", lambda: waited.append("waits")):
+        with jit_ops.hold_build_lock(tmp_path, "adam", lambda: waited.append("waits")):
             assert waited == []
     finally:
         os.kill(forked, signal.SIGKILL)

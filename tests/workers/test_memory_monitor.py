@@ -51,7 +51,7 @@ class SlowMeter(memory_monitor.Meter):
     def __init__(self) -> None:
         self.hangs, self.close, self.samples = threading.Event(), 0, 0
 
-    def look_closely(self) -> None:
+    def sample_faster(self) -> None:
         self.close += 1
 
     def sample(self, pids: list[int], peaks: memory_monitor.MemoryPeaks) -> None:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from autotune.workers import process_tree
-from autotune.workers.process_tree import end_ranks, marked
+from autotune.workers.process_tree import end_ranks, processes_with_variable
 from tests.conftest import wait_until
 
 
@@ -41,7 +41,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def among(monkeypatch: pytest.MonkeyPatch, *processes: Any) -> list[Any]:
     monkeypatch.setattr(psutil, "process_iter", lambda: iter(processes))
-    return list(marked("MARK", "1"))
+    return list(processes_with_variable("MARK", "1"))
 
 
 def test_one_that_is_starting_is_asked_again(monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> None:
@@ -106,9 +106,9 @@ def test_real_ones() -> None:
         [sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, "MARK_OF_TESTS": mark}
     )
     try:
-        assert [one.pid for one in marked("MARK_OF_TESTS", mark)] == [sleeper.pid]
-        assert marked("MARK_OF_TESTS", "another") == []
+        assert [one.pid for one in processes_with_variable("MARK_OF_TESTS", mark)] == [sleeper.pid]
+        assert processes_with_variable("MARK_OF_TESTS", "another") == []
     finally:
         sleeper.kill()
         sleeper.wait()
-    assert marked("MARK_OF_TESTS", mark) == []
+    assert processes_with_variable("MARK_OF_TESTS", mark) == []

@@ -28,9 +28,9 @@ from filelock import FileLock, Timeout
 from autotune._version import __version__
 from autotune.errors import Stopped, UserError
 from autotune.executors.cluster.rpc import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS, Verb, own_stream
-from autotune.executors.cluster.sync import Deposit, Moved, is_there
+from autotune.executors.cluster.sync import Deposit, PathMap, is_there
 from autotune.executors.cluster.transports import SENT_FOLDER
-from autotune.executors.machine import LocalMachine, Needs, Ops, clear, trial_sandbox
+from autotune.executors.machine import LocalMachine, Ops, RankRequirements, remove_scratch, trial_sandbox
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, threads_per_rank
 from autotune.problem.job import Job
@@ -38,10 +38,10 @@ from autotune.problem.nvml import open_nvml
 from autotune.script.argument_writer import write_trial_files
 from autotune.util.files import SocketFolder, cache_root
 from autotune.util.inquiry import PACKAGES
-from autotune.util.interpreter import current, interpreter_at, running_in
+from autotune.util.interpreter import current, interpreter_at, use_interpreter
 from autotune.util.linux import NOTICES, adopt_orphans
 from autotune.workers.failure_classifier import log_tail
-from autotune.workers.gpu_locks import held_gpus, holder_of
+from autotune.workers.gpu_locks import lock_gpus, lock_holder
 from autotune.workers.gpu_memory import make_meter
 from autotune.workers.host_workers import LocalWorkers
 from autotune.workers.protocol import Message, Stream
@@ -62,9 +62,9 @@ class Agent:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         self._requests: queue.Queue[Message] = queue.Queue()
-        self._over = threading.Event()
+        self._ending = threading.Event()
         self._wake, self._woken = os.pipe()
         for descriptor in (self._wake, self._woken):
             os.set_blocking(descriptor, False)
@@ -72,15 +72,15 @@ class Agent:
         self.folder = self._home.path
         self._kept = ExitStack()  # locks, and the ranks' Python
         ops = Ops(lambda text: self._tell("say", text=text), lambda text: self._tell("show", text=text))
-        self.station = LocalMachine(self.folder, ops, lambda: self._over.is_set())
-        self.needs: Needs | None = None
+        self.machine = LocalMachine(self.folder, ops, lambda: self._ending.is_set())
+        self.needs: RankRequirements | None = None
         self.hardware: Hardware | None = None
         self.meter: Any = None
-        self.squad: LocalWorkers | None = None
+        self.host_workers: LocalWorkers | None = None
         self._parts: list[bytes] = []  # received pieces of a folder
-        self._moved = Moved()
+        self._path_map = PathMap()
         self._lasting: list[Deposit] = []  # sent folders that may contain a training's files
-        self._told: dict[int, int] = {}  # exit codes that were sent to the tuner
+        self._sent_statuses: dict[int, int] = {}  # exit codes that were sent to the tuner
         self._hung_up = False
 
     def serve(self) -> None:
@@ -89,30 +89,30 @@ class Agent:
             threading.Thread(target=what, daemon=True).start()
         self._tell(GREETING, protocol=PROTOCOL, version=__version__, pid=os.getpid(), python=sys.executable)
         try:
-            while not self._over.is_set():
-                sources = self.squad.sources() if self.squad is not None else []
+            while not self._ending.is_set():
+                sources = self.host_workers.sources() if self.host_workers is not None else []
                 with suppress(OSError, ValueError):
                     select.select([self._wake, *sources], [], [], _LOOK_SECONDS)
                 with suppress(BlockingIOError):
                     os.read(self._wake, 4096)
-                self._pass_on()
-                while not self._over.is_set() and not self._requests.empty():
-                    self._do(self._requests.get())
+                self._forward_events()
+                while not self._ending.is_set() and not self._requests.empty():
+                    self._handle(self._requests.get())
         finally:
             self.close()
 
     def end(self) -> None:
         """Make `serve` return; may be called from any thread or signal handler."""
-        self._over.set()
+        self._ending.set()
 
     # -- threads -----------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        while not self._stream.closed and time.monotonic() - self._heard_at < SILENT_SECONDS:
+        while not self._stream.closed and time.monotonic() - self._received_at < SILENT_SECONDS:
             message = self._stream.receive(_LOOK_SECONDS)
             if message is None:
                 continue
-            self._heard_at = time.monotonic()
+            self._received_at = time.monotonic()
             if message["type"] != "beat":
                 self._requests.put(message)
                 with suppress(BlockingIOError):
@@ -120,7 +120,7 @@ class Agent:
         self.end()
 
     def _beat(self) -> None:
-        while not self._over.wait(BEAT_SECONDS):
+        while not self._ending.wait(BEAT_SECONDS):
             self._tell("beat")
 
     def _tell(self, verb: str, **fields: Any) -> None:
@@ -128,26 +128,26 @@ class Agent:
 
     # -- what the ranks do -------------------------------------------------------------------------------------------
 
-    def _pass_on(self) -> None:
+    def _forward_events(self) -> None:
         """Send new messages and exit codes of the ranks to the tuner."""
-        squad = self.squad
-        if squad is None:
+        workers = self.host_workers
+        if workers is None:
             return
-        self._pass_on_heard(squad)
-        for rank, status in squad.statuses().items():
-            if rank not in self._told:
-                self._pass_on_heard(squad)  # the rank's last messages
-                self._told[rank] = status
+        self._forward_messages(workers)
+        for rank, status in workers.statuses().items():
+            if rank not in self._sent_statuses:
+                self._forward_messages(workers)  # the rank's last messages
+                self._sent_statuses[rank] = status
                 self._tell("exited", rank=rank, status=status)
-        if squad.hung_up and not self._hung_up:
+        if workers.has_closed_channel and not self._hung_up:
             self._hung_up = True
             self._tell("hung_up")
-        if squad.lost:
-            self._tell("lost", text=squad.lost)
+        if workers.lost_device:
+            self._tell("lost", text=workers.lost_device)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def _do(self, request: Message) -> None:
+    def _handle(self, request: Message) -> None:
         verb, number = request.pop("type"), request.pop("ask", None)
         answer: dict[str, Any]
         try:
@@ -181,15 +181,15 @@ class Agent:
         place = self.folder / "sent" / name
         if lasting:  # a stable path for the training's next call; the host name separates nodes that share a home
             place = cache_root() / "sent" / socket.gethostname() / name
-            self._hold(place)
+            self._lock_folder(place)
         deposit = Deposit(place)
         if lasting:
             self._lasting.append(deposit)
         kept = deposit.unpack(data)
-        self._moved.places[old] = str(place)
+        self._path_map.places[old] = str(place)
         return {"folder": str(place), "kept": kept}
 
-    def _hold(self, place: Path) -> None:
+    def _lock_folder(self, place: Path) -> None:
         """Lock a folder, after waiting for an earlier agent without a tuner to end."""
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
@@ -201,29 +201,29 @@ class Agent:
         self, *, env: dict[str, str], python: str | None, cwd: str, path: str, **asked: Any
     ) -> dict[str, Any]:
         """Run `agent.survey` with the ranks' environment, Python and working directory, if they exist here."""
-        os.environ.update(self._moved.all_of(env))
+        os.environ.update(self._path_map.all_of(env))
         with suppress(OSError):
-            os.chdir(self._moved.path(cwd))
+            os.chdir(self._path_map.path(cwd))
         if python is not None:
-            self._kept.enter_context(running_in(interpreter_at(python, "--python")))
-        return survey(path=self._moved.path(path), **asked)
+            self._kept.enter_context(use_interpreter(interpreter_at(python, "--python")))
+        return survey(path=self._path_map.path(path), **asked)
 
     def on_open(self, *, needs: dict[str, Any], hardware: dict[str, Any], env: dict[str, str], who: str) -> None:
         """Hold the node's devices and prepare for starting ranks."""
         os.environ.update(env)
-        self.station.close()
+        self.machine.close()
         if self.hardware is None:
             self.hardware = Hardware.from_json(hardware)
-            self._kept.enter_context(held_gpus(self.hardware, who, lambda text: self._tell("say", text=text)))
+            self._kept.enter_context(lock_gpus(self.hardware, who, lambda text: self._tell("say", text=text)))
             self.meter = make_meter(self.hardware)
-        self.needs = Needs(**self._moved.all_of(needs))
-        self.station.open(self.needs)
+        self.needs = RankRequirements(**self._path_map.all_of(needs))
+        self.machine.open(self.needs)
 
     def on_ops(self, *, names: list[str]) -> dict[str, Any]:
         """Build and load DeepSpeed ops; return the failures, the folder and the build time in seconds."""
         assert self.needs is not None
-        fork_safe = self.station.load_ops(names, self.needs)
-        ops = self.station.ops
+        fork_safe = self.machine.load_ops(names, self.needs)
+        ops = self.machine.ops
         return {"fork_safe": fork_safe, "failed": ops.failed, "folder": ops.folder, "seconds": ops.build_seconds}
 
     def on_launch(
@@ -231,16 +231,18 @@ class Agent:
     ) -> dict[str, Any]:
         """Start the ranks of this node; return their process ids and the seconds waited for memory."""
         assert self.hardware is not None
-        self._end_squad(done=False)
+        self._end_workers(done=False)
         meter = self.meter if gauged else None
         say = lambda text: self._tell("say", text=text)  # noqa: E731
-        squad = LocalWorkers(self.station.launcher, self.hardware, meter, say, (node[0], node[1]))
-        self.squad, self._told, self._hung_up = squad, {}, False
+        workers = LocalWorkers(self.machine.launcher, self.hardware, meter, say, (node[0], node[1]))
+        self.host_workers, self._sent_statuses, self._hung_up = workers, {}, False
         deadline = float("inf") if left_seconds is None else time.monotonic() + left_seconds
-        squad.launch(entry, numbers, deadline=deadline, cancelled=lambda: self._over.is_set() or self._wanted())
-        return {"pids": squad.pids, "waited_seconds": squad.waited_seconds}
+        workers.launch(
+            entry, numbers, deadline=deadline, cancelled=lambda: self._ending.is_set() or self._launch_is_superseded()
+        )
+        return {"pids": workers.pids, "waited_seconds": workers.waited_seconds}
 
-    def _wanted(self) -> bool:
+    def _launch_is_superseded(self) -> bool:
         """Return True if a pending request ends the launch: `end`, or a signal other than a notice."""
         return any(
             request["type"] == "end" or (request["type"] == "signal" and request["number"] not in NOTICES)
@@ -249,14 +251,14 @@ class Agent:
 
     def on_brief(self, *, spec: Message, workers: list[int], logs: bool) -> None:
         """Create the ranks' files on this machine's disk, then send the ranks their spec."""
-        squad, spec = self._running(), self._moved.all_of(spec)
+        running, spec = self._running(), self._path_map.all_of(spec)
         folder = self.folder / "logs"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         if "sandbox" in spec or "candidate" in spec:
-            self._make_files(spec, squad.home)
-        squad.brief(spec, folder if logs else None)
-        squad.begin(workers)
+            self._make_files(spec, running.home)
+        running.send_specs(spec, folder if logs else None)
+        running.begin(workers)
 
     def _make_files(self, spec: Message, home: Path) -> None:
         """Create the ranks' files on this machine's disk, and add their location to the spec."""
@@ -270,27 +272,27 @@ class Agent:
             spec["folder"] = str(home)
 
     def _running(self) -> LocalWorkers:
-        if self.squad is None:
+        if self.host_workers is None:
             raise OSError(0, "no ranks were launched")
-        return self.squad
+        return self.host_workers
 
     def on_pass_on(self, *, what: str, fields: dict[str, Any]) -> None:
         """Forward a message to all ranks of this node."""
-        if self.squad is not None:
-            self.squad.tell(what, **self._moved.all_of(fields))
+        if self.host_workers is not None:
+            self.host_workers.tell(what, **self._path_map.all_of(fields))
 
     def on_look_anew(self) -> None:
         """Restart the liveness check of the ranks."""
-        if self.squad is not None:
-            self.squad.reset_liveness_baseline()
+        if self.host_workers is not None:
+            self.host_workers.reset_liveness_baseline()
 
     def on_get_on(self, *, waiting: list[int]) -> dict[str, Any]:
         """Return the liveness of the ranks, given the ranks that others wait for."""
-        return {"alive": self._running().get_on(set(waiting))}
+        return {"alive": self._running().is_progressing(set(waiting))}
 
     def on_place(self, *, rank: int, device: str) -> None:
         """Register the device of a rank."""
-        self._running().place(rank, device)
+        self._running().register_device(rank, device)
 
     def on_peaks(self) -> dict[str, Any]:
         """Return the peaks of this node's ranks."""
@@ -302,24 +304,24 @@ class Agent:
 
     def on_last_words(self, *, greeted: bool) -> dict[str, Any]:
         """Return the ends of the ranks' logs."""
-        squad = self._running()
-        self._pass_on()
-        return {"logs": squad.last_words(greeted)}
+        workers = self._running()
+        self._forward_events()
+        return {"logs": workers.log_tails(greeted)}
 
     def on_signal(self, *, number: int, pids: list[int]) -> None:
         """Send a signal to ranks of this node."""
-        if self.squad is not None:
-            self.squad.signal(signal.Signals(number), pids)
+        if self.host_workers is not None:
+            self.host_workers.signal(signal.Signals(number), pids)
 
     def notify(self, number: signal.Signals) -> None:
         """Forward a signal of this process to the ranks, without ending them."""
-        if (squad := self.squad) is not None:
-            squad.signal(number, squad.pids)
+        if (workers := self.host_workers) is not None:
+            workers.signal(number, workers.pids)
 
     def on_end(self, *, done: bool) -> dict[str, Any]:
         """End the ranks, and return their logs."""
-        numbers = self.squad.numbers if self.squad is not None else ()
-        self._end_squad(done=done)
+        numbers = self.host_workers.numbers if self.host_workers is not None else ()
+        self._end_workers(done=done)
         logs = {rank: log_tail(self.folder / "logs" / f"rank{rank}.log", _MOST_LOG_BYTES) for rank in numbers}
         shutil.rmtree(self.folder / "logs", ignore_errors=True)
         return {"logs": {rank: text for rank, text in logs.items() if text}}
@@ -330,24 +332,24 @@ class Agent:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def _end_squad(self, *, done: bool) -> None:
-        squad, self.squad = self.squad, None
-        if squad is not None:
-            self._pass_on_heard(squad)
-            squad.tell("stop")
-            squad.end(done=done)
-            clear(self.folder)
+    def _end_workers(self, *, done: bool) -> None:
+        workers, self.host_workers = self.host_workers, None
+        if workers is not None:
+            self._forward_messages(workers)
+            workers.tell("stop")
+            workers.end(done=done)
+            remove_scratch(self.folder)
 
-    def _pass_on_heard(self, squad: LocalWorkers) -> None:
-        back = self._moved.back
-        for rank, message in squad.hear():
+    def _forward_messages(self, workers: LocalWorkers) -> None:
+        back = self._path_map.back
+        for rank, message in workers.receive():
             self._tell("said", rank=rank, message=back.all_of(message))
 
     def close(self) -> None:
         """End everything that this agent started."""
         with suppress(Exception):
-            self._end_squad(done=False)
-        self.station.close()
+            self._end_workers(done=False)
+        self.machine.close()
         self._clear_sent()
         self._kept.close()
         self._home.close()
@@ -438,7 +440,7 @@ def survey(*, device: str, count: int, headroom: float, memory_cap_bytes: int | 
         raise UserError(f"no {path} there; expected what is trained in the same place on every node, or --sync")
     for folder in (Path(tempfile.gettempdir()), cache_root()):
         _check_writable(folder)
-    held = [f"{gpu} is in use by autotune ({who})" for gpu in hardware.gpus if (who := holder_of(gpu))]
+    held = [f"{gpu} is in use by autotune ({who})" for gpu in hardware.gpus if (who := lock_holder(gpu))]
     if held:
         raise UserError(f"{held[0]}: wait for it, or leave the node out")
     versions = {package: found for package in PACKAGES if (found := current().version(package))}

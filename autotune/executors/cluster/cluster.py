@@ -15,10 +15,17 @@ from typing import Any
 
 from autotune._version import __version__
 from autotune.errors import MachineTrouble, Stopped, UserError
-from autotune.executors.cluster.rpc import GREETING_SECONDS, PROTOCOL, NodeDown, NotGreeted, RemoteWorkers, Wire
+from autotune.executors.cluster.rpc import (
+    GREETING_SECONDS,
+    PROTOCOL,
+    AgentConnection,
+    NodeDown,
+    NoGreeting,
+    RemoteWorkers,
+)
 from autotune.executors.cluster.sync import CHUNK_BYTES, Parcel
 from autotune.executors.cluster.transports import Host, Transport
-from autotune.executors.machine import Needs, Ops
+from autotune.executors.machine import Ops, RankRequirements
 from autotune.problem.hardware import Hardware
 from autotune.util.interpreter import current, other_python
 from autotune.workers.host_workers import HostWorkers, MultiHostLaunch
@@ -70,7 +77,7 @@ def sent_variables(environment: Mapping[str, str], also: Sequence[str] = ()) -> 
 
 
 @dataclass(frozen=True)
-class Wishes:
+class NodeRequirements:
     """Requirements of a job for its nodes.
 
     Args:
@@ -96,7 +103,7 @@ class Wishes:
     lasting: bool = False
 
 
-def _instead(answer: Message) -> str:
+def _kept_files_note(answer: Message) -> str:
     """Return a note about files that the node kept instead of the sent ones."""
     kept = answer["kept"]
     more = f" and {len(kept) - _MOST_NAMED} more" if len(kept) > _MOST_NAMED else ""
@@ -105,10 +112,10 @@ def _instead(answer: Message) -> str:
 
 @dataclass
 class Node:
-    """Node and its wire."""
+    """Node and the connection to its agent."""
 
     host: Host
-    wire: Wire
+    connection: AgentConnection
     hardware: Hardware | None = None
     survey: Message = field(default_factory=dict)
 
@@ -125,7 +132,7 @@ class Cluster:
     Args:
         hosts: the nodes.
         transport: starts the agents.
-        wishes: requirements for the nodes.
+        requirements: requirements for the nodes.
         folder: for the standard error of transports and agents.
         who: holder of the nodes' devices in messages to other users, such as `study NAME`.
         say: receives lines for the user.
@@ -134,7 +141,7 @@ class Cluster:
 
     hosts: Sequence[Host]
     transport: Transport
-    wishes: Wishes
+    requirements: NodeRequirements
     folder: Path
     who: str = "a study"
     say: Callable[[str], None] = lambda text: None
@@ -142,9 +149,9 @@ class Cluster:
     echo: bool = False  # copy the ranks' output to this process's standard error, for a training
     ops: Ops = field(default_factory=lambda: Ops(lambda text: None))
     nodes: list[Node] = field(default_factory=list)
-    _needs: Needs | None = None
-    _names: list[str] = field(default_factory=list)  # builders of the ops that the nodes have loaded
-    _meeting: RendezvousNetwork | None = None
+    _needs: RankRequirements | None = None
+    _op_names: list[str] = field(default_factory=list)  # builders of the ops that the nodes have loaded
+    _rendezvous: RendezvousNetwork | None = None
 
     # -- reaching them -----------------------------------------------------------------------------------------------
 
@@ -164,11 +171,11 @@ class Cluster:
             self.close()
             raise
 
-    def _start(self, host: Host) -> Wire:
+    def _start(self, host: Host) -> AgentConnection:
         log = self.folder / f"{host.name.replace('/', '_')}.log"
         log.unlink(missing_ok=True)
         try:
-            return Wire(host.name, self.transport.command(host.name), log, self.wishes.preamble)
+            return AgentConnection(host.name, self.transport.command(host.name), log, self.requirements.preamble)
         except OSError as error:
             raise UserError(
                 f"node {host.name}: {self.transport.command(host.name)[0]} cannot be run ({error.strerror})"
@@ -177,38 +184,45 @@ class Cluster:
     def _greet(self, nodes: list[Node]) -> None:
         for node in nodes:
             try:
-                node.wire.greet(GREETING_SECONDS, self.cancelled)
-            except NotGreeted as failure:
+                node.connection.greet(GREETING_SECONDS, self.cancelled)
+            except NoGreeting as failure:
                 raise UserError(self.transport.complaint(node.name, failure)) from None
-        check_alike([node.name for node in nodes], [node.wire.greeting for node in nodes], __version__, PROTOCOL)
+        check_same_version(
+            [node.name for node in nodes], [node.connection.greeting for node in nodes], __version__, PROTOCOL
+        )
 
     def _survey(self, nodes: list[Node]) -> None:
-        wishes, asked = self.wishes, []
+        requirements, asked = self.requirements, []
         for node in nodes:
-            for parcel in wishes.parcels:
+            for parcel in requirements.parcels:
                 self._send(node, parcel)
         for node in nodes:
-            env = sent_variables(os.environ, wishes.variables) | self._devices(node.host)
+            env = sent_variables(os.environ, requirements.variables) | self._devices(node.host)
             count = len(node.host.slots)
-            what = {"device": wishes.device, "count": count, "headroom": wishes.headroom, "path": wishes.path}
-            cap = wishes.memory_cap_bytes
+            what = {
+                "device": requirements.device,
+                "count": count,
+                "headroom": requirements.headroom,
+                "path": requirements.path,
+            }
+            cap = requirements.memory_cap_bytes
             ranks = {"python": other_python(), "cwd": str(Path.cwd())}
-            number = node.wire.begin("survey", env=env, memory_cap_bytes=cap, **ranks, **what)
+            number = node.connection.begin("survey", env=env, memory_cap_bytes=cap, **ranks, **what)
             asked.append((node, number))
         for node, number in asked:
-            node.survey = self._finish(node, number, _SURVEY_SECONDS)
+            node.survey = self._await_answer(node, number, _SURVEY_SECONDS)
             node.hardware = Hardware.from_json(node.survey["hardware"])
 
     def _send(self, node: Node, parcel: Parcel) -> None:
         """Send a folder to the node unless an identical copy is there."""
-        about = {"manifest": parcel.manifest, "lasting": self.wishes.lasting}
-        if self._finish(node, node.wire.begin("compare", **about), _SURVEY_SECONDS)["there"]:
+        about = {"manifest": parcel.manifest, "lasting": self.requirements.lasting}
+        if self._await_answer(node, node.connection.begin("compare", **about), _SURVEY_SECONDS)["there"]:
             return
         data = parcel.archive
         for at in range(0, len(data), CHUNK_BYTES):
-            node.wire.tell("part", data=base64.b64encode(data[at : at + CHUNK_BYTES]).decode())
-        answer = self._finish(node, node.wire.begin("unpack", **about), _SURVEY_SECONDS)
-        self.say(f"sent to {node.name}, into {answer['folder']}: {parcel}{_instead(answer)}")
+            node.connection.tell("part", data=base64.b64encode(data[at : at + CHUNK_BYTES]).decode())
+        answer = self._await_answer(node, node.connection.begin("unpack", **about), _SURVEY_SECONDS)
+        self.say(f"sent to {node.name}, into {answer['folder']}: {parcel}{_kept_files_note(answer)}")
 
     @staticmethod
     def _devices(host: Host) -> dict[str, str]:
@@ -218,16 +232,16 @@ class Cluster:
         names, surveys = [node.name for node in self.nodes], [node.survey for node in self.nodes]
         ours = {package: current().version(package) for package in COMPARED}
         check_versions_and_clocks(names, surveys, ours, [survey["came"] for survey in surveys])
-        self._meeting = rendezvous_network(names, surveys, self.wishes.interface)
+        self._rendezvous = rendezvous_network(names, surveys, self.requirements.interface)
         threads = min(int(survey["threads"]) for survey in surveys)
         return combined([node.hardware for node in self.nodes if node.hardware is not None], threads)
 
-    def _finish(
+    def _await_answer(
         self, node: Node, number: int, seconds: float, take: Callable[[Message], None] | None = None
     ) -> Message:
         """Wait for an answer during setup; a failure is raised as UserError, because the user has to fix it."""
         try:
-            return node.wire.finish(number, seconds, self.cancelled, take)
+            return node.connection.finish(number, seconds, self.cancelled, take)
         except (NodeDown, OSError) as error:
             raise UserError(f"node {error}") from None
 
@@ -236,17 +250,17 @@ class Cluster:
     @property
     def launcher(self) -> MultiHostLaunch:
         """Return the launcher that starts ranks on all nodes."""
-        assert self._meeting is not None
-        return MultiHostLaunch(self._squads, self._meeting.host)
+        assert self._rendezvous is not None
+        return MultiHostLaunch(self._host_workers, self._rendezvous.host)
 
-    def _squads(self, gauged: bool, say: Callable[[str], None]) -> list[HostWorkers]:
+    def _host_workers(self, gauged: bool, say: Callable[[str], None]) -> list[HostWorkers]:
         count = len(self.nodes)
-        return [RemoteWorkers(node.wire, gauged, say, (at, count)) for at, node in enumerate(self.nodes)]
+        return [RemoteWorkers(node.connection, gauged, say, (at, count)) for at, node in enumerate(self.nodes)]
 
-    def begin(self, needs: Needs) -> None:
+    def begin(self, needs: RankRequirements) -> None:
         """Do nothing, because a ready agent already holds the node's devices."""
 
-    def open(self, needs: Needs) -> None:
+    def open(self, needs: RankRequirements) -> None:
         """Prepare every agent for starting ranks.
 
         Raises:
@@ -263,13 +277,13 @@ class Cluster:
             assert node.hardware is not None
             env = self._interface_variables(self.nodes.index(node))
             if self.echo:
-                node.wire.start_echo()
+                node.connection.start_echo()
             what = {"needs": dataclasses.asdict(self._needs), "hardware": node.hardware.to_json()}
-            asked.append((node, node.wire.begin("open", **what, env=env, who=self.who)))
+            asked.append((node, node.connection.begin("open", **what, env=env, who=self.who)))
         for node, number in asked:
-            self._finish(node, number, _OPEN_SECONDS, self._hearer(node))
+            self._await_answer(node, number, _OPEN_SECONDS, self._event_handler(node))
 
-    def _hearer(self, node: Node) -> Callable[[Message], None]:
+    def _event_handler(self, node: Node) -> Callable[[Message], None]:
         def take(event: Message) -> None:
             if event["type"] == "say":
                 self.say(f"{node.name}: {event['text']}")
@@ -277,16 +291,16 @@ class Cluster:
         return take
 
     def _interface_variables(self, at: int) -> dict[str, str]:
-        assert self._meeting is not None
-        interface = self._meeting.interfaces[at]
+        assert self._rendezvous is not None
+        interface = self._rendezvous.interfaces[at]
         if not interface or len(self.nodes) == 1:
             return {}
         return {name: interface for name in INTERFACE_VARIABLES if name not in os.environ}
 
-    def load_ops(self, names: Sequence[str], needs: Needs) -> bool:
+    def load_ops(self, names: Sequence[str], needs: RankRequirements) -> bool:
         """Build and load ops on every node, see `LocalMachine.load_ops`."""
         self._needs = needs
-        self._names = list(dict.fromkeys([*self._names, *names]))
+        self._op_names = list(dict.fromkeys([*self._op_names, *names]))
         return self._load(self.nodes, list(names))
 
     def _load(self, nodes: list[Node], names: list[str]) -> bool:
@@ -294,8 +308,10 @@ class Cluster:
         # The first node builds alone. The other nodes find its result in a shared home, where locks may not work across
         # machines.
         for some in (nodes[:1], nodes[1:]) if names else ():
-            asked = [(node, node.wire.begin("ops", names=names)) for node in some]
-            answers += [self._finish(node, number, _OPS_SECONDS, self._hearer(node)) for node, number in asked]
+            asked = [(node, node.connection.begin("ops", names=names)) for node in some]
+            answers += [
+                self._await_answer(node, number, _OPS_SECONDS, self._event_handler(node)) for node, number in asked
+            ]
         for answer in answers:
             self.ops.failed.update(answer["failed"])
             self.ops.folder = answer["folder"]
@@ -305,7 +321,7 @@ class Cluster:
     @property
     def broken(self) -> bool:
         """True if a node is disconnected."""
-        return any(node.wire.down for node in self.nodes)
+        return any(node.connection.failure for node in self.nodes)
 
     def reconnect(self) -> None:
         """Reconnect to disconnected nodes and prepare them.
@@ -316,15 +332,15 @@ class Cluster:
         """
         until = time.monotonic() + _BACK_SECONDS
         for node in self.nodes:
-            if not node.wire.down:
+            if not node.connection.failure:
                 continue
-            self.say(f"node {node.wire.down}: reaching it again")
+            self.say(f"node {node.connection.failure}: reaching it again")
             while True:
                 try:
-                    self._again(node)
+                    self._restart_agent(node)
                     break
                 except UserError as error:
-                    node.wire.close()
+                    node.connection.close()
                     if self.cancelled():
                         raise Stopped("stopped while a node was reached again") from None
                     if time.monotonic() > until:
@@ -332,40 +348,40 @@ class Cluster:
                     time.sleep(_RETRY_SECONDS)
             self.say(f"node {node.name} is back")
 
-    def _again(self, node: Node) -> None:
-        before, met = node.survey["hostname"], self._meeting
-        node.wire.close()
-        node.wire = self._start(node.host)
+    def _restart_agent(self, node: Node) -> None:
+        before, met = node.survey["hostname"], self._rendezvous
+        node.connection.close()
+        node.connection = self._start(node.host)
         self._greet([node])
         self._survey([node])
-        if all(one.wire is node.wire or not one.wire.down for one in self.nodes):
+        if all(one.connection is node.connection or not one.connection.failure for one in self.nodes):
             self._compare()  # a scheduler may have replaced the machine
         if node.survey["hostname"] != before:
             self.say(f"in place of node {node.name} ({before}) there is {node.survey['hostname']} now")
-        if self._meeting == met:
+        if self._rendezvous == met:
             self._open([node])
-            self._load([node], self._names)
+            self._load([node], self._op_names)
         else:  # the other nodes need the new rendezvous too
-            up = [one for one in self.nodes if not one.wire.down]
+            up = [one for one in self.nodes if not one.connection.failure]
             self._open(up)
-            self._load(up, self._names)
+            self._load(up, self._op_names)
 
-    def all_see(self, path: Path) -> bool:
+    def is_shared_path(self, path: Path) -> bool:
         """Return True if every node has this path, as on a shared file system."""
         if self.broken:
             return False
-        asked = [(node, node.wire.begin("exists", path=str(path))) for node in self.nodes]
+        asked = [(node, node.connection.begin("exists", path=str(path))) for node in self.nodes]
         try:
-            return all(node.wire.finish(number, _SURVEY_SECONDS)["there"] for node, number in asked)
+            return all(node.connection.finish(number, _SURVEY_SECONDS)["there"] for node, number in asked)
         except NodeDown:
             return False
 
     def close(self) -> None:
         """End every agent and all that it has started."""
         for node in self.nodes:
-            node.wire.hang_up()
+            node.connection.close_stream()
         for node in self.nodes:
-            node.wire.close()
+            node.connection.close()
 
 
 # -- comparison of nodes -----------------------------------------------------------------------------------------------
@@ -375,7 +391,9 @@ class Cluster:
 MOST_CLOCK_SECONDS = 30.0  # seconds of clock difference; caches, leases and checkpoints depend on times
 
 
-def check_alike(names: Sequence[str], greetings: Sequence[Mapping[str, Any]], version: str, protocol: int) -> None:
+def check_same_version(
+    names: Sequence[str], greetings: Sequence[Mapping[str, Any]], version: str, protocol: int
+) -> None:
     """Check that every node has the tuner's version of this package.
 
     Raises:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.executors.cluster.rpc import SILENT_SECONDS, NotGreeted
+from autotune.executors.cluster.rpc import SILENT_SECONDS, NoGreeting
 from autotune.executors.cluster.transports import PACKAGE, Host, agent_words, agents_complaint
 from autotune.util.entry_points import RAY_DRIVER
 from autotune.util.files import SocketFolder
@@ -149,7 +149,7 @@ class RayNodes:
         bundle = self._bundles[self._names.index(node)]
         return [self.python, "-S", "-E", str(_RELAY), str(self._socket), str(bundle)]
 
-    def complaint(self, node: str, failure: NotGreeted) -> str:
+    def complaint(self, node: str, failure: NoGreeting) -> str:
         """Return the reason why a node's agent did not start."""
         said = [line for line in failure.log.splitlines() if line.startswith("ray: ")]
         if said and not failure.said:

@@ -34,7 +34,7 @@ _LOOK_MS = 100
 _PATIENCE_SECONDS = 1.0  # seconds; wait at the end for a reader that does not read
 
 
-class Echo:
+class OutputForwarder:
     """Buffer bytes and write them in a thread.
 
     A full buffer drops the oldest bytes, with a note in the output.
@@ -155,7 +155,7 @@ def own_stream(patience_seconds: float) -> Stream:
 
 # -- agent stream ------------------------------------------------------------------------------------------------------
 #
-# Wire: the tuner's end of the stream to a node's agent, with requests, answers and failure detection.
+# Connection: the tuner's end of the stream to a node's agent, with requests, answers and failure detection.
 
 _LOOK_SECONDS = 0.1
 _LEAVE_SECONDS = 8.0  # seconds for an agent to end what it has started: a grace period and the kernel's time
@@ -169,7 +169,7 @@ class NodeDown(Exception):
     """The node's agent is gone or does not answer; the message contains the node's name."""
 
 
-class NotGreeted(NodeDown):
+class NoGreeting(NodeDown):
     """The agent never sent its greeting.
 
     Args:
@@ -185,7 +185,7 @@ class NotGreeted(NodeDown):
         self.why, self.said, self.log, self.code = why, said, log, code
 
 
-class Wire:
+class AgentConnection:
     """Process whose standard input and output are those of an agent.
 
     Args:
@@ -205,8 +205,8 @@ class Wire:
         preamble_seconds: float = GREETING_SECONDS,
     ) -> None:
         self.name, self.log = name, log
-        self.down = ""  # reason of the failure; empty while connected
-        self._echo = Echo(_STANDARD_ERROR, log)
+        self.failure = ""  # reason of the failure; empty while connected
+        self._echo = OutputForwarder(_STANDARD_ERROR, log)
         self._echoes = False
         self.greeting: Message = {}
         self._answers: dict[int, Message] = {}
@@ -215,7 +215,7 @@ class Wire:
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._preamble, self._patience_seconds = preamble, preamble_seconds
-        self._untaken = bool(preamble)
+        self._preamble_unread = bool(preamble)
         self._closing, self._closed = threading.Event(), False
         self._wake, self._woken = os.pipe()
         os.set_blocking(self._wake, False)
@@ -234,7 +234,7 @@ class Wire:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stream = Stream(self._process.stdout.fileno(), self._process.stdin.fileno(), SILENT_SECONDS)
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         # heartbeats start now, because an agent with an early greeting must not take the tuner for gone
         self._threads.append(threading.Thread(target=self._beat, daemon=True))
         self._threads[0].start()
@@ -243,7 +243,7 @@ class Wire:
         """Return the agent's greeting, the first line of the stream.
 
         Raises:
-            NotGreeted: other data arrived, or none in time.
+            NoGreeting: other data arrived, or none in time.
             Stopped: the user cancelled.
         """
         until, said = time.monotonic() + seconds, b""
@@ -264,21 +264,25 @@ class Wire:
         if first is None or first["type"] != GREETING:
             raise self._not_greeted(said, None, seconds)
         os.set_blocking(self._stream.fileno(), True)
-        self.greeting, self._heard_at = first, time.monotonic()
+        self.greeting, self._received_at = first, time.monotonic()
         self._threads.append(threading.Thread(target=self._read, daemon=True))
         self._threads[-1].start()
         return first
 
-    def _not_greeted(self, said: bytes, code: int | None, seconds: float) -> NotGreeted:
+    def _not_greeted(self, said: bytes, code: int | None, seconds: float) -> NoGreeting:
         self._errors.join(_LAST_WORDS_SECONDS if code is not None else 0.0)
         text = said.decode(errors="replace").strip()
         log = "\n".join(log_tail(self.log, 2000).strip().splitlines()[-_LOG_LINES:])
-        sent = ", and what --sync sends was not taken: the login, or the step, takes as long" if self._untaken else ""
+        sent = (
+            ", and what --sync sends was not taken: the login, or the step, takes as long"
+            if self._preamble_unread
+            else ""
+        )
         why = f"no agent within {seconds:.0f} s{sent}"
         if code is not None:
             why = f"the way to it ended with exit status {code}"
-        self.down = f"{self.name}: {why}"
-        return NotGreeted(self.name, why, text, log, code)
+        self.failure = f"{self.name}: {why}"
+        return NoGreeting(self.name, why, text, log, code)
 
     # -- threads -----------------------------------------------------------------------------------------------------
 
@@ -297,11 +301,11 @@ class Wire:
         while not self._stream.closed:
             message = self._stream.receive(_LOOK_SECONDS)
             if message is None:
-                if time.monotonic() - self._heard_at > SILENT_SECONDS:
+                if time.monotonic() - self._received_at > SILENT_SECONDS:
                     self._give_up(f"nothing was heard of its agent for {SILENT_SECONDS:.0f} s")
                     return
                 continue
-            self._heard_at = time.monotonic()
+            self._received_at = time.monotonic()
             if message["type"] == "beat":
                 continue
             with self._changed:
@@ -313,13 +317,13 @@ class Wire:
                 else:
                     self._events.append(message)
                 self._changed.notify_all()
-            self._poke()
+            self._wake_reader()
         self._give_up("its agent, or the way to it, has ended")
 
     def _beat(self) -> None:
-        if self._untaken:  # requests follow the greeting, which follows the preamble
-            self._untaken = not self._stream.give(self._preamble, self._patience_seconds)
-        while not self._closing.wait(BEAT_SECONDS) and not self.down:
+        if self._preamble_unread:  # requests follow the greeting, which follows the preamble
+            self._preamble_unread = not self._stream.give(self._preamble, self._patience_seconds)
+        while not self._closing.wait(BEAT_SECONDS) and not self.failure:
             self._stream.send("beat")
 
     def _give_up(self, why: str) -> None:
@@ -328,11 +332,11 @@ class Wire:
         self._errors.join(_LAST_WORDS_SECONDS)
         words = [line.strip() for line in log_tail(self.log, 2000).splitlines() if line.strip()]
         with self._changed:
-            self.down = self.down or f"{self.name}: {why}" + (f" ({words[-1][:200]})" if words else "")
+            self.failure = self.failure or f"{self.name}: {why}" + (f" ({words[-1][:200]})" if words else "")
             self._changed.notify_all()
-        self._poke()
+        self._wake_reader()
 
-    def _poke(self) -> None:
+    def _wake_reader(self) -> None:
         with suppress(OSError):
             os.write(self._woken, b"!")
 
@@ -354,7 +358,7 @@ class Wire:
 
     def tell(self, verb: Verb, **fields: Any) -> None:
         """Send a message that has no answer."""
-        if not self.down:
+        if not self.failure:
             self._stream.send(verb, **fields)
 
     def ask(self, verb: Verb, seconds: float, **fields: Any) -> Message:
@@ -395,8 +399,8 @@ class Wire:
             for event in self.events() if take is not None else ():
                 assert take is not None
                 take(event)
-            if self.down:
-                raise NodeDown(self.down)
+            if self.failure:
+                raise NodeDown(self.failure)
             if time.monotonic() > until:
                 raise NodeDown(f"{self.name}: no answer within {seconds:.0f} s")
             if cancelled():
@@ -406,7 +410,7 @@ class Wire:
         self._raise(answer)
         return answer
 
-    def taken(self, number: int) -> Message | None:
+    def answer_if_arrived(self, number: int) -> Message | None:
         """Return the answer to a request, or None if it has not arrived; raises as `finish` does."""
         answer = self._answers.pop(number, None)
         if answer is not None:
@@ -428,7 +432,7 @@ class Wire:
         """Copy the process's standard error to this process's from now on."""
         self._echoes = True
 
-    def hang_up(self) -> None:
+    def close_stream(self) -> None:
         """Close the stream, which ends the agent; `close` waits for it."""
         if self._closing.is_set():
             return
@@ -442,15 +446,15 @@ class Wire:
         """End the agent with all that it has started, and the process that carries the stream."""
         if self._closed:
             return
-        self.hang_up()
+        self.close_stream()
         self._closed = True
-        if not self.down:
+        if not self.failure:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_LEAVE_SECONDS)
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
-        self.down = self.down or f"{self.name}: closed"
+        self.failure = self.failure or f"{self.name}: closed"
         self._errors.join(_LAST_WORDS_SECONDS)
         self._echo.close()
         for thread in self._threads:
@@ -461,17 +465,17 @@ class Wire:
 
 # -- remote workers ----------------------------------------------------------------------------------------------------
 #
-# Ranks of a group on another machine: a `LocalWorkers` at the other end of a wire, as seen by the group.
+# Ranks of a group on another machine: a `LocalWorkers` at the other end of a connection, as seen by the group.
 
 _ANSWER_SECONDS = SILENT_SECONDS + 5.0  # seconds; a GPU driver may be slow, while a lost agent is noticed earlier
 _END_SECONDS = 60.0  # seconds; grace periods, and time to free a hundred GiB of host memory and the device's memory
 
 
 class RemoteWorkers:
-    """State of the ranks on the node at the other end of `wire`, which sends their messages and exit codes.
+    """State of the ranks on the node at the other end of `connection`, which sends their messages and exit codes.
 
     Args:
-        wire: the wire to the node.
+        connection: the connection to the node's agent.
         gauged: memory is sampled continuously.
         say: receives lines for the user.
         node: index of the node, and number of nodes.
@@ -479,22 +483,24 @@ class RemoteWorkers:
 
     home = Path()
 
-    def __init__(self, wire: Wire, gauged: bool, say: Callable[[str], None], node: tuple[int, int]) -> None:
-        self._wire, self._gauged, self._say, self._node = wire, gauged, say, node
+    def __init__(
+        self, connection: AgentConnection, gauged: bool, say: Callable[[str], None], node: tuple[int, int]
+    ) -> None:
+        self._connection, self._gauged, self._say, self._node = connection, gauged, say, node
         self.numbers: Sequence[int] = ()
         self.pids: list[int] = []
         self.waited_seconds = 0.0
-        self.hung_up, self.lost = False, ""
+        self.has_closed_channel, self.lost_device = False, ""
         self._launching: int | None = None  # request number of the launch
         self._statuses: dict[int, int] = {}
         self._logs: Path | None = None
         self._failed = ""  # reason of a failed request
-        wire.events()  # discard events of an earlier group
+        connection.events()  # discard events of an earlier group
 
     @property
-    def cut_off(self) -> str:
+    def unreachable(self) -> str:
         """Return the name of the lost node, or an empty text while its agent is connected."""
-        down = self._wire.down or self._failed
+        down = self._connection.failure or self._failed
         return f"node {down}" if down else ""
 
     def launch(
@@ -509,7 +515,7 @@ class RemoteWorkers:
         self.numbers = numbers
         left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
         asked = {"entry": entry, "numbers": list(numbers), "gauged": self._gauged, "node": self._node}
-        self._launching = self._wire.begin("launch", **asked, left_seconds=left)
+        self._launching = self._connection.begin("launch", **asked, left_seconds=left)
 
     def _take_launched(self) -> None:
         """Process the result of the launch, if it has arrived.
@@ -517,49 +523,49 @@ class RemoteWorkers:
         Raises:
             OSError: the node refused the launch.
         """
-        if self._launching is None or (answer := self._wire.taken(self._launching)) is None:
+        if self._launching is None or (answer := self._connection.answer_if_arrived(self._launching)) is None:
             return
         self._launching = None
         self.pids, self.waited_seconds = answer["pids"], answer["waited_seconds"]
 
     def sources(self) -> list[Any]:
         """Return the streams to wait on: the agent's, while it is connected."""
-        return [] if self.cut_off else [self._wire]
+        return [] if self.unreachable else [self._connection]
 
-    def hear(self) -> list[tuple[int, Message]]:
+    def receive(self) -> list[tuple[int, Message]]:
         """Return the ranks' messages, and process the agent's events."""
         heard = []
-        for event in self._wire.events():
+        for event in self._connection.events():
             verb = event["type"]
             if verb == "said":
                 heard.append((int(event["rank"]), event["message"]))
             elif verb == "exited":
                 self._statuses[int(event["rank"])] = int(event["status"])
             elif verb == "hung_up":
-                self.hung_up = True
+                self.has_closed_channel = True
             elif verb == "lost":
-                self.lost = f"node {self._wire.name}: {event['text']}"
+                self.lost_device = f"node {self._connection.name}: {event['text']}"
             elif verb == "say":
-                self._say(f"{self._wire.name}: {event['text']}")
+                self._say(f"{self._connection.name}: {event['text']}")
             elif verb == "failed":
-                self._failed = f"{self._wire.name}: {event['text']}"
+                self._failed = f"{self._connection.name}: {event['text']}"
         try:
             self._take_launched()
         except NodeDown as error:
             self._failed = str(error)
         return heard
 
-    def brief(self, spec: Message, logs: Path | None) -> None:
+    def send_specs(self, spec: Message, logs: Path | None) -> None:
         """Store the spec that each rank receives, and the folder of the logs."""
         self._spec, self._logs = spec, logs
 
     def begin(self, workers: Sequence[int]) -> None:
         """Send the stored spec to the node's ranks."""
-        self._wire.tell("brief", spec=self._spec, workers=list(workers), logs=self._logs is not None)
+        self._connection.tell("brief", spec=self._spec, workers=list(workers), logs=self._logs is not None)
 
     def tell(self, verb: str, **fields: Any) -> None:
         """Send a message to the node's ranks."""
-        self._wire.tell("pass_on", what=verb, fields=fields)
+        self._connection.tell("pass_on", what=verb, fields=fields)
 
     def statuses(self) -> dict[int, int]:
         """Return the exit status of each rank that has ended."""
@@ -567,18 +573,18 @@ class RemoteWorkers:
 
     def reset_liveness_baseline(self) -> None:
         """Restart the liveness check of the ranks."""
-        self._wire.tell("look_anew")
+        self._connection.tell("look_anew")
 
-    def get_on(self, waiting: set[int]) -> bool:
+    def is_progressing(self, waiting: set[int]) -> bool:
         """Return True if the ranks make progress, given the ranks that others wait for."""
         if self._launching is not None:  # the launch waits for memory or forks; the agent's heartbeat proves life
-            return not self.cut_off
+            return not self.unreachable
         answer = self._ask("get_on", waiting=sorted(waiting & set(self.numbers)))
         return bool(answer and answer["alive"])
 
-    def place(self, rank: int, device: str) -> None:
+    def register_device(self, rank: int, device: str) -> None:
         """Register the device of a rank."""
-        self._wire.tell("place", rank=rank, device=device)
+        self._connection.tell("place", rank=rank, device=device)
 
     def peaks(self) -> MemoryPeaks:
         """Return the peaks of the node's ranks: zeros if the node is lost."""
@@ -587,19 +593,19 @@ class RemoteWorkers:
 
     def reset_peaks(self) -> None:
         """Reset the peaks of the node's ranks."""
-        self._wire.tell("reset_peaks")
+        self._connection.tell("reset_peaks")
 
-    def last_words(self, greeted: bool) -> dict[int, str]:
+    def log_tails(self, greeted: bool) -> dict[int, str]:
         """Return the end of each rank's log: empty if the node is lost."""
         answer = self._ask("last_words", greeted=greeted)
         return by_rank(answer["logs"]) if answer else {}
 
     def _ask(self, verb: Verb, **fields: Any) -> Message | None:
         """Return the answer to a request; None if the node is disconnected, which is recorded."""
-        if self.cut_off:
+        if self.unreachable:
             return None
         try:
-            return self._wire.ask(verb, _ANSWER_SECONDS, **fields)
+            return self._connection.ask(verb, _ANSWER_SECONDS, **fields)
         except NodeDown as error:
             self._failed = str(error)
         except OSError:  # no ranks were launched
@@ -610,18 +616,18 @@ class RemoteWorkers:
         """Send a signal to ranks of the node."""
         said = {"number": int(number), "pids": list(pids)}
         # Sent by another thread, because a signal handler may have interrupted a `tell` that holds the stream's lock.
-        threading.Thread(target=self._wire.tell, args=("signal",), kwargs=said, daemon=True).start()
+        threading.Thread(target=self._connection.tell, args=("signal",), kwargs=said, daemon=True).start()
 
     def end(self, *, done: bool) -> None:
         """End the node's ranks and collect the ends of their logs."""
-        if self._wire.down:  # the agent ends its ranks, or has done so
+        if self._connection.failure:  # the agent ends its ranks, or has done so
             return
         try:
-            answer = self._wire.ask("end", _END_SECONDS, done=done)
+            answer = self._connection.ask("end", _END_SECONDS, done=done)
         except (NodeDown, OSError) as error:
             self._say(f"node {error}: its ranks end with its agent")
             return
-        self.hear()  # forward the last lines for the user
+        self.receive()  # forward the last lines for the user
         if self._logs is not None:
             for rank, text in by_rank(answer["logs"]).items():
                 with suppress(OSError):

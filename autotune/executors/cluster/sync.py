@@ -326,7 +326,7 @@ def _prune(folder: Path) -> None:
 
 
 @dataclass
-class Moved:
+class PathMap:
     """Original folders of the tuner's machine and their places on this node.
 
     The tuner uses only the original places, which are the same for the ranks of all machines.
@@ -335,9 +335,9 @@ class Moved:
     places: dict[str, str] = field(default_factory=dict)  # original place -> place on this node
 
     @property
-    def back(self) -> Moved:
+    def back(self) -> PathMap:
         """Reverse translation."""
-        return Moved({new: old for old, new in self.places.items()})
+        return PathMap({new: old for old, new in self.places.items()})
 
     def path(self, text: str) -> str:
         """Return a text with every original place replaced."""

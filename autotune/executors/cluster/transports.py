@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from autotune.errors import UserError, near
-from autotune.executors.cluster.rpc import NotGreeted
+from autotune.executors.cluster.rpc import NoGreeting
 from autotune.util.bounds import read_text, shown, whole_number
 from autotune.util.interpreter import APART
 from autotune.util.units import format_duration
@@ -46,7 +46,7 @@ class Transport(Protocol):
     def command(self, node: str) -> list[str]:
         """Return the command that starts a node's agent."""
 
-    def complaint(self, node: str, failure: NotGreeted) -> str:
+    def complaint(self, node: str, failure: NoGreeting) -> str:
         """Return why an agent did not start and what to do, in one line."""
 
 
@@ -90,7 +90,7 @@ class Ssh:
             f"exec {shlex.join(agent_words(self.python, self.package, sync=self.sync))}",
         ]
 
-    def complaint(self, node: str, failure: NotGreeted) -> str:
+    def complaint(self, node: str, failure: NoGreeting) -> str:
         """Return the reason why a node's agent did not start, from ssh's messages if ssh failed."""
         log = failure.log.splitlines()
         last = log[-1].strip() if log else ""
@@ -119,7 +119,7 @@ _SSH_SAYS = (
 )
 
 
-def agents_complaint(node: str, failure: NotGreeted, python: str, package: Path) -> str:
+def agents_complaint(node: str, failure: NoGreeting, python: str, package: Path) -> str:
     """Return why an agent did not start on a node that was reached, in one line."""
     log = failure.log.splitlines()
     if failure.said:
@@ -171,7 +171,7 @@ class Srun:
         how = ["--overlap", "--mem=0", "--mpi=none", "--cpu-bind=none", "--unbuffered", f"--export={_KEPT}"]
         return ["srun", *where, *how, "--", *agent_words(self.python, self.package, sync=self.sync)]
 
-    def complaint(self, node: str, failure: NotGreeted) -> str:
+    def complaint(self, node: str, failure: NoGreeting) -> str:
         """Return the reason why a node's agent did not start, from srun's messages if srun failed."""
         said = [line for line in failure.log.splitlines() if line.startswith("srun: ")]
         if said and not failure.said and "exited" not in said[-1].lower() and "task" not in said[-1]:

@@ -18,6 +18,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Phase
 from autotune.rank.sandbox import Sandbox
+from autotune.rank.training_trace import TraceRecorder
 
 # -- training observer -------------------------------------------------------------------------------------------------
 #
@@ -160,6 +161,7 @@ class Context:
     quiet: bool  # True in a measurement: no checkpoints, evaluations, trackers and uploads
     patches: Patches = field(default_factory=Patches)
     sandbox: Sandbox | None = None  # sandbox of a trial; None in a training
+    trace: TraceRecorder | None = None  # records the first optimizer steps; None records nothing
 
     collective_timeout: datetime.timedelta = datetime.timedelta()  # timeout of the process group
     engine: Any = None  # the DeepSpeed engine that trains, once it is built
@@ -289,6 +291,12 @@ def _shapes(kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         elif value is not None and not isinstance(value, bool):
             return None
     return tuple(found)
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the tensor by which `sizes_of` counts rows, or None."""
+    named = dict(reversed(list(_leaves([*args, kwargs]))))
+    return named.get("input_ids", next(reversed(named.values()), None))
 
 
 def _counted(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str | None) -> Sizes:

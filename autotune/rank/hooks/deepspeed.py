@@ -18,14 +18,14 @@ from autotune.errors import Unusable
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, MICRO_BATCH
 from autotune.problem.ds_config import named_config
 from autotune.problem.outcome import Phase
-from autotune.rank.hooks.base import Context, batch_of, padded, sizes_of
+from autotune.rank.hooks.base import Context, batch_of, first_tensor, padded, sizes_of
 from autotune.rank.hooks.config import kept_configs, merged, note_own, with_candidate
 from autotune.rank.hooks.transformers import make_folder
 from autotune.rank.versions import backward_prologue
 from autotune.script.profile import EARLIER, KEPT, TORCHS
 from autotune.script.script import several_configs
 from autotune.workers import jit_ops
-from autotune.workers.jit_ops import LIVELY_SECONDS, held
+from autotune.workers.jit_ops import LIVELY_SECONDS, hold_build_lock
 
 # -- deepspeed ---------------------------------------------------------------------------------------------------------
 #
@@ -37,6 +37,7 @@ _WATCHED = (("forward", Phase.FORWARD), ("backward", Phase.BACKWARD), ("step", P
 def install(context: Context) -> None:
     """Hook `deepspeed.initialize` and the methods of its engines."""
     import deepspeed
+    import torch
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     patches = context.patches
@@ -45,6 +46,7 @@ def install(context: Context) -> None:
         patches.wrap(DeepSpeedEngine, name, functools.partial(_watched, context, phase))
     if (prologue := backward_prologue(DeepSpeedEngine)) is not None:
         patches.wrap(DeepSpeedEngine, prologue, functools.partial(_loss_backward, context))
+        patches.wrap(torch.autograd, "backward", functools.partial(_autograd_backward, context))
     patches.wrap(DeepSpeedEngine, "compile", functools.partial(_compile, context))
     if context.quiet:
         patches.wrap(DeepSpeedEngine, "save_checkpoint", functools.partial(_save_checkpoint, context))
@@ -148,6 +150,8 @@ def _take(context: Context, rival: Rival) -> None:
         context.module_hook.remove()
         context.module_hook = None
     context.pending.clear()
+    if context.trace is not None:
+        context.trace.restart()
     context.engine = rival.engine
     note_own(context, rival.config, again=True)
     try:
@@ -216,6 +220,7 @@ def _watched(
         return original(engine, *args, **kwargs)
     try:
         boundary = phase is Phase.STEP and _steps(engine)
+        trace = context.trace
         if phase is Phase.FORWARD:
             if context.script.worst_case:
                 kwargs = padded(args, kwargs, _longest_tokens(context))
@@ -224,9 +229,16 @@ def _watched(
             _count_pending(context)
             if phase is Phase.BACKWARD:
                 trained(context)
+                if trace is not None:
+                    loss, scaled = _loss_of(args, kwargs)
+                    trace.backward(engine, loss, scaled=scaled)
             context.watcher.entered(phase)
+        if boundary and trace is not None:
+            trace.before_step(engine)
         context.inside = phase
         result = original(engine, *args, **kwargs)
+        if boundary and trace is not None:
+            trace.after_step(engine)
         if boundary:
             context.trained_steps += 1
             context.watcher.stepped()
@@ -236,6 +248,21 @@ def _watched(
     finally:
         context.inside = None
     return result
+
+
+def _loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """Return the loss of a call of `engine.backward`, and True if the engine divides it by its accumulation."""
+    loss = args[0] if args else kwargs.get("loss")
+    return loss, bool(kwargs.get("scale_wrt_gas", args[2] if len(args) > 2 else True))
+
+
+def _autograd_backward(
+    context: Context, original: Callable[..., Any], /, tensors: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Note the tensor of a backward that a script starts without its engine."""
+    if context.trace is not None and not context.inside:
+        context.trace.root(tensors)
+    return original(tensors, *args, **kwargs)
 
 
 def _evaluates(module: Any) -> bool:
@@ -267,6 +294,8 @@ def _see(context: Context, module: Any, args: tuple[Any, ...], kwargs: dict[str,
     if not torch.is_grad_enabled():
         return
     sizes = sizes_of(args, kwargs, context.script.profile.get("counted_by"))
+    if context.trace is not None and context.trace.records:
+        context.trace.forward(first_tensor(args, kwargs), sizes.rows, certain=module.training)
     if module.training:
         context.pending.clear()
         context.watcher.forward(sizes)
@@ -627,15 +656,15 @@ def _load(context: Context, original: Callable[..., Any], /, builder: Any, *args
 
     folder, name = jit_ops.use_own_folder(), type(builder).__name__
     place = folder / builder.name
-    is_built = jit_ops.is_whole(place / f"{builder.name}.so")
+    is_built = jit_ops.is_complete(place / f"{builder.name}.so")
     if not is_built and get_accelerator().get_op_builder(name) is type(builder):  # excludes the script's own builder
         context.watcher.op_missing(name)
     several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"  # machines may share a home, but not its locks
     if several:
-        jit_ops.drop_torn(place, LIVELY_SECONDS)
+        jit_ops.remove_incomplete(place, LIVELY_SECONDS)
     if several or (is_built and not (place / "lock").exists()):  # ranks load a built op in parallel
         return original(builder, *args, **kwargs)
-    with held(folder, builder.name):
+    with hold_build_lock(folder, builder.name):
         return original(builder, *args, **kwargs)
 
 

@@ -25,7 +25,16 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import SearchSpace
-from autotune.results.console import closest_lines, measured_alike, nearest, short_of, train_with, unlike_steps
+from autotune.results.console import (
+    code_legend,
+    config_sentence,
+    no_winner_lines,
+    own_line,
+    short_of,
+    shortened,
+    train_with,
+    unlike_steps,
+)
 from autotune.results.export import deepspeed_config, environment_of, lossy_settings, needs, slice_line
 from autotune.results.report.knob_effects import judged, shown, what_mattered
 from autotune.results.report.model import (
@@ -44,10 +53,10 @@ from autotune.results.report.model import (
     TrialPrediction,
     WinnerSummary,
 )
-from autotune.search.leaderboard import Leaderboard
+from autotune.search.certificate import certificate_lines
+from autotune.search.leaderboard import SpeedRatio, StudyFacts
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record
-from autotune.search.tuner import comparable_trials
 from autotune.util.units import format_bytes
 from autotune.workers.launchers import variables_of
 
@@ -75,13 +84,13 @@ def study_report(
         predictor: a fresh one for the study's job and hardware, or None.
         why_none: reason for a missing predictor.
     """
-    records, hardware, job = store.records(), store.hardware, store.job
-    winner = store.winner
-    shown_memory = of_interest(records, winner, hardware)
+    records, hardware, job, facts = store.records(), store.hardware, store.job, store.facts()
+    winner = facts.winner
+    shown_memory = of_interest(facts)
     expected, broken_down = (
         forecasts(records, predictor, set(shown_memory.values())) if predictor is not None else ({}, {})
     )
-    trials = tuple(_trial(record, hardware, expected.get(record.number)) for record in records)
+    trials = tuple(_trial(record, facts, hardware, expected.get(record.number)) for record in records)
     by_candidate: dict[Candidate, list[Trial]] = {}
     for record, trial in zip(records, trials, strict=True):
         if record.candidate.knobs:
@@ -99,7 +108,7 @@ def study_report(
         ceiling_bytes=hardware.ceiling_bytes,
         headroom=hardware.headroom,
         objective=str(store.attributes.get("objective", "samples per second, all ranks")),
-        verdict=_verdict(store, records, trials, winner, candidates),
+        verdict=_verdict(store, facts, records, candidates),
         trials=trials,
         varying=varying,
         constant=constant,
@@ -142,7 +151,7 @@ def _status(outcome: Outcome, hardware: Hardware) -> Status:
     return Status.FAILED if outcome.kind.is_attributable_to_candidate else Status.UNDECIDED
 
 
-def _trial(record: Record, hardware: Hardware, expected: TrialPrediction | None) -> Trial:
+def _trial(record: Record, facts: StudyFacts, hardware: Hardware, expected: TrialPrediction | None = None) -> Trial:
     label = str(record.candidate) or AS_IS
     outcome, knobs = record.outcome, record.candidate.as_dict
     if outcome is None:
@@ -167,10 +176,11 @@ def _trial(record: Record, hardware: Hardware, expected: TrialPrediction | None)
         capacity_bytes=outcome.device_capacity_bytes,
         retries=measured.alloc_retries if measured else 0,
         seconds=outcome.seconds,
-        why=record.note[:MOST_TEXT],
-        happened="" if measured or outcome.ok else what_happened[:MOST_TEXT],
+        why=shortened(record.note, MOST_TEXT),
+        happened="" if measured or outcome.ok else shortened(what_happened, MOST_TEXT),
         log="" if measured else outcome.log or "",
         forecast=expected,
+        remark=facts.remarks.get(record.number, ""),
     )
 
 
@@ -220,19 +230,13 @@ def _knobs(candidates: Sequence[Candidate]) -> tuple[tuple[str, ...], tuple[tupl
 
 
 def _verdict(
-    store: StudyStore,
-    records: list[Record],
-    trials: Sequence[Trial],
-    winner: Record | None,
-    candidates: Sequence[Candidate],
+    store: StudyStore, facts: StudyFacts, records: list[Record], candidates: Sequence[Candidate]
 ) -> WinnerSummary:
+    winner = facts.winner
     measured = winner.outcome.measurement if winner is not None and winner.outcome is not None else None
-    # measured with another headroom
-    if winner is None or measured is None or measured.peak_bytes > store.hardware.ceiling_bytes:
-        return _no_winner(store, records, candidates)
-    job = store.job
-    trial = next(trial for trial in trials if trial.number == winner.number)
-    verified = winner.role == VERIFY
+    if winner is None or measured is None:
+        return _no_winner(store, facts, records, candidates)
+    job, verified = store.job, facts.verified
     config = (store.folder or Path()) / f"{store.name}.json"
     exported = Code("DeepSpeed config", json.dumps(masked_data(deepspeed_config(winner.candidate, job)), indent=2))
     if job.script is not None:
@@ -255,11 +259,15 @@ def _verdict(
         instead, hints = "", ()
     variables = variables_of(winner.candidate, store.threads, environment_of(store, winner.candidate))
     return WinnerSummary(
-        winner=trial,
+        winner=_trial(winner, facts, store.hardware),
+        sentence=config_sentence(winner.candidate, job, store.hardware),
+        legend=code_legend(winner.candidate),
+        own=own_line(facts, job),
+        comparison=tuple(facts.comparison()),
         head="The fastest config that fits" if verified else "The fastest config that fits so far, not verified yet",
         verified=verified,
         checks=_checks(winner, records, store.hardware, store.job),
-        gains=_gains(winner, comparable_trials(store), job, store.hardware),
+        gains=_gains(facts, job),
         run_now=(*(Code(name, text) for name, text in commands), exported),
         instead=instead,
         needs=tuple(dict.fromkeys([*(hint.strip() for hint in hints), *needs(winner.candidate, job, variables)])),
@@ -267,21 +275,26 @@ def _verdict(
     )
 
 
-def _no_winner(store: StudyStore, records: list[Record], candidates: Sequence[Candidate]) -> WinnerSummary:
+def _no_winner(
+    store: StudyStore, facts: StudyFacts, records: list[Record], candidates: Sequence[Candidate]
+) -> WinnerSummary:
     # a masked command would not run
     again = tuple(Code("go on", command) for command in store.commands[-1:] if MASK not in command)
-    if not any(record.outcome for record in records):
+    own = own_line(facts, store.job)
+    if not facts.trials:
         return WinnerSummary(
             None, "Nothing was tried yet.", lines=("This study has no finished trial.",), run_now=again
         )
+    if facts.best is not None:
+        why = facts.stop_reason
+        said = f"The search ended: {why}." if why else "The search was stopped before it ended."
+        return WinnerSummary(None, "No winner was chosen yet.", own=own, lines=(said,), run_now=again)
     tried = {record.candidate for record in records}
     untried = [candidate for candidate in candidates if candidate not in tried]
-    if of_interest(records, None, store.hardware).get("fastest so far") is not None:
-        why = store.calls()[-1].ended if store.calls() else ""
-        said = f"The search ended: {why}." if why else "The search was stopped before it ended."
-        return WinnerSummary(None, "No winner was chosen yet.", lines=(said,), run_now=again)
-    lines = tuple(closest_lines(records, store.hardware, untried))
-    return WinnerSummary(None, "Nothing fits yet." if untried else "Nothing fits.", lines=lines, run_now=again)
+    head, *lines = no_winner_lines(facts, store.hardware, tried, untried)
+    if not lines:
+        head, lines = "No config can win.", [head]
+    return WinnerSummary(None, f"{head[0].upper()}{head[1:]}.", own=own, lines=tuple(lines), run_now=again)
 
 
 def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: Job) -> tuple[str, ...]:
@@ -303,39 +316,34 @@ def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: 
     elif resumed[-1].ok and resumed[-1].peak_bytes is not None:
         lines.append(f"Goes on from a checkpoint, at a peak of {format_bytes(resumed[-1].peak_bytes)}.")
     elif not resumed[-1].ok:
-        lines.append(f"Whether it goes on from a checkpoint is not known: {resumed[-1].reason[:MOST_TEXT]}")
+        lines.append(f"Whether it goes on from a checkpoint is not known: {shortened(resumed[-1].reason, MOST_TEXT)}")
     if measured.predicted_seconds is not None:
         lines.append(f"{slice_line(measured, hardware).capitalize()}.")
     if measured.extrapolated:
         lines.append("Its step is extrapolated from a shortened accumulation.")
+    lines += [f"{line[0].upper()}{line[1:]}." for line in certificate_lines(job, list(records), winner)]
     lines += [f"It {line}." for line in lossy_settings(winner.candidate, job)]
     lines += [f"The clock of a GPU was limited: {', '.join(measured.clock_limits)}."] if measured.clock_limits else []
     return tuple(lines)
 
 
-def _gains(winner: Record, records: list[Record], job: Job, hardware: Hardware) -> tuple[MeasuredGain, ...]:
+def _gains(facts: StudyFacts, job: Job) -> tuple[MeasuredGain, ...]:
     """Return the gains over the user's own config, the next best and the slowest that fits."""
-    alike = measured_alike(winner, records)
-    own = next((record.candidate for record in records if record.note == AS_IS), None)
     found: list[MeasuredGain] = []
-    if own is not None and own in alike:
-        found.append(_gain(AS_IS, own, alike[own], unlike_steps(own, winner.candidate, job)))
-    fitting = {c: pair for c, pair in alike.items() if pair[1].peak_bytes <= hardware.ceiling_bytes}
-    # The order uses ratios within one round, verified or searched, not figures of different rounds.
-    ranked = sorted(fitting, key=lambda one: fitting[one][0].tokens_per_second / fitting[one][1].tokens_per_second)
-    if ranked:
-        found.append(_gain("the next best", ranked[0], alike[ranked[0]]))
-    if len(ranked) > 1:
-        found.append(_gain(f"the slowest of {len(ranked) + 1} that fit", ranked[-1], alike[ranked[-1]]))
+    if facts.own is not None and facts.own_ratio is not None and facts.winner is not None:
+        own = facts.own.candidate
+        found.append(_gain(AS_IS, own, facts.own_ratio, unlike_steps(own, facts.winner.candidate, job)))
+    if (rival := facts.next_best) is not None:
+        beyond = " that is not tied" if facts.tied else ""
+        found.append(_gain(f"the next best{beyond}", rival.candidate, rival.ratio))
+    if len(facts.slower) > 1:
+        slowest, fit = facts.slower[-1], 1 + len(facts.tied) + len(facts.slower)
+        found.append(_gain(f"the slowest of {fit} that fit", slowest.candidate, slowest.ratio))
     return tuple(found)
 
 
-def _gain(over: str, other: Candidate, pair: tuple[Measurement, Measurement], detail: str = "") -> MeasuredGain:
-    """Return a gain with a 95 % interval, from those of the two medians, taken as independent."""
-    times = pair[0].tokens_per_second / pair[1].tokens_per_second
-    spread = sum((one.step_seconds_spread / one.step_seconds) ** 2 for one in pair) ** 0.5
-    low, high = times / (1 + spread), times * (1 + spread)
-    return MeasuredGain(over, str(other) or AS_IS, times, (low, high), detail.strip(" ()"))
+def _gain(over: str, other: Candidate, ratio: SpeedRatio, detail: str = "") -> MeasuredGain:
+    return MeasuredGain(over, str(other) or AS_IS, ratio.times, (ratio.low, ratio.high), detail.strip(" ;"))
 
 
 # -- time, facts -----------------------------------------------------------------------------------------------------------
@@ -478,23 +486,19 @@ def accuracy(trials: Sequence[Trial]) -> Accuracy | None:
 # Memory of a page's main configs by content: as predicted, and as a trial can separate it.
 
 
-def of_interest(records: Sequence[Record], winner: Record | None, hardware: Hardware) -> dict[str, Candidate]:
+def of_interest(facts: StudyFacts) -> dict[str, Candidate]:
     """Return the configs whose memory is shown: the winner, the next best that fits, and the probe run's."""
-    leaderboard = Leaderboard(hardware)
-    for record in records:
-        if record.outcome is not None and record.role != TRAINING:
-            leaderboard.learn(record.number, record.candidate, record.outcome, record.role)
     found: dict[str, Candidate] = {}
-    if winner is not None:
-        found["winner"] = winner.candidate
-    rest = [candidate for candidate in leaderboard.feasible() if winner is None or candidate != winner.candidate]
-    if rest:
-        found["runner-up" if winner else "fastest so far"] = rest[0]
-    own = next((record.candidate for record in records if record.note == AS_IS), None)
-    if own is not None and own not in found.values():
-        found[AS_IS] = own
-    if not found and (closest := nearest(records, hardware)):  # nothing fits
-        found["nearest"] = closest.candidate
+    if facts.winner is not None:
+        found["winner"] = facts.winner.candidate
+        if rivals := (*facts.faster, *facts.tied, *facts.slower):
+            found["runner-up"] = rivals[0].candidate
+    elif facts.best is not None:
+        found["fastest so far"] = facts.best.candidate
+    if facts.own is not None and facts.own.candidate not in found.values():
+        found[AS_IS] = facts.own.candidate
+    if not found and facts.closest is not None:  # nothing fits
+        found["nearest"] = facts.closest.candidate
     return found
 
 

@@ -250,6 +250,7 @@ LETTERS = {  # for contents of memory; the classes `hold-…` of page.css have a
     "gradients": "G",
     "optimizer": "O",
     "activations": "A",
+    "logits and loss": "L",
     "buckets": "B",
     "gathered parameters": "F",
     "temporaries": "T",
@@ -324,7 +325,7 @@ def speed_against_memory(report: StudyReport) -> Markup | None:
     plot.upright(report.capacity_bytes / unit, "capacity", "capacity, and ceiling" if one else "capacity")
     if not one:
         plot.upright(report.ceiling_bytes / unit, "ceiling", "ceiling", left=True)
-    front = _front([t for t in ran if t.status is Status.FITS])
+    front = _front([t for t in ran if not t.remark])
     plot.steps([((t.peak_bytes or 0) / unit, t.tokens_per_second or 0) for t in front], "front")
     for trial in out:
         shape, classes = look(trial)
@@ -386,7 +387,7 @@ def over_time(report: StudyReport) -> Markup | None:
         if speed is not None:
             plot.line(at / unit, speed, end / unit, speed, f"took {classes}", trial.number)
             plot.mark(shape, end / unit, speed, classes, trial.number)
-            if trial.status is Status.FITS and speed > best:
+            if not trial.remark and speed > best:
                 best = speed
                 front.append((end / unit, speed))
         elif trial.role != RESUME:

@@ -21,7 +21,7 @@ from markupsafe import Markup
 from rich.console import Console
 
 from autotune._version import __version__
-from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH
+from autotune.results.console import knob_words
 from autotune.results.output_files import check_out
 from autotune.results.plan import Plan, show_comparison, show_plan
 from autotune.results.report import figures
@@ -50,19 +50,6 @@ _SYMBOLS = {  # marks of the memory map, readable without colour
 }
 
 
-_KNOBS = {
-    MICRO_BATCH: "micro-batch",
-    ACCUMULATION: "accumulation",
-    CHECKPOINTING: "checkpointing",
-    "zero_stage": "ZeRO stage",
-}
-
-
-def _knob(name: str) -> str:
-    """Return a knob's name for display, in words between which a narrow column may break."""
-    return _KNOBS.get(name, name.rpartition(".")[2].replace("_", " "))
-
-
 @cache
 def _environment() -> jinja2.Environment:
     made = jinja2.Environment(
@@ -77,7 +64,7 @@ def _environment() -> jinja2.Environment:
         "duration": format_duration,
         "tokens": figures.tokens,
         "shown": shown,
-        "knob": _knob,
+        "knob": knob_words,
         "letter": figures.letter,
         "hold": figures.hold,
         "signed": lambda share: f"{100 * share:+.1f} %",

@@ -16,6 +16,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Measurement
 from autotune.problem.space import SearchSpace
 from autotune.results.report.model import Cell, Mattered, Pair, Status, Step, Trial
+from autotune.search.leaderboard import SpeedRatio
 from autotune.search.pruning import Dominance, DominanceRules
 
 # -- paired knob effects -----------------------------------------------------------------------------------------------
@@ -57,15 +58,17 @@ def shown(value: Value) -> str:
 
 def paired(measured: Measured) -> tuple[Pair, ...]:
     """Return every change of a knob that pairs of trials show, largest effect on speed first."""
-    found: dict[tuple[str, Value, Value], list[tuple[float, float]]] = defaultdict(list)
+    found: dict[tuple[str, Value, Value], list[tuple[SpeedRatio, float]]] = defaultdict(list)
     for one, other, knob in _pairs(list(measured)):
         first, second = sorted((one, other), key=lambda c: _order(value_of(c, knob)))
         a, b = measured[first], measured[second]
-        gain = b.tokens_per_second / a.tokens_per_second - 1
-        found[knob, value_of(first, knob), value_of(second, knob)].append((gain, float(b.peak_bytes - a.peak_bytes)))
+        change = SpeedRatio.of(b, a), float(b.peak_bytes - a.peak_bytes)
+        found[knob, value_of(first, knob), value_of(second, knob)].append(change)
     made = []
     for (knob, before, after), differences in found.items():
-        speeds, sizes = ([difference[i] for difference in differences] for i in (0, 1))
+        ratios, sizes = [ratio for ratio, _ in differences], [size for _, size in differences]
+        speeds = [ratio.times - 1 for ratio in ratios]
+        low, high = statistics.median(one.low for one in ratios) - 1, statistics.median(one.high for one in ratios) - 1
         made.append(
             Pair(
                 knob,
@@ -75,9 +78,10 @@ def paired(measured: Measured) -> tuple[Pair, ...]:
                 (min(speeds), max(speeds)),
                 statistics.median(sizes),
                 (min(sizes), max(sizes)),
+                is_noise=min(low, *speeds) <= 0 <= max(high, *speeds),
             )
         )
-    return tuple(sorted(made, key=lambda pair: (-abs(pair.speed), pair.knob, pair.change)))
+    return tuple(sorted(made, key=lambda pair: (pair.is_noise, -abs(pair.speed), pair.knob, pair.change)))
 
 
 def _pairs(candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candidate, str]]:
@@ -137,9 +141,11 @@ def steps_around(
         trial = trials.get(candidate)
         if trial is not None:
             one = measured.get(candidate)
-            speed = one.tokens_per_second / best.tokens_per_second - 1 if one else None
+            ratio = SpeedRatio.of(one, best) if one else None
             size = float(one.peak_bytes - best.peak_bytes) if one else None
-            found.append(Step(knob, change, str(candidate), trial.status, speed, size, trial.number))
+            speed = ratio.times - 1 if ratio else None
+            noise = ratio is not None and ratio.is_noise
+            found.append(Step(knob, change, str(candidate), trial.status, speed, size, trial.number, is_noise=noise))
         elif known is not None and known.table is not None:
             at, table = 1 + untried.index(candidate), known.table
             fits = known.cells[at] is Cell.PREDICTED
@@ -191,11 +197,15 @@ def basin(steps: Sequence[Step]) -> str:
         what = "measured or ran out of memory" if other else "tried"
         rest = f" ({other} failed or {'was' if other == 1 else 'were'} cut short)" if other else ""
         return f"No neighbour of the winner was {what}{rest}: whether it is a sharp peak is not known."
-    good = [step for step in tried if step.status is Status.FITS and step.speed is not None and step.speed > -BROAD]
+    good = [
+        step
+        for step in tried
+        if step.status is Status.FITS and step.speed is not None and (step.speed > -BROAD or step.is_noise)
+    ]
     out = sum(step.status in (Status.RAN_OUT, Status.ABOVE) for step in tried)
     over = f"; {out} of them need{'s' if out == 1 else ''} too much memory" if out else ""
     are = "neighbour is" if len(tried) == 1 else "neighbours are"
-    count = f"{len(good)} of {len(tried)} tried {are} within {BROAD:.0%} of the winner's speed and fit{over}."
+    count = f"{len(good)} of {len(tried)} tried {are} within {BROAD:.0%} of the winner's speed or within noise, and fit{over}."
     shape = "A broad basin" if len(good) >= len(tried) / 2 else "A sharp peak" if not good else "A narrow basin"
     return f"{shape}: {count}"
 

@@ -58,6 +58,7 @@ class Trial:
     happened: str = ""  # failure, if there is no measurement
     log: str = ""  # folder of its logs
     forecast: TrialPrediction | None = None
+    remark: str = ""  # why a measured trial cannot win
 
     @property
     def measured(self) -> bool:
@@ -94,6 +95,10 @@ class WinnerSummary:
 
     winner: Trial | None
     head: str  # one line
+    sentence: str = ""  # the winner's config in words
+    legend: str = ""  # meaning of the short codes of its config
+    own: str = ""  # comparison with the script's own config
+    comparison: tuple[str, ...] = ()  # with the other configs that may win
     verified: bool = False
     checks: tuple[str, ...] = ()  # checks that the winner has passed, and open ones
     gains: tuple[MeasuredGain, ...] = ()
@@ -184,6 +189,7 @@ class Pair:
     speed_range: tuple[float, float]
     bytes: float  # median change of the peak
     bytes_range: tuple[float, float]
+    is_noise: bool = False  # the change of speed has an interval that holds 0, or pairs of both signs
 
 
 @dataclass(frozen=True)
@@ -198,6 +204,7 @@ class Step:
     bytes: float | None  # difference to the winner's peak
     trial: int | None = None
     cell: Cell | None = None  # for untried candidates: expected fit, as in the map
+    is_noise: bool = False  # its speed cannot be told from the winner's
 
     @property
     def fits(self) -> bool:

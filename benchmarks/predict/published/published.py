@@ -21,8 +21,8 @@ if not __package__:  # started by its path: benchmarks import each other from th
     sys.path[0] = str(Path(__file__).parents[3])
 
 from autotune.errors import UserError
+from autotune.predict.what_if import JobKind
 from benchmarks.common import command_line, parse, print_table, write_json
-from benchmarks.predict.published.error import errors
 from benchmarks.predict.published.readers import Case
 from benchmarks.predict.published.rows import Row, read_table
 from benchmarks.predict.published.scores import (
@@ -30,6 +30,7 @@ from benchmarks.predict.published.scores import (
     Scored,
     calibrated,
     fault,
+    parameters_of,
     predictable,
     ranked,
     spearman,
@@ -194,20 +195,29 @@ def row_lines(scored: Sequence[Scored], after: Sequence[Scored]) -> list[dict[st
 def as_json(one: Scored, after: Scored | None) -> dict[str, Any]:
     """One row's figure in bytes or seconds, uncalibrated and after the source's first row (None where it is that row)."""
     case = one.case
+    job, candidate, hardware = case.job, case.candidate, case.hardware
+    samples = candidate.micro_batch * candidate.accumulation * job.ranks * job.samples_per_row
     return {
         "id": case.row.id,
         "source": source_of(case.row).name,
-        "kind": kind_of(case),
+        "figure": kind_of(case),
         "quantity": case.quantity,
+        "kind": vars(JobKind.of(job, candidate, hardware)),
+        "model": job.model.name,
+        "parameters": parameters_of(case),
+        "gpu": hardware.facts or hardware.name,
+        "gpus": hardware.count,
+        "nodes": hardware.nodes,
+        "seq_len": job.seq_len,
+        "micro_batch": candidate.micro_batch,
+        "checkpointing": candidate.checkpointing,
+        "step_tokens": samples * job.tokens_per_sample,
         "measured": case.value,
         "predicted": one.predicted,
         "interval": [one.low, one.high],
         "calibrated": after and after.predicted,
         "calibrated_interval": after and [after.low, after.high],
-        "model": case.job.model.name,
-        "seq_len": case.job.seq_len,
-        "ranks": case.job.ranks,
-        "candidate": str(case.candidate),
+        "candidate": str(candidate),
         "doubts": ", ".join(case.doubts),
     }
 
@@ -226,7 +236,7 @@ def main() -> None:
     )
     parser.add_argument("--source", default="", metavar="TEXT", help="only sources whose name has this text")
     parser.add_argument("--kind", choices=KINDS, help="only figures of this kind")
-    parser.add_argument("--rows", action="store_true", help="every row too, printed and in --json")
+    parser.add_argument("--rows", action="store_true", help="print every row")
     arguments = parse(parser, source=SMALL_SOURCE)
     rows, wrong = tables_in(arguments.csv or TABLES)
     if rows:
@@ -281,12 +291,10 @@ def judge(arguments: argparse.Namespace, rows: Sequence[Row]) -> list[str]:
         "uncalibrated": lines(before),
         "calibrated": lines(after),
         "targets": verdicts(before, after),
-        "by_kind": errors((kind_of(one.case), one) for one in before),
         "left_out": [{"source": name, "why": why, "rows": n} for (name, why), n in sorted(left.items())],
     }
-    if arguments.rows:
-        later = {id(one.case): one for one in after}
-        result["rows"] = [as_json(one, later.get(id(one.case))) for one in before]
+    later = {id(one.case): one for one in after}
+    result["rows"] = [as_json(one, later.get(id(one.case))) for one in before]
     write_json(arguments.json, result)
     return unreadable
 

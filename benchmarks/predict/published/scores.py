@@ -109,6 +109,12 @@ def predictor_of(case: Case) -> Predictor:
     return Predictor(case.job, case.hardware, _trace(case))
 
 
+def parameters_of(case: Case) -> int:
+    """Elements of the model's parameters, adapters included."""
+    trace = _trace(case)
+    return sum(trace.parameters) + trace.frozen
+
+
 def figure(case: Case, prediction: Prediction, quantity: str | None = None) -> tuple[float, float, float]:
     """(predicted, low, high) of the figure's quantity, in bytes, in seconds, or 1 for what fits."""
     quantity = quantity or case.quantity
@@ -226,5 +232,16 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [statistics.mean(places[value]) for value in values]
 
 
-__all__ = ["Hardware", "Scored", "calibrated", "fault", "figure", "predictable", "ranked", "spearman", "summary"]
+__all__ = [
+    "Hardware",
+    "Scored",
+    "calibrated",
+    "fault",
+    "figure",
+    "parameters_of",
+    "predictable",
+    "ranked",
+    "spearman",
+    "summary",
+]
 __all__ += ["traced", "uncalibrated"]

@@ -17,15 +17,15 @@ from autotune.executors.cluster import agent as surveys
 from autotune.executors.cluster import cluster as clusters
 from autotune.executors.cluster import rpc as wires
 from autotune.executors.cluster.agent import HANDLERS, Agent
-from autotune.executors.cluster.cluster import Cluster, Wishes, sent_variables
-from autotune.executors.cluster.rpc import NodeDown, NotGreeted, Verb, Wire
+from autotune.executors.cluster.cluster import Cluster, NodeRequirements, sent_variables
+from autotune.executors.cluster.rpc import AgentConnection, NodeDown, NoGreeting, Verb
 from autotune.executors.cluster.transports import Host, agent_words
-from autotune.executors.machine import Needs
+from autotune.executors.machine import RankRequirements
 from autotune.problem.outcome import OutcomeKind, Source
 from autotune.search.fingerprint import _WATCHED, _WATCHED_PREFIXES
-from autotune.workers.failure_classifier import judge
+from autotune.workers.failure_classifier import classify_failure
 from autotune.workers.gpu_memory import clock_mhz
-from autotune.workers.group import Policy, Stop, WorkerGroup
+from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.memory_monitor import MemoryPeaks, Meter, merged
 from tests.conftest import pid_lives, wait_until
 
@@ -42,7 +42,7 @@ class Pipe:
     def command(self, node: str) -> list[str]:
         return [*self.before, *agent_words()]
 
-    def complaint(self, node: str, failure: NotGreeted) -> str:
+    def complaint(self, node: str, failure: NoGreeting) -> str:
         return f"{failure}: {failure.said} {failure.log}"
 
 
@@ -60,27 +60,27 @@ class Spread:
         self, plan: dict[str, object] | None = None, slots: int = 1, names: tuple[str, ...] = ("n1", "n2")
     ) -> Cluster:
         self._patch.setenv("FAKE_RANK", json.dumps(plan or {}))
-        wishes = Wishes("cpu", variables=("FAKE_RANK",))
+        wishes = NodeRequirements("cpu", variables=("FAKE_RANK",))
         hosts = [Host(name, tuple(range(slots))) for name in names]
         self.cluster = Cluster(hosts, Pipe(), wishes, self.folder / "nodes", say=self.said.append)
         self.hardware = self.cluster.reach()
-        self.cluster.open(Needs("cpu", 1))
-        self.agents = [psutil.Process(node.wire.greeting["pid"]) for node in self.cluster.nodes]
+        self.cluster.open(RankRequirements("cpu", 1))
+        self.agents = [psutil.Process(node.connection.greeting["pid"]) for node in self.cluster.nodes]
         return self.cluster
 
-    def run(self, silent: float = HOUR) -> tuple[WorkerGroup, Stop]:
+    def run(self, silent: float = HOUR) -> tuple[WorkerGroup, WatchEnd]:
         def take(rank: int, message: dict) -> None:
             self.heard.setdefault(rank, []).append(message)
             if message.get("phase") == "ready":
                 self.ready.add(rank)
 
-        policy = Policy(HOUR, lambda phase: silent, settle_seconds=0.2, may_leave=False)
+        policy = GroupPolicy(HOUR, lambda phase: silent, settle_seconds=0.2, may_exit=False)
         self.group = WorkerGroup(
             self.cluster.launcher, self.hardware, Meter(), policy, on_message=take, say=self.said.append
         )
         world = self.hardware.count
         stop = self.group.start(FAKE, world, {}, logs=self.folder)
-        return self.group, self.group.watch(lambda: len(self.ready) == world) if stop is Stop.ARRIVED else stop
+        return self.group, self.group.watch(lambda: len(self.ready) == world) if stop is WatchEnd.ARRIVED else stop
 
     def started(self) -> list[psutil.Process]:
         return [process for agent in self.agents for process in (agent, *agent.children(recursive=True))]
@@ -106,7 +106,7 @@ def test_ranks_of_two_nodes_are_one_group(spread: Spread) -> None:
     spread.open({"note": ["GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"]}, slots=2)
     assert (spread.hardware.count, spread.hardware.nodes, spread.hardware.threads) == (4, 2, 1)
     group, stop = spread.run()
-    assert stop is Stop.ARRIVED
+    assert stop is WatchEnd.ARRIVED
     notes = [next(one for one in spread.heard[rank] if one["type"] == "note") for rank in range(4)]
     specs = [note["spec"] for note in notes]
     assert [(one["rank"], one["local_rank"], one["node"]) for one in specs] == [
@@ -127,7 +127,7 @@ def test_ranks_of_two_nodes_are_one_group(spread: Spread) -> None:
     assert not any(pid_lives(pid) for pid in ranks)
     assert all(pid_lives(agent.pid) for agent in spread.agents), "they stay for the next group"
     _, stop = spread.run()
-    assert stop is Stop.ARRIVED
+    assert stop is WatchEnd.ARRIVED
     spread.close()
     assert gone(spread.agents)
 
@@ -135,7 +135,7 @@ def test_ranks_of_two_nodes_are_one_group(spread: Spread) -> None:
 def test_a_cluster_of_one_machine_meets_in_a_file(spread: Spread) -> None:
     spread.open({"note": []}, slots=2, names=("n1",))
     _, stop = spread.run()
-    assert stop is Stop.ARRIVED
+    assert stop is WatchEnd.ARRIVED
     spec = next(one for one in spread.heard[1] if one["type"] == "note")["spec"]
     assert isinstance(spec["store"], str)
     assert (spec["local_rank"], spec["nodes"]) == (1, 1)
@@ -152,8 +152,8 @@ def test_a_cluster_of_one_machine_meets_in_a_file(spread: Spread) -> None:
 def test_what_happens_to_a_rank_of_the_second_node_is_everybodys(spread: Spread, what: str, kind: OutcomeKind) -> None:
     spread.open({"rank": 1, "where": "forward", "what": what})
     group, stop = spread.run()
-    assert stop is Stop.FAILED
-    verdict = judge(group.evidence())
+    assert stop is WatchEnd.FAILED
+    verdict = classify_failure(group.evidence())
     assert (verdict.kind, verdict.rank) == (kind, 1)
     ranks = list(group.pids)
     group.end()
@@ -163,8 +163,8 @@ def test_what_happens_to_a_rank_of_the_second_node_is_everybodys(spread: Spread,
 def test_a_hang_on_two_nodes(spread: Spread) -> None:
     spread.open({"rank": 1, "where": "forward", "what": "hang"})
     group, stop = spread.run(silent=1.0)
-    assert stop is Stop.SILENT
-    assert judge(group.evidence()).kind is OutcomeKind.TIMEOUT
+    assert stop is WatchEnd.SILENT
+    assert classify_failure(group.evidence()).kind is OutcomeKind.TIMEOUT
 
 
 @pytest.mark.parametrize(
@@ -175,14 +175,14 @@ def test_a_node_that_is_lost_is_the_machines_with_its_name(
 ) -> None:
     spread.open()
     group, stop = spread.run()
-    assert stop is Stop.ARRIVED
+    assert stop is WatchEnd.ARRIVED
     started = spread.started()
     spread.agents[1].send_signal(how)
     with monkeypatch.context() as soon:
         if how is signal.SIGSTOP:
             soon.setattr(wires, "SILENT_SECONDS", 4.0)
-        assert group.watch(lambda: False) is Stop.FAILED
-    verdict = judge(group.evidence())
+        assert group.watch(lambda: False) is WatchEnd.FAILED
+    verdict = classify_failure(group.evidence())
     assert (verdict.kind, verdict.source) == (OutcomeKind.INFRASTRUCTURE, Source.NODE)
     assert verdict.reason.startswith("node n2: ")
     assert group.failed_at is not None
@@ -197,7 +197,7 @@ def test_a_node_that_is_lost_is_the_machines_with_its_name(
     wait_until(lambda: gone([process for process in started if process.pid != first.pid]), "the lost node's end")
     spread.ready.clear()
     group, stop = spread.run()
-    assert stop is Stop.ARRIVED, "the next group has a whole cluster"
+    assert stop is WatchEnd.ARRIVED, "the next group has a whole cluster"
 
 
 def test_a_node_that_does_not_come_back_is_the_machines_trouble(
@@ -208,7 +208,7 @@ def test_a_node_that_does_not_come_back_is_the_machines_trouble(
     cluster = spread.open()
     spread.agents[1].kill()
     wait_until(lambda: cluster.broken, "the node to be lost")
-    assert not cluster.all_see(Path("/"))
+    assert not cluster.is_shared_path(Path("/"))
     cluster.transport = Pipe("sh", "-c", "echo down for maintenance >&2; exit 1")
     with pytest.raises(MachineTrouble, match=r"n2: .*down for maintenance; the study goes on with the same command"):
         cluster.reconnect()
@@ -236,12 +236,12 @@ def test_a_node_without_a_place_to_write_is_refused(monkeypatch: pytest.MonkeyPa
 def test_the_end_of_the_stream_ends_all_that_an_agent_has_started(spread: Spread) -> None:
     spread.open({"rank": 1, "where": "step", "what": "worker"})
     _, stop = spread.run()
-    assert stop is Stop.ARRIVED
+    assert stop is WatchEnd.ARRIVED
     started = spread.started()
     assert len(started) > 4, "two agents, two ranks, and what one of these has started"
     for node in spread.cluster.nodes:
-        os.close(os.dup(node.wire.fileno()))
-        node.wire._process.kill() if node.name == "n1" else node.wire._process.stdin.close()  # type: ignore[union-attr]
+        os.close(os.dup(node.connection.fileno()))
+        node.connection._process.kill() if node.name == "n1" else node.connection._process.stdin.close()  # type: ignore[union-attr]
     wait_until(lambda: gone(started), "the end of all")
 
 
@@ -273,17 +273,17 @@ def test_nothing_that_is_printed_gets_into_the_stream(tmp_path: Path) -> None:
     ],
 )
 def test_a_stream_that_does_not_begin_with_an_agent(tmp_path: Path, before: tuple[str, ...], said: str) -> None:
-    cluster = Cluster([Host("n1", (0,))], Pipe(*before), Wishes("cpu"), tmp_path)
+    cluster = Cluster([Host("n1", (0,))], Pipe(*before), NodeRequirements("cpu"), tmp_path)
     with pytest.raises(UserError, match=said):
         cluster.reach()
 
 
 def test_bad_wishes_come_back_with_the_nodes_name_and_leave_nothing(tmp_path: Path) -> None:
-    cluster = Cluster([Host("n1", tuple(range(500)))], Pipe(), Wishes("cpu"), tmp_path)
+    cluster = Cluster([Host("n1", tuple(range(500)))], Pipe(), NodeRequirements("cpu"), tmp_path)
     with pytest.raises(UserError, match=r"node n1: --gpus 500: \d+ CPU cores carry at most"):
         cluster.reach()
-    assert all(node.wire._process.poll() is not None for node in cluster.nodes)
-    cluster = Cluster([Host("n1", (0,))], Pipe(), Wishes("cpu", path="/no/such/folder"), tmp_path)
+    assert all(node.connection._process.poll() is not None for node in cluster.nodes)
+    cluster = Cluster([Host("n1", (0,))], Pipe(), NodeRequirements("cpu", path="/no/such/folder"), tmp_path)
     with pytest.raises(
         UserError, match="node n1: no /no/such/folder there; expected what is trained in the same place"
     ):
@@ -291,10 +291,10 @@ def test_bad_wishes_come_back_with_the_nodes_name_and_leave_nothing(tmp_path: Pa
 
 
 def test_a_request_can_be_stopped_and_an_agent_that_fails_says_how(tmp_path: Path) -> None:
-    wire = Wire("n1", agent_words(), tmp_path / "n1.log")
+    wire = AgentConnection("n1", agent_words(), tmp_path / "n1.log")
     with closing(wire):
         wire.greet(60)
-        with pytest.raises(NodeDown, match="n1: its agent failed: AttributeError"):
+        with pytest.raises(NodeDown, match="n1: its agent failed: KeyError"):
             wire.ask("no_such_request", 60)
         with pytest.raises(OSError, match="node n1: "):
             wire.ask("peaks", 60)
@@ -338,12 +338,12 @@ def test_a_wire_does_not_hang_where_nobody_reads(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(wires, "SILENT_SECONDS", 1.0)
     python = agent_words()[0]
     deaf = 'print(\'{"type": "agent", "version": "", "protocol": 1}\', flush=True); import time; time.sleep(600)'
-    wire = Wire("n1", [python, "-c", deaf], tmp_path / "log")
+    wire = AgentConnection("n1", [python, "-c", deaf], tmp_path / "log")
     wire.greet(60)
     wire.tell("much", text="x" * 2**21)
     assert wire._process.poll() is None, "what nobody has read was not waited for"
-    wait_until(lambda: wire.down, "the silence to be noticed")
-    assert wire.down.startswith("n1: ")
+    wait_until(lambda: wire.failure, "the silence to be noticed")
+    assert wire.failure.startswith("n1: ")
     monkeypatch.setattr(wires, "_LEAVE_SECONDS", 0.2)
     wire.close()
     assert wire._process.poll() is not None

@@ -3,7 +3,12 @@
 import pytest
 
 from autotune.errors import UserError
-from autotune.executors.cluster.cluster import check_alike, check_versions_and_clocks, combined, rendezvous_network
+from autotune.executors.cluster.cluster import (
+    check_same_version,
+    check_versions_and_clocks,
+    combined,
+    rendezvous_network,
+)
 from autotune.problem.hardware import Hardware
 from autotune.search.fingerprint import fingerprint, identity
 from autotune.util.units import GIB
@@ -58,11 +63,11 @@ def test_a_package_that_all_nodes_have_in_another_version_than_this_machine() ->
 
 
 def test_another_version_of_this_package() -> None:
-    check_alike(["a", "b"], [{"version": "0.2", "protocol": 1}] * 2, "0.2", 1)
+    check_same_version(["a", "b"], [{"version": "0.2", "protocol": 1}] * 2, "0.2", 1)
     with pytest.raises(UserError, match=r"node b has autotune 0\.1, and this machine 0\.2: install the same"):
-        check_alike(["a", "b"], [{"version": v, "protocol": 1} for v in ("0.2", "0.1")], "0.2", 1)
+        check_same_version(["a", "b"], [{"version": v, "protocol": 1} for v in ("0.2", "0.1")], "0.2", 1)
     with pytest.raises(UserError):
-        check_alike(["a"], [{"version": "0.2", "protocol": 2}], "0.2", 1)
+        check_same_version(["a"], [{"version": "0.2", "protocol": 2}], "0.2", 1)
 
 
 def test_the_node_with_least_decides_what_fits() -> None:

@@ -16,15 +16,15 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.executors.cluster import ray_driver, ray_transport
-from autotune.executors.cluster.cluster import Cluster, Wishes
+from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.ray_driver import Refused, bundle_of, described, names_of
 from autotune.executors.cluster.ray_transport import RayNodes, ray_address
-from autotune.executors.cluster.rpc import NotGreeted
+from autotune.executors.cluster.rpc import NoGreeting
 from autotune.executors.cluster.transports import PACKAGE, preamble
-from autotune.executors.machine import Needs
+from autotune.executors.machine import RankRequirements
 from autotune.problem.outcome import OutcomeKind, Source
-from autotune.workers.failure_classifier import judge
-from autotune.workers.group import Policy, Stop, WorkerGroup
+from autotune.workers.failure_classifier import classify_failure
+from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.memory_monitor import Meter
 from tests.conftest import SCRIPTS, wait_until
 from tests.executors.cluster.ray_cluster import WHY_NOT, Ray, made_ray, with_ray
@@ -174,7 +174,7 @@ def test_a_relay_without_a_driver(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (1, "ray: the driver is gone\n")
     nodes = RayNodes("auto", tmp_path)
-    text = nodes.complaint("n1", NotGreeted("n1", "ended", "", done.stderr.strip(), 1))
+    text = nodes.complaint("n1", NoGreeting("n1", "ended", "", done.stderr.strip(), 1))
     assert text == "node n1: Ray carries no agent there (the driver is gone)"
 
 
@@ -198,9 +198,9 @@ def real(_ray_of_this_module: Ray, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def group_of(cluster: Cluster, hardware: object) -> WorkerGroup:
-    policy = Policy(HOUR, lambda phase: HOUR, settle_seconds=0.2, may_leave=False)
+    policy = GroupPolicy(HOUR, lambda phase: HOUR, settle_seconds=0.2, may_exit=False)
     group = WorkerGroup(cluster.launcher, hardware, Meter(), policy)  # type: ignore[arg-type]
-    assert group.start("tests.workers.fake_rank", 2, {}) is Stop.ARRIVED
+    assert group.start("tests.workers.fake_rank", 2, {}) is WatchEnd.ARRIVED
     return group
 
 
@@ -209,19 +209,19 @@ def test_nodes_that_are_lost_come_back(real: Ray, tmp_path: Path) -> None:
     """A raylet that is killed, and then the driver: each is the machine's, and the next group has all nodes. The package is sent
     (`--sync`)."""
     said: list[str] = []
-    sent = Wishes("cpu", preamble=preamble(PACKAGE, Path("/nowhere/autotune")))
+    sent = NodeRequirements("cpu", preamble=preamble(PACKAGE, Path("/nowhere/autotune")))
     with closing(RayNodes(real.address, tmp_path, said.append, sync=True)) as nodes:
         hosts = nodes.place(2, 1, "cpu")
         cluster = Cluster(hosts, nodes, sent, tmp_path / "nodes", say=said.append)
         with closing(cluster):
             hardware = cluster.reach()
             assert (hardware.count, hardware.nodes) == (2, 2)
-            cluster.open(Needs("cpu", 1))
+            cluster.open(RankRequirements("cpu", 1))
             group = group_of(cluster, hardware)
             lost = cluster.nodes[1].name
             real.kill(2)
-            assert group.watch(lambda: False, time.monotonic() + 120) is Stop.FAILED
-            verdict = judge(group.evidence())
+            assert group.watch(lambda: False, time.monotonic() + 120) is WatchEnd.FAILED
+            verdict = classify_failure(group.evidence())
             assert (verdict.kind, verdict.source) == (OutcomeKind.INFRASTRUCTURE, Source.NODE)
             assert verdict.reason.startswith(f"node {lost}: ")
             group.end()
@@ -231,8 +231,8 @@ def test_nodes_that_are_lost_come_back(real: Ray, tmp_path: Path) -> None:
             group = group_of(cluster, hardware)
             assert nodes._driver is not None
             nodes._driver.send_signal(signal.SIGKILL)
-            assert group.watch(lambda: False, time.monotonic() + 120) is Stop.FAILED
-            assert judge(group.evidence()).kind is OutcomeKind.INFRASTRUCTURE
+            assert group.watch(lambda: False, time.monotonic() + 120) is WatchEnd.FAILED
+            assert classify_failure(group.evidence()).kind is OutcomeKind.INFRASTRUCTURE
             group.end()
             cluster.reconnect()
             group_of(cluster, hardware).end()

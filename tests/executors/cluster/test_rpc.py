@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from autotune.executors.cluster import rpc as wires
-from autotune.executors.cluster.rpc import Echo, Wire
+from autotune.executors.cluster.rpc import AgentConnection, OutputForwarder
 from autotune.executors.cluster.transports import agent_words
 from tests.conftest import wait_until
 from tests.executors.cluster.hosts import Hosts
@@ -49,7 +49,7 @@ def read_all(reads: int, into: list[bytes]) -> threading.Thread:
 
 
 def test_what_is_read_is_all_there(pager: tuple[int, int], tmp_path: Path) -> None:
-    echo, found = Echo(pager[1], tmp_path / "log"), []
+    echo, found = OutputForwarder(pager[1], tmp_path / "log"), []
     thread = read_all(pager[0], found)
     for _ in range(100):
         echo.give(LINE * 100)
@@ -60,7 +60,7 @@ def test_what_is_read_is_all_there(pager: tuple[int, int], tmp_path: Path) -> No
 
 
 def test_nobody_waits_for_a_reader_and_the_oldest_is_left_out(pager: tuple[int, int], tmp_path: Path) -> None:
-    echo, found = Echo(pager[1], tmp_path / "log", most_bytes=2**18), []
+    echo, found = OutputForwarder(pager[1], tmp_path / "log", most_bytes=2**18), []
     echo.give(LINE * 5000)
     wait_until(lambda: unread(pager[0]) == 2**16, "the pipe to be full")
     given = len(LINE) * 5000
@@ -85,7 +85,7 @@ def test_nobody_waits_for_a_reader_and_the_oldest_is_left_out(pager: tuple[int, 
 
 
 def test_an_end_that_nobody_reads_is_not_waited_for(pager: tuple[int, int], tmp_path: Path) -> None:
-    echo = Echo(pager[1], tmp_path / "log")
+    echo = OutputForwarder(pager[1], tmp_path / "log")
     echo.give(LINE * 10_000)
     echo.close()
     assert echo._thread is not None
@@ -95,12 +95,12 @@ def test_an_end_that_nobody_reads_is_not_waited_for(pager: tuple[int, int], tmp_
 def test_a_reader_that_is_gone_costs_nothing(tmp_path: Path) -> None:
     reads, writes = os.pipe()
     os.close(reads)
-    echo = Echo(writes, tmp_path / "log")
+    echo = OutputForwarder(writes, tmp_path / "log")
     echo.give(LINE)
     echo.give(LINE)
     echo.close()
     os.close(writes)
-    Echo(writes, tmp_path / "log").close()
+    OutputForwarder(writes, tmp_path / "log").close()
 
 
 LOUD = """
@@ -114,21 +114,21 @@ sys.stdin.read()
 """
 
 
-def is_heard(wire: Wire) -> None:
+def is_heard(wire: AgentConnection) -> None:
     with closing(wire):
         wire.greet(60)
         wire.start_echo()
         wire.tell("go")
         heard: list[str] = []
         wait_until(lambda: heard.extend(event["type"] for event in wire.events()) or "written" in heard, "its agent")
-        assert not wire.down
+        assert not wire.failure
 
 
 def test_a_node_is_heard_though_nobody_reads_what_its_ranks_write(
     pager: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wires, "_STANDARD_ERROR", pager[1])
-    is_heard(Wire("n1", [agent_words()[0], "-c", LOUD], tmp_path / "log"))
+    is_heard(AgentConnection("n1", [agent_words()[0], "-c", LOUD], tmp_path / "log"))
     assert (tmp_path / "log").read_bytes().endswith(b"a line of a training\n"), "its end is kept"
 
 
@@ -138,4 +138,4 @@ def test_so_is_one_that_is_reached_over_ssh(
     """Its ranks' words and its agent's share a channel there: where the first are not taken the second do not come."""
     monkeypatch.setattr(wires, "_STANDARD_ERROR", pager[1])
     there = shlex.join([agent_words()[0], "-c", LOUD])
-    is_heard(Wire("node1", ["ssh", "-T", "node1", there], tmp_path / "log"))
+    is_heard(AgentConnection("node1", ["ssh", "-T", "node1", there], tmp_path / "log"))

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 import autotune
 from autotune.errors import UserError
 from autotune.executors.cluster import rpc as wires
-from autotune.executors.cluster.cluster import Cluster, Wishes
-from autotune.executors.cluster.rpc import NotGreeted, Wire
-from autotune.executors.cluster.sync import Deposit, Moved, is_there, parcel_of
+from autotune.executors.cluster.cluster import Cluster, NodeRequirements
+from autotune.executors.cluster.rpc import AgentConnection, NoGreeting
+from autotune.executors.cluster.sync import Deposit, PathMap, is_there, parcel_of
 from autotune.executors.cluster.transports import BOOT, PACKAGE, Host, preamble
 from tests.conftest import SCRIPTS, wait_until
 from tests.executors.cluster.hosts import HIDDEN, Hosts
@@ -241,7 +241,7 @@ def test_a_node_that_has_something_else_is_sent_it(tmp_path: Path, change: str) 
 
 
 def test_mentions_of_the_old_place() -> None:
-    moved = Moved({"/home/u/proj": "/tmp/a/proj-1"})
+    moved = PathMap({"/home/u/proj": "/tmp/a/proj-1"})
     spec = {
         "argv": ["/home/u/proj/train.py", "--deepspeed=/home/u/proj/ds.json", "/home/u/project"],
         "n": 3,
@@ -262,8 +262,8 @@ def test_mentions_of_the_old_place() -> None:
 
 @given(st.text(alphabet="/ab:=x", max_size=30))
 def test_a_text_without_the_old_place_stays(text: str) -> None:
-    assert Moved({"/ab/x": "/new"}).path(text) == text or "/ab/x" in text
-    assert Moved({"/ab/x": "/new"}).path(f"/ab/x/{text.replace('x', 'y')}") == f"/new/{text.replace('x', 'y')}"
+    assert PathMap({"/ab/x": "/new"}).path(text) == text or "/ab/x" in text
+    assert PathMap({"/ab/x": "/new"}).path(f"/ab/x/{text.replace('x', 'y')}") == f"/new/{text.replace('x', 'y')}"
 
 
 # -- the package -------------------------------------------------------------------------------------------------------------
@@ -287,7 +287,9 @@ def sent_folders() -> set[Path]:
 def test_an_agent_from_a_package_that_was_sent(tmp_path: Path, has: bool) -> None:
     before = sent_folders()
     place = PACKAGE if has else Path("/nowhere/autotune")
-    with closing(Wire("n1", [sys.executable, "-c", BOOT], tmp_path / "log", preamble(PACKAGE, place))) as wire:
+    with closing(
+        AgentConnection("n1", [sys.executable, "-c", BOOT], tmp_path / "log", preamble(PACKAGE, place))
+    ) as wire:
         wire.greet(60)
         made = sent_folders() - before
         assert len(made) == (0 if has else 1)
@@ -302,7 +304,7 @@ def test_a_file_in_the_folder_of_a_login_stands_in_for_no_library(tmp_path: Path
     for name in ("random", "tarfile", "json"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not the library')")
     there = ["sh", "-c", 'cd "$0" && exec "$@"', str(tmp_path), sys.executable, "-c", BOOT]
-    with closing(Wire("n1", there, tmp_path / "log", preamble(PACKAGE, Path("/nowhere/autotune")))) as wire:
+    with closing(AgentConnection("n1", there, tmp_path / "log", preamble(PACKAGE, Path("/nowhere/autotune")))) as wire:
         wire.greet(60)
         assert wire.ask("exists", 20, path="/")["there"]
 
@@ -310,12 +312,12 @@ def test_a_file_in_the_folder_of_a_login_stands_in_for_no_library(tmp_path: Path
 @pytest.mark.usefixtures("apart")
 def test_what_a_killed_agent_was_sent_goes_with_the_next(tmp_path: Path) -> None:
     before, words = sent_folders(), [sys.executable, "-c", BOOT]
-    with closing(Wire("n1", words, tmp_path / "log", preamble(PACKAGE, Path("/nowhere/autotune")))) as wire:
+    with closing(AgentConnection("n1", words, tmp_path / "log", preamble(PACKAGE, Path("/nowhere/autotune")))) as wire:
         os.kill(int(wire.greet(60)["pid"]), signal.SIGKILL)
-        wait_until(lambda: bool(wire.down), "its death to be known")
+        wait_until(lambda: bool(wire.failure), "its death to be known")
         left = sent_folders() - before
         assert len(left) == 1
-    with closing(Wire("n1", words, tmp_path / "log", preamble(PACKAGE))) as wire:
+    with closing(AgentConnection("n1", words, tmp_path / "log", preamble(PACKAGE))) as wire:
         wire.greet(60)
         assert not left & sent_folders()
 
@@ -324,9 +326,9 @@ def test_what_a_killed_agent_was_sent_goes_with_the_next(tmp_path: Path) -> None
 def test_a_stream_that_ends_halfway_leaves_nothing(tmp_path: Path) -> None:
     before = sent_folders()
     half = preamble(PACKAGE, Path("/nowhere/autotune"))[:-1000]
-    with closing(Wire("n1", [sys.executable, "-c", BOOT], tmp_path / "log", half)) as wire:
+    with closing(AgentConnection("n1", [sys.executable, "-c", BOOT], tmp_path / "log", half)) as wire:
         wire._closing.set()  # no beats after it
-        with pytest.raises(NotGreeted):
+        with pytest.raises(NoGreeting):
             wire.greet(1)
     assert sent_folders() == before
 
@@ -336,13 +338,13 @@ def test_a_login_may_take_longer_than_a_silence(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(wires, "SILENT_SECONDS", 0.2)
     assert len(preamble(PACKAGE)) > 2**17
     slow = ["sh", "-c", 'sleep 1; exec "$0" "$@"', sys.executable, "-c", BOOT]
-    with closing(Wire("n1", slow, tmp_path / "log", preamble(PACKAGE))) as wire:
+    with closing(AgentConnection("n1", slow, tmp_path / "log", preamble(PACKAGE))) as wire:
         wire.greet(60)
 
 
 def test_a_login_that_never_ends_is_named(tmp_path: Path) -> None:
-    with closing(Wire("n1", ["sleep", "600"], tmp_path / "log", preamble(PACKAGE))) as wire:
-        with pytest.raises(NotGreeted, match=r"no agent within 1 s, and what --sync sends was not taken: the login"):
+    with closing(AgentConnection("n1", ["sleep", "600"], tmp_path / "log", preamble(PACKAGE))) as wire:
+        with pytest.raises(NoGreeting, match=r"no agent within 1 s, and what --sync sends was not taken: the login"):
             wire.greet(1)
         wire._process.kill()
 
@@ -353,7 +355,7 @@ class Booted:
     def command(self, node: str) -> list[str]:
         return [sys.executable, "-c", BOOT]
 
-    def complaint(self, node: str, failure: NotGreeted) -> str:
+    def complaint(self, node: str, failure: NoGreeting) -> str:
         return f"{node}: {failure.log}"
 
 
@@ -366,15 +368,17 @@ def test_a_folder_that_a_node_has_not(tmp_path: Path, monkeypatch: pytest.Monkey
     made = parcel_of(folder)
     assert made.archive
     folder.rename(tmp_path / "elsewhere")
-    wishes = Wishes("cpu", path=str(folder), parcels=(made,), preamble=preamble(PACKAGE), lasting=lasting)
-    cluster = Cluster([Host("n1", (0,))], Booted(), wishes, tmp_path / "nodes", say=said.append)
+    requirements = NodeRequirements(
+        "cpu", path=str(folder), parcels=(made,), preamble=preamble(PACKAGE), lasting=lasting
+    )
+    cluster = Cluster([Host("n1", (0,))], Booted(), requirements, tmp_path / "nodes", say=said.append)
     with closing(cluster):
         cluster.reach()
         assert len(said) == 1
         place = Path(said[0].split(", into ")[1].split(":")[0])
         assert place.name.startswith("proj-")
         assert (place / "lib" / "data.py").exists()
-        cwd = os.readlink(f"/proc/{cluster.nodes[0].wire.greeting['pid']}/cwd")
+        cwd = os.readlink(f"/proc/{cluster.nodes[0].connection.greeting['pid']}/cwd")
         assert Path(cwd) in (place, Path.cwd())
         (place / "written").write_text("by a training")
     assert (place / "written").exists() == lasting
@@ -389,9 +393,9 @@ def test_a_node_without_rsync_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     made = parcel_of(folder)
     assert made.archive
     folder.rename(tmp_path / "elsewhere")
-    wishes = Wishes("cpu", path=str(folder), parcels=(made,), preamble=preamble(PACKAGE))
+    requirements = NodeRequirements("cpu", path=str(folder), parcels=(made,), preamble=preamble(PACKAGE))
     said = r"^node n1: --sync needs rsync, which is not installed\. Install it: "
-    cluster = Cluster([Host("n1", (0,))], Booted(), wishes, tmp_path / "nodes")
+    cluster = Cluster([Host("n1", (0,))], Booted(), requirements, tmp_path / "nodes")
     with closing(cluster), pytest.raises(UserError, match=said):
         cluster.reach()
 

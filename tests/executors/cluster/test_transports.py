@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from autotune.executors.cluster.rpc import NotGreeted
+from autotune.executors.cluster.rpc import NoGreeting
 from autotune.executors.cluster.transports import PACKAGE, Ssh
 
 
 def said(log: str, code: int | None = 255, came: str = "") -> str:
     text = Ssh("/usr/bin/python3", PACKAGE).complaint(
-        "worker-1", NotGreeted("worker-1", "the way to it ended with exit status 127", came, log, code)
+        "worker-1", NoGreeting("worker-1", "the way to it ended with exit status 127", came, log, code)
     )
     assert "\n" not in text
     assert text.startswith("node worker-1")

@@ -16,8 +16,8 @@ import pytest
 from autotune.commands.slurm_submit import _follow, batch_script, limit_seconds, options_of
 from autotune.errors import UserError
 from autotune.executors.cluster import transports
-from autotune.executors.cluster.cluster import Cluster, Wishes
-from autotune.executors.cluster.rpc import NotGreeted
+from autotune.executors.cluster.cluster import Cluster, NodeRequirements
+from autotune.executors.cluster.rpc import NoGreeting
 from autotune.executors.cluster.transports import (
     PACKAGE,
     Srun,
@@ -26,10 +26,10 @@ from autotune.executors.cluster.transports import (
     in_allocation,
     preamble,
 )
-from autotune.executors.machine import Needs
+from autotune.executors.machine import RankRequirements
 from autotune.problem.outcome import OutcomeKind, Source
-from autotune.workers.failure_classifier import judge
-from autotune.workers.group import Policy, Stop, WorkerGroup
+from autotune.workers.failure_classifier import classify_failure
+from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.memory_monitor import Meter
 from tests.cli_call import call
 from tests.conftest import wait_until
@@ -37,7 +37,9 @@ from tests.executors.cluster.hosts import only_tests
 from tests.executors.cluster.slurm_cluster import WHY_NOT, Slurm, made_slurm
 
 HOUR = 3600.0
-SENT = Wishes("cpu", preamble=preamble(PACKAGE, Path("/nowhere/autotune")))  # to nodes that have not the package
+SENT = NodeRequirements(
+    "cpu", preamble=preamble(PACKAGE, Path("/nowhere/autotune"))
+)  # to nodes that have not the package
 NONE = {"partition": None, "account": None, "time": None, "more": []}
 
 
@@ -59,9 +61,9 @@ def test_what_sbatch_is_told() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nodes=3", "autotune sets it"),
-        ("wrap=reboot", "autotune sets it"),
-        ("export=NONE", "autotune sets it"),
+        ("nodes=3", "autotune sets this option"),
+        ("wrap=reboot", "autotune sets this option"),
+        ("export=NONE", "autotune sets this option"),
         ("a b", "expected KEY=VALUE"),
         ("=", "expected"),
     ],
@@ -99,7 +101,7 @@ def test_a_time_limit_in_which_nothing_can_be_done(limit: str) -> None:
 def test_a_job_that_was_ended_before_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = tmp_path / "code"
     code.write_text("143\n")
-    with pytest.raises(UserError, match="job 7 was told to end before it had begun: give it a longer --time"):
+    with pytest.raises(UserError, match=r"job 7 was stopped before it began\. Give it a longer --time"):
         _follow("7", tmp_path / "log", code, pytest.fail)
 
 
@@ -194,7 +196,7 @@ def test_a_machine_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_srun_says() -> None:
     said = "srun: error: Unable to create step for job 5: Invalid node name specified"
-    text = Srun("5").complaint("n9", NotGreeted("n9", "ended", "", said, 1))
+    text = Srun("5").complaint("n9", NoGreeting("n9", "ended", "", said, 1))
     assert (
         text
         == "node n9: Slurm starts no agent there (error: Unable to create step for job 5: Invalid node name specified)"
@@ -232,21 +234,21 @@ def test_agents_of_an_allocation(real: Slurm, tmp_path: Path, monkeypatch: pytes
         with closing(cluster):
             hardware = cluster.reach()
             assert (hardware.count, hardware.nodes) == (2, 2)
-            cluster.open(Needs("cpu", 1))
+            cluster.open(RankRequirements("cpu", 1))
             group = WorkerGroup(
                 cluster.launcher,
                 hardware,
                 Meter(),
-                Policy(HOUR, lambda phase: HOUR, settle_seconds=0.2, may_leave=False),
+                GroupPolicy(HOUR, lambda phase: HOUR, settle_seconds=0.2, may_exit=False),
             )
-            assert group.start("tests.workers.fake_rank", 2, {}) is Stop.ARRIVED
-            agent = psutil.Process(int(cluster.nodes[1].wire.greeting["pid"]))
+            assert group.start("tests.workers.fake_rank", 2, {}) is WatchEnd.ARRIVED
+            agent = psutil.Process(int(cluster.nodes[1].connection.greeting["pid"]))
             step = agent.parent()
             assert step is not None
             assert step.name() == "slurmstepd"
             step.kill()
-            assert group.watch(lambda: False, time.monotonic() + 120) is Stop.FAILED
-            verdict = judge(group.evidence())
+            assert group.watch(lambda: False, time.monotonic() + 120) is WatchEnd.FAILED
+            verdict = classify_failure(group.evidence())
             assert (verdict.kind, verdict.source) == (OutcomeKind.INFRASTRUCTURE, Source.NODE)
             assert verdict.reason.startswith("node n2: ")
             group.end()
@@ -260,7 +262,7 @@ def test_agents_of_an_allocation(real: Slurm, tmp_path: Path, monkeypatch: pytes
     ("options", "said"),
     [
         (["--partition", "none"], "--executor slurm: error: .*partition"),
-        (["--nodes", "5"], r"--executor slurm: the job can never start \(PartitionConfig\): ask for fewer nodes"),
+        (["--nodes", "5"], r"--executor slurm: the job can never start \(PartitionConfig\). Request fewer nodes"),
         (["--time", "soon"], "--executor slurm: error: .*time"),
     ],
 )

@@ -14,14 +14,14 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.executors.base import RESUME, Effort
-from autotune.executors.cluster.cluster import Cluster, Wishes
+from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.transports import Host, Ssh, read_hostfile
 from autotune.executors.local import LocalExecutor
-from autotune.executors.machine import Needs
+from autotune.executors.machine import RankRequirements
 from autotune.problem.outcome import OutcomeKind, Phase, Source
 from autotune.util.units import MIB
-from autotune.workers.failure_classifier import judge
-from autotune.workers.group import Policy, Stop, WorkerGroup
+from autotune.workers.failure_classifier import classify_failure
+from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.memory_monitor import Meter
 from tests.conftest import SCRIPTS, make_candidate, make_job, pid_lives, wait_until
 from tests.executors.cluster.hosts import Hosts
@@ -55,7 +55,7 @@ def reached(hosts: Hosts, folder: Path, **wishes: object) -> Iterator[Cluster]:
     cluster = Cluster(
         read_hostfile(hosts.hostfile()),
         Ssh(),
-        Wishes("cpu", **wishes),
+        NodeRequirements("cpu", **wishes),
         folder / "nodes",  # type: ignore[arg-type]
     )
     with left_as_found(hosts), closing(cluster):
@@ -68,8 +68,8 @@ def test_two_hosts_are_reached_and_left_as_they_were(hosts: Hosts, tmp_path: Pat
         assert all(host.processes() for host in hosts.hosts)
         spread = cluster.launcher
         assert spread.store_host == (hosts[0].address if hosts.own_links else "127.0.0.1")
-        assert cluster.all_see(tmp_path)
-        assert not cluster.all_see(tmp_path / "none")
+        assert cluster.is_shared_path(tmp_path)
+        assert not cluster.is_shared_path(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_two_hosts_are_reached_and_left_as_they_were(hosts: Hosts, tmp_path: Pat
 def test_a_host_that_cannot_be_used_is_said_in_one_line(
     left_hosts: Hosts, tmp_path: Path, name: str, said: str
 ) -> None:
-    cluster = Cluster([Host("node1", (0,)), Host(name, (0,))], Ssh(), Wishes("cpu"), tmp_path)
+    cluster = Cluster([Host("node1", (0,)), Host(name, (0,))], Ssh(), NodeRequirements("cpu"), tmp_path)
     with pytest.raises(UserError) as caught:
         cluster.reach()
     assert said in str(caught.value)
@@ -98,7 +98,7 @@ def test_a_host_without_this_package_or_python(hosts: Hosts, tmp_path: Path) -> 
         (Ssh("/opt/no/python"), "node node1: no /opt/no/python there"),
     ):
         with pytest.raises(UserError, match=said):
-            Cluster([Host("node1", (0,))], transport, Wishes("cpu"), tmp_path).reach()
+            Cluster([Host("node1", (0,))], transport, NodeRequirements("cpu"), tmp_path).reach()
 
 
 def test_the_command_line_says_it_with_exit_code_2(left_hosts: Hosts, tmp_path: Path) -> None:
@@ -121,26 +121,26 @@ def running(hosts: Hosts, folder: Path, said: list[str]) -> Iterator[tuple[Clust
     """A group of fake ranks, one on each host, that is ready."""
     with reached(hosts, folder) as cluster:
         cluster.say = said.append
-        cluster.open(Needs("cpu", 1))
+        cluster.open(RankRequirements("cpu", 1))
         ready: set[int] = set()
         group = WorkerGroup(
             cluster.launcher,
             cluster.nodes[0].hardware,  # type: ignore[arg-type]
             Meter(),
-            Policy(HOUR, lambda phase: HOUR, settle_seconds=0.2, may_leave=False),
+            GroupPolicy(HOUR, lambda phase: HOUR, settle_seconds=0.2, may_exit=False),
             on_message=lambda rank, message: ready.add(rank) if message.get("phase") == "ready" else None,
         )
         try:
-            assert group.start("tests.workers.fake_rank", 2, {}, logs=folder) is Stop.ARRIVED
-            assert group.watch(lambda: len(ready) == 2) is Stop.ARRIVED
+            assert group.start("tests.workers.fake_rank", 2, {}, logs=folder) is WatchEnd.ARRIVED
+            assert group.watch(lambda: len(ready) == 2) is WatchEnd.ARRIVED
             yield cluster, group
         finally:
             group.end()
 
 
 def is_lost(cluster: Cluster, group: WorkerGroup, name: str) -> None:
-    assert group.watch(lambda: False, time.monotonic() + 120) is Stop.FAILED
-    verdict = judge(group.evidence())
+    assert group.watch(lambda: False, time.monotonic() + 120) is WatchEnd.FAILED
+    verdict = classify_failure(group.evidence())
     assert (verdict.kind, verdict.source) == (OutcomeKind.INFRASTRUCTURE, Source.NODE)
     assert verdict.reason.startswith(f"node {name}: ")
     assert cluster.broken
@@ -174,10 +174,10 @@ def test_a_link_that_is_cut(hosts: Hosts, tmp_path: Path) -> None:
     with running(hosts, tmp_path, said) as (cluster, group):
         hosts[1].cut()
         try:
-            assert group.watch(lambda: False, time.monotonic() + 5.0) is Stop.DEADLINE
+            assert group.watch(lambda: False, time.monotonic() + 5.0) is WatchEnd.DEADLINE
         finally:
             hosts[1].mend()
-        assert group.watch(lambda: False, time.monotonic() + 8.0) is Stop.DEADLINE
+        assert group.watch(lambda: False, time.monotonic() + 8.0) is WatchEnd.DEADLINE
         assert len(group.peaks().used) == 2
         hosts[1].cut()
         try:
@@ -193,11 +193,11 @@ def test_a_link_that_is_cut(hosts: Hosts, tmp_path: Path) -> None:
 def test_a_killed_tuner_leaves_nothing_on_the_hosts(left_hosts: Hosts, tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from tests.executors.cluster.test_transports_ssh import *\n"
-        "cluster = Cluster(read_hostfile(Path(sys.argv[1])), Ssh(), Wishes('cpu'), Path(sys.argv[2]))\n"
-        "cluster.reach(); cluster.open(Needs('cpu', 1))\n"
+        "cluster = Cluster(read_hostfile(Path(sys.argv[1])), Ssh(), NodeRequirements('cpu'), Path(sys.argv[2]))\n"
+        "cluster.reach(); cluster.open(RankRequirements('cpu', 1))\n"
         "group = WorkerGroup(cluster.launcher, cluster.nodes[0].hardware, Meter(), "
-        "Policy(HOUR, lambda p: HOUR, 0.2, may_leave=False))\n"
-        "assert group.start('tests.workers.fake_rank', 2, {}) is Stop.ARRIVED; print('up', flush=True); time.sleep(600)"
+        "GroupPolicy(HOUR, lambda p: HOUR, 0.2, may_exit=False))\n"
+        "assert group.start('tests.workers.fake_rank', 2, {}) is WatchEnd.ARRIVED; print('up', flush=True); time.sleep(600)"
     )
     words = [sys.executable, "-c", program, str(left_hosts.hostfile()), str(tmp_path)]
     tuner = subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
@@ -220,12 +220,12 @@ def _spread_bench(_hosts_of_this_worker: Hosts, tmp_path_factory: pytest.TempPat
         cluster = Cluster(
             read_hostfile(_hosts_of_this_worker.hostfile()),
             Ssh(),
-            Wishes("cpu", memory_cap_bytes=2000 * MIB),
+            NodeRequirements("cpu", memory_cap_bytes=2000 * MIB),
             folder / "nodes",
         )
         with closing(cluster):
             hardware = cluster.reach()
-            executor = LocalExecutor(make_job(2), hardware, folder, [make_candidate()], ground=cluster)
+            executor = LocalExecutor(make_job(2), hardware, folder, [make_candidate()], target=cluster)
             executor.open(lambda text: None)
             yield executor
 
@@ -285,13 +285,13 @@ def test_a_candidate_goes_on_from_a_checkpoint_that_both_hosts_see(spread_bench:
 def test_whoever_is_killed_in_a_trial_the_next_one_measures(
     spread_bench: LocalExecutor, hosts: Hosts, who: str
 ) -> None:
-    ground = spread_bench.ground
+    ground = spread_bench.target
     assert isinstance(ground, Cluster)
 
     def kill(phase: str) -> None:
         if phase == "forward":
-            agent = int(ground.nodes[1].wire.greeting["pid"])
-            pid = session._group._workers[1] if who == "a rank" else agent  # type: ignore[union-attr]
+            agent = int(ground.nodes[1].connection.greeting["pid"])
+            pid = session._group._rank_pids[1] if who == "a rank" else agent  # type: ignore[union-attr]
             os.kill(pid, signal.SIGKILL)
 
     spread_bench.on_phase = kill
@@ -304,7 +304,7 @@ def test_whoever_is_killed_in_a_trial_the_next_one_measures(
     assert outcome.kind is (OutcomeKind.CRASH if who == "a rank" else OutcomeKind.INFRASTRUCTURE), outcome
     if who == "the agent":
         assert outcome.reason.startswith("node node2: ")
-        assert not pid_lives(session._group._workers[1])  # type: ignore[union-attr]
+        assert not pid_lives(session._group._rank_pids[1])  # type: ignore[union-attr]
     assert run(spread_bench, 1, f"after {who}").ok
 
 
@@ -334,7 +334,7 @@ def test_a_script_is_tuned_and_trained(left_hosts: Hosts, tmp_path: Path) -> Non
     assert "'train_runtime'" in trained.stderr, "what ranks write is shown"
     alone = call(["launch", "mine", "--", *script], tmp_path)
     assert alone.returncode == 2
-    assert "it was tuned on 2 nodes with 1 devices each: give --hostfile FILE" in alone.stderr
+    assert "the study was tuned on 2 nodes with 1 devices each. Add --hostfile FILE" in alone.stderr
 
 
 def call(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:

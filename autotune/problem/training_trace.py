@@ -1,0 +1,101 @@
+"""Training trace: what the first optimizer steps of a run computed. Plain data, merged over the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+LEAST_STEPS = 3  # traced optimizer steps that a comparison needs
+MOST_STEPS = 5  # traced optimizer steps; a search trial runs two warm-up steps and at least three measured ones
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """One optimizer step, over all ranks. None: the quantity was not seen."""
+
+    micro_batches: int  # iterations of the script's loop: forwards of a rank that a backward follows
+    forwards: int  # forwards of a rank with gradients
+    rows: int  # over all ranks
+    digest: float  # sum over the rows; independent of their order and of the split into micro-batches
+    loss: float | None  # sum over the backwards, each weighted as the engine does; mean over the ranks
+    gradient_norm: float | None  # global norm with which the optimizer stepped, before DeepSpeed's clipping
+    update: float | None  # root of the mean square by which sampled weights changed
+    rates: tuple[float, ...]  # learning rate of every parameter group
+    skipped: bool = False  # the optimizer did not run, because fp16 gradients overflowed
+
+
+@dataclass(frozen=True)
+class TrainingTrace:
+    """First optimizer steps of a run from the study's random state."""
+
+    steps: tuple[TracedStep, ...]
+    stage: int
+    precision: str  # fp32, bf16 or fp16
+    accumulation: int  # of the engine's config; a script may run more backwards
+    draws: bool = False  # random numbers were drawn between the first forward and the last traced step
+    missing: str = ""  # why a quantity was not seen
+    # relative difference between two runs of the user's own config, by quantity; only in the trace of the probe run
+    floor: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def counted(self) -> list[TracedStep]:
+        """Steps in which the optimizer ran."""
+        return [step for step in self.steps if not step.skipped]
+
+    @property
+    def iterations(self) -> int:
+        """Iterations of the script's loop per optimizer step; 0 if nothing was traced."""
+        return statistics.mode(step.micro_batches for step in self.steps) if self.steps else 0
+
+    @classmethod
+    def merged(cls, ranks: Sequence[Mapping[str, Any] | None]) -> TrainingTrace | None:
+        """Merge the reports of all ranks (`rank.training_trace.TraceRecorder.report`); None if a rank has none."""
+        told = [one for one in ranks if one and one["steps"]]
+        if not told or len(told) < len(ranks):
+            return None
+        first = told[0]
+        length = min(len(one["steps"]) for one in told)
+        steps = tuple(_merged([one["steps"][at] for one in told]) for at in range(length))
+        return cls(
+            steps,
+            first["stage"],
+            first["precision"],
+            first["accumulation"],
+            any(one["draws"] for one in told),
+            next((one["missing"] for one in told if one["missing"]), ""),
+        )
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TrainingTrace:
+        """Read the output of `dataclasses.asdict`; fields of a newer version are dropped."""
+        known = _of(cls, data)
+        steps = (_of(TracedStep, step) for step in data["steps"])
+        return cls(**{**known, "steps": tuple(TracedStep(**{**s, "rates": tuple(s["rates"])}) for s in steps)})
+
+
+def _of(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    names = {one.name for one in dataclasses.fields(kind)}
+    return {name: value for name, value in data.items() if name in names}
+
+
+def _merged(ranks: Sequence[Mapping[str, Any]]) -> TracedStep:
+    """Merge one step of all ranks: rows add up, losses are averaged, and sampled weights may lie on any rank."""
+    first = ranks[0]
+    losses = [one["loss"] for one in ranks if one["loss"] is not None]
+    norms = [one["gradient_norm"] for one in ranks if one["gradient_norm"] is not None]
+    elements = sum(one["elements"] for one in ranks)
+    return TracedStep(
+        micro_batches=first["micro_batches"],
+        forwards=first["forwards"],
+        rows=sum(one["rows"] for one in ranks),
+        digest=math.fsum(one["digest"] for one in ranks),
+        loss=math.fsum(losses) / len(losses) if losses else None,
+        gradient_norm=max(norms, default=None),
+        update=math.sqrt(sum(one["squares"] for one in ranks) / elements) if elements else None,
+        rates=tuple(first["rates"]),
+        skipped=first["skipped"],
+    )

@@ -1,0 +1,318 @@
+"""Recorder of the training trace in a rank: batches, loss, gradient norm, update and learning rates of first steps."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autotune.problem.training_trace import MOST_STEPS
+
+_SAMPLED = 16  # parameters, evenly spaced over the model's trained ones
+_ELEMENTS = 512  # of each sampled parameter, evenly spaced over it
+_OF_A_ROW = 32  # first elements of a row that its digest reads
+_LARGEST = sys.float_info.max  # stands for a value that is not finite, which JSON cannot hold
+
+
+class TraceRecorder:
+    """Record the first optimizer steps of the engine that trains, on one rank.
+
+    The recorder runs no collective and draws no random number. Every rank reports its own shards, and
+    `TrainingTrace.merged` adds them up. An error while recording leaves the quantity out and never ends the training.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0  # spent on recording in the current step
+        self.restart()
+
+    def restart(self) -> None:
+        """Drop all recorded steps, because another engine turned out to train."""
+        self._steps: list[dict[str, Any]] = []
+        self._step = _new_step()
+        self._pending: list[tuple[int, Any]] = []  # (rows, digest) of forwards in evaluation mode
+        self._in_backward = False
+        self._root: Any = None  # tensor on which autograd runs now
+        self._sample: list[tuple[Any, Any]] | None = None  # (parameter, positions)
+        self._before: list[Any] | None = None
+        self._own_norm: Any = None
+        self._skipped = 0
+        self._states: tuple[Any, ...] | None = None  # states of the generators at the first forward
+        self._draws = False
+        self._about: dict[str, Any] = {"stage": 0, "precision": "fp32", "accumulation": 1}
+        self._missing = ""
+
+    @property
+    def records(self) -> bool:
+        """True until the last step to trace has ended."""
+        return len(self._steps) < MOST_STEPS
+
+    def forward(self, tensor: Any, rows: int, *, certain: bool) -> None:
+        """Record a forward with gradients.
+
+        Args:
+            tensor: the tensor that counts the rows; None if unknown.
+            rows: rows of the forward.
+            certain: False in evaluation mode, in which a forward counts only if a backward follows.
+        """
+        if not self.records:
+            return
+        with _Timed(self):
+            if self._states is None:
+                self._states = _generator_states()
+            self._in_backward = False
+            seen = (rows, _digest(tensor))
+            if certain:
+                self._pending.clear()
+                self._count(*seen)
+            else:
+                self._pending.append(seen)
+
+    def _count(self, rows: int, digest: Any) -> None:
+        self._step["forwards"] += 1
+        self._step["rows"] += rows
+        if digest is not None:
+            self._step["digests"].append(digest)
+
+    def root(self, tensors: Any) -> None:
+        """Note the tensor on which autograd begins a backward, for scripts that call `loss.backward()`."""
+        self._root = tensors[0] if isinstance(tensors, Sequence) and len(tensors) else tensors
+
+    def backward(self, engine: Any, loss: Any = None, *, scaled: bool = True) -> None:
+        """Record the loss whose backward begins.
+
+        Args:
+            engine: the engine.
+            loss: argument of `engine.backward`; None takes the tensor on which autograd runs.
+            scaled: the engine divides the loss by its accumulation.
+        """
+        if not self.records:
+            return
+        with _Timed(self):
+            for seen in self._pending:
+                self._count(*seen)
+            self._pending.clear()
+            self._step["micro_batches"] += not self._in_backward
+            self._in_backward = True
+            weight = 1.0 / engine.gradient_accumulation_steps() if scaled else 1.0
+            if loss is None:
+                loss = self._root
+                weight /= float(getattr(engine.optimizer, "loss_scale", 1.0) or 1.0) if engine.fp16_enabled() else 1.0
+            if getattr(loss, "numel", lambda: 0)() == 1:
+                self._step["losses"].append(loss.detach().float().reshape(()) * weight)
+
+    def before_step(self, engine: Any) -> None:
+        """Record learning rates and weights before the optimizer runs."""
+        if not self.records:
+            return
+        with _Timed(self):
+            if self._sample is None:
+                self._sample = _sampled(engine.module)
+                self._about = {
+                    "stage": int(engine.zero_optimization_stage()),
+                    "precision": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
+                    "accumulation": int(engine.gradient_accumulation_steps()),
+                }
+            self._skipped = int(getattr(engine, "skipped_steps", 0))
+            self._step["rates"] = [float(group["lr"]) for group in engine.optimizer.param_groups]
+            self._own_norm = None
+            # Stage 0 in fp32 steps with the module's gradients, and DeepSpeed keeps no norm of them.
+            if not (engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled()):
+                self._own_norm = _gradient_norm(engine.module)
+            self._before = self._weights(engine)
+
+    def after_step(self, engine: Any) -> None:
+        """Record the gradient norm and the update, and end the step."""
+        if not self.records:
+            return
+        with _Timed(self):
+            step, self._step = self._step, _new_step()
+            self._in_backward = False
+            norm = engine.get_global_grad_norm() if self._own_norm is None else self._own_norm
+            step["norm"] = norm
+            step["skipped"] = int(getattr(engine, "skipped_steps", 0)) > self._skipped
+            after = self._weights(engine) if self._before else None
+            if self._before and after:
+                pairs = [(a, b) for a, b in zip(self._before, after, strict=True) if a is not None and b is not None]
+                step["squares"] = [(b - a).square().sum() for a, b in pairs]
+                step["elements"] = sum(int(a.numel()) for a, _ in pairs)
+            self._before = None
+            self._steps.append(step)
+            if not self.records:
+                self._draws = self._states is not None and _generator_states() != self._states
+
+    def _weights(self, engine: Any) -> list[Any]:
+        """Return copies of this rank's share of the sampled weights in fp32."""
+        masters = _masters(engine)
+        return [_picked(parameter, positions, masters) for parameter, positions in self._sample or ()]
+
+    def report(self) -> dict[str, Any]:
+        """Return this rank's steps as JSON data."""
+        if self.records and self._steps:
+            self._draws = self._states is not None and _generator_states() != self._states
+        return {
+            **self._about,
+            "draws": self._draws,
+            "missing": self._missing,
+            "steps": [_plain(s) for s in self._steps],
+        }
+
+    def fail(self, error: Exception) -> None:
+        """Note why a quantity is missing."""
+        self._missing = self._missing or f"{type(error).__name__}: {error}"[:200]
+
+
+class _Timed:
+    """Block of recording: its seconds are counted, autograd is off, and its errors are noted."""
+
+    def __init__(self, recorder: TraceRecorder) -> None:
+        import torch
+
+        self._recorder, self._no_grad = recorder, torch.no_grad()
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+        self._no_grad.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        self._no_grad.__exit__(kind, error, trace)
+        self._recorder.seconds += time.perf_counter() - self._began
+        if isinstance(error, Exception):
+            self._recorder.fail(error)
+            return True
+        return False
+
+
+def _new_step() -> dict[str, Any]:
+    return {
+        **dict.fromkeys(("micro_batches", "forwards", "rows", "elements"), 0),
+        "digests": [],
+        "losses": [],
+        "squares": [],
+        "rates": [],
+        "norm": None,
+        "skipped": False,
+    }
+
+
+def _plain(step: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a step with its tensors read, which waits for the device."""
+    kept = {key: step[key] for key in ("micro_batches", "forwards", "rows", "elements", "rates", "skipped")}
+    return {
+        **kept,
+        "digest": _finite(math.fsum(float(one) for one in step["digests"])),
+        "loss": _finite(sum(float(one) for one in step["losses"])) if step["losses"] else None,
+        "gradient_norm": None if step["norm"] is None else _finite(float(step["norm"])),
+        "squares": _finite(sum(float(one) for one in step["squares"])),
+    }
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else _LARGEST
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _digest(tensor: Any) -> Any:
+    """Return a number on the tensor's device that depends on the rows, and not on their order."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or not tensor.numel():
+        return None
+    rows = tensor.detach().reshape(tensor.shape[0], -1)[:, :_OF_A_ROW].double()
+    weights = torch.arange(1, rows.shape[1] + 1, device=rows.device, dtype=torch.float64).sqrt()
+    return torch.sin(rows @ weights).sum()
+
+
+def _generator_states() -> tuple[Any, ...]:
+    """Return the states of all generators that a training usually draws from."""
+    import torch
+
+    numpy = sys.modules.get("numpy")
+    states: list[Any] = [random.getstate()]
+    if numpy is not None:
+        _, keys, position, *_ = numpy.random.get_state()
+        states += [keys.tobytes(), position]
+    states.append(torch.get_rng_state().numpy().tobytes())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append(torch.cuda.get_rng_state().numpy().tobytes())
+    return tuple(states)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def _sampled(module: Any) -> list[tuple[Any, Any]]:
+    """Return sampled parameters with the positions of their sampled elements, the same at every stage."""
+    import torch
+
+    trained = [p for p in module.parameters() if p.requires_grad]
+    every = max(1, len(trained) / _SAMPLED)
+    chosen = [trained[int(at * every)] for at in range(min(_SAMPLED, len(trained)))]
+    sizes = [int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in chosen]
+    return [
+        (parameter, torch.arange(0, size, max(1, size // _ELEMENTS)))
+        for parameter, size in zip(chosen, sizes, strict=True)
+        if size
+    ]
+
+
+def _masters(engine: Any) -> dict[int, Any]:
+    """Return the fp32 copies that DeepSpeed's optimizers of stage 0 keep in 16 bits, by id of the parameter."""
+    optimizer, found = engine.optimizer, dict[int, Any]()
+    whole, flat = getattr(optimizer, "fp32_groups", None), getattr(optimizer, "fp32_groups_flat", None)
+    for at, group in enumerate(getattr(optimizer, "fp16_groups", None) or ()):
+        start = 0
+        for place, parameter in enumerate(group):
+            if whole:
+                found[id(parameter)] = whole[at][place]
+            elif flat:
+                found[id(parameter)] = flat[at].narrow(0, start, parameter.numel())
+                start += parameter.numel()
+    return found
+
+
+def _picked(parameter: Any, positions: Any, masters: Mapping[int, Any]) -> Any:
+    """Return a copy of the sampled elements that this rank holds in fp32; None if it holds none.
+
+    Source of the layouts: deepspeed 0.19.8, `utils/tensor_fragment.py` and `zero/partition_parameters.py`: stages 1
+    and 2 hold a fragment at an address of the parameter, stage 3 equal parts in the order of the ranks.
+    """
+    import torch
+
+    if hasattr(parameter, "ds_id"):
+        part, at = parameter._z3_optimizer.get_local_fp32_param(parameter), 0
+        if parameter.ds_tensor.numel() < parameter.ds_numel:
+            at = torch.distributed.get_rank(group=parameter.ds_process_group) * parameter.ds_tensor.numel()
+    elif hasattr(parameter, "_hp_mapping"):
+        if parameter._hp_mapping is None:
+            return None
+        part, at = parameter._hp_mapping.hp_fragment, parameter._hp_mapping.lp_fragment_address.start
+    else:
+        part, at = masters.get(id(parameter), parameter), 0
+        if part.dtype != torch.float32:  # rounding would hide the update
+            return None
+    flat = part.detach().reshape(-1)
+    inside = positions[(positions >= at) & (positions < at + flat.numel())] - at
+    return flat.index_select(0, inside.to(flat.device)).clone() if len(inside) else None
+
+
+def _gradient_norm(module: Any) -> Any:
+    """Return the norm of the gradients that the module's parameters hold; None without any."""
+    import torch
+
+    norms = [p.grad.detach().float().norm() for p in module.parameters() if p.grad is not None and not p.grad.is_sparse]
+    return torch.stack([one.to(norms[0].device) for one in norms]).norm() if norms else None
+
+
+def seed_all(seed: int, rank: int) -> None:
+    """Seed the generators of torch alike on all ranks, as torch does by default, and the others by rank."""
+    import torch
+
+    torch.manual_seed(seed)
+    random.seed(seed * 1_000_003 + rank)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed((seed * 1_000_003 + rank) % 2**32)

@@ -1,0 +1,434 @@
+"""Certificate: compare the training trace of a candidate with that of the user's own config."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.job import Job
+from autotune.problem.outcome import Outcome, OutcomeKind, Source
+from autotune.problem.training_trace import LEAST_STEPS, TracedStep, TrainingTrace
+from autotune.script.profile import loops_by_hand, own_candidate
+from autotune.search.trials import RESUME, Record
+from autotune.versions import StrEnum
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+#
+# Compare two traces, each quantity against its noise floor.
+#
+# Every quantity is the mean over the steps of the logarithm of a ratio, so that a constant factor stands out and single
+# steps do not.
+
+# Smallest tolerance, relative. Runs of one global batch agree to 1e-5 in fp32 and to 1e-3 in bf16 across all stages,
+# splits and offloads (`trace_by_stage.py` of issue 35, DeepSpeed 0.19.8, AdamW, three steps). Kernels of other devices
+# and two more steps get five times (bf16) and a hundred times (fp32) as much.
+LEAST_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-3, "fp16": 5e-3}
+_FLOORS = 4.0  # tolerated multiples of the floor, which is itself estimated from a few steps
+_MOST = math.log(1.4)  # no noise floor tolerates more: factors of 1.5 and 0.67 are always found
+_RATE_TOLERANCE = 0.01  # relative; a schedule's length in steps is rounded
+_ROWS_TOLERANCE = 0.25  # relative; the last batch of a data set may be smaller
+_CLAMP = 1e-3  # smallest ratio, for a quantity that is zero in one run
+_TINY = 1e-12  # a quantity below is zero
+_SMALL_LOSS = 1e-4  # losses around zero, such as those of policy gradients, are compared with this size
+_SAME_ROWS = 1e-6  # relative; digests of equal rows, summed in another order
+# Adam's betas by default. DeepSpeed makes a dummy optimizer step when it initializes stage 0 in 16 bits, so that Adam's
+# step counter is one ahead: 0.744x in the first step, 0.83x in the second, harmless (`DEEPSPEED_FAULTS.md`, 0.19.8).
+_BETAS = (0.9, 0.999)
+_COUNTER_TOLERANCE = 0.1
+
+LOSS, NORM, UPDATE, RATES, ROWS = "loss", "gradient norm", "update", "learning rate", "rows"
+
+
+class Verdict(StrEnum):
+    """Result of a comparison."""
+
+    SAME = "same"
+    DIFFERS = "differs"
+    NOT_COMPARED = "not compared"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Verdict on a candidate, in words."""
+
+    verdict: Verdict
+    text: str  # figures of an equal training, or the reason
+    quantity: str = ""  # that differs
+    factor: float = 1.0  # the candidate's value divided by the reference's
+    cause: str = ""  # knob because of which it differs; empty if unknown
+
+    @property
+    def line(self) -> str:
+        """Return the verdict as one line."""
+        if self.verdict is Verdict.SAME:
+            return f"trains the same: {self.text}"
+        return f"{'trains something else' if self.verdict is Verdict.DIFFERS else 'not compared'}: {self.text}"
+
+
+def floor_of(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
+    """Return by how much two runs of one config differ: the root mean square over the steps, by quantity."""
+    return {
+        name: math.sqrt(statistics.fmean(one * one for one in each))
+        for name in (LOSS, NORM, UPDATE)
+        if (each := _differences(first, second, name))
+    }
+
+
+def compare(reference: TrainingTrace, own: Candidate, trace: TrainingTrace, candidate: Candidate) -> Certificate:
+    """Compare a candidate's trace with the reference's.
+
+    Args:
+        reference: trace of the user's own config, with its noise floor.
+        own: the user's own config.
+        trace: the candidate's trace.
+        candidate: the candidate.
+    """
+    pairs = list(zip(reference.steps, trace.steps, strict=False))
+    if sum(not (a.skipped or b.skipped) for a, b in pairs) < LEAST_STEPS:
+        return Certificate(Verdict.NOT_COMPARED, f"fewer than {LEAST_STEPS} optimizer steps were traced")
+    if _samples(own) != _samples(candidate):
+        why = f"its steps have {_samples(candidate)} samples a rank, yours {_samples(own)}"
+        return Certificate(Verdict.NOT_COMPARED, why)
+    if (rows := _rows_factor(reference, trace, cut=own.micro_batch != candidate.micro_batch)) is not None:
+        why = f"it trains on {rows:.3g}x your rows in an optimizer step"
+        return _different(why, ROWS, rows, reference, own, trace, candidate)
+    if (wrong := _wrong_rate(pairs)) is not None:
+        step, factor = wrong
+        why = f"learning rate is {factor:.3g}x of yours in optimizer step {step + 1}"
+        return _different(why, RATES, factor, reference, own, trace, candidate)
+    found = {name: each for name in (LOSS, NORM, UPDATE) if (each := _differences(reference, trace, name))}
+    if not found:
+        why = trace.missing or reference.missing or "no loss, gradient norm or update was seen"
+        return Certificate(Verdict.NOT_COMPARED, why)
+    tolerance = {name: _tolerance(name, reference, trace) for name in found}
+    beyond = {name for name in found if abs(_mean(name, found, reference, trace)) > tolerance[name]}
+    if beyond == {LOSS} and {NORM, UPDATE} <= found.keys():
+        beyond = set()  # the loss has no effect except through its gradient
+    if beyond:
+        # The update of Adam hides a factor of the gradient, so the largest deviation names the quantity.
+        name = max(beyond, key=lambda one: abs(statistics.fmean(found[one])))
+        factor = math.exp(statistics.fmean(found[name]))
+        why = f"{name} is {factor:.3g}x of yours"
+        if LOSS in beyond and name != LOSS:
+            why += f", loss {math.exp(statistics.fmean(found[LOSS])):.3g}x"
+        return _different(why, name, factor, reference, own, trace, candidate, loss_differs=LOSS in beyond)
+    return Certificate(Verdict.SAME, _figures(reference, trace, found))
+
+
+def _samples(candidate: Candidate) -> int:
+    return candidate.micro_batch * candidate.accumulation
+
+
+def _rows_factor(reference: TrainingTrace, trace: TrainingTrace, *, cut: bool) -> float | None:
+    """Return the ratio of the rows per optimizer step if it is not 1.
+
+    Args:
+        cut: the micro-batches differ. A forward of as many rows as before then has packed rows, which are not counted.
+    """
+    mine, theirs = (statistics.median(step.rows for step in one.steps) for one in (trace, reference))
+    if not mine or not theirs or (cut and mine * reference.iterations == theirs * trace.iterations):
+        return None
+    return mine / theirs if abs(math.log(mine / theirs)) > math.log1p(_ROWS_TOLERANCE) else None
+
+
+def _wrong_rate(pairs: Iterable[tuple[TracedStep, TracedStep]]) -> tuple[int, float] | None:
+    """Return (index of the step, factor) of the first other learning rate; None if all are equal."""
+    for at, (theirs, mine) in enumerate(pairs):
+        one, other = sorted(set(theirs.rates)), sorted(set(mine.rates))
+        if len(one) != len(other):  # DeepSpeed may split groups, which repeats rates
+            one, other = one[-1:], other[-1:]
+        for a, b in zip(one, other, strict=False):
+            if max(abs(a), abs(b)) > _TINY and abs(a - b) > _RATE_TOLERANCE * max(abs(a), abs(b)):
+                return at, b / a if a else math.inf
+    return None
+
+
+def _differences(reference: TrainingTrace, trace: TrainingTrace, name: str) -> list[float]:
+    """Return the logarithm of the ratio of each step; empty if a trace lacks the quantity."""
+    found = []
+    scale = max((abs(step.loss) for step in reference.counted if step.loss is not None), default=0.0)
+    for theirs, mine in _compared(reference, trace):
+        a, b = _value(theirs, name), _value(mine, name)
+        if theirs.skipped or mine.skipped or a is None or b is None:
+            continue
+        if name == LOSS and (a <= 0 or b <= 0 or min(a, b) < _CLAMP * scale):
+            found.append(_signed(a, b, scale))
+        elif max(a, b) > _TINY:
+            found.append(math.log(max(b, _CLAMP * a) / max(a, _CLAMP * b)))
+    return found
+
+
+def _signed(a: float, b: float, scale: float) -> float:
+    """Return the difference of two losses of any sign, as the logarithm of a ratio."""
+    share = (b - a) / max(abs(a), abs(b), 0.1 * scale, _SMALL_LOSS)
+    return math.copysign(-math.log(max(_CLAMP, 1 - min(1.0, abs(share)))), share)
+
+
+def _value(step: TracedStep, name: str) -> float | None:
+    return {LOSS: step.loss, NORM: step.gradient_norm, UPDATE: step.update}[name]
+
+
+def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace) -> float:
+    """Return the tolerated mean of the differences.
+
+    If the two runs trained on other rows, the variation between the reference's steps is tolerated too.
+    """
+    least = max(LEAST_TOLERANCE.get(one.precision, 5e-3) for one in (reference, trace))
+    if reference.draws and not reference.floor:  # dropout of an unknown size
+        return _MOST
+    floor = _FLOORS * reference.floor.get(name, 0.0)
+    if not _same_rows(*_compared(reference, trace)[0]):
+        values = [abs(value) for step in reference.counted if (value := _value(step, name))]
+        logs = [math.log(value) for value in values if value > _TINY]
+        floor = max(floor, 2.0 * statistics.stdev(logs) if len(logs) > 1 else _MOST)
+    return max(least, min(floor, _MOST))
+
+
+def _compared(reference: TrainingTrace, trace: TrainingTrace) -> list[tuple[TracedStep, TracedStep]]:
+    """Return the steps until the first one on other rows, or all if the first is; weights have differed since."""
+    pairs = list(zip(reference.steps, trace.steps, strict=False))
+    return list(itertools.takewhile(lambda pair: _same_rows(*pair), pairs)) or pairs
+
+
+def _same_rows(one: TracedStep, other: TracedStep) -> bool:
+    return abs(one.digest - other.digest) <= _SAME_ROWS * max(1.0, one.rows)
+
+
+def _mean(name: str, found: dict[str, list[float]], reference: TrainingTrace, trace: TrainingTrace) -> float:
+    """Return the mean difference, without the effect of Adam's step counter in updates of stage 0 in 16 bits."""
+    mean = statistics.fmean(found[name])
+    early = [one.stage == 0 and one.precision != "fp32" for one in (reference, trace)]
+    if name != UPDATE or early[0] == early[1]:
+        return mean
+    ahead = statistics.fmean(math.log(_counter_factor(step)) for step in range(1, len(found[name]) + 1))
+    corrected = mean - (ahead if early[1] else -ahead)
+    return 0.0 if abs(corrected) <= _COUNTER_TOLERANCE else mean
+
+
+def _counter_factor(step: int) -> float:
+    """Return Adam's update with a step counter that is one ahead, divided by the right one."""
+
+    def correction(count: int) -> float:
+        return math.sqrt(1 - _BETAS[1] ** count) / (1 - _BETAS[0] ** count)
+
+    return correction(step + 1) / correction(step)
+
+
+def _figures(reference: TrainingTrace, trace: TrainingTrace, found: dict[str, list[float]]) -> str:
+    pairs = [(a, b) for a, b in _compared(reference, trace) if not (a.skipped or b.skipped)]
+
+    def means(name: str) -> list[float]:
+        return [
+            statistics.fmean(value for pair in pairs if (value := _value(pair[side], name)) is not None)
+            for side in (1, 0)
+        ]
+
+    parts = []
+    for name in (LOSS, NORM):
+        if name in found:
+            parts.append(f"{name} " + " / ".join(f"{value:.4g}" for value in means(name)))
+    if UPDATE in found:
+        parts.append(f"update {math.exp(statistics.fmean(found[UPDATE])):.2f}x")
+    steps = max(map(len, found.values()))
+    return ", ".join([*parts, "learning rate equal", f"{steps} step{'s' * (steps > 1)}"])
+
+
+# -- cause -------------------------------------------------------------------------------------------------------------
+#
+# Name the setting because of which a candidate differs, and the candidates that share it.
+
+_STAGE = "zero_stage"
+
+
+def _different(
+    why: str,
+    quantity: str,
+    factor: float,
+    reference: TrainingTrace,
+    own: Candidate,
+    trace: TrainingTrace,
+    candidate: Candidate,
+    *,
+    loss_differs: bool = False,
+) -> Certificate:
+    cut = candidate.micro_batch != own.micro_batch
+    cause, because = "", ""
+    if quantity == RATES and reference.iterations != trace.iterations:
+        cause = ACCUMULATION
+        because = (
+            f"the schedule advances with iterations of your loop, and {trace.iterations} instead of "
+            f"{reference.iterations} of them make an optimizer step"
+        )
+    elif (loss_differs or quantity == LOSS) and cut:
+        cause = MICRO_BATCH
+        because = f"the loss depends on how the batch is cut (micro-batch {candidate.micro_batch} instead of {own.micro_batch})"
+    elif trace.stage != reference.stage:
+        cause = _STAGE
+        because = _stage_reason(reference, trace, offloaded=bool(candidate.offloaded or own.offloaded))
+    elif cut and quantity != ROWS:
+        cause = MICRO_BATCH
+        because = f"micro-batch {candidate.micro_batch} instead of {own.micro_batch}"
+    text = f"{why}: {because}" if because else why
+    return Certificate(Verdict.DIFFERS, text, quantity, factor, cause)
+
+
+def _stage_reason(reference: TrainingTrace, trace: TrainingTrace, *, offloaded: bool) -> str:
+    backwards, partial = trace.iterations, (1, 2)  # stages that do not sum what several backwards give
+    if backwards > trace.accumulation and (trace.stage in partial) != (reference.stage in partial):
+        keeps = trace.stage if trace.stage in partial else reference.stage
+        whose = "stage" if keeps == trace.stage else "your stage"
+        if offloaded:
+            return f"with offload, {whose} {keeps} does not sum the {backwards} gradients of your loop's step"
+        return f"{whose} {keeps} keeps only the last of {backwards} gradients"
+    if reference.stage == 0:
+        return (
+            f"stage {trace.stage} steps with its own copy of the gradients, on which changes by hand (clipping) have no "
+            "effect; gradient_clipping in the DeepSpeed config works at every stage"
+        )
+    return f"stage {trace.stage} instead of {reference.stage}"
+
+
+class Certifier:
+    """Compares every trial of a study with its reference, so that no candidate wins that trains something else.
+
+    The reference is the first trace of the user's own config. A named model has no config of the user, so its reference
+    is the first candidate of which a whole step was traced.
+
+    Args:
+        job: the study's job.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        script = job.script
+        self._own = own_candidate(script) if script is not None and "micro_batch" in script.profile else None
+        self._reference: TrainingTrace | None = None
+
+    @classmethod
+    def of(cls, job: Job, records: Iterable[Record]) -> Certifier:
+        """Return the certifier of a study with these trials."""
+        made = cls(job)
+        for record in records:
+            if record.outcome is not None and record.outcome.ok:
+                made.learn(record.candidate, record.outcome, record.role)
+        return made
+
+    def learn(self, candidate: Candidate, outcome: Outcome, role: str) -> None:
+        """Take the reference from a trial; a repeated run of the same config raises the noise floor."""
+        trace = outcome.trace
+        if trace is None or role == RESUME or not self._is_whole(candidate, trace):
+            return
+        if self._own is None:
+            self._own = candidate
+        if candidate != self._own:
+            return
+        if self._reference is None:
+            self._reference = trace
+        elif trace.steps != self._reference.steps:
+            known, again = self._reference.floor, floor_of(self._reference, trace)
+            floor = {name: max(known.get(name, 0.0), again.get(name, 0.0)) for name in {*known, *again}}
+            self._reference = dataclasses.replace(self._reference, floor=floor)
+
+    def _is_whole(self, candidate: Candidate, trace: TrainingTrace) -> bool:
+        """Return False if a rank of a named model ran only some micro-batches of a step, to extrapolate the rest."""
+        return self._job.script is not None or trace.iterations == candidate.accumulation
+
+    def certificate(self, candidate: Candidate, trace: TrainingTrace | None) -> Certificate:
+        """Return the verdict on a candidate's trace."""
+        if trace is None or not self._is_whole(candidate, trace):
+            return Certificate(Verdict.NOT_COMPARED, "no whole optimizer step of it was traced")
+        if self._reference is None or self._own is None:
+            return Certificate(Verdict.NOT_COMPARED, "your own config was not measured")
+        return compare(self._reference, self._own, trace, candidate)
+
+    def checked(self, candidate: Candidate, outcome: Outcome, role: str) -> Outcome:
+        """Return a trial's outcome, as invalid if the candidate trains something else than the reference."""
+        self.learn(candidate, outcome, role)
+        measured = outcome.measurement
+        if measured is None or role == RESUME or candidate == self._own or outcome.trace is None:
+            return outcome
+        found = self.certificate(candidate, outcome.trace)
+        if found.verdict is not Verdict.DIFFERS:
+            return outcome
+        return dataclasses.replace(
+            outcome,
+            kind=OutcomeKind.INVALID,
+            measurement=None,
+            reason=found.text,
+            evidence=f"training trace, at {measured.samples_per_second:.4g} samples/s",
+            source=Source.TRACE,
+            trains_otherwise=found.cause,
+        )
+
+    def shares_cause(self, candidate: Candidate, outcome: Outcome) -> Callable[[Candidate], bool]:
+        """Return a test for candidates that train otherwise for the same reason as this one."""
+        own, cause = self._own, outcome.trains_otherwise
+        if own is not None and cause == MICRO_BATCH:
+            return lambda other: other.micro_batch != own.micro_batch
+        if own is not None and cause == ACCUMULATION:
+            return lambda other: other.accumulation != own.accumulation
+        if cause != _STAGE:
+            return lambda other: other.family == candidate.family
+        accumulates = candidate.accumulation > 1
+        return lambda other: other.stage == candidate.stage and (other.accumulation > 1) == accumulates
+
+    def iterations_line(self, trace: TrainingTrace) -> str:
+        """Return what another number of loop iterations per step does to the training; empty if nothing changes."""
+        return iterations_line(self._job, self._reference, trace) if self._reference is not None else ""
+
+
+def iterations_line(job: Job, reference: TrainingTrace, trace: TrainingTrace) -> str:
+    """Return what another number of loop iterations per step does to the training; empty if nothing changes."""
+    own, now = reference.iterations, trace.iterations
+    if job.script is None or not loops_by_hand(job.script) or own == now or not own or not now:
+        return ""
+    return (
+        f"an optimizer step takes {now} iteration{'s' * (now > 1)} of your loop instead of {own}: if its end, its "
+        f"schedule or its saves count iterations, multiply these numbers by {now / own:g}, or it makes "
+        f"{own / now:g}x the optimizer steps"
+    )
+
+
+def structure_differs(reference: TrainingTrace, trace: TrainingTrace) -> str:
+    """Return how a restarted training differs in what does not depend on its weights; empty if it does not.
+
+    Args:
+        reference: trace of the training's first start.
+        trace: trace after a restart, from other weights and rows.
+    """
+    rows = _rows_factor(reference, trace, cut=True)
+    if rows is not None:
+        return f"it trains on {rows:.3g}x the rows in an optimizer step"
+    each = [{step.rates for step in one.counted} for one in (reference, trace)]
+    if all(len(rates) == 1 for rates in each):  # a schedule has moved on since
+        pairs = zip(reference.counted[:1], trace.counted[:1], strict=False)
+        if (wrong := _wrong_rate(pairs)) is not None:
+            return f"its learning rate is {wrong[1]:.3g}x that of its first start"
+    return ""
+
+
+def trains_otherwise(job: Job, records: Sequence[Record]) -> Callable[[Candidate], bool]:
+    """Return a test for candidates that train something else than the user's config, by what a study has traced."""
+    certifier = Certifier.of(job, records)
+    tests = [
+        certifier.shares_cause(record.candidate, record.outcome)
+        for record in records
+        if record.outcome is not None and record.outcome.source is Source.TRACE
+    ]
+    return lambda candidate: any(test(candidate) for test in tests)
+
+
+def certificate_lines(job: Job, records: Sequence[Record], winner: Record) -> list[str]:
+    """Return the lines about a winner's training; none for a study without traces."""
+    if not any(record.outcome is not None and record.outcome.trace is not None for record in records):
+        return []
+    certifier = Certifier.of(job, records)
+    trace = winner.outcome.trace if winner.outcome is not None else None
+    found = certifier.certificate(winner.candidate, trace)
+    length = certifier.iterations_line(trace) if trace is not None else ""
+    return [found.line, *([length] if length else [])]

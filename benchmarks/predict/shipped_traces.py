@@ -1,0 +1,87 @@
+"""Writes `autotune/data/traces.json`: the traces of the shipped models, so that `autotune plan` answers without torch.
+
+    python benchmarks/predict/shipped_traces.py [--models NAME,NAME] [--write FILE]
+
+Each model is traced as `plan` would without options: its default task and sequence length, bf16, all parameters trained;
+causal models also with a loss in chunks. Traces come from the cache where it has them. A model that cannot be traced in time
+is left out, and with `--models` those in the file stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # started by its path: benchmarks import each other from the repository's root
+    sys.path[0] = str(Path(__file__).parents[2])
+
+from autotune.commands.request import Request
+from autotune.commands.setup import plan_setups
+from autotune.errors import UserError
+from autotune.predict.trace import trace_jobs
+from autotune.predict.trace_cache import RUNS_IT, VERSION, cache_path, cached, runnable, shipped_key
+from autotune.problem.job import Job
+from autotune.problem.models import CAUSAL, shipped_models
+from autotune.util.interpreter import current
+
+SHIPPED = Path(__file__).parents[2] / "autotune" / "data" / "traces.json"
+CARD = "h100"  # any card with bf16: a trace does not depend on it
+
+
+def jobs(names: Sequence[str]) -> Iterator[tuple[Job, str]]:
+    """(job, loss) of every shipped trace of these models."""
+    for name in names:
+        try:
+            job, _ = runnable(plan_setups(Request(name), [CARD])[0].job)
+        except UserError:
+            continue  # a model that needs an option, like --image-size
+        for loss in ("own", "chunked") if job.task == CAUSAL else ("own",):
+            yield job, loss
+
+
+def shipped(names: Sequence[str], kept: dict[str, Any]) -> dict[str, Any]:
+    """The content of the file: `kept`, and the traces of these models from the cache or made now."""
+    versions = {name: current().version(name) or "" for name in RUNS_IT}
+    asked = list(jobs(names))
+    trace_jobs(asked, _told)
+    traces = dict(kept["traces"]) if kept["versions"] == versions and kept["version"] == VERSION else {}
+    for job, loss in asked:
+        if (trace := cached(cache_path(job, loss))) is not None:
+            traces[shipped_key(job, loss, "cuda", versions)] = _rounded(trace.to_json())
+    return {"version": VERSION, "versions": versions, "traces": dict(sorted(traces.items()))}
+
+
+def _rounded(data: Any) -> Any:
+    """Whole numbers without a fraction, others in 8 digits: half the size."""
+    if isinstance(data, dict):
+        return {key: _rounded(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_rounded(value) for value in data]
+    if isinstance(data, float):
+        return int(data) if data.is_integer() else float(f"{data:.8g}")
+    return data
+
+
+def _told(made: int, of: int) -> None:
+    print(f"traced {made} of {of}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(shipped_models()), metavar="NAME,NAME", help="default: all")
+    parser.add_argument("--write", type=Path, default=SHIPPED, metavar="FILE", help="where it goes")
+    arguments = parser.parse_args()
+    kept = json.loads(SHIPPED.read_text())
+    made = shipped(arguments.models.split(","), kept)
+    head = f'{{"version": {made["version"]}, "versions": {json.dumps(made["versions"])}, "traces": {{\n'
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(trace)}" for key, trace in made["traces"].items())
+    arguments.write.write_text(f"{head}{lines}\n}}}}\n")
+    print(f"{len(made['traces'])} traces, {arguments.write.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmarks of the certificate: a winner trains the same."""

@@ -1,0 +1,264 @@
+"""Planted faults: how many changes of a training the certificate finds, and how often it raises a false alarm.
+
+Two CPU ranks train small models under real DeepSpeed at stages 0 to 3, with and without offload. Each run's trace is
+compared with that of stage 0, as a candidate's is with the user's own config.
+
+- Faults scale, drop, delay and double gradients, sum the loss instead of averaging it, and scale the learning rate or
+  the batch, by factors from 0.25 to 4.
+- Clean runs change only stage, offload, split of the batch and data. Each must be `same`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import os
+import queue
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.training_trace import MOST_STEPS, TrainingTrace
+from autotune.search.certificate import Verdict, compare, floor_of
+from benchmarks.common import command_line, parse, print_table, write_json
+
+RANKS = 2
+GLOBAL = 16  # rows of an optimizer step, over all ranks
+FACTORS = (0.25, 0.5, 0.67, 1.5, 2.0, 4.0)
+ENGINES = ((0, False), (1, False), (2, False), (3, False), (1, True), (2, True), (3, True))  # (stage, offload)
+SPLITS = (1, 2, 4, 8)  # micro-batches
+OWN = Candidate.of({"zero_stage": 0, MICRO_BATCH: 2, ACCUMULATION: GLOBAL // RANKS // 2})
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of a few steps."""
+
+    stage: int = 0
+    offload: bool = False
+    micro_batch: int = 2
+    model: str = "mlp"  # mlp, dropout or attention
+    optimizer: str = "AdamW"
+    precision: str = "fp32"
+    data: int = 0  # seed
+    fault: str = ""
+    factor: float = 1.0
+    reseed: bool = False  # draws other random numbers from the first forward on
+
+    @property
+    def candidate(self) -> Candidate:
+        """Return its config as a candidate."""
+        batch = {MICRO_BATCH: self.micro_batch, ACCUMULATION: GLOBAL // RANKS // self.micro_batch}
+        offload = {"offload_optimizer": "cpu"} if self.offload else {}
+        return Candidate.of({"zero_stage": self.stage, **batch, **offload})
+
+    @property
+    def reference(self) -> Run:
+        """Return the user's own run of the same training."""
+        return dataclasses.replace(self, stage=0, offload=False, micro_batch=2, fault="", factor=1.0)
+
+
+def faulty() -> Iterator[Run]:
+    """Yield runs with a planted fault."""
+    for (stage, offload), optimizer in itertools.product(ENGINES, ("AdamW", "SGD")):
+        made = Run(stage, offload, optimizer=optimizer)
+        for factor, fault in itertools.product(FACTORS, ("gradient", "rate", "batch")):
+            if not (fault == "batch" and factor in (0.67, 1.5)):  # no whole number of rows
+                yield dataclasses.replace(made, fault=fault, factor=factor)
+        for fault, factor in (("drop", 0.75), ("delay", 0.0), ("double", 2.0), ("sum", 2.0)):
+            yield dataclasses.replace(made, fault=fault, factor=factor)
+
+
+def clean() -> Iterator[Run]:
+    """Yield runs that train the same as their reference."""
+    for (stage, offload), micro_batch in itertools.product(ENGINES, SPLITS):
+        for model, optimizer in (("mlp", "AdamW"), ("mlp", "SGD"), ("attention", "AdamW"), ("dropout", "AdamW")):
+            yield Run(stage, offload, micro_batch, model, optimizer)
+        for data in (1, 2):
+            yield Run(stage, offload, micro_batch, "mlp", "AdamW", "bf16", data)
+        yield Run(stage, offload, micro_batch, "attention", "AdamW", "bf16")
+        yield Run(stage, offload, micro_batch, "dropout", "AdamW", "bf16")
+
+
+# -- a rank ------------------------------------------------------------------------------------------------------------
+
+
+def _model(kind: str) -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    if kind == "attention":
+        return torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    middle = [torch.nn.Dropout(0.1)] if kind == "dropout" else []
+    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), *middle, torch.nn.Linear(64, 32))
+
+
+def _trained(run: Run, rank: int) -> dict[str, Any]:
+    """Train under real DeepSpeed and return the rank's report."""
+    import deepspeed
+    import torch
+
+    from autotune.rank.training_trace import TraceRecorder, seed_all
+
+    model, accumulation = _model(run.model), GLOBAL // RANKS // run.micro_batch
+    rate = 1e-3 * (run.factor if run.fault == "rate" else 1.0)
+    kind = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[run.optimizer]
+    zero: dict[str, Any] = {"stage": run.stage}
+    if run.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": run.micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        **({"bf16": {"enabled": True}} if run.precision == "bf16" else {}),
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=kind(model.parameters(), lr=rate), config=config)
+    recorder = TraceRecorder()
+    rows = max(1, round(run.micro_batch * run.factor)) if run.fault == "batch" else run.micro_batch
+    data = torch.randn(4096, 4, 32, generator=torch.Generator().manual_seed(run.data))
+    seed_all(99 if run.reseed else 1, 0)
+    at, number = 0, 0
+    for step in range(MOST_STEPS):
+        for _ in range(accumulation):
+            batch = data[(at * RANKS + rank) * rows :][:rows]
+            batch, at, number = batch.to(next(engine.module.parameters()).dtype), at + 1, number + 1
+            recorder.forward(batch, len(batch), certain=True)
+            loss = (engine(batch) - batch).square().mean()
+            weight = _weight(run, step, number, accumulation)
+            if run.fault == "sum":  # a loss that the script sums over the rows of the micro-batch
+                loss = loss * run.micro_batch
+            recorder.backward(engine, loss)
+            # The gradient is changed behind the loss that is seen, as DeepSpeed's own faults do.
+            engine.backward(loss * weight)
+            if engine.is_gradient_accumulation_boundary():
+                recorder.before_step(engine)
+                engine.step()
+                recorder.after_step(engine)
+            else:
+                engine.step()
+    return recorder.report()
+
+
+def _weight(run: Run, step: int, number: int, accumulation: int) -> float:
+    """Return the factor by which a fault changes the gradient of a micro-batch."""
+    if run.fault in ("gradient", "double"):
+        return run.factor
+    if run.fault == "drop":  # the last micro-batch of each step
+        return 0.0 if number % accumulation == 0 else 1.0
+    return 0.0 if run.fault == "delay" and step == 0 else 1.0
+
+
+def _rank(rank: int, store: str, runs: list[Run], results: Any) -> None:
+    import torch
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), DS_ACCELERATOR="cpu")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    import deepspeed
+
+    # DeepSpeed would compile its own collective of CPU ranks for minutes. An attribute hides the module `comm.torch`.
+    collectives: Any = importlib.import_module("deepspeed.comm.torch")
+    collectives.build_shm_op = lambda: None
+    deepspeed.utils.logger.setLevel("ERROR")
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    for at, run in enumerate(runs):
+        try:
+            results.put((at, rank, _trained(run, rank)))
+        except Exception as error:  # both ranks fail alike: a config that DeepSpeed refuses
+            results.put((at, rank, f"{type(error).__name__}: {error}"[:200]))
+    torch.distributed.barrier()
+
+
+def traces(runs: list[Run], seconds: float) -> dict[Run, TrainingTrace | str]:
+    """Train all runs in two ranks and return their traces, or why a run failed.
+
+    Args:
+        seconds: after which the ranks are stopped; the runs that are left have no entry.
+    """
+    import multiprocessing as mp
+
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    reports: dict[int, dict[int, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=_rank, args=(r, f"{folder}/store", runs, results)) for r in range(RANKS)]
+        for one in ranks:
+            one.start()
+        until = time.monotonic() + seconds
+        left = RANKS * len(runs)
+        while left and time.monotonic() < until and all(one.exitcode in (None, 0) for one in ranks):
+            with suppress(queue.Empty):
+                at, rank, report = results.get(timeout=1.0)
+                reports.setdefault(at, {})[rank] = report
+                left -= 1
+        for one in ranks:
+            one.join(timeout=5)
+            if one.is_alive():
+                one.kill()
+    found: dict[Run, TrainingTrace | str] = {}
+    for at, by_rank in reports.items():
+        if len(by_rank) == RANKS:
+            each = [by_rank[rank] for rank in range(RANKS)]
+            why = next((one for one in each if isinstance(one, str)), None)
+            found[runs[at]] = why or TrainingTrace.merged(each) or "no trace"
+    return found
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = command_line(__doc__)
+    parser.add_argument("--seconds", type=float, default=1500.0, help="after which no further run is started")
+    parser.add_argument("--every", type=int, default=1, help="take only every n-th run")
+    arguments = parse(parser, every=23, seconds=200.0)
+    wrong, right = list(faulty())[:: arguments.every], list(clean())[:: arguments.every]
+    references = list(dict.fromkeys(run.reference for run in [*right, *wrong]))
+    again = [dataclasses.replace(one, reseed=True) for one in references if one.model == "dropout"]
+    found = traces([*references, *again, *right, *wrong], arguments.seconds)
+    counts: Counter[str] = Counter()
+    examples: list[dict[str, str]] = []
+    for run in [*right, *wrong]:
+        trace, reference = found.get(run), found.get(run.reference)
+        if not isinstance(trace, TrainingTrace) or not isinstance(reference, TrainingTrace):
+            counts["not run"] += 1
+            examples.append({"run": str(run), "verdict": str(trace)})
+            continue
+        second = found.get(dataclasses.replace(run.reference, reseed=True))
+        if isinstance(second, TrainingTrace):
+            reference = dataclasses.replace(reference, floor=floor_of(reference, second))
+        verdict = compare(reference, OWN, trace, run.candidate)
+        wanted = Verdict.DIFFERS if run.fault else Verdict.SAME
+        counts[f"{run.fault or 'clean'}: {verdict.verdict}"] += 1
+        if verdict.verdict is not wanted:
+            examples.append({"run": str(run), "verdict": verdict.line})
+    detected = sum(n for name, n in counts.items() if name.endswith("differs") and not name.startswith("clean"))
+    planted = sum(n for name, n in counts.items() if ": " in name and not name.startswith("clean"))
+    alarms, winners = counts["clean: differs"], sum(n for name, n in counts.items() if name.startswith("clean"))
+    rows = [
+        {"": "planted faults detected", "count": detected, "of": planted},
+        {"": "false alarms among clean runs", "count": alarms, "of": winners},
+        {"": "runs that failed or were out of time", "count": counts["not run"], "of": len(right) + len(wrong)},
+    ]
+    print_table("planted faults and clean runs, two CPU ranks", rows)
+    print_table("by fault", [{"fault: verdict": name, "runs": n} for name, n in sorted(counts.items())])
+    for one in examples[:20]:
+        print(one)
+    write_json(arguments.json, {"summary": rows, "counts": dict(counts), "unexpected": examples})
+
+
+if __name__ == "__main__":
+    main()

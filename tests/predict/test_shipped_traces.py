@@ -1,0 +1,78 @@
+"""Shipped traces against fresh ones, and plans without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.predict import trace_cache
+from autotune.predict.trace import trace_job
+from autotune.predict.trace_cache import RUNS_IT, known_trace, shipped_key
+from autotune.problem.job import Job
+from autotune.util.interpreter import current
+from benchmarks.predict import shipped_traces
+
+MADE_BY = {name: current().version(name) for name in RUNS_IT}
+
+
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(trace_cache, "cache_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def planned_jobs(*names: str) -> list[tuple[Job, str]]:
+    return list(shipped_traces.jobs(names))
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "smollm2-135m"])
+def test_a_shipped_trace_is_that_of_a_fresh_trace(
+    model: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_by, traces = trace_cache._shipped()
+    if made_by != MADE_BY:
+        pytest.skip("other versions of torch or transformers than those that made the shipped traces")
+    for job, loss in planned_jobs(model):
+        there = traces[shipped_key(job, loss, "cuda", made_by)]
+        monkeypatch.setattr(trace_cache, "_shipped", lambda: (made_by, {}))
+        fresh = trace_job(job, loss=loss)
+        assert shipped_traces._rounded(fresh.to_json()) == there
+
+
+def test_shipped_traces_are_of_the_present_tracer_and_of_the_constrained_versions() -> None:
+    data = json.loads(shipped_traces.SHIPPED.read_text())
+    assert data["version"] == trace_cache.VERSION
+    assert len(data["traces"]) > 20
+    constraints = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+    assert f"transformers=={data['versions']['transformers']}" in constraints
+
+
+def test_other_versions_do_not_use_shipped_traces(empty_cache: Path) -> None:
+    ((job, _), *_) = planned_jobs("tiny-llama")
+    made_by, _ = trace_cache._shipped()
+    assert known_trace(job, versions=made_by) is not None
+    assert known_trace(job, versions={**made_by, "torch": "1.0"}) is None
+
+
+def test_a_plan_needs_no_torch_for_a_shipped_model(tmp_path: Path) -> None:
+    code = """
+import sys
+from importlib import metadata
+from autotune.util import interpreter
+version = interpreter.Own.version
+interpreter.Own.version = lambda self, name: None if name in ("torch", "transformers") else version(self, name)
+sys.modules["torch"] = sys.modules["transformers"] = None
+from autotune.commands.plan import plans
+from autotune.commands.request import Request
+(plan,) = plans(Request("llama-3.1-8b", 8), ["h100"])
+print(plan.best[0].exact, plan.note)
+"""
+    environment = {**os.environ, "AUTOTUNE_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "True"

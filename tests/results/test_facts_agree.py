@@ -1,0 +1,137 @@
+"""Every output of a study says the same: terminal, `show --json`, report and dashboard, over generated studies."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from autotune.problem.candidate import Candidate
+from autotune.problem.outcome import Outcome, OutcomeKind, Phase
+from autotune.results.console import show_study, study_json
+from autotune.results.report.build import study_report
+from autotune.results.report.html import study_page
+from autotune.search.leaderboard import Leaderboard
+from autotune.search.study import StudyStore
+from autotune.search.trials import AS_IS, RESUME, SEARCH, VERIFY
+from tests.conftest import make_candidate
+from tests.results.report.studies import in_memory, machine, measured, ran_out, tell
+
+CANDIDATES = [make_candidate(stage, size) for stage in (0, 2) for size in (1, 2, 4)]
+FAILURES = (
+    ran_out(Phase.FORWARD, 1.0),
+    Outcome(OutcomeKind.CRASH, Phase.SAVE, reason="died"),
+    Outcome(OutcomeKind.INTERRUPTED, reason="cut short"),
+)
+
+
+@st.composite
+def outcomes(draw: st.DrawFn) -> Outcome:
+    if draw(st.integers(0, 3)) == 0:
+        return draw(st.sampled_from(FAILURES))
+    made = measured(draw(st.floats(10, 100)), draw(st.sampled_from((5.0, 10.0, 22.0, 23.5))))
+    assert made.measurement is not None
+    spread = draw(st.sampled_from((0.0001, 0.02, 0.3))) * made.measurement.step_seconds
+    retries = draw(st.sampled_from((0, 0, 0, 3)))
+    return dataclasses.replace(
+        made, measurement=dataclasses.replace(made.measurement, step_seconds_spread=spread, alloc_retries=retries)
+    )
+
+
+TRIALS = st.lists(
+    st.tuples(st.sampled_from(CANDIDATES), outcomes(), st.sampled_from((SEARCH, SEARCH, VERIFY))),
+    min_size=1,
+    max_size=9,
+)
+
+
+def made_study(trials: list[tuple[Candidate, Outcome, str]], has_script: bool, stale: int | None) -> StudyStore:
+    """A study whose winner is chosen as the tuner does, or is an earlier trial that is out of date."""
+    store, leaderboard = in_memory(), Leaderboard(machine())
+    store.begin_call(900)
+    for at, (candidate, outcome, role) in enumerate(trials):
+        note = AS_IS if has_script and at == 0 else "a guess"
+        number = tell(store, candidate, outcome, role, note)
+        leaderboard.learn(number, candidate, outcome, role)
+    passed = leaderboard.passed()
+    chosen = leaderboard.thriftiest(passed) if passed else leaderboard.best
+    if stale is not None and trials[stale % len(trials)][1].measurement is not None:
+        store.set_winner(stale % len(trials), "verified")
+    elif chosen is not None:
+        store.set_winner(leaderboard.measured[chosen][0], "verified" if passed else "measured, not verified")
+    store.update_call(100.0, "budget used")
+    return store
+
+
+@given(TRIALS, st.booleans(), st.none() | st.none() | st.integers(0, 8))
+def test_all_outputs_of_a_study_agree_and_no_margin_is_negative(
+    trials: list[tuple[Candidate, Outcome, str]], has_script: bool, stale: int | None
+) -> None:
+    store = made_study(trials, has_script, stale)
+    told = json.loads(json.dumps(study_json(store)))
+    verdict, report = told["verdict"], study_report(store, None, None, "")
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        show_study(store, Console(file=shown, width=400))
+    terminal, page, gains = shown.getvalue(), study_page(report), {gain.over: gain for gain in report.verdict.gains}
+    note = store.study._storage.get_study_system_attrs(store.study._study_id).get("dashboard:note_str:0", "")
+
+    winner = report.verdict.winner
+    assert (winner.number if winner else None) == verdict["winner"]
+    assert (told["winner"]["number"] if told["winner"] else None) == verdict["winner"]
+    assert ("winner: " in terminal) == (winner is not None)
+    if winner is not None:
+        speed = told["winner"]["outcome"]["measurement"]["samples_per_second"]
+        assert winner.samples_per_second == speed
+        assert f"{speed:.4g} samples/s" in terminal
+        assert f"{speed:.4g} samples/s" in page
+
+    margin, best = verdict["margin"], verdict["next_best"]
+    reported = [gain for over, gain in gains.items() if over.startswith("the next best")]
+    assert [gain.times - 1 for gain in reported] == ([] if margin is None else [margin])
+    printed = re.findall(r"([-+][\d.]+) % against the next best", terminal)
+    assert printed == ([] if margin is None else [f"{100 * margin:+.1f}"])
+    assert re.findall(r"([-+][\d.]+) % against the next best", page) == printed
+    if margin is not None:
+        assert margin > 0
+        ended = [(outcome, role) for one, outcome, role in trials if one.as_dict == best["candidate"]]
+        assert not [
+            role
+            for outcome, role in ended
+            if role == VERIFY and outcome.kind in (OutcomeKind.OOM_DEVICE, OutcomeKind.CRASH)
+        ]
+    for line in verdict["lines"]:
+        assert line in terminal
+        assert line in note or stale is not None
+    assert list(report.verdict.comparison) == verdict["lines"]
+
+    assert {str(trial.number): trial.remark for trial in report.trials if trial.remark} == verdict["cannot_win"]
+    for text in verdict["cannot_win"].values():
+        assert text in terminal
+    if verdict["times_own"] is not None and winner is not None:
+        times = verdict["times_own"]["times"]
+        assert gains[AS_IS].times == times
+        assert f"{times:.2f}x" in terminal
+        assert f"{times:.2f}x" in page
+    over = [one for one in (*_rivals(verdict, "tied"), *_rivals(verdict, "faster_unverified")) if one == best]
+    assert not over, "each rival is in one group"
+
+
+def _rivals(verdict: dict[str, list[object]], group: str) -> list[object]:
+    return verdict[group]
+
+
+def test_a_winner_that_cannot_resume_is_none_any_more() -> None:
+    store = in_memory()
+    number = tell(store, CANDIDATES[0], measured(50, 10), VERIFY)
+    store.set_winner(number, "verified")
+    assert store.facts().winner is not None
+    tell(store, CANDIDATES[0], ran_out(Phase.LOAD, 1.0), RESUME)
+    assert store.facts().winner is None
+    assert store.facts().remarks == {number: "rejected: it does not go on from a checkpoint: ran out"}

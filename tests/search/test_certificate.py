@@ -1,0 +1,237 @@
+"""Comparison of training traces."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
+from autotune.problem.training_trace import MOST_STEPS, TracedStep, TrainingTrace
+from autotune.search.certificate import (
+    LOSS,
+    NORM,
+    RATES,
+    ROWS,
+    UPDATE,
+    Certifier,
+    Verdict,
+    certificate_lines,
+    compare,
+    floor_of,
+    structure_differs,
+)
+from autotune.search.trials import SEARCH, Record
+from tests.conftest import make_job
+
+OWN = Candidate.of({"zero_stage": 0, MICRO_BATCH: 2, ACCUMULATION: 4})
+
+
+def step(at: int, **changes: Any) -> TracedStep:
+    made = TracedStep(4, 4, 16, 0.5 + at, 2.0 - 0.1 * at, 1.0 + 0.05 * at, 1e-3, (1e-3,))
+    return dataclasses.replace(made, **changes)
+
+
+def trace(precision: str = "bf16", stage: int = 0, **changes: Any) -> TrainingTrace:
+    return TrainingTrace(tuple(step(at, **changes) for at in range(MOST_STEPS)), stage, precision, 4)
+
+
+def scaled(found: TrainingTrace, quantity: str, factor: float) -> TrainingTrace:
+    def of(one: TracedStep) -> TracedStep:
+        if quantity == RATES:
+            return dataclasses.replace(one, rates=tuple(rate * factor for rate in one.rates))
+        if quantity == ROWS:
+            return dataclasses.replace(one, rows=round(one.rows * factor))
+        name = {LOSS: "loss", NORM: "gradient_norm", UPDATE: "update"}[quantity]
+        more = {"gradient_norm": one.gradient_norm * factor} if quantity == LOSS else {}  # type: ignore[operator]
+        return dataclasses.replace(one, **{name: getattr(one, name) * factor, **more})
+
+    return dataclasses.replace(found, steps=tuple(map(of, found.steps)))
+
+
+factors = st.one_of(st.floats(0.05, 0.67), st.floats(1.5, 20.0))
+
+
+@given(st.sampled_from([LOSS, NORM, UPDATE, RATES, ROWS]), factors, st.floats(0.0, 2.0), st.booleans())
+def test_a_factor_of_1_5_differs_under_any_noise_floor_and_on_any_rows(
+    quantity: str, factor: float, floor: float, other_rows: bool
+) -> None:
+    reference = dataclasses.replace(trace(), floor=dict.fromkeys((LOSS, NORM, UPDATE), floor))
+    found = scaled(trace(digest=9.0) if other_rows else trace(), quantity, factor)
+    verdict = compare(reference, OWN, found, OWN)
+    assert verdict.verdict is Verdict.DIFFERS
+    assert "of yours" in verdict.text or "your rows" in verdict.text
+
+
+@given(st.lists(st.floats(-9e-4, 9e-4), min_size=15, max_size=15))
+def test_deviations_that_were_measured_between_stages_in_bf16_are_the_same(noise: list[float]) -> None:
+    reference = trace()
+    steps = tuple(
+        dataclasses.replace(
+            one,
+            loss=one.loss * (1 + noise[3 * at]),  # type: ignore[operator]
+            gradient_norm=one.gradient_norm * (1 + noise[3 * at + 1]),  # type: ignore[operator]
+            update=one.update * (1 + noise[3 * at + 2]),  # type: ignore[operator]
+        )
+        for at, one in enumerate(reference.steps)
+    )
+    found = compare(reference, OWN, dataclasses.replace(reference, steps=steps, stage=2), OWN.but(zero_stage=2))
+    assert found.verdict is Verdict.SAME
+    assert "learning rate equal, 5 steps" in found.text
+
+
+@given(factors)
+def test_swapping_the_runs_inverts_the_factor(factor: float) -> None:
+    one, other = trace(), scaled(trace(), NORM, factor)
+    there, back = compare(one, OWN, other, OWN), compare(other, OWN, one, OWN)
+    assert there.factor == pytest.approx(factor, rel=1e-6)
+    assert there.factor * back.factor == pytest.approx(1.0)
+
+
+def test_a_noise_floor_admits_dropout_and_its_absence_does_not() -> None:
+    other = scaled(scaled(trace(), LOSS, 1.02), UPDATE, 1.02)
+    assert compare(trace(), OWN, other, OWN).verdict is Verdict.DIFFERS
+    noisy = dataclasses.replace(trace(), floor=floor_of(trace(), scaled(other, NORM, 1.01)))
+    assert noisy.floor[LOSS] == pytest.approx(math.log(1.02))
+    assert compare(noisy, OWN, other, OWN).verdict is Verdict.SAME
+
+
+def test_a_gradient_that_comes_a_step_late_differs() -> None:
+    late = list(trace().steps)
+    late[0] = dataclasses.replace(late[0], update=0.0)
+    found = compare(trace(), OWN, dataclasses.replace(trace(), steps=tuple(late)), OWN)
+    assert (found.verdict, found.quantity) == (Verdict.DIFFERS, UPDATE)
+
+
+def test_an_offset_of_the_loss_without_effect_on_the_gradient_is_the_same() -> None:
+    other = trace(loss=7.0)
+    assert compare(trace(), OWN, other, OWN).verdict is Verdict.SAME
+    assert compare(trace(), OWN, dataclasses.replace(other, steps=scaled(other, NORM, 2.0).steps), OWN).cause == ""
+
+
+def test_losses_around_zero_are_compared_by_their_size() -> None:
+    noise = trace(loss=1e-7, gradient_norm=None)
+    assert compare(trace(loss=0.0, gradient_norm=None), OWN, noise, OWN).verdict is Verdict.SAME
+    found = compare(trace(loss=-0.5, gradient_norm=None), OWN, trace(loss=0.5, gradient_norm=None), OWN)
+    assert found.verdict is Verdict.DIFFERS
+
+
+def test_a_loss_that_depends_on_the_cut_keeps_the_micro_batch() -> None:
+    found = compare(trace(), OWN, scaled(trace(), LOSS, 1.7), OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))
+    assert found.cause == MICRO_BATCH
+    assert "micro-batch 8 instead of 2" in found.text
+
+
+def test_a_schedule_that_counts_iterations_names_the_accumulation() -> None:
+    other = scaled(trace(micro_batches=1), RATES, 0.25)
+    found = compare(trace(), OWN, other, OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))
+    assert (found.cause, found.quantity) == (ACCUMULATION, RATES)
+    assert "0.25x of yours" in found.text
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "words"),
+    [(2, 1, "stage 2 keeps only the last of 4 gradients"), (1, 4, "changes by hand")],
+)
+def test_another_gradient_at_another_stage_names_the_stage(stage: int, accumulation: int, words: str) -> None:
+    other = dataclasses.replace(scaled(trace(stage=stage), NORM, 0.26), accumulation=accumulation)
+    found = compare(trace(), OWN, other, OWN.but(zero_stage=stage))
+    assert found.cause == "zero_stage"
+    assert words in found.text
+
+
+def test_adams_counter_of_stage_0_in_16_bits_is_no_difference() -> None:
+    first = (0.744, 0.83, 0.9, 0.93, 0.95)
+    steps = tuple(dataclasses.replace(one, update=1e-3 * f) for one, f in zip(trace().steps, first, strict=True))
+    early = dataclasses.replace(trace(), steps=steps)
+    assert compare(early, OWN, trace(stage=1), OWN.but(zero_stage=1)).verdict is Verdict.SAME
+    in_fp32 = dataclasses.replace(early, precision="fp32")
+    assert compare(in_fp32, OWN, trace("fp32", 1), OWN.but(zero_stage=1)).verdict is Verdict.DIFFERS
+
+
+def test_nothing_is_compared_without_steps_quantities_or_with_another_global_batch() -> None:
+    short = dataclasses.replace(trace(), steps=trace().steps[:2])
+    assert compare(trace(), OWN, short, OWN).verdict is Verdict.NOT_COMPARED
+    blind = trace(loss=None, gradient_norm=None, update=None)
+    assert compare(blind, OWN, blind, OWN).verdict is Verdict.NOT_COMPARED
+    larger = OWN.but(**{MICRO_BATCH: 4})
+    assert "samples" in compare(trace(), OWN, trace(), larger).text
+    skipped = trace(skipped=True)
+    assert compare(trace(), OWN, skipped, OWN).verdict is Verdict.NOT_COMPARED
+
+
+def test_a_trace_survives_its_storage() -> None:
+    outcome = Outcome(OutcomeKind.OK, trace=dataclasses.replace(trace(), floor={LOSS: 0.1}))
+    assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))).trace == outcome.trace
+
+
+def rank(**changes: Any) -> dict[str, Any]:
+    one: dict[str, Any] = {
+        "micro_batches": 2,
+        "forwards": 2,
+        "rows": 4,
+        "digest": 1.5,
+        "loss": 2.0,
+        "gradient_norm": 3.0,
+    }
+    one |= {"squares": 8.0, "elements": 2, "rates": [0.1], "skipped": False, **changes}
+    return {"stage": 1, "precision": "fp32", "accumulation": 2, "draws": False, "missing": "", "steps": [one]}
+
+
+def test_ranks_add_rows_and_squares_and_average_losses() -> None:
+    merged = TrainingTrace.merged([rank(), rank(loss=4.0, squares=0.0, elements=0)])
+    assert merged is not None
+    (found,) = merged.steps
+    assert (found.rows, found.digest, found.loss, found.update, found.gradient_norm) == (8, 3.0, 3.0, 2.0, 3.0)
+    assert TrainingTrace.merged([rank(), None]) is None
+
+
+def test_a_restarted_training_is_compared_in_what_weights_do_not_change() -> None:
+    later = trace(loss=0.3, gradient_norm=0.1, update=5e-4, digest=77.0, micro_batches=8, forwards=8)
+    assert structure_differs(trace(), later) == ""
+    assert "0.5x the rows" in structure_differs(trace(), scaled(later, ROWS, 0.5))
+    assert "learning rate is 0.1x" in structure_differs(trace(), scaled(later, RATES, 0.1))
+    moving = dataclasses.replace(trace(), steps=tuple(step(at, rates=(1e-3 * (at + 1),)) for at in range(5)))
+    assert structure_differs(moving, scaled(later, RATES, 0.1)) == "", "a schedule has moved on"
+
+
+def measured(found: TrainingTrace) -> Outcome:
+    return Outcome(OutcomeKind.OK, measurement=Measurement(1.0, 0.01, 5, 8.0, 64.0, 10**6), trace=found)
+
+
+def test_a_study_of_a_named_model_takes_its_first_whole_step_as_reference() -> None:
+    certifier = Certifier(make_job())
+    shortened = OWN.but(**{MICRO_BATCH: 1, ACCUMULATION: 8})  # of which a rank ran four micro-batches
+    assert certifier.checked(shortened, measured(scaled(trace(), NORM, 2.0)), SEARCH).ok
+    assert certifier.checked(OWN, measured(trace()), SEARCH).ok
+    other = OWN.but(zero_stage=2)
+    assert certifier.checked(other, measured(dataclasses.replace(trace(), stage=2)), SEARCH).ok
+    wrong = certifier.checked(other, measured(dataclasses.replace(scaled(trace(), NORM, 2.0), stage=2)), SEARCH)
+    assert (wrong.kind, wrong.source, wrong.measurement) == (OutcomeKind.INVALID, Source.TRACE, None)
+    assert wrong.trace is not None
+    assert certifier.shares_cause(other, wrong)(other.but(reduce_bucket_size=1))
+
+
+def test_a_repeated_run_of_the_reference_raises_the_noise_floor() -> None:
+    certifier = Certifier(make_job())
+    certifier.learn(OWN, measured(trace()), SEARCH)
+    noisy = scaled(scaled(trace(), LOSS, 1.03), UPDATE, 1.03)
+    assert certifier.certificate(OWN, noisy).verdict is Verdict.DIFFERS
+    certifier.learn(OWN, measured(noisy), SEARCH)
+    assert certifier.certificate(OWN, noisy).verdict is Verdict.SAME
+
+
+def test_a_study_without_traces_has_no_line_about_its_training() -> None:
+    old = Record(1, OWN, Outcome(OutcomeKind.OK), SEARCH)
+    assert certificate_lines(make_job(), [old], old) == []
+    new = Record(2, OWN, measured(trace()), SEARCH)
+    (line,) = certificate_lines(make_job(), [old, new], new)
+    assert line.startswith(
+        "trains the same: loss 1.8 / 1.8, gradient norm 1.1 / 1.1, update 1.00x, learning rate equal"
+    )

@@ -1,0 +1,103 @@
+"""Scripts whose training depends on the config, in two real ranks: the traces of their candidates are compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autotune.commands.script_probe import Probe
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.outcome import OutcomeKind, Source
+from autotune.script.profile import own_candidate
+from autotune.search.certificate import Certificate, Certifier, Verdict
+from autotune.search.trials import SEARCH, VERIFY
+from tests.conftest import SCRIPTS, Scripts
+
+FLAGS = ((MICRO_BATCH, "--batch_size"), (ACCUMULATION, "--gas"))
+STAGES = [{"zero_stage": stage} for stage in (1, 2, 3)]
+OTHER_CUT = {MICRO_BATCH: 4, ACCUMULATION: 1}
+
+
+def probed(scripts: Scripts, folder: Path, way: str) -> tuple[Probe, Candidate, Certifier]:
+    command = [str(SCRIPTS / "cases/by_hand.py"), way]
+    flags = () if way == "accumulates" else FLAGS
+    found = scripts.probe(command, folder, flags)
+    own = own_candidate(found.script)
+    assert found.baseline is not None
+    scripts.measure(found, own)  # sets the job of the script
+    certifier = Certifier(scripts.executor.job)
+    certifier.learn(own, found.baseline, SEARCH)
+    return found, own, certifier
+
+
+def certificate(scripts: Scripts, found: Probe, certifier: Certifier, candidate: Candidate) -> Certificate:
+    outcome = scripts.measure(found, candidate)
+    assert outcome.ok, outcome
+    return certifier.certificate(candidate, outcome.trace)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["plain", "dropout"])
+def test_a_script_that_trains_the_same_at_every_stage_raises_no_alarm(
+    scripts: Scripts, tmp_path: Path, way: str
+) -> None:
+    found, own, certifier = probed(scripts, tmp_path, way)
+    assert found.script.profile["batch_note"] == ""
+    for changes in [*STAGES, OTHER_CUT]:
+        verdict = certificate(scripts, found, certifier, own.but(**changes))
+        assert verdict.verdict is Verdict.SAME, (changes, verdict)
+        assert "gradient norm" in verdict.text
+        assert "update" in verdict.text
+
+
+@pytest.mark.slow
+def test_gradients_clipped_by_hand_are_no_winner_above_stage_0(scripts: Scripts, tmp_path: Path) -> None:
+    """Case 05."""
+    found, own, certifier = probed(scripts, tmp_path, "clips")
+    outcome = scripts.measure(found, own.but(zero_stage=1))
+    checked = certifier.checked(own.but(zero_stage=1), outcome, VERIFY)
+    assert (checked.kind, checked.source, checked.trains_otherwise) == (OutcomeKind.INVALID, Source.TRACE, "zero_stage")
+    assert "gradient_clipping in the DeepSpeed config" in checked.reason
+    alike = certifier.shares_cause(own.but(zero_stage=1), checked)
+    assert alike(own.but(zero_stage=1, reduce_bucket_size=1000))
+    assert not alike(own)
+
+
+@pytest.mark.slow
+def test_stages_that_keep_the_last_of_several_gradients_are_excluded(scripts: Scripts, tmp_path: Path) -> None:
+    """Case 22."""
+    found, own, certifier = probed(scripts, tmp_path, "accumulates")
+    for stage, same in ((1, False), (2, False), (3, True)):
+        verdict = certificate(scripts, found, certifier, own.but(zero_stage=stage))
+        assert (verdict.verdict is Verdict.SAME) is same, (stage, verdict)
+        assert same or f"stage {stage} keeps only the last of 4 gradients" in verdict.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("negatives", "the loss depends on how the batch is cut"),  # case 06
+        ("sum", "the loss depends on how the batch is cut"),
+        ("schedule_of_iterations", "the schedule advances with iterations of your loop"),  # cases 05, 21
+    ],
+)
+def test_a_batch_whose_cut_changes_the_training_is_kept(scripts: Scripts, tmp_path: Path, way: str, words: str) -> None:
+    found, own, certifier = probed(scripts, tmp_path, way)
+    assert words in found.script.profile["batch_note"]
+    assert certificate(scripts, found, certifier, own.but(zero_stage=1)).verdict is Verdict.SAME
+
+
+@pytest.mark.slow
+def test_a_loop_that_counts_iterations_is_told_of_its_length(scripts: Scripts, tmp_path: Path) -> None:
+    """Case 01."""
+    found, own, certifier = probed(scripts, tmp_path, "plain")
+    outcome = scripts.measure(found, own.but(**OTHER_CUT))
+    assert outcome.trace is not None
+    line = certifier.iterations_line(outcome.trace)
+    assert "an optimizer step takes 1 iteration of your loop instead of 2" in line
+    assert "2x the optimizer steps" in line
+    assert found.baseline is not None
+    assert found.baseline.trace is not None
+    assert certifier.iterations_line(found.baseline.trace) == ""
