@@ -1,6 +1,5 @@
 """As BEiT's finetuning: --batch_size and --update_freq, a DeepSpeed config that the script writes into its output folder
-at run time and names in args.deepspeed_config, learning rates from a table by `data_iter_step // update_freq`, the loss
-divided by update_freq by hand, an epoch cut at len(dataset) // total batch, a check of the engine's accumulation."""
+at run time and names in args.deepspeed_config, learning rates from a table by `data_iter_step // update_freq`, an epoch cut at len(dataset) // total batch, a check of the engine's accumulation."""
 
 import argparse
 import json
@@ -75,7 +74,6 @@ def train_one_epoch(model, criterion, loader, optimizer, epoch, start_steps, lrs
         loss = criterion(model(samples), targets)
         if not math.isfinite(loss.item()):
             sys.exit(1)
-        loss /= update_freq
         model.backward(loss)
         model.step()
         if args.stop and model.global_steps >= args.stop:
