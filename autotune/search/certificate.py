@@ -152,7 +152,10 @@ def _differences(reference: TrainingTrace, trace: TrainingTrace, name: str) -> l
     """Return the logarithm of the ratio of each step; empty if a trace lacks the quantity."""
     found = []
     scale = max((abs(step.loss) for step in reference.counted if step.loss is not None), default=0.0)
-    for theirs, mine in _compared(reference, trace):
+    pairs = _compared(reference, trace)
+    if name != UPDATE and _is_early(reference) != _is_early(trace):
+        pairs = pairs[:1]  # Adam's step counter has led to other weights since
+    for theirs, mine in pairs:
         a, b = _value(theirs, name), _value(mine, name)
         if theirs.skipped or mine.skipped or a is None or b is None:
             continue
@@ -202,12 +205,17 @@ def _same_rows(one: TracedStep, other: TracedStep) -> bool:
 def _mean(name: str, found: dict[str, list[float]], reference: TrainingTrace, trace: TrainingTrace) -> float:
     """Return the mean difference, without the effect of Adam's step counter in updates of stage 0 in 16 bits."""
     mean = statistics.fmean(found[name])
-    early = [one.stage == 0 and one.precision != "fp32" for one in (reference, trace)]
+    early = [_is_early(one) for one in (reference, trace)]
     if name != UPDATE or early[0] == early[1]:
         return mean
     ahead = statistics.fmean(math.log(_counter_factor(step)) for step in range(1, len(found[name]) + 1))
     corrected = mean - (ahead if early[1] else -ahead)
     return 0.0 if abs(corrected) <= _COUNTER_TOLERANCE else mean
+
+
+def _is_early(trace: TrainingTrace) -> bool:
+    """Return True if Adam's step counter is one ahead."""
+    return trace.stage == 0 and trace.precision != "fp32"
 
 
 def _counter_factor(step: int) -> float:
