@@ -76,6 +76,7 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/rank/test_workload.py": "bench",
     "tests/predict/test_zero_memory_live.py": "bench",
     "tests/test_scripts.py": "scripts",
+    "tests/test_cases.py": "scripts",
     "tests/test_ways.py": "scripts",
     "tests/test_early_variables.py": "scripts",
     "tests/test_users_files.py": "scripts",

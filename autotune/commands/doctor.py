@@ -17,6 +17,7 @@ from typing import Any
 from autotune.commands.environment import check_versions, versions_of
 from autotune.errors import UserError
 from autotune.executors.machine import UNPROTECTED, protection_of
+from autotune.problem.faults import known_faults
 from autotune.problem.hardware import facts_for, usable_cpus
 from autotune.problem.host_memory import host_available_bytes, host_total_bytes
 from autotune.problem.nvml import (
@@ -35,7 +36,7 @@ from autotune.rank.sandbox import Protection
 from autotune.util.file_systems import file_system_of
 from autotune.util.interpreter import APART, OwnInterpreter, current
 from autotune.util.units import GIB, MIB, format_bytes
-from autotune.versions import Versions, complaint, newer
+from autotune.versions import Versions, complaint, dotted, newer, release
 from autotune.workers.gpu_locks import lock_holder
 from autotune.workers.launchers import MARK, trial_environment
 from autotune.workers.process_tree import end_processes_with_variable
@@ -366,6 +367,20 @@ def judge_versions(found: Versions, said: str) -> Finding:
     return Finding("good", "libraries", said)
 
 
+def known_fault_findings(deepspeed: tuple[int, ...]) -> Iterator[Finding]:
+    """Yield the known faults of a DeepSpeed; `autotune run` leaves them out if it can see their conditions."""
+    for fault in known_faults(deepspeed):
+        newer_one = f", or install deepspeed above {fault.until}" if fault.until else ""
+        cost, fix = f"{fault.effect} ({fault.known}: {fault.source})", f"avoid this setting{newer_one}"
+        yield Finding(
+            "good" if fault.harmless else "warn",
+            f"fault of deepspeed {dotted(deepspeed)}",
+            fault.setting,
+            cost,
+            "nothing: harmless in the long run" if fault.harmless else fix,
+        )
+
+
 def judge_toolkit(facts: dict[str, Any]) -> Finding:
     """Check the CUDA_HOME that torch uses for builds, and report its missing files.
 
@@ -429,6 +444,7 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
         yield judge_versions(
             {**versions, "torch": torch["version"]}, ", ".join(f"{k} {v}" for k, v in versions.items())
         )
+        yield from known_fault_findings(release(versions["deepspeed"]))
     else:
         yield Finding("bad", "libraries", errors["versions"], "nothing can be measured", _TRAIN_THERE)
     if "transformers" in errors:

@@ -107,7 +107,7 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
         setup.hardware,
         best,
         tuple(_ways(predictor, candidates, places)),
-        "; ".join([*left_out, *predictor.notes()]),
+        "; ".join([*setup.faults, *left_out, *predictor.notes()]),
         tokens=setup.tokens,
         price=setup.price,
         closest=shown[0],

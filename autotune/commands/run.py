@@ -144,6 +144,8 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
         if confirm is not None and not confirm("tune on CPU ranks?"):
             raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
     observer = make_observer(console, quiet)
+    for line in setup.warnings:
+        observer.say(line)
     who = f"study {setup.name}"
     all_gpus = tuple(uuid for slot in setup.slots for uuid in slot.hardware.gpus) or setup.hardware.gpus
     ours = dataclasses.replace(setup.hardware, gpus=all_gpus)

@@ -15,15 +15,18 @@ from autotune.commands.trust import grant, is_granted
 from autotune.errors import Stopped, UserError
 from autotune.executors.base import Effort, Executor
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
+from autotune.problem.faults import own_facts, warnings
 from autotune.problem.job import Job, Script
-from autotune.problem.knobs import steps_on_gpu
+from autotune.problem.knobs import Circumstances, steps_on_gpu
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
 from autotune.script.argument_files import said
 from autotune.script.profile import (
+    BY_HAND,
     CALL,
     EARLIER,
+    FOUND,
     KEPT,
     OPS,
     SPLIT,
@@ -39,6 +42,7 @@ from autotune.script.profile import (
     own_candidate,
 )
 from autotune.script.recorded import RecordedItem, profile_names
+from autotune.script.script import LOCAL_RANK_FLAGS, carries_knob, with_flag
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
 from autotune.search.certificate import Verdict, compare, floor_of
 from autotune.util.files import write_atomically
@@ -102,7 +106,7 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
         if known["key"] == key and believed and not changed and not _counted_otherwise(profile):
             baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
             ran_out = Outcome.from_json(known["ran_out"]) if known.get("ran_out") else None
-            return Probe(dataclasses.replace(script, profile=profile), baseline, ran_out=ran_out)
+            return Probe(_mapped(script, profile), baseline, ran_out=ran_out)
     say(f"running {script.name} without changes, to learn what it trains")
     baseline, facts = _try(executor, Candidate(()), "probe", seconds)
     measured = None if baseline.kind.is_oom else _with_noise_floor(executor, baseline, seconds)
@@ -126,14 +130,18 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
         )
     elif profile["checkpointed"] and not profile["checkpointing"]:
         say("the script's activation checkpointing cannot be switched off and stays on")
+    if own and (found_flags := flags_found(executor, dataclasses.replace(script, profile=profile), facts, seconds)):
+        profile[FOUND] = found_flags
+        for knob, flag in found_flags.items():
+            say(
+                f"{flag} {facts['integers'][flag]} is its {_NAMED[knob]}: candidates set it (--map {knob}=--FLAG names another)"
+            )
     varies = bool(facts.get("counted_by"))  # its steps have other rows each, and another loss
     reference = measured.trace if measured is not None and not varies else None
-    note = batch_note(executor, dataclasses.replace(script, profile=profile), seconds, reference)
-    if note and facts.get("counted_by") and not facts["fed"]:
-        raise UserError(note)  # The number of rows changes between steps, and no evidence shows that this is intended.
+    note = batch_note(executor, _mapped(script, profile), seconds, reference)
     if note:
         say(f"{note}; its batch is kept, and everything else is tuned")
-        profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)
+        profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)  # without flags: nothing sets its batch
         if not own:  # the script's steps were not counted
             profile |= {"held": {}, "beside": dict.fromkeys(profile.get("beside", {}), 0)}
     profile["batch_note"] = note
@@ -143,7 +151,13 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
         measured = _counted_as(measured, facts, profile)
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
     kept |= {"ran_out": ran_out.to_json()} if ran_out else {}
-    return Probe(dataclasses.replace(script, profile=profile), measured, json.dumps(kept, indent=1), ran_out)
+    return Probe(_mapped(script, profile), measured, json.dumps(kept, indent=1), ran_out)
+
+
+def _mapped(script: Script, profile: dict[str, Any]) -> Script:
+    """Return the script with its profile, and with the flags that were found to carry knobs."""
+    flags = dict(profile.get(FOUND, {})) | dict(script.flags)
+    return dataclasses.replace(script, profile=profile, flags=tuple(flags.items()))
 
 
 def remember(probed: Probe, folder: Path) -> None:
@@ -228,6 +242,7 @@ def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any
     if baseline.measurement is None:
         return baseline
     times = profile["micro_batch"] * profile["accumulation"] / (facts["micro_batch"] * facts["accumulation"])
+    times *= profile.get(BY_HAND, 1)
     speed = baseline.measurement.samples_per_second * times
     return dataclasses.replace(
         baseline, measurement=dataclasses.replace(baseline.measurement, samples_per_second=speed)
@@ -353,7 +368,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
     kept |= {key: facts[key] for key in named if facts.get(key)}
     if facts.get("evaluating"):  # transformers' layers do not checkpoint in evaluation mode
         kept |= {"checkpointing": False, "checkpointed": False, "evaluating": True}
-    samples = batch["micro_batch"] * batch["accumulation"]
+    samples = batch["micro_batch"] * batch["accumulation"] * batch.get(BY_HAND, 1)
     saved = facts.get("saved_bytes") if batch["counted"] else None
     kept |= batch
     if not own:
@@ -372,12 +387,19 @@ def after_probe(setup: Setup, probed: Probe) -> Setup:
     """Return the setup of a script after its probe run: its real job, and the remaining space and candidates."""
     job = job_of(probed.script, setup.hardware, setup.global_batch_size, free=setup.free_batch)
     space, notes = fitted(setup.space, job, setup.hardware)
+    notes = [*warnings_after_probe(setup, job), *notes]
     own, candidates = own_candidate(probed.script), tuple(space.candidates(job))
     if own not in candidates:
         candidates = (*candidates, own)
     return dataclasses.replace(
         setup, job=job, space=_with_values(space, own), candidates=candidates, notes=(*setup.notes, *notes)
     )
+
+
+def warnings_after_probe(setup: Setup, job: Job) -> list[str]:
+    """Return the known faults of the script's own training that its config alone did not show."""
+    deepspeed = Circumstances.of(job, setup.hardware).deepspeed
+    return [line for line in warnings(own_facts(job), deepspeed) if line not in setup.warnings]
 
 
 def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:
@@ -390,6 +412,71 @@ def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:
         if name in knobs and value not in knobs[name].values:
             knobs[name] = dataclasses.replace(knobs[name], values=(*knobs[name].values, value))
     return dataclasses.replace(space, knobs=knobs)
+
+
+# -- flags that carry the batch ----------------------------------------------------------------------------------------
+#
+# Find flags without `--map`: each integer flag with the value of the micro-batch or the accumulation gets another value, all in
+# one short run of the script. The batch of its steps then shows the role of each flag.
+
+_NAMED = {MICRO_BATCH: "micro-batch", ACCUMULATION: "accumulation"}
+_MOST_FLAGS = 6  # flags that get another value at once
+_TIMES = (2, 3, 5, 7, 11, 13)  # their values' multiples: distinct, and divisible by what they were
+
+
+def flags_found(executor: Executor, script: Script, facts: dict[str, Any], seconds: float) -> dict[str, str]:
+    """Return the flags that carry the micro-batch or the accumulation, by knob, of those that no known flag carries.
+
+    Args:
+        facts: of the probe run.
+
+    Raises:
+        Stopped: the user stopped the tuner.
+    """
+    seen = script.profile
+    if seen["through_arguments"] or not Counted.of(seen).unit or not facts.get("rows") or not facts.get("micros"):
+        return {}
+    own = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: seen["accumulation"]}
+    wanted = [knob for knob in own if not carries_knob(script, knob)]
+    taken = {*dict(script.flags).values(), *LOCAL_RANK_FLAGS}
+    integers = {flag: value for flag, value in facts.get("integers", {}).items() if flag not in taken}
+    # An accumulation of 1 alone would try each flag that happens to be 1.
+    for knobs in (wanted, wanted[:1]) if len(wanted) > 1 else (wanted,):
+        options = {flag: value for flag, value in integers.items() if value in [own[knob] for knob in knobs]}
+        if (MICRO_BATCH in knobs and own[MICRO_BATCH] not in options.values()) or not 0 < len(options) <= _MOST_FLAGS:
+            continue
+        halved = len(options) == 1 and own[MICRO_BATCH] % 2 == 0  # needs least memory
+        changed = {
+            flag: value // 2 if halved else value * times
+            for (flag, value), times in zip(options.items(), _TIMES, strict=False)
+        }
+        now = _batch_with(executor, script, facts, changed, seconds)
+        if now is not None:
+            carriers = {
+                knob: [flag for flag, value in changed.items() if value == now[knob] != own[knob]] for knob in knobs
+            }
+            return {knob: flags[0] for knob, flags in carriers.items() if len(flags) == 1}
+    return {}
+
+
+def _batch_with(
+    executor: Executor, script: Script, facts: dict[str, Any], flags: dict[str, int], seconds: float
+) -> dict[str, float] | None:
+    """Return the batch of the script's own steps with these values of its flags, by knob; None if it does not run with them."""
+    argv = list(script.argv)
+    for flag, value in flags.items():
+        argv = with_flag(argv, flag, value)
+    typed = dataclasses.replace(script, argv=tuple(argv), profile={})
+    job = dataclasses.replace(executor.job, script=typed)
+    with closing(executor.session(Candidate(()), "probe-flags", job=job)) as session:
+        outcome = session.measure(Candidate(()), _TWO_STEPS, seconds)
+    if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
+        raise Stopped("stopped before it was known which flags carry the script's batch")
+    now = session.facts
+    if not outcome.ok or not now.get("rows") or not now.get("micros"):
+        return None
+    rows_of_one = facts["rows"] / (facts["micros"] * script.profile["micro_batch"])
+    return {MICRO_BATCH: now["rows"] / now["micros"] / rows_of_one, ACCUMULATION: now["accumulation"]}
 
 
 # -- batch check -------------------------------------------------------------------------------------------------------
@@ -432,7 +519,8 @@ def batch_note(executor: Executor, script: Script, seconds: float, reference: Tr
     if first.source is not Source.BATCH:
         return f"told another batch ({other}), {script.target} fails: {first.reason}"
     disobeys = all(one.source is Source.BATCH and _samples(told) == _samples(own) for told, one in refused)
-    if disobeys and {MICRO_BATCH, ACCUMULATION} & dict(script.flags).keys():
+    typed = dict(script.flags).keys() - script.profile.get(FOUND, {}).keys()
+    if disobeys and {MICRO_BATCH, ACCUMULATION} & typed:
         raise UserError(first.reason)
     return first.reason
 

@@ -20,20 +20,24 @@ from autotune.executors.replay import Landscape, load_landscape
 from autotune.predict.calibration import overhead_prior
 from autotune.problem.candidate import Candidate
 from autotune.problem.ds_config import global_batch_of, load_ds_config
+from autotune.problem.faults import facts_of, own_facts, removed_keys, warnings
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.job import Job, Script, load_lengths, longest_sequence, parse_lora, with_positions
-from autotune.problem.knobs import missing_package
+from autotune.problem.knobs import READ, missing_package
 from autotune.problem.models import ModelSpec, image_size_of, resolve_model, task_of, workload_spec
 from autotune.problem.space import SearchSpace, fitted, load_space
 from autotune.results.output_files import check_out
 from autotune.results.plan import TOKENS
 from autotune.script.parse_command import Typed, read_command
 from autotune.script.profile import first_candidates, unknown_job
+from autotune.script.script import named_configs
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
 from autotune.search.fingerprint import identity
 from autotune.util.bounds import MOST, shown, whole_number
+from autotune.util.interpreter import current
 from autotune.util.units import GIB, format_bytes, parse_count, parse_duration, parse_memory, parse_share
+from autotune.versions import release
 
 DEFAULT_HEADROOM = "5%"
 
@@ -47,6 +51,7 @@ class PlanSetup:
     job: Job
     hardware: Hardware
     space: SearchSpace
+    faults: tuple[str, ...] = ()  # known faults of the installed DeepSpeed that concern the job, for display
     tokens: float = TOKENS  # tokens of the whole training, for its hours and cost
     price: Price | None = None  # of one of these GPUs
     host_assumed: bool = False  # main memory was neither measured nor typed
@@ -68,6 +73,7 @@ class Setup:
     space: SearchSpace
     candidates: tuple[Candidate, ...]
     notes: tuple[str, ...]  # for display, before the search
+    warnings: tuple[str, ...] = ()  # known faults of the user's own config, for display before anything runs
     landscape: Landscape | None  # the recorded table to search; None: machines are used
     nodes: Cluster | None = None  # the machines, reached; None: this one
     slots: tuple[Slot, ...] = ()  # for parallel candidates, the first on `hardware`; empty: one candidate at a time
@@ -138,6 +144,7 @@ def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
         space=tuned.space,
         candidates=tuple(tuned.candidates),
         notes=(*tuned.notes, *edits),
+        warnings=tuple(tuned.warnings),
         landscape=tuned.landscape,
         nodes=nodes.cluster if nodes is not None else None,
         name=name,
@@ -182,12 +189,14 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
         hardware = planned_hardware(name, *per_node, headroom, host, cap)
         job = _named_job(request, hardware)
         space = fitted(load_space(request.space or "default"), job, hardware).space
+        faults = [f"{one.told(_deepspeed())}: left out" for one in space.faults]
         known = price_table().get(hardware.facts or "")
         setups.append(
             PlanSetup(
                 job=job,
                 hardware=hardware,
                 space=space,
+                faults=(*warnings(own_facts(job), _deepspeed()), *faults),
                 tokens=tokens,
                 price=known if request.price is None else Price(request.price, "yours", "", "--price"),
                 host_assumed=name is not None and request.host_memory is None,
@@ -251,6 +260,7 @@ class _Tuned(NamedTuple):
     space: SearchSpace
     candidates: Sequence[Candidate]
     notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()  # known faults of the user's own config
     landscape: Landscape | None = None
     slots: Sequence[Slot] = ()
 
@@ -284,12 +294,33 @@ def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
     space = _space(request, hardware)
     if request.script:
         job = _script_job(request, typed.script, hardware)
-        return _Tuned(job, hardware, space, first_candidates(typed.script), own_variables_note(typed), slots=places)
+        configs = [_own_config(path, "the DeepSpeed config") for path in named_configs(typed.script)]
+        said = warnings(facts_of(configs[0]), _deepspeed()) if len(configs) == 1 else []
+        notes = own_variables_note(typed)
+        return _Tuned(job, hardware, space, first_candidates(typed.script), notes, said, slots=places)
     _refuse(request, "maps worst_case", "needs a training script after `--`, like `-- train.py`")
     job = _named_job(request, hardware)
     space, notes = fitted(space, job, hardware)
     notes = [*batch_note(request.global_batch_size, job, request.ds_config), *notes]
-    return _Tuned(job, hardware, space, space.candidates(job), notes, slots=places)
+    said = warnings(own_facts(job), _deepspeed())
+    return _Tuned(job, hardware, space, space.candidates(job), notes, said, slots=places)
+
+
+def _deepspeed() -> tuple[int, ...]:
+    """Return the DeepSpeed that ranks will have, or the one whose source was read if none is installed."""
+    return release(current().version("deepspeed")) or READ
+
+
+def _own_config(path: Path, said: str = "--ds-config") -> dict[str, Any]:
+    """Return the user's own config, in current names.
+
+    Raises:
+        UserError: see `load_ds_config`; or it has a key that the installed DeepSpeed refuses by its presence.
+    """
+    config = load_ds_config(path, said)
+    for key, why in removed_keys(config, _deepspeed()):
+        raise UserError(f"{path}: {key}: {why}")
+    return config
 
 
 def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
@@ -362,7 +393,7 @@ def _script_job(request: Request, script: Script, hardware: Hardware) -> Job:
 def _named_job(request: Request, hardware: Hardware) -> Job:
     """Return the Job of a model or a workload on this hardware."""
     model = _model(request)
-    own = load_ds_config(request.ds_config) if request.ds_config else {}
+    own = _own_config(request.ds_config) if request.ds_config else {}
     precision, base = precision_of(request.precision, own, hardware)
     lengths = load_lengths(request.lengths) if request.lengths else ()
     task = task_of(model.config, request.task, model.name)

@@ -155,8 +155,8 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         + either(plain.moved[0][1] + plain.moved[1][1], again.moved[0][1] + again.moved[1][1]) * rows
     ) / rates.memory
     return Work(
-        forward_share=either(forward / whole_pass[0], forward / whole_pass[1]),
-        recompute_share=either(0.0, 1 - whole_pass[0] / whole_pass[1]),
+        forward_share=either(_share(forward, whole_pass[0]), _share(forward, whole_pass[1])),
+        recompute_share=either(0.0, 1 - _share(whole_pass[0], whole_pass[1])),
         products=either(*whole_pass) * rows / rates.flops,
         tail=either(*whole_pass) / job.seq_len * job.element_bytes / 2 / rates.memory,
         moved=moved * np.where(c.fused_by_compiling, COMPILED_MOVED, 1.0),
@@ -169,6 +169,11 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         **_sent(job, hardware, trace, c, rates),
         **_stepped(job, hardware, trace, c, rates),
     )
+
+
+def _share(part: float, whole: float) -> float:
+    """Return a share of the whole; a model whose rows could not be counted shows no products at all."""
+    return part / whole if whole else 1.0
 
 
 def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: DeviceRates) -> dict[str, Floats]:

@@ -45,10 +45,12 @@ def parsed_config(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] = dic
         import hjson  # imported late: few texts need it, and in a rank the package is DeepSpeed's dependency
 
         try:
-            return hjson.loads(text, object_pairs_hook=pairs)
+            found = hjson.loads(text, object_pairs_hook=pairs)
         except hjson.HjsonDecodeError:
-            pass
-        raise
+            found = None
+        if found is None or (not found and "{" not in text):  # HJSON reads an empty text as an empty object
+            raise
+        return found
 
 
 def read_config(path: Path) -> Any:
@@ -128,14 +130,19 @@ _AUTO = (
 )
 
 
-def load_ds_config(path: Path) -> dict[str, Any]:
+def load_ds_config(path: Path, said: str = "--ds-config") -> dict[str, Any]:
     """Read and validate the user's own DeepSpeed config.
+
+    Args:
+        said: words that name the file, for the error of a file that cannot be read.
 
     Raises:
         UserError: the file cannot be read, is no JSON object, or has a section or a value that DeepSpeed refuses; the message
             names file and key.
     """
-    text = read_text(path, f"--ds-config {path}", "expected a DeepSpeed config JSON")
+    text = read_text(path, f"{said} {path}", "expected a DeepSpeed config JSON")
+    if not text.strip():
+        raise UserError(f"{path} is empty; expected a DeepSpeed config, or {{}} for none of your own")
     try:
         data = parsed_config(text, _once)
         check_data(data, str(path))
@@ -145,8 +152,6 @@ def load_ds_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read ({str(error)[:100]})") from None
     if not isinstance(data, dict):
         raise UserError(f"{path}: expected a JSON object with DeepSpeed's keys, found {type(data).__name__}")
-    if not data and "{" not in text:
-        raise UserError(f"{path} is empty; expected a DeepSpeed config, or {{}} for none of your own")
     for key, trouble in _troubles(data):
         raise UserError(f"{path}: {key}: {trouble}")
     return in_new_names(data)

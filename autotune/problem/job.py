@@ -326,13 +326,16 @@ class Job:
 
     @property
     def samples_per_row(self) -> float:
-        """Mean number of sequences in one row of a batch: 1, or more if they are packed."""
+        """Mean number of sequences in one row of a batch: 1, or more if they are packed or if a script sums batches by hand."""
+        if self.script is not None:
+            return float(self.script.profile.get("accumulated_by_hand", 1))
         return self.seq_len / self.tokens_per_sample if self.packed else 1.0
 
     @property
     def summary(self) -> str:
         """One line for display."""
-        batch = f"global batch {self.global_batch_size}" if self.global_batch_size else "batch free"
+        held = self.global_batch_size and round(self.global_batch_size * (1 if self.packed else self.samples_per_row))
+        batch = f"global batch {held}" if held else "batch free"
         optimizer = "its own optimizer" if self.script else self.optimizer_kind
         extras = [self.task] if self.task != CAUSAL else []
         extras += [f"images of {self.image_size} pixels"] if self.image_size else []
@@ -343,7 +346,8 @@ class Job:
         if self.lengths:
             packed = f"packed to {self.seq_len}" if self.packed else f"{self.seq_len} at most"
             tokens = f"{self.tokens_per_sample:.0f} tokens on average, {packed}"
-        return ", ".join([self.model.name, tokens, self.precision, *extras, optimizer, batch])
+        length = [] if self.script is not None and self.seq_len == 1 else [tokens]  # of a script without tokens
+        return ", ".join([self.model.name, *length, self.precision, *extras, optimizer, batch])
 
     @property
     def key(self) -> str:

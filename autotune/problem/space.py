@@ -28,10 +28,12 @@ from autotune.problem.candidate import (
     Candidate,
     Value,
     is_read,
+    job_with_candidate,
     knobs_of,
     settings_of,
     short_name,
 )
+from autotune.problem.faults import Fault, facts_of, job_facts, known_faults, own_facts
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.knobs import (
@@ -83,6 +85,7 @@ class SearchSpace:
     at_once: int | None = None  # how many second-order knobs may differ from their first values together; None: all
     lossy: bool = False  # may change arithmetic, so that losses may differ
     shipped: bool = False  # written for every DeepSpeed: keys that the installed version does not know are left out
+    faults: tuple[Fault, ...] = ()  # DeepSpeed's known faults: candidates with one are left out
 
     @cached_property
     def order(self) -> tuple[str, ...]:
@@ -179,16 +182,57 @@ class SearchSpace:
         pairs = self.rungs(job)
         found = []
         for family in self.families():
+            faults = self._faults(family, job)
             for micro_batch, accumulation in pairs:
+                if any(fault.holds({**facts, "accumulation": accumulation}) for fault, facts in faults):
+                    continue
                 knobs = {**family, MICRO_BATCH: micro_batch, ACCUMULATION: accumulation}
                 found.append(Candidate(tuple(sorted(knobs.items()))))
             if len(found) > MAX_CANDIDATES:
                 raise UserError(
                     f"space {self.name!r} has over {MAX_CANDIDATES} candidates: give its ranges fewer values"
                 )
+        if not found and self.faults:
+            raise UserError(
+                f"space {self.name!r}: every candidate has a known fault of DeepSpeed, like {self.faults[0].setting} "
+                f"({self.faults[0].source}): change the space, or install another DeepSpeed"
+            )
         if not found:
             raise UserError(f"space {self.name!r} has no valid candidate: `autotune spaces validate` shows its knobs")
         return found
+
+    def _faults(self, family: dict[str, Value], job: Job) -> list[tuple[Fault, dict[str, Any]]]:
+        """Return the faults that candidates of a family may have, each with the family's facts."""
+        if not self.faults:
+            return []
+        candidate = Candidate(tuple(sorted(family.items())))
+        facts = facts_of(candidate.ds_config(job), job_with_candidate(job, candidate))
+        facts.pop("accumulation", None)
+        return [(fault, facts) for fault in self.faults if fault.holds(facts) is not False]
+
+    def without_faults(self, job: Job, deepspeed: Release) -> tuple[SearchSpace, list[str]]:
+        """Return the space that leaves out candidates with a known fault of this DeepSpeed, and a line for each such fault.
+
+        A fault of the user's own config leaves nothing out: the candidates with it train as that config does.
+        """
+        of_job, own = job_facts(job), own_facts(job)
+        possible = [one for one in known_faults(deepspeed) if one.holds(of_job) is not False]
+        faults = tuple(one for one in possible if not one.harmless and not one.holds(own))
+        if not faults:
+            return self, []
+        shown = dataclasses.replace(self, faults=faults)._shown(job)
+        return dataclasses.replace(self, faults=shown), [f"{one.told(deepspeed)}: left out" for one in shown]
+
+    def _shown(self, job: Job) -> tuple[Fault, ...]:
+        """Return the faults that candidates of this space have."""
+        steps = {accumulation for _, accumulation in self.rungs(job)}
+        shown = {
+            fault.setting
+            for family in self.families()
+            for fault, facts in self._faults(family, job)
+            if any(fault.holds({**facts, "accumulation": one}) for one in steps)
+        }
+        return tuple(fault for fault in self.faults if fault.setting in shown)
 
 
 # -- space file --------------------------------------------------------------------------------------------------------
@@ -476,7 +520,11 @@ def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = Tru
             raise UserError(f"{why}; leave it out of `fixed`, or give it what it needs")
         notes.append(f"{why}: left out")
         del knobs[name]
-    return Fitted(dataclasses.replace(own, knobs=knobs), notes)
+    whole = dataclasses.replace(own, knobs=knobs)
+    if not here:
+        return Fitted(whole, notes)
+    without, faults = whole.without_faults(job, around.deepspeed)
+    return Fitted(without, [*notes, *faults])
 
 
 def _check_own(around: Circumstances) -> None:

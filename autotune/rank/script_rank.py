@@ -374,7 +374,7 @@ class ScriptRank(BaseRank):
         """Return facts about the measured steps.
 
         Raises:
-            Unusable: the steps do not match the candidate, or vary in a probe run.
+            Unusable: the steps do not match the candidate.
         """
         if self.candidate is not None and self.script.profile:
             check_tokens(batches, self.candidate, self.script.profile)
@@ -452,9 +452,6 @@ def own_steps(batches: Sequence[Batch], micro_batch: int, accumulation: int, *, 
         micro_batch: micro-batch of the script's config.
         accumulation: accumulation of the script's config.
         fed: True if DeepSpeed's own loader makes the batches, which have equal numbers of samples.
-
-    Raises:
-        Unusable: the counts grow or vary between steps.
     """
     found: dict[str, Any] = usual_step(batches)
     rows = [batch.rows for batch in batches]
@@ -467,8 +464,6 @@ def own_steps(batches: Sequence[Batch], micro_batch: int, accumulation: int, *, 
     if steady:
         name = min(steady, key=lambda name: steady[name])
         return {**found, "rows": steady[name], "sequences": steady[name], "counted_by": name, "fed": fed}
-    if not fed:
-        check_steady(rows)
     return {**found, "rows": 0, "sequences": 0, "uncounted": _VARYING}
 
 
@@ -569,19 +564,6 @@ def usual(rows: Sequence[int]) -> int:
     most = statistics.mode(rows)
     smaller = sum(one < most for one in rows)
     return 0 if max(rows) > most or smaller > max(1, MOST_SHORT * len(rows)) else most
-
-
-def check_steady(rows: Sequence[int]) -> None:
-    """Check that the rows of a probe run are constant, because a growing batch has no comparable speed.
-
-    Raises:
-        Unusable: more steps differ than an occasional last batch.
-    """
-    if any(rows) and not usual(rows):
-        raise Unusable(
-            f"the script's batch changes from step to step ({min(rows)} to {max(rows)} rows a rank): no step's time can be "
-            "compared with another's; give it a constant batch"
-        )
 
 
 def check_beside(rows: Sequence[int], number: str, candidate: Candidate, profile: dict[str, Any]) -> None:

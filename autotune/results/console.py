@@ -36,7 +36,16 @@ from autotune.results.export import (
 from autotune.results.tables import DataTable
 from autotune.script.command_line import framework_of
 from autotune.script.profile import SPLIT, other_batch
-from autotune.script.script import RELAUNCHED, carried, carries_knob, half_told, training_command, typed, variables_for
+from autotune.script.script import (
+    RELAUNCHED,
+    carried,
+    carries_knob,
+    flags_to_give,
+    half_told,
+    training_command,
+    typed,
+    variables_for,
+)
 from autotune.search.certificate import certificate_lines
 from autotune.search.leaderboard import Leaderboard, StudyFacts, missing_bytes
 from autotune.search.stopping import StopReason
@@ -340,8 +349,13 @@ DOUBTFUL = 0.5  # share of a step's seconds; half the 95 % interval above it mak
 
 def speed(measured: Measurement) -> str:
     """Return the text of a throughput."""
-    tokens = format_count(measured.tokens_per_second)
-    return f"{measured.samples_per_second:.4g} samples/s ({tokens.strip()} tokens/s)"
+    tokens = f" ({format_count(measured.tokens_per_second).strip()} tokens/s)" if _has_tokens(measured) else ""
+    return f"{measured.samples_per_second:.4g} samples/s{tokens}"
+
+
+def _has_tokens(measured: Measurement) -> bool:
+    """Return False for batches without sequences (images), which have no tokens or one a sample."""
+    return measured.tokens_per_second > 1.001 * measured.samples_per_second
 
 
 KNOB_WORDS = {
@@ -437,7 +451,8 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
         *filter(None, first),
         f"winner: {config_sentence(record.candidate, job, hardware)}",
         f"  config: {record.candidate} ({code_legend(record.candidate)})",
-        f"  {speed(measured)}, ±{spread:.1f} %; a GPU: {samples:.4g} samples/s, {tokens:.5g} tokens/s",
+        f"  {speed(measured)}, ±{spread:.1f} %; a GPU: {samples:.4g} samples/s"
+        + (f", {tokens:.5g} tokens/s" if _has_tokens(measured) else ""),
         f"  step {format_duration(measured.step_seconds)}; peak {format_bytes(measured.peak_bytes)} of "
         f"{format_bytes(hardware.capacity_bytes)} ({free:.0f} % free, headroom {100 * hardware.headroom:.0f} %)",
     ]
@@ -520,6 +535,8 @@ def train_with(
     else:
         commands = [("train with", watched)]
         instead = f"or put {config} where the script has its own config"
+        if given := flags_to_give(job.script, winner):
+            instead += f", and give it {shlex.join(given)}"
         if under_lightning(job.script) and not job.script.holds_batch:
             hints += [f"  {lightnings_own(winner)}"]
     hints += [f"  {line}" for line in _checkpointing(winner, job, job.script)]
@@ -529,7 +546,7 @@ def train_with(
     if started not in (0, per_node) and not job.script.launcher and framework_of(job.script) is None:
         hints += [f"  it starts its own ranks: have it start {per_node}"]
     loads = job.script.profile["loader_prepared"] and not job.script.holds_batch
-    if loads and not dict(job.script.flags).get(MICRO_BATCH):
+    if loads and not carries_knob(job.script, MICRO_BATCH):
         size = winner.micro_batch * (job.ranks if job.script.profile.get(SPLIT) else 1)
         hints += [f"  with batch_size={size} in its data loader, which no config reaches"]
     if half := half_told(job.script, winner):

@@ -22,6 +22,9 @@ ZERO_INIT = "zero_init"  # key of a profile: the script's own code builds its mo
 TORCHS = "torch_optimizer"
 EARLIER = "earlier"  # key of a profile: engines with an optimizer, built before the one that trains
 KEPT = "kept_configs"  # key of a profile: ZeRO settings of accelerate's other plugins, which no candidate changes
+# key of a profile: backwards that the script's own loop sums in each accumulation step of its config
+BY_HAND = "accumulated_by_hand"
+FOUND = "found_flags"  # key of a profile: flags that carry batch knobs, by knob, as `script_probe.flags_found` has found them
 OPS = "ops"  # key of a profile: builders of DeepSpeed's ops that were first seen in the probe run
 UNCOUNTED = "the sequences of the script's batches cannot be counted: no tensor is among what its model is given"
 
@@ -123,13 +126,16 @@ def _micros(facts: dict[str, Any]) -> int:
 def _counted(
     facts: dict[str, Any], micro_batch: int, accumulation: int, unit: str, per_sample: float
 ) -> dict[str, Any]:
+    times = _micros(facts) / accumulation
+    by_hand = times > 1 and times.is_integer() and unit == "rows" and per_sample % times == 0
     return {
         **{key: facts[key] for key in ("counted_by", "uncounted") if key in facts},
+        **({BY_HAND: int(times)} if by_hand else {}),
         "micro_batch": micro_batch,
         "accumulation": accumulation,
         "counted": unit,
         "rows_per_sample": per_sample,
-        "micros_per_accumulation": _micros(facts) / accumulation,
+        "micros_per_accumulation": times,
     }
 
 

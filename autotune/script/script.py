@@ -86,6 +86,15 @@ def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
     return found
 
 
+def flags_to_give(script: Script, candidate: Candidate) -> list[str]:
+    """Return the flags, with values, that a candidate needs on the command line of a script with its config in code."""
+    words: list[str] = []
+    for flag, value in settings(script, candidate).items():
+        if flag in _flags(script):
+            words = with_setting(script, words, flag, value)
+    return words
+
+
 def yes_or_no_flags(script: Script) -> set[str]:
     """Return the flags of boolean knobs."""
     declared = (flag for knob, flag in script.flags if KNOBS[knob].kind is bool)
@@ -261,6 +270,10 @@ def _starter(script: Script, ranks: int, config: str) -> list[str]:
     return ["accelerate", "launch", "--use_deepspeed", "--deepspeed_config_file", config, "--num_processes", str(ranks)]
 
 
+# flags of DeepSpeed, transformers and accelerate whose value is a DeepSpeed config file
+_CONFIG_FLAGS = (CONFIG_FLAG, "--deepspeed_config", "--deepspeed_config_file", "--deepscale_config")
+
+
 def config_path(script: Script) -> Path | None:
     """Return the DeepSpeed config file that the command names, or None if the config is elsewhere."""
     if script.ds_config is not None:
@@ -269,6 +282,20 @@ def config_path(script: Script) -> Path | None:
     named = next((path for _, _, path in found), None)
     inside = own_config(script) if named is None else None
     return inside if isinstance(inside, Path) else named
+
+
+def named_configs(script: Script) -> list[Path]:
+    """Return the DeepSpeed config files that the command names: by content, or by one of DeepSpeed's own flags."""
+    path = config_path(script)
+    found = [path] if path is not None else []
+    words = [*script.argv, *script.launcher]
+    for at, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        value = value if equals else next(iter(words[at + 1 : at + 2]), "")
+        if flag in _CONFIG_FLAGS and os.path.isfile(Path(script.cwd, value)):
+            found.append(Path(script.cwd, value))
+    found += [path for _, _, path in _config_files(script.argv, Path(script.cwd), script.profile.get("config"))]
+    return list(dict.fromkeys(path.resolve() for path in found))
 
 
 def _config_files(argv: Sequence[str], cwd: Path, own: dict[str, Any] | None) -> list[tuple[int, str, Path]]:

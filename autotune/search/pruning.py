@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -176,17 +177,25 @@ class CandidatePool:
             self.rule_out(larger, f"its batch is no smaller than that of {candidate}, which left too few steps")
 
     def _learn_refusal(self, candidate: Candidate, reason: str, how: str) -> None:
-        """Exclude every candidate with the settings that all failures with this message share.
+        """Exclude every candidate with the settings that all failures with this message share, whatever its numbers.
 
-        After a single failure, or if a working candidate has the shared settings too, only the same engine is excluded.
+        After a single failure, or if a working candidate has the shared settings too, only the same engine is excluded. After
+        `_SURE_OF_STAGE` failures at one stage, at which nothing has worked, that stage is excluded.
         """
-        refused = self._refused.setdefault(reason, [])
+        refused = self._refused.setdefault(_NUMBERS.sub("#", reason), [])
         refused.append(candidate)
         shared = set.intersection(*(set(one.family) for one in refused))
+        stages = {one.stage for one in refused}
+        if len(refused) >= _SURE_OF_STAGE and len(stages) == 1 and not any(one.stage in stages for one in self._worked):
+            shared &= {("zero_stage", candidate.stage)}
         if len(refused) == 1 or any(shared <= set(one.family) for one in self._worked):
             shared = set(candidate.family)
         alike = np.array([shared <= set(other.family) for other in self.candidates])
         self.rule_out(alike, f"{how}: {reason[:160]}")
+
+
+_NUMBERS = re.compile(r"\d+")  # sizes and addresses differ between failures with one cause
+_SURE_OF_STAGE = 3  # failures with one message at one stage
 
 
 # -- dominance ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,13 @@ from tests.cli_call import call
 from tests.studies import study_of_every_kind
 
 BASE = ("run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--budget", "60s", "--yes")
+SCRIPT = ("run", "--device", "cpu", "--gpus", "2", "--budget", "60s", "--yes", "--", "train.py", "--deepspeed_config")
+FILES = {
+    "removed.json": '{"train_batch_size": 4, "amp": {"enabled": false}}',
+    "lists.json": '{"train_batch_size": 4, "zero_optimization": {"stage": [2, 3]}}',
+    "empty.json": "",
+    "train.py": "import deepspeed",
+}
 
 
 @pytest.mark.parametrize(
@@ -52,6 +59,11 @@ BASE = ("run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--bud
         ((*BASE, "--precision", "fp8"), "bf16, fp16, fp32"),
         ((*BASE, "--optimizer", "adamm"), "adamw"),
         ((*BASE, "--ds-config", "nowhere.json"), "no such file"),
+        ((*BASE, "--ds-config", "removed.json"), "removed.json: amp: deepspeed 0.19.8 refuses this key"),
+        (("plan", "--model", "tiny-llama", "--gpu", "a100-80gb", "--ds-config", "removed.json"), "amp: deepspeed"),
+        ((*SCRIPT, "removed.json"), "removed.json: amp: deepspeed 0.19.8 refuses this key"),
+        ((*SCRIPT, "lists.json"), "zero_optimization.stage: expected a whole number, found [2, 3]"),
+        ((*SCRIPT, "empty.json"), "empty.json:1: not JSON"),
         ((*BASE, "--study", "a/b"), "plain name"),
         ((*BASE, "--max-trials", "0"), "at least 1"),
         ((*BASE, "--isolation", "magic"), "fork or spawn"),
@@ -70,6 +82,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
     code, _, err = call(monkeypatch, capsys, *words)
     assert code == 2
     assert message in err

@@ -333,3 +333,20 @@ def test_the_command_line_has_it_all() -> None:
     assert done.exit_code == 0, done.output
     data = json.loads(done.output)
     assert (data["gpus"], data["nodes"], data["outlook"]["tokens"]) == (4, 2, 1e12)
+
+
+@pytest.mark.parametrize(("gpu", "code"), [("t4", 3), ("a100-80gb", 0)])
+def test_a_plan_in_which_nothing_fits_exits_with_3(gpu: str, code: int) -> None:
+    words = [
+        "plan",
+        "--model",
+        "llama-2-7b",
+        "--gpu",
+        gpu,
+        "--gpus",
+        "1",
+        "--host-memory",
+        "8GiB" if code else "256GiB",
+    ]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == code, done.output

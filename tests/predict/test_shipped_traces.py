@@ -57,6 +57,8 @@ def test_other_versions_do_not_use_shipped_traces(empty_cache: Path) -> None:
     made_by, _ = trace_cache._shipped()
     assert known_trace(job, versions=made_by) is not None
     assert known_trace(job, versions={**made_by, "torch": "1.0"}) is None
+    build = {**made_by, "torch": made_by["torch"].partition("+")[0] + "+cu130"}
+    assert known_trace(job, versions=build) is not None, "the build does not count"
 
 
 def test_a_plan_needs_no_torch_for_a_shipped_model(tmp_path: Path) -> None:
@@ -64,8 +66,8 @@ def test_a_plan_needs_no_torch_for_a_shipped_model(tmp_path: Path) -> None:
 import sys
 from importlib import metadata
 from autotune.util import interpreter
-version = interpreter.Own.version
-interpreter.Own.version = lambda self, name: None if name in ("torch", "transformers") else version(self, name)
+version = interpreter.OwnInterpreter.version
+interpreter.OwnInterpreter.version = lambda self, name: None if name in ("torch", "transformers") else version(self, name)
 sys.modules["torch"] = sys.modules["transformers"] = None
 from autotune.commands.plan import plans
 from autotune.commands.request import Request

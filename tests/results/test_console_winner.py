@@ -253,6 +253,16 @@ def test_a_loaders_batch_is_said_as_the_script_has_it(tmp_path: Path) -> None:
     assert "with batch_size=4 in its data loader" in last()
     assert "with batch_size=8 in its data loader" in last(loader_split=True), "accelerate splits it over two ranks"
     assert "data loader" not in last(batch_note="it has its own")
+    assert "data loader" not in last(flags=["--per_device_train_batch_size"]), "the printed command carries it"
+
+
+def test_a_config_in_code_needs_the_mapped_flags_too(tmp_path: Path) -> None:
+    profile = {"loader_prepared": False, "through_arguments": False, "flags": []}
+    flags = ((MICRO_BATCH, "--batch_size"), (ACCUMULATION, "--update_freq"))
+    for mapped, words in ((flags, ", and give it --update_freq 2 --batch_size 8"), ((), "")):
+        script = Script(("train.py", "--batch_size", "4"), str(tmp_path), mapped, profile=profile)
+        lines = train_with(make_candidate(1, 8, 2), make_job(script=script), "s", tmp_path / "s.json", 5).lines()
+        assert lines[1] == f"  or put {tmp_path / 's.json'} where the script has its own config{words}"
 
 
 def test_the_printed_command_gets_the_gpus_that_the_study_had(tmp_path: Path) -> None:

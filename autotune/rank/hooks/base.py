@@ -179,6 +179,7 @@ class Context:
     relaunched: int = 0  # number of ranks that the script would have started; 1 if unknown
     flags: set[str] = field(default_factory=set)  # flags of `script.script.FLAGS` that the script's parsers have
     spellings: dict[str, list[str | None]] = field(default_factory=dict)  # flag -> [no, yes], see `hooks.arguments`
+    integers: dict[str, int] = field(default_factory=dict)  # positive integers of the script's parsers, by flag
     said: dict[str, list[int]] = field(default_factory=dict)  # values in the script's arguments and loaders, by knob
     beside: list[Any] = field(default_factory=list)  # engines with an optimizer, made after the one that trains
     earlier: list[Any] = field(default_factory=list)  # engines made before the one that trains, see `hooks.election`
@@ -352,8 +353,12 @@ def _leaves(value: Any, name: str = "", depth: int = 5) -> Iterator[tuple[str, A
     elif isinstance(value, torch.nn.Module | str | bytes) or not depth:
         return
     elif isinstance(value, Mapping):
+        columns = _are_columns(value)
         for key, inner in value.items():
-            yield from _leaves(inner, str(key), depth - 1)
+            if columns and isinstance(inner[0], torch.Tensor):
+                yield str(key), list(inner)
+            else:
+                yield from _leaves(inner, str(key), depth - 1)
     elif isinstance(value, list | tuple):
         if _are_samples(value):
             yield name, list(value)
@@ -362,6 +367,14 @@ def _leaves(value: Any, name: str = "", depth: int = 5) -> Iterator[tuple[str, A
             yield from _leaves(inner, name, depth - 1)
     elif hasattr(value, "__dict__"):  # a batch of the script's own class
         yield from _leaves(vars(value), name, depth - 1)
+
+
+def _are_columns(value: Mapping[Any, Any]) -> bool:
+    """Return True if a mapping holds columns of a batch: several lists of one length, a list of texts among them."""
+    lists = list(value.values())
+    if len(lists) < 2 or not all(isinstance(one, list | tuple) and one for one in lists):
+        return False
+    return len({len(one) for one in lists}) == 1 and any(all(isinstance(i, str) for i in one) for one in lists)
 
 
 def _are_samples(values: Sequence[Any]) -> bool:

@@ -132,6 +132,8 @@ def install(context: Context) -> None:
         found, rest = original(parser, *args, **kwargs)
         actions = parser._option_string_actions
         context.flags |= actions.keys() & FLAGS
+        if context.candidate is None:
+            context.integers |= _integers(parser, found)
         for flag in actions.keys() & told:
             if (said := _spelt(parser, flag, found)) is not None:
                 context.spellings[flag] = said
@@ -150,6 +152,17 @@ def install(context: Context) -> None:
         return found, rest
 
     context.patches.wrap(argparse.ArgumentParser, "parse_known_args", parse_known_args)
+
+
+def _integers(parser: Any, found: Any) -> dict[str, int]:
+    """Return the positive integers that a parser has read, by the long flag of each."""
+    values = {}
+    for action in parser._actions:
+        value = getattr(found, action.dest, None)
+        flag = next((one for one in action.option_strings if one.startswith("--")), None)
+        if flag is not None and isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            values[flag] = value
+    return values
 
 
 def _spelt(parser: Any, flag: str, found: Any) -> list[str | None] | None:

@@ -385,6 +385,7 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         "optimizer": kind_of(context, own),
         TORCHS: torchs_of(own),
         "flags": sorted(context.flags),
+        "integers": dict(context.integers),
         "spellings": dict(sorted(context.spellings.items())),
     }
 

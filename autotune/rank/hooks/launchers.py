@@ -121,6 +121,7 @@ class _Takeover:
         self._context.relaunched = (
             int(ranks) if ranks is not None and str(ranks).isdigit() else self._context.relaunched or 1
         )
+        self._context.integers.clear()
         self._context.flags.clear()  # flags of the starter's own parser
         self._context.spellings.clear()
         self._take(env if env is not None else os.environ)

@@ -16,7 +16,7 @@ from autotune.problem.candidate import MICRO_BATCH, Candidate
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Script
 from autotune.problem.outcome import Outcome, OutcomeKind, Phase
-from autotune.results.plan import Plan, StagePlan
+from autotune.results.plan import Plan, WayPlan
 from autotune.results.report.build import Searched, memory_map, study_report, without_secrets
 from autotune.results.report.html import _short, as_data, plan_page, plan_report
 from autotune.results.report.knob_effects import TRADED, changed_knob
@@ -245,7 +245,9 @@ def test_a_plan_says_why_a_peak_above_the_ceiling_fits() -> None:
         predictor, one = of_micro_batch_128(card_gib)
         assert one.fits is (name != "over")
         pages[name] = plan_page(
-            plan_report([Plan(predictor.job, predictor.hardware, [one], [StagePlan(0, one, one, [])], "a test")])
+            plan_report(
+                [Plan(predictor.job, predictor.hardware, [one], (WayPlan(0, False, False, one, one, None),), "a test")]
+            )
         )
     said = f"{format_bytes(free.needed_bytes)} are needed: cached blocks are given back before memory runs out"
     for section in ("verdict", "memory"):
@@ -516,7 +518,7 @@ def test_a_plan_is_written_as_a_page_and_a_wrong_name_is_said_before_it_is_made(
         job = make_job()
         predictor = Predictor(job, machine(), closed_form_trace(job, "a test"))
         best = predictor.predict_many([make_candidate(0, 8)])
-        return [Plan(job, machine(), best, [StagePlan(0, best[0], best[0], [])], "")]
+        return [Plan(job, machine(), best, (WayPlan(0, False, False, best[0], best[0], None),), "")]
 
     monkeypatch.setattr(planning, "plans", plans)
     code, out, _ = call(monkeypatch, capsys, "plan", "--model", "tiny-llama", "--html", "plan.html", "--json")
@@ -575,4 +577,4 @@ def test_each_card_of_a_comparison_has_its_own_limits() -> None:
 def _plan_on(card: str, fits: bool = True) -> Plan:
     job, hardware = make_job(), named_hardware(card, 2)
     found = Predictor(job, hardware, closed_form_trace(job, "a test")).predict_many([make_candidate(2, 8)])
-    return Plan(job, hardware, found if fits else [], [StagePlan(2, found[0], found[0], [])], "a test")
+    return Plan(job, hardware, found if fits else [], (WayPlan(2, False, False, found[0], found[0], None),), "a test")

@@ -1,0 +1,110 @@
+"""Train one step with the facts of a fault, and compare its weights with the same step in plain torch.
+
+Run under torchrun: `faulty.py FACTS`, a JSON list of objects with facts as `autotune/problem/faults.py` names them. For each, rank 0
+prints `APART`, the distance between the weight update and that of plain torch on the rows of all ranks, over the latter's norm.
+"""
+
+import copy
+import json
+import sys
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+MICRO_BATCH = 4
+# DeepSpeed builds this op at its first use; gloo alone suffices, and a lock that a killed build left would stop the ranks.
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+
+
+class Model(torch.nn.Module):
+    """Two layers; the first is used twice if a fault is about that."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(32, 32), torch.nn.Linear(32, 8)
+        self.twice = twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(torch.tanh(self.first(x)) if self.twice else x)
+
+
+def config_of(facts: dict) -> dict:
+    zero = {"stage": facts["stage"]}
+    if facts.get("offload_optimizer", "none") != "none":
+        zero["offload_optimizer"] = {"device": facts["offload_optimizer"]}
+    found = {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": facts.get("accumulation", 1),
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": facts.get("precision") == "bf16"},
+    }
+    return found | ({"data_types": {"grad_accum_dtype": one}} if (one := facts.get("grad_accum_dtype")) else {})
+
+
+def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer whose first two updates show both the size of a gradient and Adam's counter of steps."""
+    return torch.optim.Adam(model.parameters(), lr=1.0, eps=1.0)  # an update large enough for bf16 to show it
+
+
+def weights_of(model: torch.nn.Module, stage: int) -> list[torch.Tensor]:
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+        return [p.detach().double().clone() for p in model.parameters()]
+
+
+def apart(facts: dict) -> float:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = Model(facts.get("module_reused", False))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.bfloat16())
+    plain = copy.deepcopy(model).double()
+    before = [p.detach().clone() for p in plain.parameters()]
+    passes = facts.get("accumulation", 1) * facts.get("backwards_per_step", 1)
+    data = torch.randn(passes, ranks, MICRO_BATCH, 32)
+    scale = 0.1 if facts.get("grad_changed_by_hand") else 1.0
+    parts = facts.get("backwards_per_step", 1)
+
+    own = optimizer_of(plain)
+    for rows in data:
+        (plain(rows.flatten(0, 1).double()).pow(2).mean() / passes).backward()
+    for p in plain.parameters():
+        p.grad *= scale
+    own.step()
+
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config_of(facts))
+    for number, rows in enumerate(data, 1):
+        if facts.get("boundary_by_hand"):
+            engine.set_gradient_accumulation_boundary(number == passes)
+        x = rows[rank].to(next(model.parameters()).dtype)
+        engine.backward(engine(x).float().pow(2).mean() / parts)
+        if facts.get("grad_changed_by_hand"):
+            for p in engine.parameters():
+                if p.grad is not None:
+                    p.grad *= scale
+        if number % parts == 0 and (number == passes or not facts.get("boundary_by_hand")):
+            engine.step()
+    after = weights_of(engine.module, facts["stage"])
+    theirs = torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)])
+    dist.barrier()
+    ours = torch.cat([(p.detach() - b).flatten() for p, b in zip(plain.parameters(), before, strict=True)])
+    return float((theirs - ours).norm() / ours.norm())
+
+
+def main() -> None:
+    deepspeed.init_distributed("gloo")
+    for facts in json.loads(sys.argv[1]):
+        found = apart(facts)
+        if dist.get_rank() == 0:
+            print(f"APART {found:.4f}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

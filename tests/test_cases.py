@@ -1,0 +1,101 @@
+"""Small rebuilds of public training scripts (`tests/scripts/cases/`), learnt from on real ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.commands.script_probe import Probe, after_probe
+from autotune.commands.setup import Setup
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, samples
+from autotune.problem.space import load_space
+from autotune.script.profile import BY_HAND, FOUND, job_of, own_candidate
+from autotune.script.script import command
+from tests.conftest import SCRIPTS, Scripts, make_candidate
+
+ADAM = {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}}
+
+
+def zero(stage: int) -> dict[str, int]:
+    """Return a section with small buckets, for the memory limit of the tests' ranks."""
+    return {"stage": stage, "reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000}
+
+
+def case(name: str, *arguments: str) -> list[str]:
+    return [str(SCRIPTS / "cases" / f"{name}.py"), *arguments]
+
+
+def setup_of(probed: Probe, scripts: Scripts, folder: Path) -> Setup:
+    """Return the setup of a run after the probe, with all four stages in its space."""
+    job = job_of(probed.script, scripts.hardware, None)
+    space = load_space("default")
+    of: dict[str, Any] = {"name": "s", "folder": folder, "storage": None, "out": None, "found_no_gpu": False}
+    budget: dict[str, Any] = {"budget_seconds": 60.0, "max_trials": None, "tolerance": 0.0, "exhaustive": False}
+    how: dict[str, Any] = {"isolation": "fork", "seed": 0, "force": False, "landscape": None}
+    what: dict[str, Any] = {"job": job, "hardware": scripts.hardware, "space": space, "candidates": (), "notes": ()}
+    return after_probe(Setup(**what, **of, **budget, **how, global_batch_size=None, free_batch=False), probed)
+
+
+@pytest.mark.slow
+def test_flags_that_carry_the_batch_are_found(scripts: Scripts, tmp_path: Path) -> None:
+    """Micro-batch and accumulation are both 4 here, so that values alone do not tell the flags apart."""
+    words = case("beit", "--batch_size", "4", "--update_freq", "4", "--enable_deepspeed")
+    found = scripts.probe(words, tmp_path)
+    flags = {MICRO_BATCH: "--batch_size", ACCUMULATION: "--update_freq"}
+    assert found.script.profile[FOUND] == dict(found.script.flags) == flags
+    assert found.script.profile["batch_note"] == ""
+    assert scripts.measure(found, own_candidate(found.script).but(**{MICRO_BATCH: 8, ACCUMULATION: 2})).ok
+    printed = command(found.script, make_candidate(1, 8, 2), "ds.json")
+    assert printed[1:5] == ["--batch_size", "8", "--update_freq", "2"]
+    again = scripts.probe(words, tmp_path)  # from the probe run that is stored
+    assert again.script.profile.get(FOUND) == flags
+
+
+@pytest.mark.slow
+def test_columns_of_texts_and_ids_are_counted_by_their_samples(scripts: Scripts, tmp_path: Path) -> None:
+    config = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    scheduler = {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 1e-4, "total_num_steps": 100}}
+    config |= {"zero_optimization": zero(1), "optimizer": ADAM, "scheduler": scheduler}
+    folder = tmp_path / "dsconfig"
+    folder.mkdir()
+    (folder / "openllama_peft_stage_1.json").write_text(json.dumps(config))
+    words = case("pandagpt", "--model", "openllama_peft", "--stage", "1", "--save_path", "ckpt")
+    profile = scripts.probe(words, tmp_path).script.profile
+    assert (profile["micro_batch"], profile["accumulation"], profile["rows_per_sample"]) == (2, 4, 1)
+    assert "changes from step to step" not in profile["batch_note"]
+    assert "were asked for" not in profile["batch_note"]
+
+
+@pytest.mark.slow
+def test_batches_summed_by_hand_are_counted_and_faulty_stages_left_out(scripts: Scripts, tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "zero_optimization": zero(3)}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    found = scripts.probe(case("several_backwards", "--deepspeed_config", "ds.json"), tmp_path)
+    assert found.script.profile[BY_HAND] == 4
+    setup = setup_of(found, scripts, tmp_path)
+    own = own_candidate(found.script)
+    assert samples(setup.job, own) == 32  # four backwards of four rows on two ranks
+    assert "global batch 32" in setup.job.summary
+    assert "tokens" not in setup.job.summary
+    assert found.baseline is not None
+    measured = found.baseline.measurement
+    assert measured is not None
+    assert measured.samples_per_second * measured.step_seconds == pytest.approx(32)
+    assert {candidate.stage for candidate in setup.candidates} == {0, 3}
+    assert any("only the last backward counts" in note for note in setup.notes)
+
+
+@pytest.mark.slow
+def test_a_model_whose_parts_are_called_is_predicted(scripts: Scripts, tmp_path: Path) -> None:
+    """Neither the engine nor its module is called, so that no forward is counted."""
+    from autotune.predict.trace import traced_predictor
+
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "zero_optimization": zero(1)}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    found = scripts.probe(case("submodules", "--deepspeed_config", "ds.json"), tmp_path)
+    assert "cannot be counted" in found.script.profile["batch_note"]
+    setup = setup_of(found, scripts, tmp_path)
+    predictor = traced_predictor(setup.job, setup.hardware)
+    assert all(one.step_seconds > 0 for one in predictor.predict_many(list(setup.candidates[:8])))
+    assert scripts.measure(found, own_candidate(found.script).but(zero_stage=2)).ok
