@@ -78,6 +78,7 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/test_scripts.py": "scripts",
     "tests/test_cases.py": "scripts",
     "tests/test_ways.py": "scripts",
+    "tests/test_certificates.py": "scripts",
     "tests/test_early_variables.py": "scripts",
     "tests/test_users_files.py": "scripts",
     "tests/sandbox/test_trials.py": "scripts",
