@@ -475,7 +475,7 @@ def study_facts(
         faster=faster,
         remarks={one.number: text for one, end in ended if (text := leaderboard.remark(one.candidate, end))},
         own=own,
-        own_ratio=_ratio(leaderboard, at, own.candidate) if own is not None and at is not None else None,
+        own_ratio=_ratio(leaderboard, at, own.candidate) if own and own.outcome and own.outcome.measurement else None,
         closest=None
         if best is not None
         else _closest([one for one in records if one.number not in set_aside], hardware),
