@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autotune.cli.app import app
-from autotune.commands.plan import make_plan, plans
+from autotune.commands.plan import LONGEST_SECONDS, make_plan, plans
 from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup
 from autotune.errors import UserError
@@ -258,10 +258,14 @@ def test_a_global_batch_leaves_out_counts_that_cannot_share_it() -> None:
 
 
 @pytest.mark.slow
-def test_cards_come_cheapest_first() -> None:
+def test_cards_come_cheapest_first_those_with_measured_rows_before_others() -> None:
     (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=1024, tokens="1B"), ["a100"])
-    costs = [card.best.usd for card in plan.cards if card.best and card.best.usd is not None]
-    assert costs == sorted(costs)
+    priced = [card for card in plan.cards if card.best and card.best.usd is not None]
+    quick = [card for card in priced if card.best and 3600 * card.best.hours <= LONGEST_SECONDS]
+    assert priced[: len(quick)] == quick, "the others come last"
+    costs = [(card.extrapolated, card.best.usd) for card in quick if card.best]
+    assert costs == sorted(costs), "cards with measured rows come before extrapolated ones"
+    assert {extrapolated for extrapolated, _ in costs} == {False, True}
     assert {card.gpu for card in plan.cards} == set(gpu_table())
     unpriced = [card for card in plan.cards if card.best and card.best.usd is None]
     assert {card.gpu for card in unpriced}.isdisjoint(price_table())
