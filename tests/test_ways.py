@@ -24,10 +24,8 @@ CONFIG = {
 OBEY = {
     "engine_backward": ("rows", 1),
     "loss_backward": ("rows", 1),
-    "accumulation_by_hand": ("rows", 3),
     "two_forwards": ("rows", 2),
     "several_losses": ("rows", 1),
-    "several_losses --loss": ("rows", 1),
     "tuple_output": ("rows", 1),
     "objects": ("rows", 1),
     "flattened": ("sequences", 1),
@@ -78,6 +76,8 @@ LEFT = {
     "critic_of_unlike_steps": "a second engine trains",
     "errors_are_printed": "gave 16 rows a step where 8 were asked for",
     "errors_are_skipped": "gave 16 rows a step where 8 were asked for",
+    "accumulation_by_hand": "gradient norm is",  # three backwards, each divided by another accumulation
+    "several_losses --loss": "gradient norm is",  # DeepSpeed 0.19.8 divides what reaches both outputs twice
     "errors_are_exits": "gave 16 rows a step where 8 were asked for",
 }
 

@@ -105,7 +105,8 @@ def backward_size(predictor: Predictor) -> int:
     """Return the sequences at which a checkpointed micro-batch is predicted to run out of memory early in its backward."""
     seen = predictor.predict(Candidate.of({"zero_stage": 2, **_batch(48), **CHECKPOINTED})).memory
     base = sum(float(seen[name]) for name in ("parameters", "gradients", "optimizer", "context and communication"))
-    return max(1, int((_WINDOW_SHARE * predictor.hardware.capacity_bytes - base) / (float(seen["activations"]) / 48)))
+    of_batch = float(seen["activations"]) + float(seen["logits and loss"])
+    return max(1, int((_WINDOW_SHARE * predictor.hardware.capacity_bytes - base) / (of_batch / 48)))
 
 
 def heavy_model(hardware: Hardware) -> str | None:

@@ -117,13 +117,3 @@ def test_accelerate_saves_and_removes_nothing(in_rank: Callable[..., Any], tmp_p
     assert kept == (["checkpoint_0", "checkpoint_1"] if quiet else ["checkpoint_2"])
     assert ([inside, model] == [[], []]) is quiet, "there to be written into"
     assert outside is not quiet
-
-
-def test_a_folder_that_landlock_refuses_ends_no_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(folder: str, **_: Any) -> None:
-        raise PermissionError(13, "Permission denied", folder)
-
-    context, _ = make_context(tmp_path / "trial")
-    monkeypatch.setattr(transformers.os, "makedirs", refuse)
-    transformers.make_folder(context, str(tmp_path / "theirs"), anywhere=True)
-    assert not (tmp_path / "theirs").exists()
