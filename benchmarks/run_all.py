@@ -151,7 +151,7 @@ EXEMPT = {
     "gpu/gpu_acceptance.py": "`make gpu-acceptance`: names its results for the GPU; tests of its own rehearse it",
 }
 # Commands that ask whether the code can be trusted, and go on where they were stopped: `make flakes`, `mutants`, `faults`.
-OF_THE_TESTS = ("reliability/flakes.py", "reliability/mutants.py", "reliability/faults.py")
+OF_THE_TESTS = ("reliability/flakes.py", "reliability/mutants.py", "reliability/faults.py", "training/planted.py")
 
 
 def result_path(name: str) -> Path:
