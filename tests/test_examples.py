@@ -123,7 +123,7 @@ def test_what_the_slurm_job_starts(tmp_path: Path) -> None:
     tuned, trained = (parsed(words[2:]) for words in started)
     check_values(tuned)
     assert (tuned["study"], tuned["space"], tuned["budget"]) == ("on-the-cluster", "zero2", "45m")
-    assert trained["words"] == ["on-the-cluster", *tuned["script"]]
+    assert trained["script"] == ["on-the-cluster", *tuned["script"]]
 
 
 def test_outside_of_slurm_the_job_says_so(tmp_path: Path) -> None:

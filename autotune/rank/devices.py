@@ -303,6 +303,13 @@ def nccl_version() -> tuple[int, ...]:
     return tuple(torch.cuda.nccl.version())
 
 
+def generator_state() -> bytes | None:
+    """Return the state of this rank's CUDA generator; None if CUDA is not initialized, which is not done here."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return bytes(torch.cuda.get_rng_state().numpy().tobytes())
+
+
 def device_count() -> int:
     """Return the number of visible GPUs."""
     return torch.cuda.device_count()

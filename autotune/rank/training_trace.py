@@ -231,14 +231,16 @@ def _generator_states() -> tuple[Any, ...]:
     """Return the states of all generators that a training usually draws from."""
     import torch
 
+    from autotune.rank.devices import generator_state
+
     numpy = sys.modules.get("numpy")
     states: list[Any] = [random.getstate()]
     if numpy is not None:
         _, keys, position, *_ = numpy.random.get_state()
         states += [keys.tobytes(), position]
     states.append(torch.get_rng_state().numpy().tobytes())
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append(torch.cuda.get_rng_state().numpy().tobytes())
+    if (state := generator_state()) is not None:
+        states.append(state)
     return tuple(states)
 
 

@@ -305,14 +305,16 @@ class Certifier:
     """Compares every trial of a study with its reference, so that no candidate wins that trains something else.
 
     The reference is the first trace of the user's own config. A named model has no config of the user, so its reference
-    is the first candidate of which a whole step was traced.
+    is the first candidate of which a whole step was traced. Stage 3 draws other initial weights for a named model
+    (`zero.Init` draws each parameter when it is created), so its candidates are compared with each other.
 
     Args:
         job: the study's job.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, *, of_stage_3: bool = False) -> None:
         self._job = job
+        self._stage_3 = None if job.script is not None or of_stage_3 else Certifier(job, of_stage_3=True)
         script = job.script
         self._own = own_candidate(script) if script is not None and "micro_batch" in script.profile else None
         self._reference: TrainingTrace | None = None
@@ -328,6 +330,8 @@ class Certifier:
 
     def learn(self, candidate: Candidate, outcome: Outcome, role: str) -> None:
         """Take the reference from a trial; a repeated run of the same config raises the noise floor."""
+        if self._stage_3 is not None and candidate.stage == 3:
+            return self._stage_3.learn(candidate, outcome, role)
         trace = outcome.trace
         if trace is None or role == RESUME or not self._is_whole(candidate, trace):
             return
@@ -348,6 +352,8 @@ class Certifier:
 
     def certificate(self, candidate: Candidate, trace: TrainingTrace | None) -> Certificate:
         """Return the verdict on a candidate's trace."""
+        if self._stage_3 is not None and candidate.stage == 3:
+            return self._stage_3.certificate(candidate, trace)
         if trace is None or not self._is_whole(candidate, trace):
             return Certificate(Verdict.NOT_COMPARED, "no whole optimizer step of it was traced")
         if self._reference is None or self._own is None:
@@ -356,6 +362,8 @@ class Certifier:
 
     def checked(self, candidate: Candidate, outcome: Outcome, role: str) -> Outcome:
         """Return a trial's outcome, as invalid if the candidate trains something else than the reference."""
+        if self._stage_3 is not None and candidate.stage == 3:
+            return self._stage_3.checked(candidate, outcome, role)
         self.learn(candidate, outcome, role)
         measured = outcome.measurement
         if measured is None or role == RESUME or candidate == self._own or outcome.trace is None:
@@ -375,6 +383,9 @@ class Certifier:
 
     def shares_cause(self, candidate: Candidate, outcome: Outcome) -> Callable[[Candidate], bool]:
         """Return a test for candidates that train otherwise for the same reason as this one."""
+        if self._stage_3 is not None and candidate.stage == 3:
+            test = self._stage_3.shares_cause(candidate, outcome)
+            return lambda other: other.stage == 3 and test(other)
         own, cause = self._own, outcome.trains_otherwise
         if own is not None and cause == MICRO_BATCH:
             return lambda other: other.micro_batch != own.micro_batch

@@ -34,7 +34,14 @@ class Switched(Meter):
 
     def __init__(self, meter: Meter) -> None:
         self._meter, self.hasty = meter, False
-        for name in ("external_usage_warnings", "begin", "register_device", "busy", "sample_faster", "unreleased_memory_warnings"):
+        for name in (
+            "external_usage_warnings",
+            "begin",
+            "register_device",
+            "busy",
+            "sample_faster",
+            "unreleased_memory_warnings",
+        ):
             setattr(self, name, getattr(meter, name))
 
     @property

@@ -121,7 +121,7 @@ class Ground:
         return left
 
     def _left(self, besides: set[int], trials: Path | None, sockets: bool) -> list[str]:
-        words = [f"process {p.pid} is left: {' '.join(p.cmdline()[:4])}" for p in self.processes(besides) if alive(p)]
+        words = [f"process {p.pid} is left: {' '.join(p.cmdline()[3:6])}" for p in self.processes(besides) if alive(p)]
         words += [f"temporary {path.name} is left" for path in self.temporary.glob("autotune-*") if sockets]
         new = {name for name in set(os.listdir("/dev/shm")) - self._segments if not name.startswith(_OF_ITS_LAUNCHER)}
         in_use = {name for name in new if not used_by_others(name, str(self.root))}

@@ -46,7 +46,10 @@ def test_ranks_of_a_slice_allocate_what_ranks_of_all_would(bench: Bench, stage: 
         live.append(outcome.measurement.live_tensor_bytes)
     both, one, of_eight = live
     assert both.keys() == one.keys() == of_eight.keys()
-    for phase in ("forward", "rest"):  # real ranks hold the training trace's sample: up to 1,023 positions of 16 parameters
+    for phase in (
+        "forward",
+        "rest",
+    ):  # real ranks hold the training trace's sample: up to 1,023 positions of 16 parameters
         assert one[phase] == pytest.approx(both[phase], rel=0.001, abs=16 * 1023 * 8), phase
     # in between a reduction that is on its way may hold a few buckets more (seen: 3.6 of 32 MB at stage 2); a slice has none
     assert 0.85 * max(both.values()) < max(one.values()) < 1.02 * max(both.values())

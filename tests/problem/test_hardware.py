@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from autotune.errors import UserError
 from autotune.problem import gpu_specs, hardware
+from autotune.problem.gpu_specs import default_host_bytes
 from autotune.problem.hardware import Hardware, detect, facts_for, gpu_table, named_gpu, named_hardware
 from autotune.search.fingerprint import fingerprint
 from autotune.util.units import GIB, MIB
@@ -386,7 +387,7 @@ def test_a_named_gpu_need_not_be_here(name: str, count: int) -> None:
     found, row = named_hardware(name, count), gpu_table()[name]
     assert (found.device, found.name, found.count, found.facts) == ("cuda", name, count, name)
     assert found.memory_bytes == found.capacity_bytes == int(row.memory_gib * GIB)
-    assert found.host_memory_bytes == max(64, 32 * count) * GIB
+    assert found.host_memory_bytes == default_host_bytes(name, count) >= 16 * GIB
     assert (found.gpu_facts, found.bf16, found.headroom) == (row, row.bf16, 0.05)
 
 
@@ -410,7 +411,7 @@ def test_rates_given_outright_outrank_the_table() -> None:
 def test_nodes_share_the_devices_and_have_a_network_each() -> None:
     found = named_hardware("a100-80gb", 16, nodes=2)
     assert (found.per_node, found.network_gb_per_s) == (8, 200.0)
-    assert found.host_memory_bytes == 256 * GIB  # of one node
+    assert found.host_memory_bytes == default_host_bytes("a100-80gb", 8)  # of one node
     assert str(found) == "16 x a100-80gb (79.99 GiB) on 2 nodes"
     assert Hardware.from_json(found.to_json()) == found
     assert named_hardware("h100", 8, nodes=2).network_gb_per_s == 200.0  # an adapter a GPU

@@ -218,6 +218,19 @@ def test_a_study_of_a_named_model_takes_its_first_whole_step_as_reference() -> N
     assert certifier.shares_cause(other, wrong)(other.but(reduce_bucket_size=1))
 
 
+def test_stage_3_of_a_named_model_is_compared_with_itself() -> None:
+    """`zero.Init` draws other weights: another loss there is no other training."""
+    certifier = Certifier(make_job())
+    assert certifier.checked(OWN, measured(trace()), SEARCH).ok
+    third, other = OWN.but(zero_stage=3), OWN.but(zero_stage=3, stage3_prefetch_bucket_size=1)
+    drawn = dataclasses.replace(scaled(trace(), NORM, 1.2), stage=3)
+    assert certifier.checked(third, measured(drawn), SEARCH).ok
+    assert certifier.certificate(other, drawn).verdict is Verdict.SAME
+    wrong = certifier.checked(other, measured(scaled(drawn, NORM, 2.0)), SEARCH)
+    assert wrong.source is Source.TRACE
+    assert not certifier.shares_cause(other, wrong)(OWN), "stages below train on other weights"
+
+
 def test_a_repeated_run_of_the_reference_raises_the_noise_floor() -> None:
     certifier = Certifier(make_job())
     certifier.learn(OWN, measured(trace()), SEARCH)

@@ -157,7 +157,7 @@ def test_short_budget_measures_four_candidates_and_verifies_a_winner() -> None:
     for name in ("gemma_2xcpu", "llama-wide_2xcpu", "t5_2xcpu"):
         result, executor, _ = search(load_landscape(REAL_TABLES / f"{name}.csv.gz"), 30, spent_seconds=5.0)
         assert result.verified, name
-        measured = {candidate for _, candidate, kind in executor.ledger.trials if kind is OutcomeKind.OK}
+        measured = {candidate for _, candidate, kind in executor.log.trials if kind is OutcomeKind.OK}
         assert len(measured) >= 4, name
         assert executor.now() <= 25
 

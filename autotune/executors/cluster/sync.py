@@ -76,6 +76,7 @@ def rsync(*words: str, seconds: float = _COPY_SECONDS) -> str:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            encoding="utf-8",
             errors="replace",
             timeout=seconds,
         )
