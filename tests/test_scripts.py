@@ -313,7 +313,10 @@ def test_out_of_memory_of_a_script_is_a_measurement(scripts: Scripts, tmp_path: 
 
 def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
-    found = scripts.probe([str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json"], tmp_path)
+    text = (SCRIPTS / "plain.py").read_text()
+    without_flag = text.replace('add_argument("--batch_size", type=int, default=2)', "set_defaults(batch_size=2)")
+    assert without_flag != text
+    found = scripts.probe([write(tmp_path, "train.py", without_flag), "--deepspeed_config", "ds.json"], tmp_path)
     assert "--map train_micro_batch_size_per_gpu" in found.script.profile["batch_note"]
     space = for_job(load_space("cpu_demo"), job_of(found.script, scripts.hardware, None))
     assert space.knobs["train_micro_batch_size_per_gpu"].values == (2,)

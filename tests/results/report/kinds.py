@@ -9,7 +9,7 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace_cache import closed_form_trace
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.job import Job
-from autotune.results.plan import Plan, StagePlan
+from autotune.results.plan import Plan, WayPlan
 from autotune.results.report.html import AttemptShown, TrainingReport, plan_page, plan_report, training_page, write_page
 from autotune.search.study import StudyStore
 from autotune.util.units import GIB
@@ -50,7 +50,7 @@ def _training(folder: Path) -> Path:
 def _plan_of(job: Job, hardware: Hardware) -> Plan:
     predictor = Predictor(job, hardware, closed_form_trace(job, "a test"))
     best = predictor.predict_many([make_candidate(0, 8), make_candidate(3, 8)])
-    return Plan(job, hardware, best, [StagePlan(0, best[0], best[0], [EVIL])], EVIL)
+    return Plan(job, hardware, best, (WayPlan(0, False, False, best[0], best[0], None),), EVIL)
 
 
 def _plans(*hardware: Hardware) -> Callable[[Path], Path]:
