@@ -56,6 +56,8 @@ TRAINER = [
     "60",
     "--output_dir",
     "out",
+    "--average_tokens_across_devices",  # by default since transformers 5; without it the loss depends on the cut
+    "True",
 ]
 
 
