@@ -92,7 +92,7 @@ def compare(reference: TrainingTrace, own: Candidate, trace: TrainingTrace, cand
     if sum(not (a.skipped or b.skipped) for a, b in pairs) < LEAST_STEPS:
         return Certificate(Verdict.NOT_COMPARED, f"fewer than {LEAST_STEPS} optimizer steps were traced")
     if _samples(own) != _samples(candidate):
-        why = f"its steps have {_samples(candidate)} samples a rank, yours {_samples(own)}"
+        why = f"its steps have {_samples(candidate)} samples a rank, those of the reference {_samples(own)}"
         return Certificate(Verdict.NOT_COMPARED, why)
     if (rows := _rows_factor(reference, trace, cut=own.micro_batch != candidate.micro_batch)) is not None:
         why = f"it trains on {rows:.3g}x your rows in an optimizer step"
