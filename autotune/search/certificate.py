@@ -29,6 +29,7 @@ from autotune.versions import StrEnum
 # and two more steps get five times (bf16) and a hundred times (fp32) as much.
 LEAST_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-3, "fp16": 5e-3}
 _FLOORS = 4.0  # tolerated multiples of the floor, which is itself estimated from a few steps
+_CLEARS = 0.02  # relative difference of the gradient norm up to which another loss has no effect
 _MOST = math.log(1.4)  # no noise floor tolerates more: factors of 1.5 and 0.67 are always found
 _RATE_TOLERANCE = 0.01  # relative; a schedule's length in steps is rounded
 _ROWS_TOLERANCE = 0.25  # relative; the last batch of a data set may be smaller
@@ -107,8 +108,9 @@ def compare(reference: TrainingTrace, own: Candidate, trace: TrainingTrace, cand
         return Certificate(Verdict.NOT_COMPARED, why)
     tolerance = {name: _tolerance(name, reference, trace) for name in found}
     beyond = {name for name in found if abs(_mean(name, found, reference, trace)) > tolerance[name]}
-    if beyond == {LOSS} and {NORM, UPDATE} <= found.keys():
-        beyond = set()  # the loss has no effect except through its gradient
+    # The loss has no effect except through its gradient, which clears it only if its own noise is small.
+    if beyond == {LOSS} and {NORM, UPDATE} <= found.keys() and abs(_mean(NORM, found, reference, trace)) <= _CLEARS:
+        beyond = set()
     if beyond:
         # The update of Adam hides a factor of the gradient, so the largest deviation names the quantity.
         name = max(beyond, key=lambda one: abs(statistics.fmean(found[one])))
