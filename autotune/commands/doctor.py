@@ -58,7 +58,7 @@ class Finding:
 
 
 def examine(nvme_path: Path | None, doing: Callable[[str], None]) -> Iterator[Finding]:
-    """Run all checks, and yield each finding as it is found; DeepSpeed's CPU Adam is built if it is not yet built.
+    """Run all checks, and yield each finding as it is found. DeepSpeed's CPU Adam is built if it is missing.
 
     Args:
         nvme_path: folder that nvme offload would use.

@@ -6,7 +6,7 @@ import base64
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +240,18 @@ def _leaves(data: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         yield from _leaves(value, (*path, str(key)))
     if not isinstance(data, dict | list):
         yield ".".join(path), data
+
+
+SIXTEEN_BITS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # section of a config -> precision
+
+
+def sixteen_bits_enabled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `enabled` of each section of SIXTEEN_BITS: a bool or `"auto"`; False if the config lacks the section."""
+    sections = {name: config.get(name) for name in SIXTEEN_BITS}
+    return {
+        name: section.get("enabled", False) if isinstance(section, Mapping) else False
+        for name, section in sections.items()
+    }
 
 
 def global_batch_of(config: dict[str, Any], ranks: int) -> tuple[int | None, str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from autotune.problem.ds_config import in_new_names
+from autotune.problem.ds_config import SIXTEEN_BITS, in_new_names, sixteen_bits_enabled
 from autotune.problem.job import Job
 from autotune.versions import dotted, release
 
@@ -149,13 +149,8 @@ def _accumulation(config: Mapping[str, Any]) -> Any:
 
 
 def _precision(config: Mapping[str, Any]) -> str | None:
-    sections = (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16"))
-    said = {
-        precision: section.get("enabled", False)
-        for name, precision in sections
-        if isinstance(section := config.get(name), Mapping)
-    }
-    on = next((precision for precision, word in said.items() if word is True), None)
+    said = sixteen_bits_enabled(config)
+    on = next((SIXTEEN_BITS[name] for name, word in said.items() if word is True), None)
     return on or (None if "auto" in said.values() else "fp32")
 
 

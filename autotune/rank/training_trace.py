@@ -280,8 +280,8 @@ def _masters(engine: Any) -> dict[int, Any]:
 def _picked(parameter: Any, positions: Any, masters: Mapping[int, Any]) -> Any:
     """Return a copy of the sampled elements that this rank holds in fp32; None if it holds none.
 
-    Source of the layouts: deepspeed 0.19.8, `utils/tensor_fragment.py` and `zero/partition_parameters.py`: stages 1
-    and 2 hold a fragment at an address of the parameter, stage 3 equal parts in the order of the ranks.
+    Stages 1 and 2 hold a fragment at an address of the parameter, stage 3 equal parts in the order of the ranks. Source:
+    deepspeed 0.19.8, `utils/tensor_fragment.py` and `zero/partition_parameters.py`.
     """
     import torch
 

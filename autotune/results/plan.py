@@ -143,7 +143,7 @@ class Outlook:
 
 @dataclass(frozen=True)
 class Shortage:
-    """Memory that a config needs to fit with the probability SURE, beside the memory that it may use."""
+    """Memory that a config needs to fit with the probability SURE, and the memory that it may use."""
 
     gpu_needed_bytes: float  # of one GPU
     gpu_usable_bytes: float  # capacity less headroom
@@ -209,7 +209,7 @@ class CardPlan:
 
     @property
     def extrapolated(self) -> bool:
-        """True if no published measurement is of this card."""
+        """True if no published measurement used this card."""
         return self.gpu not in measured_cards()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, MICRO_BATCH, Candidate, Value
-from autotune.problem.ds_config import in_new_names, read_config
+from autotune.problem.ds_config import SIXTEEN_BITS, in_new_names, read_config, sixteen_bits_enabled
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script, script_text
 from autotune.problem.models import ModelSpec
@@ -206,26 +206,17 @@ def over_present(job: Job, present: dict[str, Any]) -> Job:
     return dataclasses.replace(job, base_config={**present, **ours}, precision=_precision(job, first, present))
 
 
-_SIXTEEN_BITS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # section of a config -> precision
-
-
 def _precision(job: Job, first: dict[str, Any] | None, present: dict[str, Any]) -> str:
     """Return the precision of the present config.
 
     The job's precision is kept if that config still agrees with the first one, or leaves the choice to its caller.
     """
-    if first is None or all(first.get(name) == present.get(name) for name in _SIXTEEN_BITS):
+    if first is None or all(first.get(name) == present.get(name) for name in SIXTEEN_BITS):
         return job.precision
-    then, now = ([_enabled(config, name) for name in _SIXTEEN_BITS] for config in (first, present))
-    on = [precision for precision, word in zip(_SIXTEEN_BITS.values(), now, strict=True) if word is True]
-    if on:
-        return on[0]
-    return "fp32" if True in then and "auto" not in now else job.precision
-
-
-def _enabled(config: dict[str, Any], name: str) -> Any:
-    section = config.get(name)
-    return section.get("enabled", False) if isinstance(section, dict) else False
+    then, now = sixteen_bits_enabled(first), sixteen_bits_enabled(present)
+    if on := next((SIXTEEN_BITS[name] for name, word in now.items() if word is True), None):
+        return on
+    return "fp32" if True in then.values() and "auto" not in now.values() else job.precision
 
 
 def loops_by_hand(script: Script) -> bool:

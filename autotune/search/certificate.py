@@ -303,6 +303,14 @@ def _stage_reason(reference: TrainingTrace, trace: TrainingTrace, *, offloaded: 
     return f"stage {trace.stage} instead of {reference.stage}"
 
 
+@dataclass
+class _Reference:
+    """The config that others are compared with, and its trace."""
+
+    own: Candidate | None = None
+    trace: TrainingTrace | None = None
+
+
 class Certifier:
     """Compares every trial of a study with its reference, so that no candidate wins that trains something else.
 
@@ -314,12 +322,17 @@ class Certifier:
         job: the study's job.
     """
 
-    def __init__(self, job: Job, *, of_stage_3: bool = False) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._stage_3 = None if job.script is not None or of_stage_3 else Certifier(job, of_stage_3=True)
         script = job.script
-        self._own = own_candidate(script) if script is not None and "micro_batch" in script.profile else None
-        self._reference: TrainingTrace | None = None
+        own = own_candidate(script) if script is not None and "micro_batch" in script.profile else None
+        self._references = {False: _Reference(own), True: _Reference()}
+
+    def _has_other_weights(self, candidate: Candidate) -> bool:
+        return self._job.script is None and candidate.stage == 3
+
+    def _reference(self, candidate: Candidate) -> _Reference:
+        return self._references[self._has_other_weights(candidate)]
 
     @classmethod
     def of(cls, job: Job, records: Iterable[Record]) -> Certifier:
@@ -332,21 +345,19 @@ class Certifier:
 
     def learn(self, candidate: Candidate, outcome: Outcome, role: str) -> None:
         """Take the reference from a trial; a repeated run of the same config raises the noise floor."""
-        if self._stage_3 is not None and candidate.stage == 3:
-            return self._stage_3.learn(candidate, outcome, role)
-        trace = outcome.trace
+        trace, reference = outcome.trace, self._reference(candidate)
         if trace is None or role == RESUME or not self._is_whole(candidate, trace):
             return
-        if self._own is None:
-            self._own = candidate
-        if candidate != self._own:
+        if reference.own is None:
+            reference.own = candidate
+        if candidate != reference.own:
             return
-        if self._reference is None:
-            self._reference = trace
-        elif trace.steps != self._reference.steps:
-            known, again = self._reference.floor, floor_of(self._reference, trace)
+        if reference.trace is None:
+            reference.trace = trace
+        elif trace.steps != reference.trace.steps:
+            known, again = reference.trace.floor, floor_of(reference.trace, trace)
             floor = {name: max(known.get(name, 0.0), again.get(name, 0.0)) for name in {*known, *again}}
-            self._reference = dataclasses.replace(self._reference, floor=floor)
+            reference.trace = dataclasses.replace(reference.trace, floor=floor)
 
     def _is_whole(self, candidate: Candidate, trace: TrainingTrace) -> bool:
         """Return False if a rank of a named model ran only some micro-batches of a step, to extrapolate the rest."""
@@ -354,21 +365,18 @@ class Certifier:
 
     def certificate(self, candidate: Candidate, trace: TrainingTrace | None) -> Certificate:
         """Return the verdict on a candidate's trace."""
-        if self._stage_3 is not None and candidate.stage == 3:
-            return self._stage_3.certificate(candidate, trace)
         if trace is None or not self._is_whole(candidate, trace):
             return Certificate(Verdict.NOT_COMPARED, "no whole optimizer step of it was traced")
-        if self._reference is None or self._own is None:
+        reference = self._reference(candidate)
+        if reference.trace is None or reference.own is None:
             return Certificate(Verdict.NOT_COMPARED, "your own config was not measured")
-        return compare(self._reference, self._own, trace, candidate)
+        return compare(reference.trace, reference.own, trace, candidate)
 
     def checked(self, candidate: Candidate, outcome: Outcome, role: str) -> Outcome:
         """Return a trial's outcome, as invalid if the candidate trains something else than the reference."""
-        if self._stage_3 is not None and candidate.stage == 3:
-            return self._stage_3.checked(candidate, outcome, role)
         self.learn(candidate, outcome, role)
-        measured = outcome.measurement
-        if measured is None or role == RESUME or candidate == self._own or outcome.trace is None:
+        measured, own = outcome.measurement, self._reference(candidate).own
+        if measured is None or role == RESUME or candidate == own or outcome.trace is None:
             return outcome
         found = self.certificate(candidate, outcome.trace)
         if found.verdict is not Verdict.DIFFERS:
@@ -385,10 +393,13 @@ class Certifier:
 
     def shares_cause(self, candidate: Candidate, outcome: Outcome) -> Callable[[Candidate], bool]:
         """Return a test for candidates that train otherwise for the same reason as this one."""
-        if self._stage_3 is not None and candidate.stage == 3:
-            test = self._stage_3.shares_cause(candidate, outcome)
-            return lambda other: other.stage == 3 and test(other)
-        own, cause = self._own, outcome.trains_otherwise
+        test = self._test_for_cause(candidate, outcome.trains_otherwise)
+        if self._has_other_weights(candidate):
+            return lambda other: self._has_other_weights(other) and test(other)
+        return test
+
+    def _test_for_cause(self, candidate: Candidate, cause: str) -> Callable[[Candidate], bool]:
+        own = self._reference(candidate).own
         if own is not None and cause == MICRO_BATCH:
             return lambda other: other.micro_batch != own.micro_batch
         if own is not None and cause == ACCUMULATION:
@@ -400,7 +411,8 @@ class Certifier:
 
     def iterations_line(self, trace: TrainingTrace) -> str:
         """Return what another number of loop iterations per step does to the training; empty if nothing changes."""
-        return iterations_line(self._job, self._reference, trace) if self._reference is not None else ""
+        reference = self._references[False].trace
+        return iterations_line(self._job, reference, trace) if reference is not None else ""
 
 
 def iterations_line(job: Job, reference: TrainingTrace, trace: TrainingTrace) -> str:

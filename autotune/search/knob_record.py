@@ -45,7 +45,7 @@ class KnobTurn:
 class _Pair:
     """Two measured candidates that differ in one knob."""
 
-    kind: int  # first-order settings of both, without the knob
+    settings: tuple[int, ...]  # first-order settings of both, without the knob
     effect: float  # logarithm of speed, second over first
     error: float | None  # measured minus predicted effect; None if it was not predicted
     noise: float  # standard deviation of the effect
@@ -105,9 +105,11 @@ class KnobRecord:
         before, its_noise = self._measured[other]
         effect, apart = speed - before, max(LEAST_NOISE, math.hypot(noise, its_noise))
         error = None if predicted is None else effect - float(predicted[at] - predicted[other])
-        kind = self._kind(at, knob)
-        self._pairs[self._key(knob, other, at)].append(_Pair(kind, effect, error, apart))
-        self._pairs[self._key(knob, at, other)].append(_Pair(kind, -effect, None if error is None else -error, apart))
+        settings = self._settings(at, knob)
+        self._pairs[self._key(knob, other, at)].append(_Pair(settings, effect, error, apart))
+        self._pairs[self._key(knob, at, other)].append(
+            _Pair(settings, -effect, None if error is None else -error, apart)
+        )
         if error is not None:
             self.errors[self._names[knob]].append(error)
 
@@ -116,8 +118,8 @@ class KnobRecord:
         codes = self._codes
         return np.asarray((codes != codes[at]) & (codes >= 0) & (codes[at] >= 0))
 
-    def _kind(self, at: int, knob: int) -> int:
-        return hash(tuple(self._codes[at, column] for column in self._first if column != knob))
+    def _settings(self, at: int, knob: int) -> tuple[int, ...]:
+        return tuple(int(self._codes[at, column]) for column in self._first if column != knob)
 
     def _key(self, knob: int, before: int, after: int) -> tuple[int, int, int]:
         """Return what a turn has in common with others: values of a choice, the direction of a size."""
@@ -146,7 +148,7 @@ class KnobRecord:
                     continue
                 at = int(ways[logs[ways].argmax()])
                 pairs = self._pairs[self._key(knob, best, at)]
-                if any(pair.kind == self._kind(best, knob) for pair in pairs) and not self._is_size[knob]:
+                if any(pair.settings == self._settings(best, knob) for pair in pairs) and not self._is_size[knob]:
                     continue
                 settled = len(pairs) >= SETTLED_PAIRS and all(pair.effect < pair.noise for pair in pairs)
                 settled &= any(self._codes[other, knob] == value for other in self._measured)

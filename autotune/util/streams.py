@@ -83,8 +83,8 @@ class Lasting:
 def lasting_streams() -> Iterator[None]:
     """Replace standard output and standard error by such streams for the body of the `with`.
 
-    The traceback of an exception that leaves the body is printed here, with secrets masked, and ends the process with exit
-    code 1: the interpreter would print it to the plain stream.
+    The traceback of an exception that leaves the body is printed here, with secrets masked: the interpreter would print it
+    to the plain stream. The process then ends with exit code 1.
 
     Raises:
         SystemExit: the body raised an exception.
