@@ -66,7 +66,7 @@ class Confidence:
         """Text for the user, such as `at most 3 % left with 90 % probability, by 14 trials`."""
         trials = f"{self.trials} trial{'s' * (self.trials != 1)}"
         if not self.left_share:
-            return f"nothing left: every candidate that may fit is measured, by {trials}"
+            return f"nothing left with {100 * PROBABILITY:.0f} % probability, by {trials}"
         if self.left_share > 1:
             return f"possibly more than 100 % left, by {trials}"
         percent = max(1, math.ceil(100 * self.left_share))

@@ -31,7 +31,7 @@ def test_what_probably_does_not_fit_leaves_less() -> None:
     [
         (0.021, 14, "at most 3 % left with 90 % probability, by 14 trials"),
         (0.0001, 1, "at most 1 % left with 90 % probability, by 1 trial"),
-        (0.0, 9, "nothing left: every candidate that may fit is measured, by 9 trials"),
+        (0.0, 9, "nothing left with 90 % probability, by 9 trials"),
         (1.5, 2, "possibly more than 100 % left, by 2 trials"),
     ],
 )
