@@ -41,6 +41,7 @@ _SAME_ROWS = 1e-6  # relative; digests of equal rows, summed in another order
 # step counter is one ahead: 0.744x in the first step, 0.83x in the second, harmless (`DEEPSPEED_FAULTS.md`, 0.19.8).
 _BETAS = (0.9, 0.999)
 _COUNTER_TOLERANCE = 0.1
+_PROPORTIONAL = 0.05  # relative difference up to which the loss is said to grow with the micro-batch
 
 LOSS, NORM, UPDATE, RATES, ROWS = "loss", "gradient norm", "update", "learning rate", "rows"
 
@@ -103,8 +104,10 @@ def compare(
         why = f"it trains on {rows:.3g}x {your} rows in an optimizer step"
         return _different(why, ROWS, rows, reference, own, trace, candidate, is_users)
     if (wrong := _wrong_rate(pairs)) is not None:
-        step, factor = wrong
-        why = f"learning rate is {factor:.3g}x of {yours} in optimizer step {step + 1}"
+        step, theirs, mine = wrong
+        factor = mine / theirs if theirs else math.inf
+        times = f"{factor:.3g}x of {yours}" if theirs else f"{mine:.3g} instead of 0"
+        why = f"learning rate is {times} in optimizer step {step + 1}"
         return _different(why, RATES, factor, reference, own, trace, candidate, is_users)
     found = {name: each for name in (LOSS, NORM, UPDATE) if (each := _differences(reference, trace, name))}
     if not found:
@@ -120,9 +123,10 @@ def compare(
         name = max(beyond, key=lambda one: abs(statistics.fmean(found[one])))
         factor = math.exp(statistics.fmean(found[name]))
         why = f"{name} is {factor:.3g}x of {yours}"
-        if LOSS in beyond and name != LOSS:
-            why += f", loss {math.exp(statistics.fmean(found[LOSS])):.3g}x"
-        return _different(why, name, factor, reference, own, trace, candidate, is_users, loss_differs=LOSS in beyond)
+        loss = math.exp(statistics.fmean(found[LOSS])) if LOSS in beyond else None
+        if loss is not None and name != LOSS:
+            why += f", loss {loss:.3g}x"
+        return _different(why, name, factor, reference, own, trace, candidate, is_users, loss_factor=loss)
     return Certificate(Verdict.SAME, _figures(reference, trace, found))
 
 
@@ -142,15 +146,15 @@ def _rows_factor(reference: TrainingTrace, trace: TrainingTrace, *, cut: bool) -
     return mine / theirs if abs(math.log(mine / theirs)) > math.log1p(_ROWS_TOLERANCE) else None
 
 
-def _wrong_rate(pairs: Iterable[tuple[TracedStep, TracedStep]]) -> tuple[int, float] | None:
-    """Return (index of the step, factor) of the first other learning rate; None if all are equal."""
+def _wrong_rate(pairs: Iterable[tuple[TracedStep, TracedStep]]) -> tuple[int, float, float] | None:
+    """Return (index of the step, reference's, candidate's) of the first other learning rate; None if all are equal."""
     for at, (theirs, mine) in enumerate(pairs):
         one, other = sorted(set(theirs.rates)), sorted(set(mine.rates))
         if len(one) != len(other):  # DeepSpeed may split groups, which repeats rates
             one, other = one[-1:], other[-1:]
         for a, b in zip(one, other, strict=False):
             if max(abs(a), abs(b)) > _TINY and abs(a - b) > _RATE_TOLERANCE * max(abs(a), abs(b)):
-                return at, b / a if a else math.inf
+                return at, a, b
     return None
 
 
@@ -269,7 +273,7 @@ def _different(
     candidate: Candidate,
     is_users: bool,
     *,
-    loss_differs: bool = False,
+    loss_factor: float | None = None,
 ) -> Certificate:
     cut = candidate.micro_batch != own.micro_batch
     cause, because = "", ""
@@ -279,9 +283,15 @@ def _different(
             f"the schedule advances with iterations of your loop, and {trace.iterations} instead of "
             f"{reference.iterations} of them make an optimizer step"
         )
-    elif (loss_differs or quantity == LOSS) and cut:
+    elif loss_factor is not None and cut:
         cause = MICRO_BATCH
         because = f"the loss depends on how the batch is cut (micro-batch {candidate.micro_batch} instead of {own.micro_batch})"
+        times = candidate.micro_batch / own.micro_batch
+        if loss_factor is not None and abs(math.log(loss_factor / times)) < _PROPORTIONAL:
+            because += (
+                "; it grows with the micro-batch, like a sum over its rows, or like a loss that the script divides by the "
+                "accumulation although DeepSpeed does so"
+            )
     elif trace.stage != reference.stage:
         cause = _STAGE
         because = _stage_reason(reference, trace, is_users, offloaded=bool(candidate.offloaded or own.offloaded))
@@ -454,7 +464,7 @@ def structure_differs(reference: TrainingTrace, trace: TrainingTrace) -> str:
     if all(len(rates) == 1 for rates in each):  # a schedule has moved on since
         pairs = zip(reference.counted[:1], trace.counted[:1], strict=False)
         if (wrong := _wrong_rate(pairs)) is not None:
-            return f"its learning rate is {wrong[1]:.3g}x that of its first start"
+            return f"its learning rate is {wrong[2]:.3g} instead of {wrong[1]:.3g} at its first start"
     return ""
 
 

@@ -126,6 +126,14 @@ def test_a_loss_that_depends_on_the_cut_keeps_the_micro_batch() -> None:
     found = compare(trace(), OWN, scaled(trace(), LOSS, 1.7), OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))
     assert found.cause == MICRO_BATCH
     assert "micro-batch 8 instead of 2" in found.text
+    assert "grows with the micro-batch" not in found.text
+    summed = compare(trace(), OWN, scaled(trace(), LOSS, 4.0), OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))
+    assert "grows with the micro-batch" in summed.text
+
+
+def test_a_rate_that_begins_at_zero_is_compared_by_its_value() -> None:
+    found = compare(trace(rates=(0.0,)), OWN, trace(rates=(1e-4,)), OWN)
+    assert found.text == "learning rate is 0.0001 instead of 0 in optimizer step 1"
 
 
 def test_a_schedule_that_counts_iterations_names_the_accumulation() -> None:
