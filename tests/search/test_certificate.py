@@ -204,7 +204,7 @@ def test_a_restarted_training_is_compared_in_what_weights_do_not_change() -> Non
     later = trace(loss=0.3, gradient_norm=0.1, update=5e-4, digest=77.0, micro_batches=8, forwards=8)
     assert structure_differs(trace(), later) == ""
     assert "0.5x the rows" in structure_differs(trace(), scaled(later, ROWS, 0.5))
-    assert "learning rate is 0.1x" in structure_differs(trace(), scaled(later, RATES, 0.1))
+    assert "learning rate is 0.0001 instead of 0.001" in structure_differs(trace(), scaled(later, RATES, 0.1))
     moving = dataclasses.replace(trace(), steps=tuple(step(at, rates=(1e-3 * (at + 1),)) for at in range(5)))
     assert structure_differs(moving, scaled(later, RATES, 0.1)) == "", "a schedule has moved on"
 
