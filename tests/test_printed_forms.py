@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.results.console import train_with
-from autotune.results.export import accelerate_config, deepspeed_config, training_arguments
+from autotune.results.export import deepspeed_config, training_arguments
 from autotune.script.profile import job_of
 from autotune.search.certificate import Verdict, compare
 from tests.conftest import Scripts, free_port, make_candidate
@@ -28,7 +27,8 @@ args = p.parse_args()
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
 own = {"train_micro_batch_size_per_gpu": args.batch_size, "gradient_accumulation_steps": args.update_freq,
-       "zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+       "zero_optimization": {"stage": 1, "reduce_bucket_size": 500000, "allgather_bucket_size": 500000},
+       "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
 CONFIG = own  # its own config
 data = torch.randn(4096, 16, generator=torch.Generator().manual_seed(1))
 data = torch.utils.data.TensorDataset(data)
@@ -58,21 +58,17 @@ Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in
 """
 
 
-def forms(folder: Path, name: str) -> str:
-    """Follow the instruction in place of the user, who edits the script's code, and return the words that start it."""
+def follow(folder: Path, name: str) -> None:
+    """Put the winner's config where the script has its own, as its user would."""
     source = folder / "train.py"
     text = source.read_text()
     if name == "in_code":
-        source.write_text(
-            text.replace(
-                "CONFIG = own", f"CONFIG = json.loads(pathlib.Path({str(folder / 'best.json')!r}).read_text())"
-            )
-        )
+        text = text.replace("CONFIG = own", "CONFIG = json.loads(pathlib.Path('best.json').read_text())")
     else:
         head, _, rest = text.partition("ARGUMENTS = ")
         tail = rest.partition("\nargs = ")[2]
-        source.write_text(f"{head}ARGUMENTS = json.load(open('best.training_arguments.json'))\nargs = {tail}")
-    return "torchrun --nproc-per-node 2 --master-port PORT train.py"
+        text = f"{head}ARGUMENTS = json.load(open('best.training_arguments.json'))\nargs = {tail}"
+    source.write_text(text)
 
 
 @pytest.mark.slow
@@ -88,10 +84,16 @@ def test_a_config_that_is_put_into_the_code_trains_as_its_trial(scripts: Scripts
     (tmp_path / "best.json").write_text(json.dumps(deepspeed_config(WINNER, job)))
     (tmp_path / "best.training_arguments.json").write_text(json.dumps(training_arguments(WINNER, job, "cpu")))
     told = train_with(WINNER, job, "s", tmp_path / "best.json", 1)
-    words = shlex.split(forms(tmp_path, name).replace("PORT", str(free_port())))
-    if name == "in_code":
-        assert told.instead.endswith("and give it --batch_size 4 --update_freq 3")
-        words += shlex.split(told.instead.rpartition("and give it ")[2])
-    plain = traced(words, tmp_path)
+    follow(tmp_path, name)
+    words = shlex.split(told.instead.rpartition(" train with: ")[2])
+    assert ("--batch_size" in words) is (name == "in_code")
+    if name == "trainer":
+        assert (
+            "with per_device_train_batch_size=4, gradient_accumulation_steps=3 in its TrainingArguments"
+            in told.hints[0]
+        )
+    at = words.index("torchrun")
+    variables = dict(word.split("=", 1) for word in words[:at])
+    plain = traced(["torchrun", "--master-port", str(free_port()), *words[at + 1 :]], tmp_path, variables)
     certificate = compare(outcome.trace, WINNER, plain, WINNER)
     assert certificate.verdict is Verdict.SAME, certificate

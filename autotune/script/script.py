@@ -99,15 +99,6 @@ def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
     return {flag: value for _, flag, value in told_flags(script, candidate)}
 
 
-def flags_to_give(script: Script, candidate: Candidate) -> list[str]:
-    """Return the flags, with values, that a candidate needs on the command line of a script with its config in code."""
-    words: list[str] = []
-    for flag, value in settings(script, candidate).items():
-        if flag in _flags(script):
-            words = with_setting(script, words, flag, value)
-    return words
-
-
 def yes_or_no_flags(script: Script) -> set[str]:
     """Return the flags of boolean knobs."""
     declared = (flag for knob, flag in script.flags if KNOBS[knob].kind is bool)
