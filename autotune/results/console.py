@@ -263,7 +263,7 @@ def trials_table(records: Sequence[Record], facts: StudyFacts) -> DataTable:
         peak = measured.peak_bytes if measured else outcome.peak_bytes
         kind = outcome.kind.value
         kind = f"{kind} ({record.role})" if record.role in (VERIFY, RESUME) else kind
-        remark = facts.remarks.get(record.number, "")
+        remark = facts.remark(record.number)
         mark = ", winner" if facts.winner is not None and record.number == facts.winner.number else ""
         told = f"{shortened(remark, _MOST_REASON)}; {record.note}" if remark else record.note
         table.add_row(
@@ -332,7 +332,7 @@ def trial_lines(store: StudyStore, record: Record) -> list[str]:
     if outcome is None:
         return [*lines, "  running"]
     lines.append(f"  outcome: {outcome_line(outcome)}, after {format_duration(outcome.seconds)}")
-    if remark := facts.remarks.get(number):
+    if remark := facts.remark(number):
         lines.append(f"  {remark}")
     told = {"reason": outcome.reason, "evidence": outcome.evidence, "exceptions": ", ".join(outcome.exceptions)}
     lines += [f"  {name}: {masked(text)}" for name, text in told.items() if text]
@@ -428,7 +428,7 @@ def own_line(facts: StudyFacts, job: Job) -> str:
         return f"{yours} is the winner: {AS_IS} has this config already"
     ratio = facts.own_ratio
     if winner is None or ratio is None:
-        remark = facts.remarks.get(own.number, "")
+        remark = facts.remark(own.number)
         return f"{yours}: {speed(own.outcome.measurement)}{f', {remark}' if remark else ''}"
     alike = f"{ratio.samples_per_second:.4g} against {ratio.other_samples_per_second:.4g} samples/s, measured alike"
     unlike = unlike_steps(own.candidate, winner.candidate, job)
