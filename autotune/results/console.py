@@ -592,6 +592,13 @@ def _larger_budget(seconds: float) -> str:
     return f"--budget {whole}s" if whole < 120 else f"--budget {whole // 60}m"
 
 
+def startup_used_all(budget_seconds: float, used_seconds: float) -> str:
+    """Say that the budget ended before the first trial, and which budget to try."""
+    budget, took = format_duration(budget_seconds), format_duration(used_seconds)
+    used = f"no trial ran: the budget of {budget} ended during start-up, after {took}"
+    return f"{used}; use {_larger_budget(budget_seconds + used_seconds)}"
+
+
 def no_winner_lines(
     facts: StudyFacts, hardware: Hardware, tried: Collection[Candidate], untried: list[Candidate]
 ) -> list[str]:
@@ -612,7 +619,7 @@ def no_winner_lines(
                 return [
                     f"no trial ran: start-up took {took} of the budget of {budget}, too much for a trial after it; use {more}"
                 ]
-            return [f"no trial ran: the budget of {budget} ended during start-up ({took}); use {more}"]
+            return [startup_used_all(facts.budget_seconds, used)]
         return [f"no trial ran: {facts.stop_reason or 'the study was stopped before its first trial'}"]
     lines = [
         f"no candidate ran: {shortened(reason, 2 * _MOST_REASON)} ({count}x)" for reason, count in facts.failures[:3]

@@ -455,7 +455,7 @@ def study_facts(
     leaderboard, alike = Leaderboard(hardware, job), MeasuredAlike(records)
     chosen = next((one.candidate for one in records if one.number == winner), None)
     aside = {one.candidate for one in records if one.number in set_aside} - {chosen}
-    for before, record in zip([None, *records], records):
+    for before, record in zip([None, *records], records, strict=False):
         if before is not None and alike.call(before) != alike.call(record):
             leaderboard.begin_call()
         leaderboard.replay(record)

@@ -85,7 +85,7 @@ def test_turns_of_two_close_verifications_count_as_their_mean() -> None:
     assert facts.winner.outcome.measurement is not None
     assert facts.winner.outcome.measurement.samples_per_second == pytest.approx(98.95, abs=0.1)
     assert facts.next_best is not None
-    apart = [replace(one, tuner=tuner) for one, tuner in zip((first, second, again), ("a", "a", "b"))]
+    apart = [replace(one, tuner=tuner) for one, tuner in zip((first, second, again), ("a", "a", "b"), strict=True)]
     apart = [replace(one, started=f"2026-01-0{at}T00:00:00+00:00") for at, one in enumerate(apart, 1)]
     facts = study_facts(apart, make_job(), detect("cpu", 2), winner=2)
     assert facts.winner is not None
@@ -104,7 +104,7 @@ def test_only_what_one_call_measured_is_compared() -> None:
     facts = study_facts([own, apart, won], make_job(), detect("cpu", 2), winner=1)
     assert facts.not_compared.keys() == {0, 2}
     assert facts.own_ratio is None
-    assert not (facts.tied or facts.slower or facts.faster)
+    assert [*facts.tied, *facts.slower, *facts.faster] == []
     assert facts.comparison() == [
         "2 other configs that may win were never measured in one call with the winner: not compared"
     ]

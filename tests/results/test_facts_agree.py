@@ -171,10 +171,14 @@ def slowed(outcome: Outcome, pace: float) -> Outcome:
         return outcome
     seconds = one.step_seconds / pace
     spread = one.step_seconds_spread / pace
-    rates = {"samples_per_second": one.samples_per_second * pace, "tokens_per_second": one.tokens_per_second * pace}
-    return dataclasses.replace(
-        outcome, measurement=dataclasses.replace(one, step_seconds=seconds, step_seconds_spread=spread, **rates)
+    measurement = dataclasses.replace(
+        one,
+        step_seconds=seconds,
+        step_seconds_spread=spread,
+        samples_per_second=one.samples_per_second * pace,
+        tokens_per_second=one.tokens_per_second * pace,
     )
+    return dataclasses.replace(outcome, measurement=measurement)
 
 
 def test_a_winner_that_cannot_resume_is_none_any_more() -> None:
