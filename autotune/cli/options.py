@@ -8,13 +8,15 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import MISSING
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from autotune.commands.request import STORAGE_VARIABLE, Parameter, Request, flag_of, parameters
 from autotune.errors import MachineTrouble, UserError, one_line
@@ -111,6 +113,96 @@ def of_a_database(error: Exception) -> tuple[str, int]:
         return f"{of_a_file.filename}: {of_a_file.strerror}", 2
 
 
+# -- help --------------------------------------------------------------------------------------------------------------
+
+_VALUES = {int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}  # of options without a metavar
+
+
+def _with_values(params: list[Any]) -> list[Any]:
+    """Return a command's parameters, shown with words for their values. A switch and an argument have none."""
+    for one in params:
+        if isinstance(one, TyperArgument):
+            one.display_type_rich = lambda ctx: None  # type: ignore[method-assign]  # its metavar is its name
+        elif isinstance(one, TyperOption) and one.metavar is None:
+            one.metavar = "" if one.is_flag else _VALUES.get(one.type_descriptor.annotation, "TEXT")
+    return params
+
+
+class Command(TyperCommand):
+    """Command whose help has words for values, and each argument as its metavar."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters for the help."""
+        return _with_values(super().get_params(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line."""
+        return ["[OPTIONS]", *(str(one.metavar) for one in self.params if isinstance(one, TyperArgument))]
+
+
+class Group(TyperGroup):
+    """Group of commands. Without arguments it prints its help, which is no error."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters for the help."""
+        return _with_values(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments; without any, those of `--help`."""
+        return super().parse_args(ctx, args or ["--help"])
+
+
+def examples(*commands: str) -> str:
+    """Return the end of a command's help with these examples, each as typed after `autotune`."""
+    lines = (one.replace("[", "\\[") for one in commands)  # no markup
+    return "[bold]Examples[/bold]\n\n" + "\n\n".join(f"  autotune {one}" for one in lines)
+
+
+# -- names for shell completion ----------------------------------------------------------------------------------------
+
+
+def _model_names() -> Iterable[str]:
+    from autotune.problem.models import shipped_models
+
+    return shipped_models()
+
+
+def _gpu_names() -> Iterable[str]:
+    from autotune.problem.gpu_specs import gpu_table
+
+    return gpu_table()
+
+
+def _space_names() -> Iterable[str]:
+    from autotune.problem.space import shipped_spaces
+
+    return shipped_spaces()
+
+
+def _study_names() -> Iterable[str]:
+    from autotune.search.storage import DATABASES
+
+    return sorted({path.parent.name for file in DATABASES for path in Path("runs").glob(f"*/{file}")})
+
+
+NAMES: dict[str, Callable[[], Iterable[str]]] = {
+    "models": _model_names,
+    "gpus": _gpu_names,
+    "spaces": _space_names,
+    "studies": _study_names,
+}
+
+
+def completer(kind: str) -> Callable[[str], list[str]]:
+    """Return a function that completes names of this kind, the last one after a comma included."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, word = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in NAMES[kind]() if name.startswith(word)]
+
+    return complete
+
+
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
@@ -125,11 +217,14 @@ def shared(name: str) -> Any:
 
 
 def _declared(parameter: Parameter, panel: str | None) -> Any:
-    help, option = parameter.help, parameter.option
-    if parameter.metavar is not None:
-        return typer.Argument(metavar=parameter.metavar, help=help)
+    option = parameter.option
+    shown: dict[str, Any] = {"metavar": parameter.metavar, "help": parameter.help}
+    if option.complete:
+        shown["autocompletion"] = completer(option.complete)
+    if option.is_argument:
+        return typer.Argument(**shown)
     flags = option.flags or (flag_of(parameter.name),)
-    return typer.Option(*flags, help=help, rich_help_panel=panel, envvar=option.variable, show_envvar=False)
+    return typer.Option(*flags, rich_help_panel=panel, envvar=option.variable, show_envvar=False, **shown)
 
 
 def takes_request(command: Callable[[Request], None]) -> Callable[..., None]:
@@ -157,4 +252,6 @@ def takes_request(command: Callable[[Request], None]) -> Callable[..., None]:
 Json = Annotated[bool, shared("as_json")]
 Storage = Annotated[str | None, shared("storage")]
 Python = Annotated[str | None, shared("python")]
-StudyArgument = Annotated[str, typer.Argument(help="Name of the study, or its folder.")]
+StudyArgument = Annotated[
+    str, typer.Argument(metavar="STUDY", help="Name of the study, or its folder.", autocompletion=completer("studies"))
+]
