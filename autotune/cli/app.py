@@ -144,7 +144,7 @@ def plan(request: Request) -> None:
     cls=Command,
     epilog=examples(
         "launch mine -- train.py --deepspeed ds.json",
-        "launch --model gemma-2-2b --global-batch-size 64 -- train.py --deepspeed ds.json",
+        "launch --model gemma-2-2b --global-batch-size 64 -- train.py",
         "launch job.yaml --max-restarts 3",
     ),
 )
@@ -158,7 +158,7 @@ def launch(request: Request) -> None:
     """
     from autotune.commands.launch import launch_training
 
-    if not request.model:
+    if not request.model and request.study is None and request.script:
         request = dataclasses.replace(request, study=request.script[0], script=request.script[1:])
     summary = launch_training(request, say, ask=asking(request.as_json))
     if request.as_json:

@@ -229,24 +229,59 @@ def _declared(parameter: Parameter, panel: str | None) -> Any:
 
 def takes_request(command: Callable[[Request], None]) -> Callable[..., None]:
     """Return a typer command for a function of a Request. Its options are the fields for the function's name."""
+    name = command.__name__
 
-    def call(**values: Any) -> None:
+    def call(ctx: typer.Context, **values: Any) -> None:
         load_numpy()
         os.environ.pop(STORAGE_VARIABLE, None)  # already read, and ranks need no password
-        command(Request(**{name: value for name, value in values.items() if value is not None}))
+        typed = {one for one in values if getattr(ctx.get_parameter_source(one), "name", "") in _TYPED}
+        values = {one: value for one, value in values.items() if value is not None}
+        command(Request(**_with_job_file(name, values, typed)))
 
-    found = []
-    for one in parameters(command.__name__):
+    context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    found = [context]
+    for one in parameters(name):
         kind = str if str in one.types else one.types[0]  # texts with a number are parsed later
         default = inspect.Parameter.empty if one.default is MISSING else one.default
         annotation: Any = Annotated[kind if default is not None else kind | None, _declared(one, one.panel.value)]
         found.append(
             inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         )
-    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__name__, call.__doc__ = name, command.__doc__
     call.__annotations__ = {one.name: one.annotation for one in found}
     vars(call)["__signature__"] = inspect.Signature(found)
     return call
+
+
+_TYPED = ("COMMANDLINE", "ENVIRONMENT")  # sources of values that override a job file
+
+
+def _with_job_file(command: str, values: dict[str, Any], typed: set[str]) -> dict[str, Any]:
+    """Return a command's values with those of the job file that its first word names, if it names one.
+
+    Args:
+        command: its name.
+        values: by field of Request.
+        typed: fields that the command line or the environment sets.
+
+    Raises:
+        UserError: the file is wrong, or the command takes no words besides it.
+    """
+    words = list(values.get("script", ()))
+    found: dict[str, Any] = {}
+    if words and words[0].lower().endswith((".yaml", ".yml", ".json")):  # the others need no import
+        from autotune.commands.job_file import is_job_file, read_job
+
+        if is_job_file(words[0]):
+            path, words = Path(words[0]), words[1:]
+            found = read_job(path, command, typed - {"script"} | ({"script"} if words else set()), say)
+    if command == "plan":
+        if words:
+            raise UserError(f"plan {shlex.join(words[:1])}: expected a job file, or options like --model NAME")
+        found.pop("script", None)
+    elif words:
+        found["script"] = words
+    return {**values, "script": [], **found}
 
 
 Json = Annotated[bool, shared("as_json")]

@@ -51,6 +51,7 @@ class Option:
     help: str
     panel: Panel
     commands: str  # names, separated by spaces
+    in_file: str  # more commands, whose job files have the option
     first: str  # commands that show the option in the first panel
     flags: tuple[str, ...]  # empty: the field's name with hyphens
     is_argument: bool  # words without a flag
@@ -61,6 +62,7 @@ class Option:
     variants: Mapping[str, Variant]  # by command
 
 
+COMMANDS = ("run", "plan", "launch")
 _ALL = "run plan launch"
 
 
@@ -71,6 +73,7 @@ def _option(
     commands: str = _ALL,
     first: str = "",
     *,
+    in_file: str = "",
     flags: tuple[str, ...] = (),
     is_argument: bool = False,
     metavar: str | None = None,
@@ -80,7 +83,9 @@ def _option(
     **variants: Variant,
 ) -> Any:
     """Return a field of Request that is an option, see `Option`. A default of `list` is an empty list."""
-    option = Option(help, panel, commands, first, flags, is_argument, metavar, complete, variable, in_python, variants)
+    option = Option(
+        help, panel, commands, in_file, first, flags, is_argument, metavar, complete, variable, in_python, variants
+    )
     metadata = {_OPTION: option}
     return (
         field(default_factory=list, metadata=metadata) if default is list else field(default=default, metadata=metadata)
@@ -196,13 +201,18 @@ class Request:
     )
     script: list[str] = _option(
         list,
-        "Your own training script, tuned without changes.",
+        "A job file with options (runs/NAME/command.yaml is one), your own training script, or both. The script is tuned "
+        "without changes.",
         Panel.TRAINING,
-        "run launch",
         is_argument=True,
-        metavar="[-- SCRIPT ARGS…]",
+        metavar="[JOB.yaml] [-- SCRIPT ARGS…]",
         in_python=False,
-        launch=Variant("A study, then the script to train.", metavar="[STUDY] -- SCRIPT ARGS…", required=True),
+        plan=Variant("A job file with options.", metavar="[JOB.yaml]"),
+        launch=Variant(
+            "A study or a job file with options, then the script to train.",
+            metavar="[STUDY|JOB.yaml] [-- SCRIPT ARGS…]",
+            required=True,
+        ),
     )
     maps: list[str] = _option(
         list,
@@ -281,7 +291,7 @@ class Request:
         first="run",
         metavar="TIME",
     )
-    space: str | None = _option(
+    space: str | dict[str, Any] | None = _option(
         None,
         "Search space: a file, or a name from `autotune spaces list`.",
         Panel.SEARCH,
@@ -295,6 +305,7 @@ class Request:
         "Name of the study. The same name resumes it.",
         Panel.SEARCH,
         "run",
+        in_file="launch",
         first="run",
         metavar="NAME",
         complete="studies",
@@ -484,15 +495,23 @@ def _types() -> dict[str, tuple[Any, ...]]:
     """Return the types of each field of Request, without None."""
     hints = typing.get_type_hints(Request).items()
     split = {name: typing.get_args(hint) if isinstance(hint, UnionType) else (hint,) for name, hint in hints}
-    return {name: tuple(one for one in types if one is not NoneType) for name, types in split.items()}
+    return {
+        name: tuple(dict if typing.get_origin(one) is dict else one for one in types if one is not NoneType)
+        for name, types in split.items()
+    }
 
 
-def parameters(command: str) -> list[Parameter]:
-    """Return the options of a command in the order of its help: the most used ones first, then by panel."""
+def parameters(command: str, *, in_file: bool = False) -> list[Parameter]:
+    """Return the options of a command in the order of its help: the most used ones first, then by panel.
+
+    Args:
+        command: `run`, `plan` or `launch`.
+        in_file: the options of its job files, which are some more.
+    """
     found = []
     for one in fields(Request):
         option: Option | None = one.metadata.get(_OPTION)
-        if option is None or command not in option.commands.split():
+        if option is None or command not in [*option.commands.split(), *(option.in_file.split() if in_file else ())]:
             continue
         own = option.variants.get(command, Variant())
         default = None if one.default is MISSING else one.default
@@ -520,11 +539,26 @@ def _check_bounds(request: Request) -> None:
         UserError: a value is out of bounds.
     """
     for name, value in vars(request).items():
-        if isinstance(value, int) and not isinstance(value, bool):
-            whole_number(value, flag_of(name), -MOST, _MOST_OF.get(name, MOST))
-        for one in value if isinstance(value, list) else [str(value) if isinstance(value, Path) else value]:
-            if (why := trouble(one)) and name != "command":
-                raise UserError(f"{flag_of(name)}: {why}")
+        if name != "command":
+            check_value(name, value, flag_of(name))
+
+
+def check_value(name: str, value: object, shown: str) -> None:
+    """Check the bounds of a field's value.
+
+    Args:
+        name: the field's.
+        value: its value.
+        shown: the option in the message.
+
+    Raises:
+        UserError: it is out of bounds.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        whole_number(value, shown, -MOST, _MOST_OF.get(name, MOST))
+    for one in value if isinstance(value, list) else [str(value) if isinstance(value, Path) else value]:
+        if why := trouble(one):
+            raise UserError(f"{shown}: {why}")
 
 
 # -- options of the Python API -----------------------------------------------------------------------------------------
@@ -553,18 +587,24 @@ def request_of(function: str, command: object, options: Mapping[str, object], *b
         if name not in allowed:
             raise UserError(f"no option {name!r}{near(str(name), sorted({*allowed, *beside}))}")
     given = {**options, **known}
-    values = {name: _taken(name, value, _types()[name]) for name, value in given.items() if value is not None}
+    values = {name: convert(name, value, _types()[name]) for name, value in given.items() if value is not None}
     script = [] if command is None else _list("command", command, _WORDS)
     return Request(script=script, **values)
 
 
-def _taken(name: str, value: object, types: Sequence[Any]) -> Any:
-    """Return the value converted to one of a field's types."""
+def convert(name: str, value: object, types: Sequence[Any]) -> Any:
+    """Return the value converted to one of a field's types.
+
+    Raises:
+        UserError: it cannot be converted; the message begins with `name`.
+    """
     if list[str] in types:
         return _list(name, value, "expected a list of texts")
+    if dict in types and isinstance(value, Mapping):
+        return dict(value)
     if int in types and str in types:  # a number or a word; texts are parsed later
         return _plain(name, value) if isinstance(value, str) else _whole(name, value)
-    (kind,) = types
+    kind = next(one for one in types if one is not dict)
     return _TAKES[kind](name, value)
 
 
@@ -593,13 +633,27 @@ def _whole(name: str, value: object) -> int:
     return int(number)
 
 
+def _real(name: str, value: object) -> float:
+    expected = "a number"
+    try:
+        return float(_number(name, float(value) if isinstance(value, str) else value, expected))
+    except ValueError:
+        raise _refused(name, expected, value) from None
+
+
 def _switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise _refused(name, "True or False", value)
     return value
 
 
-_TAKES: dict[type, Callable[[str, object], object]] = {Path: _path, bool: _switch, int: _whole, str: _text}
+_TAKES: dict[type, Callable[[str, object], object]] = {
+    Path: _path,
+    bool: _switch,
+    int: _whole,
+    float: _real,
+    str: _text,
+}
 
 
 def _list(name: str, value: object, expected: str) -> list[str]:
