@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from autotune.commands.environment import NAMED_MODEL, TRAINING, named_nodes, ranks_python
+from autotune.commands.job_file import COMMAND_FILE
 from autotune.commands.request import Request
 from autotune.commands.script_probe import Probe, after_probe, probe, remember
 from autotune.commands.setup import Setup, run_setup
@@ -158,6 +159,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             open_storage(setup.storage)  # a server that refuses does so before anything is built or started
         make_study_folder(setup.folder)
         work = kept.enter_context(acquire_log_dir(setup))
+        write_atomically(work / COMMAND_FILE, setup.job_text)
         setup = with_agreed_protection(setup, work, confirm)
         if setup.nodes is not None:
             write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
