@@ -23,7 +23,7 @@ from autotune.cli.options import (
     takes_request,
     typed_command,
 )
-from autotune.cli.study_commands import export, gallery_app, record, report, share, show, spaces_app
+from autotune.cli.study_commands import diff, export, gallery_app, record, report, share, show, spaces_app
 from autotune.commands.request import STORAGE_VARIABLE, Request
 from autotune.errors import MachineTrouble, NothingFits, Stopped, UserError
 from autotune.masking import learn_environment
@@ -145,7 +145,7 @@ def launch(request: Request) -> None:
     raise typer.Exit(summary.code)
 
 
-for command in (show, report, export, record, share, models, doctor):
+for command in (show, diff, report, export, record, share, models, doctor):
     app.command()(command)
 app.command(hidden=True)(agent)
 
