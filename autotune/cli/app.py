@@ -27,7 +27,7 @@ from autotune.cli.options import (
     takes_request,
     typed_command,
 )
-from autotune.cli.study_commands import export, gallery_app, record, report, share, show, spaces_app
+from autotune.cli.study_commands import diff, export, gallery_app, record, report, share, show, spaces_app
 from autotune.commands.request import STORAGE_VARIABLE, Request
 from autotune.errors import DisplayedError, ExitCode
 from autotune.masking import learn_environment
@@ -171,6 +171,7 @@ def launch(request: Request) -> None:
 
 _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     show: ("show mine", "show mine --trial 3", "show mine --json"),
+    diff: ("diff before after", "diff before after --json"),
     report: ("report mine", "report mine --open", "report mine --out page.html"),
     export: ("export mine", "export mine --format accelerate", "export mine --trial 3 --out trial3.json"),
     record: ("record mine", "record mine --out table.csv.gz", "record mine --json"),
