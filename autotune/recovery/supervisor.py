@@ -46,10 +46,6 @@ from autotune.workers.protocol import Message
 HELLO_SECONDS = 60.0  # for a rank's interpreter to start
 LEAVE_SECONDS = 30.0  # for ranks without a heartbeat to end, after a signal was passed on
 SETTLE_SECONDS = 0.5  # after the first failure, for the other ranks' reports
-<<<<<<< HEAD
-MACHINES_CODE = 4  # exit code of the command if the training is given up because the machine fails
-=======
->>>>>>> E
 MOST_UNLOADED = 2  # most checkpoints in a row that are skipped
 _LOOK_SECONDS = 0.1  # between checks for a signal, during a pause
 
@@ -281,11 +277,7 @@ class Supervisor:
             reason = f"stopped by {self._signal.name}, before DeepSpeed's ops were built"
             return heard.end(128 + self._signal, None, reason)
         except MachineTrouble as trouble:  # a node that restarts is away for minutes
-<<<<<<< HEAD
-            return heard.end(1, OutcomeKind.INFRASTRUCTURE, str(trouble))
-=======
             return heard.end(ExitCode.MACHINE, OutcomeKind.INFRASTRUCTURE, str(trouble))
->>>>>>> E
         failed = (self._ground.ops if self._ground is not None else self._ops).failed
         for builder in needed_ops([rung.candidate], self.job, self.hardware.device):
             # its ranks would fail with an error that does not concern memory
@@ -550,7 +542,7 @@ def _hang(group: WorkerGroup, heard: AttemptMessages, hardware: Hardware) -> Att
 
 def _given_up(end: AttemptEnd) -> int:
     """Return the command's exit code after a last attempt that was not restarted."""
-    return MACHINES_CODE if end.kind in _OUTAGES else end.code or 1
+    return ExitCode.MACHINE if end.kind in _OUTAGES else end.code or 1
 
 
 # -- restart policy ----------------------------------------------------------------------------------------------------
