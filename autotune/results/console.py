@@ -37,10 +37,10 @@ from autotune.results.tables import DataTable
 from autotune.script.command_line import framework_of
 from autotune.script.profile import SPLIT, other_batch
 from autotune.script.script import (
+    KNOWN_FLAGS,
     RELAUNCHED,
     carried,
     carries_knob,
-    flags_to_give,
     half_told,
     training_command,
     typed,
@@ -534,12 +534,15 @@ def train_with(
         commands = [("train with, on every node" if each else "train with", plain), ("or watched", watched)]
     else:
         commands = [("train with", watched)]
-        instead = f"or put {config} where the script has its own config"
-        if given := flags_to_give(job.script, winner):
-            instead += f", and give it {shlex.join(given)}"
+        instead = f"or put {config} where the script has its own config, and train with: {plain}"
         if under_lightning(job.script) and not job.script.holds_batch:
             hints += [f"  {lightnings_own(winner)}"]
     hints += [f"  {line}" for line in _checkpointing(winner, job, job.script)]
+    if job.script.profile.get("through_arguments") and not job.script.holds_batch:
+        sizes = {MICRO_BATCH: winner.micro_batch, ACCUMULATION: winner.accumulation}
+        open_sizes = {knob: size for knob, size in sizes.items() if not carries_knob(job.script, knob)}
+        named = ", ".join(f"{KNOWN_FLAGS[knob].removeprefix('--')}={size}" for knob, size in open_sizes.items())
+        hints += [f"  with {named} in its TrainingArguments, which the config does not set"] if named else []
     if whole := without_zero_init(winner, job):
         hints += [f"  {whole}"]
     started = job.script.profile.get(RELAUNCHED, 0)
