@@ -71,7 +71,7 @@ from autotune.search.trials import AS_IS, SEARCH, Record
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import other_python
-from autotune.util.units import format_bytes, format_duration
+from autotune.util.units import counted, format_bytes, format_duration
 from autotune.workers.gpu_locks import lock_gpus
 
 # -- run ---------------------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
     of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
     with readable("the study"):
         store, resumed = StudyStore.create_or_resume(*of, force=setup.force, shared=shared)
-    failing.ask(partial(store.measured_here.what_is_left, store.name, storage))
+    failing.ask(partial(store.measured_here.what_is_left, store.study.study_name, storage))
     if setup.landscape is None:
         grant([*named_by(setup.job, other_python()), *knob_names(setup.candidates)])
     if shared:
@@ -264,9 +264,7 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
     for note in setup.notes:
         observer.say(note)
     if late := store.finish_late():
-        observer.say(
-            f"{late} trial{'s' * (late > 1)} stored that an earlier call had measured while the database was away"
-        )
+        observer.say(f"{counted(late, 'trial')} stored that an earlier call had measured while the database was away")
     closed = store.close_interrupted()
     own_outcome = (probed.baseline or probed.ran_out) if probed is not None else None
     if probed is not None and own_outcome is not None:
@@ -295,7 +293,9 @@ def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed:
     if store.python is not None:
         versions = ", ".join(f"{name} {store.versions[name]}" for name in TRAINING)
         observer.say(f"ranks run in {store.python}: {versions}")
-    observer.say(f"space {setup.space.name}: {len(setup.candidates)} candidates; winners use at most {ceiling} a rank")
+    observer.say(
+        f"space {setup.space.name}: {counted(len(setup.candidates), 'candidate')}; winners use at most {ceiling} a rank"
+    )
     if resumed:
         used = sum(call.used_seconds for call in store.calls())
         done = [
@@ -304,7 +304,9 @@ def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed:
             if record.outcome and record.outcome.kind is not OutcomeKind.INTERRUPTED
         ]
         interrupted = f", {closed} closed as interrupted" if closed else ""
-        observer.say(f"study {store.name} goes on: {len(done)} trials in {format_duration(used)} so far{interrupted}")
+        observer.say(
+            f"study {store.name} goes on: {counted(len(done), 'trial')} in {format_duration(used)} so far{interrupted}"
+        )
         if others := store.tuners.others():
             observer.say(f"{len(others)} more at it: {', '.join(sorted(map(host_of, others)))}")
     else:
@@ -390,7 +392,7 @@ def _summary(
         lines += [f"  {line}" for line in secrets_note(files)]
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
-        lines.append(f"  {trials} trials ({counts}) in {used}; {found.ended}")
+        lines.append(f"  {counted(trials, 'trial')} ({counts}) in {used}; {found.ended}")
         lines += [f"  {found.confidence.sentence}"] if found.confidence else []
     elif found.interrupted:
         lines = ["stopped before anything was measured"]

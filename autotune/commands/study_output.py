@@ -29,7 +29,7 @@ from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, uncollected
 from autotune.util.files import cannot_write, write_atomically
-from autotune.util.units import GIB
+from autotune.util.units import GIB, counted
 
 # -- report ------------------------------------------------------------------------------------------------------------
 #
@@ -204,7 +204,7 @@ class Shared:
         left = f"; {self.left_out} candidates with texts as settings were left out" if self.left_out else ""
         return [
             f"wrote {self.path}: {model}, {self.entry.machine.count} x {self.entry.machine.gpu or self.entry.machine.name}, "
-            f"{len(self.entry.candidates)} candidates with their outcomes{left}",
+            f"{counted(len(self.entry.candidates), 'candidate')} with their outcomes{left}",
             "it contains no path, host name, script or argument. To publish it, check it and open a pull request that adds it "
             f"as gallery/entries/{self.suggested}",
         ]

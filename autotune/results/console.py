@@ -53,7 +53,7 @@ from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, VERIFY, Record, resumed_peak_bytes, uncollected
 from autotune.util.interpreter import launch_command
 from autotune.util.streams import is_watched
-from autotune.util.units import format_bytes, format_count, format_duration
+from autotune.util.units import counted, format_bytes, format_count, format_duration
 from autotune.workers.launchers import assignments, variables_of
 
 # -- console -----------------------------------------------------------------------------------------------------------
@@ -235,7 +235,8 @@ class LiveObserver(PlainObserver):
         phase = f"  ({self._phase})" if len(running) == 1 and not text and self._phase else ""
         lines += [Text(f"now   {one}{phase}") for one in running or ["choosing the next config"]]
         lines += [Text(f"failed {line}", style="yellow") for line in self._failures]
-        return Panel(Group(*lines), title="autotune", border_style="dim")
+        # A terminal echoes ^C behind the last border. In the last columns it would wrap, and the view would lose a line's place.
+        return Panel(Group(*lines), title="autotune", border_style="dim", width=max(20, self.console.width - 6))
 
 
 def make_observer(console: Console, quiet: bool) -> PlainObserver:
@@ -315,9 +316,9 @@ def show_study(store: StudyStore, out: Console) -> None:
     if calls:
         total, last = sum(call.used_seconds for call in calls), calls[-1]
         print(
-            f"\n{len(records)} trials; this study used {format_duration(total)} in {len(calls)} calls, the last "
-            f"{format_duration(last.used_seconds)} of {format_duration(last.budget_seconds)} "
-            f"({last.ended or 'not ended'})"
+            f"\n{counted(len(records), 'trial')}; this study used {format_duration(total)} in "
+            f"{counted(len(calls), 'call')}, the last {format_duration(last.used_seconds)} of "
+            f"{format_duration(last.budget_seconds)} ({last.ended or 'not ended'})"
         )
     for line in verdict_lines(facts, records, store.job, store.hardware):
         print(line)

@@ -67,8 +67,9 @@ warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=
 class StudyStore:
     """One study in its database. All writes go to storage first, so memory never holds the only copy."""
 
-    def __init__(self, study: optuna.Study, folder: Path | None) -> None:
+    def __init__(self, study: optuna.Study, folder: Path | None, name: str = "") -> None:
         self.study, self.folder = study, folder
+        self.name = name or study.study_name  # the folder's, which may have been renamed, if the study is a file in it
         self._lock: Any = None
         self._records = Records()
         self._open, self.tuners = dict[int, optuna.Trial](), Tuners(study)
@@ -115,14 +116,15 @@ class StudyStore:
             UserError: the study belongs to another job, machine or package set and `force` is not given.
         """
         database, here = open_storage(storage), optuna.samplers.RandomSampler()
-        mark = fingerprint(job, hardware)
+        mark, shown = fingerprint(job, hardware), name
+        name = name if shared else _stored_name(name, database)
         if name not in optuna.get_all_study_names(database):
             # one of several tuners that start together creates it
             with suppress(optuna.exceptions.DuplicatedStudyError):
                 made = optuna.create_study(study_name=name, storage=database, direction="maximize", sampler=here)
                 write_study_metadata(made, mark, hardware, space)
                 return cls(made, folder), False
-        store = cls(optuna.load_study(study_name=name, storage=database, sampler=here), folder)
+        store = cls(optuna.load_study(study_name=name, storage=database, sampler=here), folder, shown)
         if not wait_for_study_metadata(store.study):  # the creator died before it wrote the metadata
             write_study_metadata(store.study, mark, hardware, space)
             return store, False
@@ -161,7 +163,7 @@ class StudyStore:
         Raises:
             UserError: no study has this name.
         """
-        folder = Path(name) if stored_in(Path(name)) else runs / name
+        folder, is_own = Path(name) if stored_in(Path(name)) else runs / name, not storage
         if not storage:
             storage = stored_in(folder)
             if storage is None:
@@ -170,19 +172,15 @@ class StudyStore:
                 raise UserError(f"no study {name!r} in {runs}/{hint} (`--storage` reaches other databases)")
             name = folder.resolve().name
         database = open_storage(storage, reading=True)
+        stored = _stored_name(name, database) if is_own else name
         try:
-            study = optuna.load_study(study_name=name, storage=database, sampler=optuna.samplers.RandomSampler())
+            study = optuna.load_study(study_name=stored, storage=database, sampler=optuna.samplers.RandomSampler())
         except KeyError:
             known = optuna.get_all_study_names(database)
             raise UserError(f"no study {name!r} in {hide_password(storage)}{near(name, known)}") from None
-        store = cls(study, folder)
+        store = cls(study, folder, name)
         check_founded(study, f"study {name!r} in {hide_password(storage)}")
         return store
-
-    @property
-    def name(self) -> str:
-        """Return the study's name."""
-        return self.study.study_name
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -537,6 +535,12 @@ def name_of_call(before: int, tuner: str) -> str:
 def calls_in(attributes: Mapping[str, Any]) -> list[Call]:
     """Return every call so far, in order."""
     return [Call(**attributes[key]) for key in sorted(attributes) if key.startswith(_CALL)]
+
+
+def _stored_name(name: str, database: optuna.storages.BaseStorage) -> str:
+    """Return the name under which a folder's own file stores the study. The folder may have been renamed since."""
+    known = optuna.get_all_study_names(database)
+    return known[0] if len(known) == 1 else name
 
 
 # -- study metadata ----------------------------------------------------------------------------------------------------

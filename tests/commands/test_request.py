@@ -65,7 +65,8 @@ def test_help_ends_with_three_examples_that_parse(
         assert re.search(r"<(str|int|bool|path|list)", shown) is None
         lines = [line.split() for line in shown.partition("Examples")[2].splitlines() if line.strip()]
         assert len(lines) == 3, words
-        for _, *typed in lines:
+        for line in lines:
+            typed = line[1 : line.index(">") if ">" in line else None]
             deep = 2 if typed[0] in ("spaces", "gallery") else 1
             parsers[tuple(typed[:deep])].make_context("autotune", typed[deep:])  # raises for an unknown option
 
