@@ -453,9 +453,30 @@ class Request:
 
     # -- output
     out: Path | None = _option(None, "File for the winner; default: runs/NAME/NAME.json.", Panel.OUTPUT, "run")
+    track: list[str] = _option(
+        list,
+        "Record each trial with wandb, mlflow or tensorboard; repeatable.",
+        Panel.OUTPUT,
+        "run",
+        metavar="NAME",
+        complete="trackers",
+    )
     html: Path | None = _option(None, "Also write the plan as one HTML page.", Panel.OUTPUT, "plan", in_python=False)
     yes: bool = _option(False, "Ask nothing.", Panel.OUTPUT, "run", "run", flags=("--yes", "-y"), in_python=False)
     as_json: bool = _option(False, "Print one JSON object on stdout.", Panel.OUTPUT, flags=("--json",), in_python=False)
+    quiet: bool = _option(
+        False, "Print only the result and errors.", Panel.OUTPUT, flags=("--quiet", "-q"), in_python=False
+    )
+    verbose: bool = _option(
+        False,
+        "Also print phases, reasons and predictions on stderr.",
+        Panel.OUTPUT,
+        flags=("--verbose", "-v"),
+        in_python=False,
+    )
+    log_file: Path | None = _option(
+        None, "Append every message to a file, with its time.", Panel.OUTPUT, metavar="FILE", in_python=False
+    )
 
     # -- trust and protection
     force: bool = _option(False, "Resume a study of another job or machine.", Panel.TRUST, "run")

@@ -49,6 +49,7 @@ from autotune.results.console import (
 from autotune.results.export import environment_of, export_record
 from autotune.results.output_files import secrets_note
 from autotune.results.report.build import Searched
+from autotune.results.trackers import Tracking, measured_figures
 from autotune.script.profile import own_candidate
 from autotune.script.recorded import knob_names
 from autotune.search.certificate import trains_otherwise
@@ -71,7 +72,7 @@ from autotune.search.trials import AS_IS, SEARCH, Record
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import other_python
-from autotune.util.units import counted, format_bytes, format_duration
+from autotune.util.units import GIB, counted, format_bytes, format_duration
 from autotune.workers.gpu_locks import lock_gpus
 
 # -- run ---------------------------------------------------------------------------------------------------------------
@@ -144,7 +145,8 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
         console.print("no GPU found: running CPU ranks", style="yellow")
         if confirm is not None and not confirm("tune on CPU ranks?"):
             raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
-    observer = make_observer(console, quiet)
+    tracking = Tracking(setup.trackers, lambda text: observer.say(text))
+    observer = make_observer(console, quiet, tracking)
     for line in setup.warnings:
         observer.say(line)
     who = f"study {setup.name}"
@@ -187,6 +189,8 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
                 remember(probed, work)
             observer.doing("tracing the model, to predict memory and speed")
             predictor = traced_predictor(setup.job, setup.hardware)
+            kept.callback(lambda: tracking.end(_tracked_winner(store)))
+            tracking.begin(store.name, work, _tracked_job(setup), partial(_predicted_figures, predictor))
             begin_with_rates(setup, store, predictor, observer.say)
             candidates, left_out = predictor.buildable(setup.candidates)
             wider = [f"{note}; predictions are wider for it" for note in predictor.notes()]
@@ -207,6 +211,35 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             beside = [kept.enter_context(closing(one)) for one in executors_beside(setup, work, cancelled)]
             found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set, beside, workers)
         return _summary(setup, store, found, proposer.open, predictor, observer.say)
+
+
+def _tracked_job(setup: Setup) -> dict[str, Any]:
+    """Return what trackers record of the job and the machine."""
+    return {
+        "job": setup.job.summary,
+        "machine": str(setup.hardware),
+        "space": setup.space.name,
+        "budget_seconds": setup.budget_seconds,
+        "command": setup.command,
+    }
+
+
+def _predicted_figures(predictor: Predictor, candidate: Candidate) -> dict[str, float]:
+    found = predictor.predict(candidate)
+    return {
+        "samples_per_second": found.samples_per_second,
+        "step_seconds": found.step_seconds,
+        "peak_gib": found.peak_bytes / GIB,
+        "chance_to_fit": found.chance,
+    }
+
+
+def _tracked_winner(store: StudyStore) -> dict[str, Any]:
+    """Return what trackers record of the winner; empty if there is none."""
+    winner = store.winner
+    if winner is None or winner.outcome is None:
+        return {}
+    return {"winner": str(winner.candidate), "winner_trial": winner.number, **measured_figures(winner.outcome)}
 
 
 @contextmanager
