@@ -145,6 +145,8 @@ class StudyStore:
             store._set("fingerprint", known)
         if store.attributes.get("space") != space.text:
             store._set("space", space.text)
+        if store.study.metric_names is None:  # made by an earlier version
+            store.study.set_metric_names([METRIC])
         if not shared:
             store.note_hardware(hardware)
         if store.attributes.get("python") != other_python():
@@ -550,6 +552,7 @@ def _stored_name(name: str, database: optuna.storages.BaseStorage) -> str:
 _NEEDED = ("fingerprint", "hardware", "space")  # required to read a study
 _FIRST = (*_NEEDED, "python")
 _LAST = "objective"  # written last, which marks the metadata as complete
+METRIC = "samples per second"  # name of the objective in Optuna's dashboard and tables
 _FOUNDING_SECONDS = 3.0  # within which the creator of a new study writes its metadata
 
 
@@ -563,6 +566,7 @@ def write_study_metadata(study: optuna.Study, mark: dict[str, Any], hardware: Ha
         space: its search space.
     """
     first = {"fingerprint": mark, "hardware": hardware.to_json(), "space": space.text, "python": other_python()}
+    study.set_metric_names([METRIC])
     for key, value in {**first, _LAST: "samples per second, all ranks"}.items():
         set_attribute(study, key, value)
 
