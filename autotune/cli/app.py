@@ -28,9 +28,9 @@ from autotune.cli.options import (
     takes_request,
     typed_command,
 )
-from autotune.cli.study_commands import export, gallery_app, record, report, share, show, spaces_app
+from autotune.cli.study_commands import diff, export, gallery_app, record, report, share, show, spaces_app
 from autotune.commands.request import STORAGE_VARIABLE, Request
-from autotune.errors import MachineTrouble, NothingFits, Stopped, UserError
+from autotune.errors import DisplayedError, ExitCode
 from autotune.masking import learn_environment
 from autotune.util.streams import is_watched, lasting_streams
 
@@ -105,7 +105,7 @@ def _tune(request: Request, shown: Console) -> None:
     else:
         print(*summary.lines, *(f"wrote {path}" for path in summary.files), sep="\n")
     if summary.interrupted:
-        raise typer.Exit(130)
+        raise typer.Exit(ExitCode.INTERRUPTED)
 
 
 @app.command(
@@ -138,7 +138,7 @@ def plan(request: Request) -> None:
     else:
         show_plan(found[0], console())
     if not any(one.best for one in found):
-        raise typer.Exit(3)
+        raise typer.Exit(ExitCode.NOTHING_FITS)
 
 
 @app.command(
@@ -172,6 +172,7 @@ def launch(request: Request) -> None:
 
 _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     show: ("show mine", "show mine --trial 3", "show mine --json"),
+    diff: ("diff before after", "diff runs/before runs/after", "diff before after --json"),
     report: ("report mine", "report mine --open", "report mine --out page.html"),
     export: ("export mine", "export mine --format accelerate", "export mine --trial 3 --out trial3.json"),
     record: ("record mine", "record mine --out table.csv.gz", "record mine --json"),
@@ -193,7 +194,7 @@ def top(version: Annotated[bool, option("Print the version.", "--version")] = Fa
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 2 bad input, 3 nothing feasible, 4 the machine fails, 130 interrupted."""
+    """Run the command line and exit with an `ExitCode`, or with the code of a training."""
     learn_environment()
     with lasting_streams():
         _call()
@@ -204,20 +205,14 @@ def _call() -> None:
         code = app(standalone_mode=False, prog_name="autotune")
         if sys.stdout is not None:
             sys.stdout.flush()  # a failed write is reported here, and not by the interpreter at its exit
-        sys.exit(code if isinstance(code, int) else 0)
-    except UserError as error:
-        fail(str(error), 2)
-    except NothingFits as error:
-        fail(str(error), 3)
-    except MachineTrouble as error:
-        fail(str(error), 4)
-    except Stopped as stopped:
-        fail(str(stopped), 130)
+        sys.exit(code if isinstance(code, int) else ExitCode.DONE)
+    except DisplayedError as error:
+        fail(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        sys.exit(130)
+        sys.exit(ExitCode.INTERRUPTED)
     except Exception as error:
         if hasattr(error, "format_message"):  # click's usage errors
-            fail(f"{error.format_message()} (`autotune --help`)", 2)
+            fail(f"{error.format_message()} (`autotune --help`)", ExitCode.BAD_INPUT)
         fail(*of_a_database(error))
 
 

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from autotune.commands.request import STORAGE_VARIABLE, Parameter, Request, flag_of, parameters
-from autotune.errors import MachineTrouble, UserError, one_line
+from autotune.errors import ExitCode, MachineTrouble, UserError, one_line
 from autotune.masking import masked_data, masked_words
 from autotune.util.streams import LOG, logging_to
 
@@ -101,15 +101,16 @@ def _print(text: str) -> None:
         print(f"autotune: {text}", file=sys.stderr, flush=True)
 
 
-def fail(text: str, code: int) -> None:
+def fail(text: str, code: ExitCode) -> None:
     """Print an error and exit with the code. Code 2 (bad input) is printed in one line."""
-    text = " ".join(map(str.strip, text.splitlines())) if code == 2 else text  # bad input is reported in one line
+    # bad input is reported in one line
+    text = " ".join(map(str.strip, text.splitlines())) if code == ExitCode.BAD_INPUT else text
     LOG.error(text)
     _print(text)
     sys.exit(code)
 
 
-def of_a_database(error: Exception) -> tuple[str, int]:
+def of_a_database(error: Exception) -> tuple[str, ExitCode]:
     """Return the line and exit code of an error of a study's database, a disk or a file; raise any other error."""
     if "optuna" not in sys.modules and not isinstance(error, OSError):
         raise error
@@ -119,11 +120,11 @@ def of_a_database(error: Exception) -> tuple[str, int]:
         with failures_in_one_line():
             raise error
     except (UserError, MachineTrouble) as told:
-        return str(told), 2 if isinstance(told, UserError) else 4
+        return str(told), told.exit_code
     except OSError as of_a_file:
         if of_a_file.filename is None:
-            return f"the machine refuses: {one_line(of_a_file)}", 4
-        return f"{of_a_file.filename}: {of_a_file.strerror}", 2
+            return f"the machine refuses: {one_line(of_a_file)}", ExitCode.MACHINE
+        return f"{of_a_file.filename}: {of_a_file.strerror}", ExitCode.BAD_INPUT
 
 
 # -- help --------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The commands show, report, export, record, share, gallery and spaces."""
+"""The commands show, diff, report, export, record, share, gallery and spaces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autotune.util.units import counted
 
 # -- commands for a study ----------------------------------------------------------------------------------------------
 #
-# `autotune show`, `report`, `export` and `record`: commands that read a study.
+# `autotune show`, `diff`, `report`, `export` and `record`: commands that read a study.
 
 
 @readable("the study")
@@ -52,6 +52,35 @@ def show(
         emit(study_json(store))
     else:
         show_study(store, console())
+
+
+@readable("the studies")
+def diff(
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="STUDY",
+            help="Name or folder of a study, usually the earlier one.",
+            autocompletion=completer("studies"),
+        ),
+    ],
+    second: Annotated[
+        str,
+        typer.Argument(metavar="STUDY", help="Name or folder of another study.", autocompletion=completer("studies")),
+    ],
+    storage: Storage = None,
+    as_json: Json = False,
+) -> None:
+    """Compare two studies: versions, and outcomes, peaks and speeds of the candidates that both tried."""
+    load_numpy()
+    from autotune.results.diff import diff_studies, show_diff
+    from autotune.search.study import StudyStore
+
+    found = diff_studies(StudyStore.load(first, storage), StudyStore.load(second, storage))
+    if as_json:
+        emit(found.to_json())
+    else:
+        show_diff(found, console())
 
 
 @readable("the study")

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from autotune._version import __version__
-from autotune.errors import UserError
+from autotune.errors import UserError, near
 from autotune.masking import masked, masked_data, names_secret, shell_text
 from autotune.problem.candidate import CHECKPOINTING, Candidate, job_with_candidate, settings_of
 from autotune.problem.hardware import Hardware
@@ -365,17 +365,32 @@ def export_study(study: str, storage: str | None, style: str, out: Path | None, 
     Raises:
         UserError: no such study or format, no winner yet, no measured trial with that number, or nothing can be written.
     """
-    if style not in FORMATS:
-        raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}")
+    _check_style(style)
     if out is not None:
         check_out(out, makes_folders=True)
-    store = StudyStore.load(study, storage)
+    return export_store(StudyStore.load(study, storage), style, out, trial)
+
+
+def _check_style(style: str) -> None:
+    if style not in FORMATS:
+        raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}{near(style, FORMATS)}")
+
+
+def export_store(store: StudyStore, style: str, out: Path | None, trial: int | None) -> list[Path]:
+    """Write the winner of an open study, or one trial; see `export_study`.
+
+    Raises:
+        UserError: no such format, no winner yet, no measured trial with that number, or nothing can be written.
+    """
+    _check_style(style)
+    if out is not None:
+        check_out(out, makes_folders=True)
     record = store.winner
     if trial is not None:
         record = next((one for one in store.records() if one.number == trial), None)
         if record is None or record.outcome is None or not record.outcome.ok:
             raise UserError(
-                f"--trial {trial}: no measured trial of that number in {store.name} (`autotune show {shlex.quote(study)}`)"
+                f"--trial {trial}: no measured trial of that number in {store.name} (`autotune show {shlex.quote(store.name)}`)"
             )
     if record is None:
         raise UserError(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.study import StudyDirection
@@ -53,6 +53,9 @@ from autotune.search.trials import (
     withdraw,
 )
 from autotune.util.interpreter import other_python
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # -- study -------------------------------------------------------------------------------------------------------------
 #
@@ -154,7 +157,7 @@ class StudyStore:
         return store, True
 
     @classmethod
-    def load(cls, name: str, storage: str | None = None, runs: Path = Path("runs")) -> StudyStore:
+    def load(cls, name: str, storage: str | None = None, runs: Path = Path("runs")) -> Self:
         """Load an existing study by name or by the folder of its run, which may be read-only.
 
         Args:
@@ -471,7 +474,6 @@ class StudyStore:
             self.job,
             self.hardware,
             winner=chosen["number"] if chosen else None,
-            calls=[call.started for call in calls],
             set_aside=self.set_aside,
             stop_reason=calls[-1].ended if calls else "",
             budget_seconds=calls[-1].budget_seconds if calls else 0.0,
