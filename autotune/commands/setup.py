@@ -30,6 +30,7 @@ from autotune.problem.models import ModelSpec, image_size_of, resolve_model, tas
 from autotune.problem.space import SearchSpace, fitted, load_space
 from autotune.results.output_files import check_out
 from autotune.results.plan import TOKENS
+from autotune.results.trackers import check_trackers
 from autotune.script.parse_command import Typed, read_command
 from autotune.script.profile import first_candidates, unknown_job
 from autotune.script.script import named_configs
@@ -97,6 +98,7 @@ class Setup:
     gallery: bool = True  # the search may start from the gallery
     command: str = ""  # as typed, to repeat the call; empty if nothing was typed
     job_text: str = ""  # job file that repeats the call
+    trackers: tuple[str, ...] = ()  # names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +159,7 @@ def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
         out=request.out,
         command=request.command,
         job_text=job_text(request, "run"),
+        trackers=check_trackers(request.track),
         found_no_gpu=tuned.hardware.device == "cpu" and request.device == "auto" and tuned.landscape is None,
         global_batch_size=batch,
         free_batch=request.global_batch_size == FREE,

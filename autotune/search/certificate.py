@@ -15,6 +15,7 @@ from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.training_trace import LEAST_STEPS, TracedStep, TrainingTrace
 from autotune.script.profile import loops_by_hand, own_candidate
 from autotune.search.trials import RESUME, Record
+from autotune.util.units import counted
 from autotune.versions import StrEnum
 
 # -- comparison --------------------------------------------------------------------------------------------------------
@@ -276,7 +277,7 @@ def _figures(reference: TrainingTrace, trace: TrainingTrace, found: dict[str, li
     if UPDATE in found:
         parts.append(f"update {math.exp(statistics.fmean(found[UPDATE])):.2f}x")
     steps = max(map(len, found.values()))
-    return ", ".join([*parts, "learning rate equal", f"{steps} step{'s' * (steps > 1)}"])
+    return ", ".join([*parts, "learning rate equal", counted(steps, "step")])
 
 
 # -- cause -------------------------------------------------------------------------------------------------------------
@@ -454,7 +455,7 @@ def iterations_line(job: Job, reference: TrainingTrace, trace: TrainingTrace) ->
     if job.script is None or not loops_by_hand(job.script) or own == now or not own or not now:
         return ""
     return (
-        f"an optimizer step takes {now} iteration{'s' * (now > 1)} of your loop instead of {own}: if its end, its "
+        f"an optimizer step takes {counted(now, 'iteration')} of your loop instead of {own}: if its end, its "
         f"schedule or its saves count iterations, multiply these numbers by {now / own:g}, or it makes "
         f"{own / now:g}x the optimizer steps"
     )
