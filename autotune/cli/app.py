@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,10 +13,13 @@ import typer
 from autotune._version import __version__
 from autotune.cli.machine_commands import agent, doctor, models
 from autotune.cli.options import (
+    Command,
+    Group,
     asking,
     begin,
     console,
     emit,
+    examples,
     fail,
     of_a_database,
     option,
@@ -23,7 +27,7 @@ from autotune.cli.options import (
     takes_request,
     typed_command,
 )
-from autotune.cli.study_commands import export, gallery_app, record, report, share, show, spaces_app
+from autotune.cli.study_commands import diff, export, gallery_app, record, report, share, show, spaces_app
 from autotune.commands.request import STORAGE_VARIABLE, Request
 from autotune.errors import DisplayedError, ExitCode
 from autotune.masking import learn_environment
@@ -33,8 +37,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
+    cls=Group,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",  # panels; texts of users are not part of any help
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -47,7 +50,14 @@ app.add_typer(gallery_app, name="gallery")
 # -- commands ------------------------------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "run --model gemma-2-2b --gpus 4 --budget 30m",
+        "run --gpus 2 -- train.py --deepspeed ds.json",
+        "run job.yaml --budget 1h",
+    ),
+)
 @takes_request
 def run(request: Request) -> None:
     """Tune, verify and export. The same study resumes."""
@@ -97,7 +107,14 @@ def _tune(request: Request, shown: Console) -> None:
         raise typer.Exit(ExitCode.INTERRUPTED)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "plan --model gemma-2-2b --gpu a100-80gb --gpus 8",
+        "plan --model gemma-2-2b --gpus 8 --compare rtx4090,a100-80gb,h100",
+        "plan job.yaml --html plan.html",
+    ),
+)
 @takes_request
 def plan(request: Request) -> None:
     """Predict which configs fit, their speed and cost, the GPUs needed, and what would help. Nothing is run."""
@@ -123,7 +140,14 @@ def plan(request: Request) -> None:
         raise typer.Exit(ExitCode.NOTHING_FITS)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "launch mine -- train.py --deepspeed ds.json",
+        "launch --model gemma-2-2b --global-batch-size 64 -- train.py",
+        "launch job.yaml --max-restarts 3",
+    ),
+)
 @takes_request
 def launch(request: Request) -> None:
     """Train your script with the winner. After an OOM, restart it with a config that needs less memory.
@@ -134,7 +158,7 @@ def launch(request: Request) -> None:
     """
     from autotune.commands.launch import launch_training
 
-    if not request.model:
+    if not request.model and request.study is None and request.script:
         request = dataclasses.replace(request, study=request.script[0], script=request.script[1:])
     summary = launch_training(request, say, ask=asking(request.as_json))
     if request.as_json:
@@ -145,9 +169,19 @@ def launch(request: Request) -> None:
     raise typer.Exit(summary.code)
 
 
-for command in (show, report, export, record, share, models, doctor):
-    app.command()(command)
-app.command(hidden=True)(agent)
+_EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
+    show: ("show mine", "show mine --trial 3", "show mine --json"),
+    diff: ("diff before after", "diff before after --json"),
+    report: ("report mine", "report mine --open", "report mine --out page.html"),
+    export: ("export mine", "export mine --format accelerate", "export mine --trial 3 --out trial3.json"),
+    record: ("record mine", "record mine --out table.csv.gz", "record mine --json"),
+    share: ("share mine", "share mine --out entry.json", "share mine --json"),
+    models: ("models", "models --json", "plan --model gemma-2-2b --gpu h100"),
+    doctor: ("doctor", "doctor --python ~/venv/bin/python", "doctor --nvme-path /scratch"),
+}
+for command, shown in _EXAMPLES.items():
+    app.command(cls=Command, epilog=examples(*shown))(command)
+app.command(cls=Command, hidden=True)(agent)
 
 
 @app.callback(invoke_without_command=True)
@@ -167,7 +201,7 @@ def main() -> None:
 
 def _call() -> None:
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, prog_name="autotune")
         if sys.stdout is not None:
             sys.stdout.flush()  # a failed write is reported here, and not by the interpreter at its exit
         sys.exit(code if isinstance(code, int) else ExitCode.DONE)

@@ -67,6 +67,12 @@ def launch_training(request: Request, say: Callable[[str], None] = print, *, ask
     """
     if request.executor not in ("local", *SCHEDULERS):
         raise UserError(f"--executor {request.executor}: expected local, slurm or ray")
+    if not request.script:
+        study = request.study if request.study and not request.study.endswith(".py") else "STUDY"
+        whose = f"--model {request.model} …" if request.model else shlex.quote(study)
+        raise UserError(f"launch needs the script to train: `autotune launch {whose} -- train.py its arguments`")
+    if request.model and request.study is not None:
+        raise UserError("--model plans a training without a study. Remove --model, or the study.")
     known = remembered(request, ask)
     request = dataclasses.replace(request, maps=known.maps_under(request.maps))
     with (

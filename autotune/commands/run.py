@@ -16,12 +16,13 @@ from typing import Any
 from rich.console import Console
 
 from autotune.commands.environment import NAMED_MODEL, TRAINING, named_nodes, ranks_python
+from autotune.commands.job_file import COMMAND_FILE
 from autotune.commands.request import Request
 from autotune.commands.script_probe import Probe, after_probe, probe, remember
 from autotune.commands.setup import Setup, run_setup
 from autotune.commands.study_output import write_study
 from autotune.commands.trust import Ask, accepted_table, grant, named_by, remembered_python
-from autotune.errors import NothingFits, UserError, one_line, readable
+from autotune.errors import NothingFits, Stopped, UserError, one_line, readable
 from autotune.executors.base import Executor
 from autotune.executors.cluster.transports import hostfile_of, hostfile_text
 from autotune.executors.local import LocalExecutor, SliceExtrapolator
@@ -33,6 +34,7 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind
 from autotune.rank.sandbox import Protection
 from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
@@ -42,6 +44,7 @@ from autotune.results.console import (
     no_winner_lines,
     own_line,
     record_json,
+    startup_used_all,
     train_with,
     verdict_lines,
 )
@@ -156,6 +159,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             open_storage(setup.storage)  # a server that refuses does so before anything is built or started
         make_study_folder(setup.folder)
         work = kept.enter_context(acquire_log_dir(setup))
+        write_atomically(work / COMMAND_FILE, setup.job_text)
         setup = with_agreed_protection(setup, work, confirm)
         if setup.nodes is not None:
             write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
@@ -165,15 +169,19 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
         if setup.landscape is None:
             observer.doing("starting the ranks' Python, which imports torch and DeepSpeed")
         workers = SearchWorkers((lambda candidate: False) if setup.parallel_offload else host_bound)
-        cancelled = lambda: stopped.is_set() or workers.failed  # noqa: E731  # a failed worker ends all trials
+        deadline = StartupDeadline(setup.budget_seconds)
+        # a failed worker ends all trials
+        cancelled = lambda: stopped.is_set() or workers.failed or deadline.ends_startup  # noqa: E731
         with closing(first_executor(setup, work, cancelled, observer.doing)) as first:
             opening = first.now()
+            deadline.begin(first)
             first.begin()  # its imports run while the study is opened
             probed = None
             if setup.landscape is None and setup.job.script is not None:
-                _open(first, observer.say)
-                observer.showing("running the script as it is, then with another batch")
-                probed = probe(first, setup.job.script, work, setup.budget_seconds / 2, observer.say)
+                with deadline.no_trial():
+                    _open(first, observer.say)
+                    observer.showing("running the script as it is, then with another batch")
+                    probed = probe(first, setup.job.script, work, setup.budget_seconds / 2, observer.say)
                 setup = after_probe(setup, probed)
             complete = SliceExtrapolator(setup.job, setup.hardware).extrapolate if setup.hardware.sliced else None
             if complete is not None and probed is not None and probed.baseline is not None:
@@ -184,19 +192,24 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             if probed is not None:
                 remember(probed, work)
             observer.doing("tracing the model, to predict memory and speed")
-            predictor = traced_predictor(setup.job, setup.hardware)
+            is_up = lambda: stopped.is_set() or deadline.passed  # noqa: E731
+            predictor = traced_predictor(setup.job, setup.hardware, cancelled=is_up)
             begin_with_rates(setup, store, predictor, observer.say)
             candidates, left_out = predictor.buildable(setup.candidates)
             wider = [f"{note}; predictions are wider for it" for note in predictor.notes()]
             for line in [*left_out, *wider]:
                 observer.say(line)
-            if probed is None:
-                observer.showing("waiting for the ranks' Python, and building DeepSpeed's ops where they are missing")
-                _open(first, observer.say)
+            with deadline.no_more_trials():
+                if probed is None:
+                    observer.showing(
+                        "waiting for the ranks' Python, and building DeepSpeed's ops where they are missing"
+                    )
+                    _open(first, observer.say)
+                candidates = _with_ops(first, setup.job, candidates, observer.say)
+                if setup.landscape is None:
+                    store.note_extensions(first.ops.folder)
             executor = first.for_search(setup.job, observer.phase, complete)
-            candidates = _with_ops(executor, candidates, observer.say)
-            if setup.landscape is None:
-                store.note_extensions(executor.ops.folder)
+            deadline.end_startup()
             # The whole call counts, except builds of DeepSpeed's ops, which happen once per environment.
             spent_seconds = executor.now() - opening - executor.ops.build_seconds
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
@@ -234,10 +247,67 @@ def _open(executor: Executor, say: Callable[[str], None]) -> None:
     executor.check(say)
 
 
-def _with_ops(executor: Executor, candidates: list[Candidate], say: Callable[[str], None]) -> list[Candidate]:
+class StartupDeadline:
+    """End of the budget during start-up: imports, a script's probe run, the trace. A search keeps its own `Budget`.
+
+    Args:
+        budget_seconds: budget of the call, without builds of DeepSpeed's ops.
+    """
+
+    def __init__(self, budget_seconds: float) -> None:
+        self._budget_seconds = budget_seconds
+        self._clock: tuple[Executor, float] | None = None  # the executor, and its time at the start
+        self._starting = True
+
+    def begin(self, executor: Executor) -> None:
+        """Start the clock, which is the executor's."""
+        self._clock = executor, executor.now()
+
+    @property
+    def passed(self) -> bool:
+        """Return True if the budget is used."""
+        if self._clock is None:
+            return False
+        executor, began = self._clock
+        return executor.now() - began - executor.ops.all_build_seconds >= self._budget_seconds
+
+    @property
+    def ends_startup(self) -> bool:
+        """Return True if the start-up must end because the budget is used."""
+        return self._starting and self.passed
+
+    def end_startup(self) -> None:
+        """Leave the rest of the budget to the search."""
+        self._starting = False
+
+    @contextmanager
+    def no_trial(self) -> Iterator[None]:
+        """Say that no trial ran if the deadline ends the work.
+
+        Raises:
+            NothingFits: the deadline ended it.
+        """
+        try:
+            yield
+        except Stopped:
+            if self.ends_startup:
+                raise NothingFits(startup_used_all(self._budget_seconds, self._budget_seconds)) from None
+            raise
+
+    @contextmanager
+    def no_more_trials(self) -> Iterator[None]:
+        """Go on if the deadline ends the work, to the end of a search without time."""
+        try:
+            yield
+        except Stopped:
+            if not self.ends_startup:
+                raise
+
+
+def _with_ops(executor: Executor, job: Job, candidates: list[Candidate], say: Callable[[str], None]) -> list[Candidate]:
     """Return the candidates whose DeepSpeed ops can be loaded here. Missing ops are built now."""
-    executor.load_ops(candidates)
-    left, lines = executor.ops.buildable(candidates, executor.job, executor.hardware.device)
+    executor.load_ops(candidates, job=job)
+    left, lines = executor.ops.buildable(candidates, job, executor.hardware.device)
     for line in lines:
         say(line)
     return left

@@ -24,6 +24,7 @@ from autotune.problem.training_trace import TrainingTrace
 from autotune.script.argument_files import said
 from autotune.script.profile import (
     BY_HAND,
+    BY_RANK,
     CALL,
     EARLIER,
     FOUND,
@@ -363,7 +364,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
         )
     }
     # These are stored only if present, so that studies of earlier versions keep the same job.
-    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS)
+    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK)
     named = ("lightning", "optimizer", "spellings", "variables", "beside", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
     if facts.get("evaluating"):  # transformers' layers do not checkpoint in evaluation mode
@@ -485,6 +486,7 @@ def _batch_with(
 
 _TWO_STEPS = Effort(min_steps=2, max_steps=2, min_seconds=0.0)
 _MOST_TRIES = 2  # batches that the script may refuse before its own is kept
+_AVERAGES = "--average_tokens_across_devices True averages the loss over the tokens of all ranks, however they are cut"
 _MOST_TIMES = 4  # multiple of the script's micro-batch that is assumed to fit in memory
 
 
@@ -510,7 +512,8 @@ def batch_note(executor: Executor, script: Script, seconds: float, reference: Tr
         unknown = outcome.kind.is_oom or not outcome.kind.is_attributable_to_candidate
         if outcome.ok and reference is not None and outcome.trace is not None:
             found = compare(reference, own, outcome.trace, other)
-            return found.text if found.verdict is Verdict.DIFFERS else ""
+            averages = f"; {_AVERAGES}" if script.profile.get(BY_RANK) and found.cause == MICRO_BATCH else ""
+            return f"{found.text}{averages}" if found.verdict is Verdict.DIFFERS else ""
         if outcome.ok or (unknown and not refused):
             return ""
         if not unknown:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from autotune.commands.environment import SCHEDULERS, Nodes
+from autotune.commands.job_file import job_text
 from autotune.commands.request import Request, flag_of
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster
@@ -95,6 +96,7 @@ class Setup:
     unprotected: bool = False  # user code runs without a sandbox on machines that offer none
     gallery: bool = True  # the search may start from the gallery
     command: str = ""  # as typed, to repeat the call; empty if nothing was typed
+    job_text: str = ""  # job file that repeats the call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +156,7 @@ def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
         parallel_offload=request.parallel_offload,
         out=request.out,
         command=request.command,
+        job_text=job_text(request, "run"),
         found_no_gpu=tuned.hardware.device == "cpu" and request.device == "auto" and tuned.landscape is None,
         global_batch_size=batch,
         free_batch=request.global_batch_size == FREE,

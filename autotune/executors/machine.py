@@ -172,6 +172,13 @@ class Ops:
         self.folder = ""  # this environment's own folder of ops; empty if TORCH_EXTENSIONS_DIR is set
         self.build_seconds = 0.0
         self._loading: tuple[float, Message] | None = None  # start time, and the message about it
+        self._building_since: float | None = None  # None while nothing is built
+
+    @property
+    def all_build_seconds(self) -> float:
+        """Return the seconds of all builds, including one that is going on."""
+        now = time.monotonic()
+        return self.build_seconds + (now - self._building_since if self._building_since is not None else 0.0)
 
     def load(
         self,
@@ -221,6 +228,7 @@ class Ops:
         try:
             answer = server.load_ops(names, self._report)
         finally:
+            self._building_since = None
             self._show("")
         self.folder = "" if FOLDER in os.environ else answer["folder"]
         for builder, why in answer["failed"].items():
@@ -237,7 +245,7 @@ class Ops:
         elif message["state"] in ("waiting", "building", "loading"):
             self._announce(message)
         else:
-            self._loading = None
+            self._loading = self._building_since = None
             if message.get("built") or message["state"] == "failed":
                 self.build_seconds += message["seconds"]
             if message.get("built"):
@@ -256,6 +264,8 @@ class Ops:
             text = f"going on with DeepSpeed's {op}, whose build was stopped ({took})"
         else:
             text = f"building DeepSpeed's {op} ({took})"
+        if message["state"] == "building" and self._building_since is None:
+            self._building_since = time.monotonic()
         self._say(text)
         self._show(text)
 

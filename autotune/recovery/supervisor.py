@@ -196,13 +196,13 @@ class Supervisor:
             down = way.next_action(end.kind, end.steps, end.words, end.origin)
             if way.hopeless:
                 self.say(f"{way.hopeless}: giving up")
-                return LaunchSummary(end.code or 1, attempts)
+                return LaunchSummary(_given_up(end), attempts)
             if down and rung is self.ladder[-1]:
                 self.say("no config with less memory is left on the ladder: giving up")
-                return LaunchSummary(end.code or 1, attempts)
+                return LaunchSummary(_given_up(end), attempts)
             if tries > self.max_restarts:
                 self.say(f"--max-restarts {self.max_restarts} reached: giving up")
-                return LaunchSummary(end.code or 1, attempts)
+                return LaunchSummary(_given_up(end), attempts)
             if down:
                 way.down()
                 self.say("stepping down")
@@ -538,6 +538,11 @@ def _hang(group: WorkerGroup, heard: AttemptMessages, hardware: Hardware) -> Att
     if peaks.host_low < 0.03 * hardware.host_memory_bytes:
         return heard.end(1, OutcomeKind.OOM_HOST, f"{text}, with main memory full")
     return heard.end(1, OutcomeKind.TIMEOUT, f"{text}, with memory to spare")
+
+
+def _given_up(end: AttemptEnd) -> int:
+    """Return the command's exit code after a last attempt that was not restarted."""
+    return ExitCode.MACHINE if end.kind in _OUTAGES else end.code or 1
 
 
 # -- restart policy ----------------------------------------------------------------------------------------------------

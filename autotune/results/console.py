@@ -263,7 +263,7 @@ def trials_table(records: Sequence[Record], facts: StudyFacts) -> DataTable:
         peak = measured.peak_bytes if measured else outcome.peak_bytes
         kind = outcome.kind.value
         kind = f"{kind} ({record.role})" if record.role in (VERIFY, RESUME) else kind
-        remark = facts.remarks.get(record.number, "")
+        remark = facts.remark(record.number)
         mark = ", winner" if facts.winner is not None and record.number == facts.winner.number else ""
         told = f"{shortened(remark, _MOST_REASON)}; {record.note}" if remark else record.note
         table.add_row(
@@ -332,7 +332,7 @@ def trial_lines(store: StudyStore, record: Record) -> list[str]:
     if outcome is None:
         return [*lines, "  running"]
     lines.append(f"  outcome: {outcome_line(outcome)}, after {format_duration(outcome.seconds)}")
-    if remark := facts.remarks.get(number):
+    if remark := facts.remark(number):
         lines.append(f"  {remark}")
     told = {"reason": outcome.reason, "evidence": outcome.evidence, "exceptions": ", ".join(outcome.exceptions)}
     lines += [f"  {name}: {masked(text)}" for name, text in told.items() if text]
@@ -428,7 +428,7 @@ def own_line(facts: StudyFacts, job: Job) -> str:
         return f"{yours} is the winner: {AS_IS} has this config already"
     ratio = facts.own_ratio
     if winner is None or ratio is None:
-        remark = facts.remarks.get(own.number, "")
+        remark = facts.remark(own.number)
         return f"{yours}: {speed(own.outcome.measurement)}{f', {remark}' if remark else ''}"
     alike = f"{ratio.samples_per_second:.4g} against {ratio.other_samples_per_second:.4g} samples/s, measured alike"
     unlike = unlike_steps(own.candidate, winner.candidate, job)
@@ -592,6 +592,13 @@ def _larger_budget(seconds: float) -> str:
     return f"--budget {whole}s" if whole < 120 else f"--budget {whole // 60}m"
 
 
+def startup_used_all(budget_seconds: float, used_seconds: float) -> str:
+    """Say that the budget ended before the first trial, and which budget to try."""
+    budget, took = format_duration(budget_seconds), format_duration(used_seconds)
+    used = f"no trial ran: the budget of {budget} ended during start-up, after {took}"
+    return f"{used}; use {_larger_budget(budget_seconds + used_seconds)}"
+
+
 def no_winner_lines(
     facts: StudyFacts, hardware: Hardware, tried: Collection[Candidate], untried: list[Candidate]
 ) -> list[str]:
@@ -612,7 +619,7 @@ def no_winner_lines(
                 return [
                     f"no trial ran: start-up took {took} of the budget of {budget}, too much for a trial after it; use {more}"
                 ]
-            return [f"no trial ran: the budget of {budget} ended during start-up ({took}); use {more}"]
+            return [startup_used_all(facts.budget_seconds, used)]
         return [f"no trial ran: {facts.stop_reason or 'the study was stopped before its first trial'}"]
     lines = [
         f"no candidate ran: {shortened(reason, 2 * _MOST_REASON)} ({count}x)" for reason, count in facts.failures[:3]

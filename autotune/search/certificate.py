@@ -80,15 +80,19 @@ def floor_of(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
     }
 
 
-def compare(reference: TrainingTrace, own: Candidate, trace: TrainingTrace, candidate: Candidate) -> Certificate:
+def compare(
+    reference: TrainingTrace, own: Candidate, trace: TrainingTrace, candidate: Candidate, *, is_users: bool = True
+) -> Certificate:
     """Compare a candidate's trace with the reference's.
 
     Args:
         reference: trace of the user's own config, with its noise floor.
-        own: the user's own config.
+        own: the config of the reference.
         trace: the candidate's trace.
         candidate: the candidate.
+        is_users: the reference is the user's own config. A named model's is another candidate.
     """
+    yours, your = "yours" if is_users else "the reference's", _your(is_users)
     pairs = list(zip(reference.steps, trace.steps, strict=False))
     if sum(not (a.skipped or b.skipped) for a, b in pairs) < LEAST_STEPS:
         return Certificate(Verdict.NOT_COMPARED, f"fewer than {LEAST_STEPS} optimizer steps were traced")
@@ -96,12 +100,12 @@ def compare(reference: TrainingTrace, own: Candidate, trace: TrainingTrace, cand
         why = f"its steps have {_samples(candidate)} samples a rank, those of the reference {_samples(own)}"
         return Certificate(Verdict.NOT_COMPARED, why)
     if (rows := _rows_factor(reference, trace, cut=own.micro_batch != candidate.micro_batch)) is not None:
-        why = f"it trains on {rows:.3g}x your rows in an optimizer step"
-        return _different(why, ROWS, rows, reference, own, trace, candidate)
+        why = f"it trains on {rows:.3g}x {your} rows in an optimizer step"
+        return _different(why, ROWS, rows, reference, own, trace, candidate, is_users)
     if (wrong := _wrong_rate(pairs)) is not None:
         step, factor = wrong
-        why = f"learning rate is {factor:.3g}x of yours in optimizer step {step + 1}"
-        return _different(why, RATES, factor, reference, own, trace, candidate)
+        why = f"learning rate is {factor:.3g}x of {yours} in optimizer step {step + 1}"
+        return _different(why, RATES, factor, reference, own, trace, candidate, is_users)
     found = {name: each for name in (LOSS, NORM, UPDATE) if (each := _differences(reference, trace, name))}
     if not found:
         why = trace.missing or reference.missing or "no loss, gradient norm or update was seen"
@@ -115,10 +119,10 @@ def compare(reference: TrainingTrace, own: Candidate, trace: TrainingTrace, cand
         # The update of Adam hides a factor of the gradient, so the largest deviation names the quantity.
         name = max(beyond, key=lambda one: abs(statistics.fmean(found[one])))
         factor = math.exp(statistics.fmean(found[name]))
-        why = f"{name} is {factor:.3g}x of yours"
+        why = f"{name} is {factor:.3g}x of {yours}"
         if LOSS in beyond and name != LOSS:
             why += f", loss {math.exp(statistics.fmean(found[LOSS])):.3g}x"
-        return _different(why, name, factor, reference, own, trace, candidate, loss_differs=LOSS in beyond)
+        return _different(why, name, factor, reference, own, trace, candidate, is_users, loss_differs=LOSS in beyond)
     return Certificate(Verdict.SAME, _figures(reference, trace, found))
 
 
@@ -263,6 +267,7 @@ def _different(
     own: Candidate,
     trace: TrainingTrace,
     candidate: Candidate,
+    is_users: bool,
     *,
     loss_differs: bool = False,
 ) -> Certificate:
@@ -279,7 +284,7 @@ def _different(
         because = f"the loss depends on how the batch is cut (micro-batch {candidate.micro_batch} instead of {own.micro_batch})"
     elif trace.stage != reference.stage:
         cause = _STAGE
-        because = _stage_reason(reference, trace, offloaded=bool(candidate.offloaded or own.offloaded))
+        because = _stage_reason(reference, trace, is_users, offloaded=bool(candidate.offloaded or own.offloaded))
     elif cut and quantity != ROWS:
         cause = MICRO_BATCH
         because = f"micro-batch {candidate.micro_batch} instead of {own.micro_batch}"
@@ -287,15 +292,20 @@ def _different(
     return Certificate(Verdict.DIFFERS, text, quantity, factor, cause)
 
 
-def _stage_reason(reference: TrainingTrace, trace: TrainingTrace, *, offloaded: bool) -> str:
+def _your(is_users: bool) -> str:
+    """Return the possessive of the reference."""
+    return "your" if is_users else "the reference's"
+
+
+def _stage_reason(reference: TrainingTrace, trace: TrainingTrace, is_users: bool, *, offloaded: bool) -> str:
     backwards, partial = trace.iterations, (1, 2)  # stages that do not sum what several backwards give
     if backwards > trace.accumulation and (trace.stage in partial) != (reference.stage in partial):
         keeps = trace.stage if trace.stage in partial else reference.stage
-        whose = "stage" if keeps == trace.stage else "your stage"
+        whose = "stage" if keeps == trace.stage else f"{_your(is_users)} stage"
         if offloaded:
-            return f"with offload, {whose} {keeps} does not sum the {backwards} gradients of your loop's step"
+            return f"with offload, {whose} {keeps} does not sum the {backwards} gradients of a step"
         return f"{whose} {keeps} keeps only the last of {backwards} gradients"
-    if reference.stage == 0:
+    if reference.stage == 0 and is_users:
         return (
             f"stage {trace.stage} steps with its own copy of the gradients, on which changes by hand (clipping) have no "
             "effect; gradient_clipping in the DeepSpeed config works at every stage"
@@ -369,8 +379,11 @@ class Certifier:
             return Certificate(Verdict.NOT_COMPARED, "no whole optimizer step of it was traced")
         reference = self._reference(candidate)
         if reference.trace is None or reference.own is None:
-            return Certificate(Verdict.NOT_COMPARED, "your own config was not measured")
-        return compare(reference.trace, reference.own, trace, candidate)
+            return Certificate(
+                Verdict.NOT_COMPARED,
+                f"{'the reference' if self._job.script is None else 'your own config'} was not measured",
+            )
+        return compare(reference.trace, reference.own, trace, candidate, is_users=self._job.script is not None)
 
     def checked(self, candidate: Candidate, outcome: Outcome, role: str) -> Outcome:
         """Return a trial's outcome, as invalid if the candidate trains something else than the reference."""

@@ -89,9 +89,8 @@ def speed_left(ahead: Floats, sigma: Floats, fits: Floats, groups: NDArray[np.in
     _, groups = np.unique(groups, return_inverse=True)
 
     def probability_below(left: float) -> float:
-        above = fits * (1 - normal_cdf((left - ahead) / sigma))
         worst = np.zeros(groups.max() + 1)
-        np.maximum.at(worst, groups, above)
+        np.maximum.at(worst, groups, probability_above(left, ahead, sigma, fits))
         return float(np.prod(1 - worst))
 
     low, high = 0.0, _MOST_LEFT
@@ -101,3 +100,8 @@ def speed_left(ahead: Floats, sigma: Floats, fits: Floats, groups: NDArray[np.in
         middle = 0.5 * (low + high)
         low, high = (low, middle) if probability_below(middle) >= PROBABILITY else (middle, high)
     return high
+
+
+def probability_above(left: float, ahead: Floats, sigma: Floats, fits: Floats) -> Floats:
+    """Return the probability that each candidate fits and gains more than `left`, a logarithm of speed, (n,)."""
+    return np.asarray(fits * (1 - normal_cdf((left - ahead) / sigma)))

@@ -471,7 +471,6 @@ class StudyStore:
             self.job,
             self.hardware,
             winner=chosen["number"] if chosen else None,
-            calls=[call.started for call in calls],
             set_aside=self.set_aside,
             stop_reason=calls[-1].ended if calls else "",
             budget_seconds=calls[-1].budget_seconds if calls else 0.0,

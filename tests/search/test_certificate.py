@@ -248,3 +248,12 @@ def test_a_study_without_traces_has_no_line_about_its_training() -> None:
     assert line.startswith(
         "trains the same: loss 1.8 / 1.8, gradient norm 1.1 / 1.1, update 1.00x, learning rate equal"
     )
+
+
+def test_a_reference_that_is_no_config_of_the_user_is_not_called_theirs() -> None:
+    other = dataclasses.replace(scaled(trace(), NORM, 2.0), stage=2)
+    theirs = compare(trace(), OWN, other, OWN.but(zero_stage=2))
+    named = compare(trace(), OWN, other, OWN.but(zero_stage=2), is_users=False)
+    assert "of yours" in theirs.text
+    assert "changes by hand" in theirs.text
+    assert named.text == "gradient norm is 2x of the reference's: stage 2 instead of 0"
