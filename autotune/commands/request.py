@@ -193,6 +193,12 @@ class Request:
     compare: str | None = _option(None, "GPUs to compare: rtx4090,a100-80gb,h100.", Panel.MACHINE, "plan", first="plan")
     device: str = _option("auto", "auto, cuda or cpu.", Panel.MACHINE, "run launch")
     memory_cap: str | None = _option(None, "Device memory that one rank may use, like 24GiB.", Panel.MACHINE)
+    reserve: str | None = _option(
+        None,
+        "Memory of each device to leave to another process, like 20GiB for the rollout engine of RL.",
+        Panel.MACHINE,
+        "run plan",
+    )
     headroom: str | None = _option(
         None, "Share of the memory capacity to leave free; default: 5%.", Panel.MACHINE, "run plan"
     )

@@ -96,7 +96,7 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
         Stopped: the user stopped the tuner.
     """
     memory = folder / MEMORY
-    key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.memory_cap_bytes}"
+    key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.limit_bytes}"
     if memory.exists():
         text = memory.read_text(encoding="utf-8")
         known = json.loads(text)
@@ -276,7 +276,7 @@ def _try(
         raise UserError(f"{outcome.reason}, before the script was measured{more}")
     log = f"{outcome.log}/rank{outcome.rank or 0}.log"
     tail = "\n".join(f"  {line}" for line in log_tail(Path(log)).strip().splitlines()[-12:])
-    limits = _limits(outcome, executor.hardware.memory_cap_bytes)
+    limits = _limits(outcome, executor.hardware.limit_bytes)
     who = "the script fails by itself" if not limits else "the script fails"
     raise UserError(f"{who}, before anything is tuned ({outcome.reason}){limits}:\n{tail}\n  log: {log}")
 
@@ -292,7 +292,9 @@ def _limits(outcome: Outcome, cap_bytes: int | None) -> str:
     raised, found = set(outcome.exceptions), []
     if cap_bytes is not None and (not raised or raised & _OF_MEMORY):
         cap = format_bytes(cap_bytes)
-        found.append(f"the cap of {cap} a rank may be the cause: give a larger --memory-cap, or leave it out")
+        found.append(
+            f"the cap of {cap} a rank may be the cause: raise --memory-cap or lower --reserve, or leave it out"
+        )
     if "builtins.PermissionError" in raised or (raised & _OF_WRITES and "Read-only file system" in outcome.reason):
         found.append("the protection of your files may be the cause: run it on a copy of the folder with --unprotected")
     return "".join(f"; {one}" for one in found)
