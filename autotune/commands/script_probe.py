@@ -97,7 +97,7 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
         Stopped: the user stopped the tuner.
     """
     memory = folder / MEMORY
-    key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.memory_cap_bytes}"
+    key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.limit_bytes}"
     if memory.exists():
         text = memory.read_text(encoding="utf-8")
         known = json.loads(text)
@@ -276,7 +276,7 @@ def _try(
     log = f"{outcome.log}/rank{outcome.rank or 0}.log"
     said = log_tail(Path(log)).strip()
     tail = "\n".join(f"  {line}" for line in said.splitlines()[-12:])
-    limits = _limits(outcome, executor.hardware.memory_cap_bytes, said)
+    limits = _limits(outcome, executor.hardware.limit_bytes, said)
     who = "the script fails by itself" if not limits else "the script fails"
     raise UserError(f"{who}, before anything is tuned ({outcome.reason}){limits}:\n{tail}\n  log: {log}")
 
@@ -305,7 +305,8 @@ def _limits(outcome: Outcome, cap_bytes: int | None, said: str) -> str:
         near = outcome.peak_bytes is None or outcome.peak_bytes >= _NEAR_CAP * cap_bytes
         if near or not raised or raised & _OF_MEMORY:
             cap = format_bytes(cap_bytes)
-            found.append(f"the cap of {cap} a rank may be the cause: give a larger --memory-cap, or leave it out")
+            remedy = "raise --memory-cap or lower --reserve, or leave it out"
+            found.append(f"the cap of {cap} a rank may be the cause: {remedy}")
     if "builtins.PermissionError" in raised or _REFUSED.search(f"{outcome.reason}\n{said}"):
         found.append("the protection of your files may be the cause: run it on a copy of the folder with --unprotected")
     return "".join(f"; {one}" for one in found)

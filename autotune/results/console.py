@@ -22,7 +22,7 @@ from rich.text import Text
 from autotune.masking import MASK, NOTE, masked, masked_data, masked_words
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate, describe
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job, Script, under_lightning
+from autotune.problem.job import Job, Script, sync_note, under_lightning
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.results.export import (
     lightnings_own,
@@ -475,6 +475,12 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
             f"  doubtful: its steps differ so much that {measured.steps} of them tell no better: train some hundred steps "
             "with it and with your own config before you rely on it"
         )
+    if hardware.reserve_bytes:
+        left = sync_note(job, record.candidate.stage, hardware.capacity_bytes - measured.peak_bytes)
+        lines += [
+            f"  {format_bytes(hardware.reserve_bytes)} of each device are left to another process (--reserve)",
+            f"  weight sync: {left}",
+        ]
     if measured.predicted_seconds is not None:
         lines.append(f"  {slice_line(measured, hardware)}")
     if (peak_bytes := resumed_peak_bytes(list(records), record.candidate)) is not None:
