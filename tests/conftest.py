@@ -310,7 +310,7 @@ def tracer_process(monkeypatch: pytest.MonkeyPatch) -> None:
 _RUN_TRACER = tracing._run_tracer
 
 
-def _trace_here(options: list[str], asked: str, timeout_seconds: float) -> tuple[str, str]:
+def _trace_here(options: list[str], asked: str, timeout_seconds: float, *_: object) -> tuple[str, str]:
     """What a tracer's process writes, from this process."""
     tracer = importlib.import_module("autotune.predict.tracer")
     out, err = io.StringIO(), ""

@@ -98,7 +98,7 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
         Stopped: the user stopped the tuner.
     """
     memory = folder / MEMORY
-    key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.memory_cap_bytes}"
+    key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.limit_bytes}"
     if memory.exists():
         text = memory.read_text(encoding="utf-8")
         known = json.loads(text)
@@ -275,25 +275,40 @@ def _try(
         more = ": give a larger --budget" if outcome.source is Source.BUDGET else ""
         raise UserError(f"{outcome.reason}, before the script was measured{more}")
     log = f"{outcome.log}/rank{outcome.rank or 0}.log"
-    tail = "\n".join(f"  {line}" for line in log_tail(Path(log)).strip().splitlines()[-12:])
-    limits = _limits(outcome, executor.hardware.memory_cap_bytes)
+    said = log_tail(Path(log)).strip()
+    tail = "\n".join(f"  {line}" for line in said.splitlines()[-12:])
+    limits = _limits(outcome, executor.hardware.limit_bytes, said)
     who = "the script fails by itself" if not limits else "the script fails"
     raise UserError(f"{who}, before anything is tuned ({outcome.reason}){limits}:\n{tail}\n  log: {log}")
 
 
-# types of exceptions by which a failed allocation, mapping or thread shows, and by which a refused write does
+# types of exceptions by which a failed allocation, mapping or thread shows
 _OF_MEMORY = {"builtins.MemoryError", "builtins.RuntimeError", "builtins.OSError", "builtins.SystemError"}
 _OF_MEMORY |= {"builtins.ImportError"}
-_OF_WRITES = {"builtins.PermissionError", "builtins.OSError"}
+_NEAR_CAP = 0.7  # share of the cap from which a rank's peak may have reached it between two samples
+# texts of the errors EACCES, EPERM and EROFS, and of SQLite for them
+_REFUSED = re.compile(
+    r"permission denied|operation not permitted|read-only file system|readonly database|unable to open database file",
+    re.IGNORECASE,
+)
 
 
-def _limits(outcome: Outcome, cap_bytes: int | None) -> str:
-    """Return which limit of autotune may have made a script fail, and the remedy; empty if none can have."""
+def _limits(outcome: Outcome, cap_bytes: int | None, said: str) -> str:
+    """Return which limit of autotune may have made a script fail, and the remedy; empty if none can have.
+
+    Args:
+        outcome: of the probe run.
+        cap_bytes: cap of a rank's memory; None without one.
+        said: end of the rank's log.
+    """
     raised, found = set(outcome.exceptions), []
-    if cap_bytes is not None and (not raised or raised & _OF_MEMORY):
-        cap = format_bytes(cap_bytes)
-        found.append(f"the cap of {cap} a rank may be the cause: give a larger --memory-cap, or leave it out")
-    if "builtins.PermissionError" in raised or (raised & _OF_WRITES and "Read-only file system" in outcome.reason):
+    if cap_bytes is not None:
+        near = outcome.peak_bytes is None or outcome.peak_bytes >= _NEAR_CAP * cap_bytes
+        if near or not raised or raised & _OF_MEMORY:
+            cap = format_bytes(cap_bytes)
+            remedy = "raise --memory-cap or lower --reserve, or leave it out"
+            found.append(f"the cap of {cap} a rank may be the cause: {remedy}")
+    if "builtins.PermissionError" in raised or _REFUSED.search(f"{outcome.reason}\n{said}"):
         found.append("the protection of your files may be the cause: run it on a copy of the folder with --unprotected")
     return "".join(f"; {one}" for one in found)
 

@@ -15,6 +15,7 @@ from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.training_trace import LEAST_STEPS, TracedStep, TrainingTrace
 from autotune.script.profile import loops_by_hand, own_candidate
 from autotune.search.trials import RESUME, Record
+from autotune.util.units import counted
 from autotune.versions import StrEnum
 
 # -- comparison --------------------------------------------------------------------------------------------------------
@@ -95,8 +96,8 @@ def compare(
         is_users: the reference is the user's own config. A named model's is another candidate.
     """
     yours, your = "yours" if is_users else "the reference's", _your(is_users)
-    pairs = list(zip(reference.steps, trace.steps, strict=False))
-    if sum(not (a.skipped or b.skipped) for a, b in pairs) < LEAST_STEPS:
+    pairs = _paired(reference, trace)
+    if sum(not a.skipped for a, _ in pairs) < LEAST_STEPS:
         return Certificate(Verdict.NOT_COMPARED, f"fewer than {LEAST_STEPS} optimizer steps were traced")
     unknown = reference.weights is None or trace.weights is None
     if unknown and not is_users and 3 in {reference.stage, trace.stage} and reference.stage != trace.stage:
@@ -171,7 +172,7 @@ def _differences(reference: TrainingTrace, trace: TrainingTrace, name: str) -> l
         pairs = pairs[:1]  # Adam's step counter has led to other weights since
     for theirs, mine in pairs:
         a, b = _value(theirs, name), _value(mine, name)
-        if theirs.skipped or mine.skipped or a is None or b is None:
+        if theirs.skipped or a is None or b is None:
             continue
         if name == LOSS and (a <= 0 or b <= 0 or min(a, b) < _CLAMP * scale):
             found.append(_signed(a, b, scale))
@@ -209,9 +210,19 @@ def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace) -> flo
     return max(least, min(floor, _MOST))
 
 
+def _paired(reference: TrainingTrace, trace: TrainingTrace) -> list[tuple[TracedStep, TracedStep]]:
+    """Return the steps until the first one that only one run skipped, because its weights are one update behind since.
+
+    Loss scales of one config differ by stage: after an overflow, stage 0 halves its own at once, and ZeRO at the second
+    overflow (`hysteresis`).
+    """
+    both = zip(reference.steps, trace.steps, strict=False)
+    return list(itertools.takewhile(lambda pair: pair[0].skipped == pair[1].skipped, both))
+
+
 def _compared(reference: TrainingTrace, trace: TrainingTrace) -> list[tuple[TracedStep, TracedStep]]:
     """Return the steps until the first one on other rows, or all if the first is; weights have differed since."""
-    pairs = list(zip(reference.steps, trace.steps, strict=False))
+    pairs = _paired(reference, trace)
     return list(itertools.takewhile(lambda pair: _same_rows(*pair), pairs)) or pairs
 
 
@@ -251,7 +262,7 @@ def _counter_factor(step: int) -> float:
 
 
 def _figures(reference: TrainingTrace, trace: TrainingTrace, found: dict[str, list[float]]) -> str:
-    pairs = [(a, b) for a, b in _compared(reference, trace) if not (a.skipped or b.skipped)]
+    pairs = [(a, b) for a, b in _compared(reference, trace) if not a.skipped]
 
     def means(name: str) -> list[float]:
         return [
@@ -266,7 +277,7 @@ def _figures(reference: TrainingTrace, trace: TrainingTrace, found: dict[str, li
     if UPDATE in found:
         parts.append(f"update {math.exp(statistics.fmean(found[UPDATE])):.2f}x")
     steps = max(map(len, found.values()))
-    return ", ".join([*parts, "learning rate equal", f"{steps} step{'s' * (steps > 1)}"])
+    return ", ".join([*parts, "learning rate equal", counted(steps, "step")])
 
 
 # -- cause -------------------------------------------------------------------------------------------------------------
@@ -444,7 +455,7 @@ def iterations_line(job: Job, reference: TrainingTrace, trace: TrainingTrace) ->
     if job.script is None or not loops_by_hand(job.script) or own == now or not own or not now:
         return ""
     return (
-        f"an optimizer step takes {now} iteration{'s' * (now > 1)} of your loop instead of {own}: if its end, its "
+        f"an optimizer step takes {counted(now, 'iteration')} of your loop instead of {own}: if its end, its "
         f"schedule or its saves count iterations, multiply these numbers by {now / own:g}, or it makes "
         f"{own / now:g}x the optimizer steps"
     )

@@ -109,6 +109,14 @@ def test_a_gradient_that_comes_a_step_late_differs() -> None:
     assert (found.verdict, found.quantity) == (Verdict.DIFFERS, UPDATE)
 
 
+def test_steps_after_one_that_only_one_run_skipped_are_not_compared() -> None:
+    both = dataclasses.replace(step(0), skipped=True)
+    behind = TrainingTrace((both, both, *(step(at, digest=2.5 + at) for at in range(MOST_STEPS))), 2, "fp16", 4)
+    reference = TrainingTrace((both, *(step(at, digest=1.5 + at) for at in range(MOST_STEPS + 1))), 0, "fp16", 4)
+    assert compare(reference, OWN, behind, OWN).verdict is Verdict.NOT_COMPARED
+    assert compare(behind, OWN, behind, OWN).verdict is Verdict.SAME
+
+
 def test_an_offset_of_the_loss_without_effect_on_the_gradient_is_the_same() -> None:
     other = trace(loss=7.0)
     assert compare(trace(), OWN, other, OWN).verdict is Verdict.SAME
