@@ -22,7 +22,7 @@ from autotune.problem.knobs import Circumstances, steps_on_gpu
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
-from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, said
+from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, given, integers_in_words, said
 from autotune.script.argument_writer import integers_in_files, with_declared_files
 from autotune.script.profile import (
     BY_HAND,
@@ -483,8 +483,11 @@ def flags_found(executor: Executor, script: Script, facts: dict[str, Any], secon
 
 
 def _integers(script: Script, facts: dict[str, Any]) -> dict[str, int]:
-    """Return the integers of the script's parsers and of its argument files, by flag or dotted name."""
-    return {**integers_in_files(script), **facts.get("integers", {})}
+    """Return the positive integers of the script's parsers, words and argument files, by flag or dotted name.
+
+    Words of the command count for parsers other than argparse (click, fire, Hydra).
+    """
+    return {**integers_in_files(script), **integers_in_words(script.argv), **facts.get("integers", {})}
 
 
 def _products_found(
@@ -565,7 +568,8 @@ def _batch_with(
 ) -> dict[str, float] | None:
     """Return the batch of the script's own steps with these values of its flags, by knob; None if it does not run with them."""
     argv = list(script.argv)
-    tried = {name: value for name, value in flags.items() if not name.startswith("-")}
+    in_words = given(script.argv)
+    tried = {name: value for name, value in flags.items() if not name.startswith("-") and name not in in_words}
     for flag in flags.keys() - tried.keys():
         argv = with_flag(argv, flag, flags[flag])
     named = with_declared_files(dataclasses.replace(script, flags=(*script.flags, *((name, name) for name in tried))))

@@ -237,6 +237,17 @@ def given(words: Sequence[str]) -> set[str]:
     return {word.partition("=")[0].lstrip("+") for word in words}
 
 
+def integers_in_words(words: Sequence[str]) -> dict[str, int]:
+    """Return the positive integers that a command line gives, by flag or name: `--size 4`, `--size=4` and `size=4`."""
+    found = {}
+    for word, follows in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        value = value if equals else follows if word.startswith("--") else ""
+        if value.isdecimal() and int(value) > 0:
+            found[name.lstrip("+")] = int(value)
+    return found
+
+
 def _place(script: Script, data: dict[str, Any], knob: str) -> tuple[Place | None, bool]:
     """Return the place of a knob in a file (existing, or where it could be added), and whether its value is negated there."""
     declared = dict(script.flags).get(knob)
