@@ -737,7 +737,10 @@ _REMEDIES = (
         "set NCCL_SOCKET_IFNAME to an interface that is up",
     ),
     (r"/dev/shm|Bus error|SIGBUS|No space left", "docker run --shm-size=8g (or --ipc=host)"),
-    (r"Read-only file system|Permission denied", "make this path writable, or set HOME or the variable of this cache to a folder that is"),
+    (
+        r"Read-only file system|Permission denied",
+        "make this path writable, or set HOME or the cache's variable to a folder that is",
+    ),
     (r"out of memory", "other processes hold the devices' memory: end them, or hide those GPUs"),
 )
 _HANG = r"no sign of life|hang|deadline"

@@ -131,7 +131,9 @@ def step(training: subprocess.Popen[str], *, say: bool = True) -> float:
 
 def pair_ratios(base: Path, protection: Protection, steps: int) -> list[tuple[float, float]]:
     """Return the seconds of steps without a sandbox and within one, of two new processes."""
-    boxes = [Sandbox(base / f"runs/study/{index}", base, kind) for index, kind in enumerate((Protection.NONE, protection))]
+    boxes = [
+        Sandbox(base / f"runs/study/{index}", base, kind) for index, kind in enumerate((Protection.NONE, protection))
+    ]
     trainings = []
     for box in boxes:
         box.create(base / "runs/study")
@@ -176,7 +178,13 @@ def stepping(base: Path, steps: int, pairs: int) -> list[dict[str, Any]]:
         ratios = [[within / without for without, within in one] for one in found]
         free, confined = (1000 * statistics.median(row[index] for one in found for row in one) for index in (0, 1))
         low, high = interval(ratios)
-        row = {"protection": str(kind), "pairs": pairs, "steps": steps, "step without, ms": free, "step within, ms": confined}
+        row = {
+            "protection": str(kind),
+            "pairs": pairs,
+            "steps": steps,
+            "step without, ms": free,
+            "step within, ms": confined,
+        }
         ratio = statistics.fmean(map(statistics.median, ratios))
         rows.append({**row, "ratio": ratio, "from (95 %)": low, "to (95 %)": high})
     return rows

@@ -209,7 +209,13 @@ class Runner:
             changed, self.outside = [*changed, "process"], 0
         if changed:
             self.renew()
-        return {"name": way["name"], "status": status, "changed": sorted(changed), "printed": printed[-600:], "seconds": took}
+        return {
+            "name": way["name"],
+            "status": status,
+            "changed": sorted(changed),
+            "printed": printed[-600:],
+            "seconds": took,
+        }
 
 
 def wait(child: int) -> int:

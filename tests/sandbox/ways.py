@@ -511,8 +511,8 @@ ctypes.CFUNCTYPE(ctypes.c_int)(base)()""",
 
 BREAK_OUT_SHELL |= {
     "kill_outside": "kill -9 $OUT",
-    "pkill_outside": "for p in /proc/[0-9]*; do if test \"$(readlink $p/cwd)\" = \"$P\"; then kill -TERM ${p#/proc/}; fi; done; sleep 0.02",
-    "daemon_writes_late": "(setsid sh -c 'sleep 0.1; echo x > \"$P/keep.txt\"; rm -rf \"$P/out\"' > /dev/null 2>&1 &)",
+    "pkill_outside": 'for p in /proc/[0-9]*; do if test "$(readlink $p/cwd)" = "$P"; then kill -TERM ${p#/proc/}; fi; done; sleep 0.02',
+    "daemon_writes_late": '(setsid sh -c \'sleep 0.1; echo x > "$P/keep.txt"; rm -rf "$P/out"\' > /dev/null 2>&1 &)',
     "daemon_in_folder_opened_before": "(cd out && setsid sh -c 'sleep 0.1; rm -rf *' > /dev/null 2>&1 &)",
     "mount_tmpfs_over": "mount -t tmpfs none out && echo x > out/model.pt; umount out; echo x > out/model.pt",
     "overlay_of_project": 'unshare -Urm sh -c "mkdir -p /tmp/u /tmp/w; mount -t overlay o -o lowerdir=$D,upperdir=$P/out,workdir=$P/empty $P/out && echo x > $P/out/new"',
@@ -524,7 +524,7 @@ BREAK_OUT_SHELL |= {
     "cp_to_outside_root": 'cp Makefile "/proc/$OUT/root$P/keep.txt"; ln -sf /proc/$OUT/root r; echo x > "r$P/keep.txt"',
     "at": "echo 'rm -rf out' | at now; rm -rf out",
     "systemd_run": "systemd-run --user rm -rf out || rm -rf out",
-    "gdb_attach": 'gdb -batch -p $OUT -ex "call (int)unlink(\"keep.txt\")" || rm keep.txt',
+    "gdb_attach": 'gdb -batch -p $OUT -ex "call (int)unlink("keep.txt")" || rm keep.txt',
 }
 
 BREAK_OUT_PYTHON |= {
@@ -601,7 +601,10 @@ PYTHON |= {
 }
 
 NUMERIC |= {
-    "torch_save_fd": (TORCH, "import torch\nwith os.fdopen(os.open(f'{P}/model.pt', os.O_WRONLY | os.O_TRUNC), 'wb') as f: torch.save({}, f)"),
+    "torch_save_fd": (
+        TORCH,
+        "import torch\nwith os.fdopen(os.open(f'{P}/model.pt', os.O_WRONLY | os.O_TRUNC), 'wb') as f: torch.save({}, f)",
+    ),
     "torch_loader_workers": (
         TORCH,
         "import torch\nclass D(torch.utils.data.Dataset):\n    def __len__(self): return 2\n    def __getitem__(self, i): os.path.exists('keep.txt') and os.unlink('keep.txt'); return i\nassert len(list(torch.utils.data.DataLoader(D(), num_workers=1))) == 2",
