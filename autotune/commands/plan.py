@@ -121,9 +121,18 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
     if not elsewhere:
         return plan
     machines = Machines(setup, Elsewhere(setup.space, predictor, candidates, table, batch_assumed=setup.batch_assumed))
-    cards = machines.cards()
+    cards = tuple(_with_answer(card, plan.outlook) for card in machines.cards())
     helped = gains(plan.outlook, machines, cards) if plan.outlook else ()
     return dataclasses.replace(plan, own=machines.fewest_of_own(), cards=cards, gains=helped)
+
+
+def _with_answer(card: CardPlan, answer: Outlook | None) -> CardPlan:
+    """Return the card with the plan's own answer in place of the same machine's outlook, which tries fewer candidates."""
+    best = card.best
+    if best is None or answer is None or card.gpu != answer.hardware.facts:
+        return card
+    same = (best.hardware.count, best.hardware.nodes) == (answer.hardware.count, answer.hardware.nodes)
+    return dataclasses.replace(card, best=answer) if same and best.job.precision == answer.job.precision else card
 
 
 LARGE_LOSS = 0.15  # share of the peak from which a loss in chunks is predicted, which costs one more trace
