@@ -57,9 +57,13 @@ class Stopped(DisplayedError):
     """Stop by the user before there was a result. The CLI exits with 130."""
 
 
-def near(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean A or B?` for a misspelt word, or an empty string."""
-    matches = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.5)
+def near(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return `; did you mean A or B?` for a misspelt word, or an empty string if none is similar.
+
+    Args:
+        cutoff: least similarity, from 0 (the three nearest words) to 1.
+    """
+    matches = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=cutoff)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
