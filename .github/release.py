@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NAME = "deepspeed-autotune"
 VERSION_FILE = ROOT / "autotune" / "_version.py"
-UNRELEASED = re.compile(r"<!-- unreleased -->.*?<!-- end -->\n*", re.DOTALL)
+UNRELEASED = re.compile(r"<!-- unreleased -->.*?<!-- released -->\n*", re.DOTALL)
 CHECKOUT = re.compile(r"((?:pipx?|uv tool) install |uvx --from )('?)\.(?=\[\w+\]|[\s`&]|$)", re.MULTILINE)
 
 

@@ -252,6 +252,13 @@ class Request:
     memory_cap: str | None = _option(
         None, "Device memory that one rank may use, like 24GiB.", Panel.MACHINE, metavar="SIZE"
     )
+    reserve: str | None = _option(
+        None,
+        "Memory of each device to leave to another process, like 20GiB for the rollout engine of RL.",
+        Panel.MACHINE,
+        "run plan",
+        metavar="SIZE",
+    )
     headroom: str | None = _option(
         None, "Share of the memory capacity to leave free; default: 5%.", Panel.MACHINE, "run plan", metavar="SHARE"
     )

@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ def run_study(
         NothingFits: no candidate is feasible.
         Stopped: the user stopped the tuner before the search began.
     """
-    local = not request.executor.startswith("replay")
+    began, local = time.monotonic(), not request.executor.startswith("replay")
     needed = () if not local else TRAINING if request.script or request.workload else NAMED_MODEL
 
     def say(text: str) -> None:
@@ -139,10 +140,12 @@ def run_study(
         ranks_python(request.python, say, needed=needed, remembered=known),
         named_nodes(request, say, request.budget) as nodes,
     ):
-        return _run(accepted_table(run_setup(request, nodes), request, ask), console, quiet, confirm)
+        return _run(accepted_table(run_setup(request, nodes), request, ask), began, console, quiet, confirm)
 
 
-def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], bool] | None) -> RunSummary:
+def _run(
+    setup: Setup, began: float, console: Console, quiet: bool, confirm: Callable[[str], bool] | None
+) -> RunSummary:
     if setup.found_no_gpu:
         console.print("no GPU found: running CPU ranks", style="yellow")
         if confirm is not None and not confirm("tune on CPU ranks?"):
@@ -176,7 +179,9 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
         cancelled = lambda: stopped.is_set() or workers.failed or deadline.ends_startup  # noqa: E731
         with closing(first_executor(setup, work, cancelled, observer.doing)) as first:
             opening = first.now()
-            deadline.begin(first)
+            if setup.landscape is None:  # a replay's clock is simulated
+                opening -= time.monotonic() - began
+            deadline.begin(first, opening)
             first.begin()  # its imports run while the study is opened
             probed = None
             if setup.landscape is None and setup.job.script is not None:
@@ -292,9 +297,9 @@ class StartupDeadline:
         self._clock: tuple[Executor, float] | None = None  # the executor, and its time at the start
         self._starting = True
 
-    def begin(self, executor: Executor) -> None:
-        """Start the clock, which is the executor's."""
-        self._clock = executor, executor.now()
+    def begin(self, executor: Executor, began: float) -> None:
+        """Start at a time of the executor's clock."""
+        self._clock = executor, began
 
     @property
     def passed(self) -> bool:

@@ -228,7 +228,7 @@ class Ops:
         try:
             answer = server.load_ops(names, self._report)
         finally:
-            self._building_since = None
+            self.build_seconds, self._building_since = self.all_build_seconds, None  # a stopped build counts, too
             self._show("")
         self.folder = "" if FOLDER in os.environ else answer["folder"]
         for builder, why in answer["failed"].items():

@@ -244,7 +244,7 @@ class ScriptRank(BaseRank):
         device.note()
         seconds = time.perf_counter() - self._step_began
         if self.trace is not None:
-            seconds, self.trace.seconds = max(seconds - self.trace.seconds, 0.0), 0.0
+            seconds = max(seconds - self.trace.take_seconds(), 0.0)
         self.steps += 1
         self._failure, self._failures = None, 0
         self._evaluating = not self.engine.module.training

@@ -326,7 +326,7 @@ class Supervisor:
         spec = {
             "job": self.job.order(),
             "device": self.hardware.device,
-            "cap_bytes": self.hardware.memory_cap_bytes,
+            "cap_bytes": self.hardware.limit_bytes,
             "candidate": rung.candidate.as_dict,
             "threads": self.threads,
             "env": trial_environment(rung.candidate, self.job, os.environ),

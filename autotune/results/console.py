@@ -22,7 +22,7 @@ from rich.text import Text
 from autotune.masking import MASK, NOTE, masked, masked_data, masked_words
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate, describe
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job, Script, under_lightning
+from autotune.problem.job import Job, Script, sync_note, under_lightning
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.results.export import (
     lightnings_own,
@@ -38,10 +38,10 @@ from autotune.results.trackers import Tracking
 from autotune.script.command_line import framework_of
 from autotune.script.profile import SPLIT, other_batch
 from autotune.script.script import (
+    KNOWN_FLAGS,
     RELAUNCHED,
     carried,
     carries_knob,
-    flags_to_give,
     half_told,
     training_command,
     typed,
@@ -475,6 +475,12 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
             f"  doubtful: its steps differ so much that {measured.steps} of them tell no better: train some hundred steps "
             "with it and with your own config before you rely on it"
         )
+    if hardware.reserve_bytes:
+        left = sync_note(job, record.candidate.stage, hardware.capacity_bytes - measured.peak_bytes)
+        lines += [
+            f"  {format_bytes(hardware.reserve_bytes)} of each device are left to another process (--reserve)",
+            f"  weight sync: {left}",
+        ]
     if measured.predicted_seconds is not None:
         lines.append(f"  {slice_line(measured, hardware)}")
     if (peak_bytes := resumed_peak_bytes(list(records), record.candidate)) is not None:
@@ -548,12 +554,15 @@ def train_with(
         commands = [("train with, on every node" if each else "train with", plain), ("or watched", watched)]
     else:
         commands = [("train with", watched)]
-        instead = f"or put {config} where the script has its own config"
-        if given := flags_to_give(job.script, winner):
-            instead += f", and give it {shlex.join(given)}"
+        instead = f"or put {config} where the script has its own config, and train with: {plain}"
         if under_lightning(job.script) and not job.script.holds_batch:
             hints += [f"  {lightnings_own(winner)}"]
     hints += [f"  {line}" for line in _checkpointing(winner, job, job.script)]
+    if job.script.profile.get("through_arguments") and not job.script.holds_batch:
+        sizes = {MICRO_BATCH: winner.micro_batch, ACCUMULATION: winner.accumulation}
+        open_sizes = {knob: size for knob, size in sizes.items() if not carries_knob(job.script, knob)}
+        named = ", ".join(f"{KNOWN_FLAGS[knob].removeprefix('--')}={size}" for knob, size in open_sizes.items())
+        hints += [f"  with {named} in its TrainingArguments, which the config does not set"] if named else []
     if whole := without_zero_init(winner, job):
         hints += [f"  {whole}"]
     started = job.script.profile.get(RELAUNCHED, 0)

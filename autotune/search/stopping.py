@@ -19,15 +19,22 @@ from autotune.util.units import counted
 
 
 class StopReason(Enum):
-    """Reason for the end of a search; the value is its sentence, with fields for `stop`."""
+    """Reason for the end of a search; the value is its sentence, with fields for `stop`.
 
+    Limits of the call come from `SearchLoop.why_stop` (`search/tuner.py`), and an error that ends it from `Tuner.run`. All
+    others come from the rules of `Proposer` (`search/proposer.py`). The study keeps the sentence; `autotune show` prints it.
+    """
+
+    # limits of the call: SearchLoop.why_stop
     INTERRUPTED = "interrupted"
     BUDGET_USED = "budget used"
     MAX_TRIALS = "--max-trials {count} reached"
     WORKER_FAILED = "stopped: a trial beside it failed"
     MACHINE_FAILED = "the machine failed {count} times in a row"
+    # an error of a trial: Tuner.run
     JOB_FAILS = "stopped: the job fails"
     MACHINE_FAILS = "stopped: the machine fails"
+    # rules of the search: Proposer.next
     ALL_TRIED = "every candidate is tried or ruled out"
     NOTHING_BETTER = "nothing better in {count} trials, of which half were the sampler's (--exhaustive goes on)"
     SMALL_GAIN = "the predicted gain of going on is below {percent:g} % (--exhaustive goes on)"
