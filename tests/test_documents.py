@@ -464,5 +464,5 @@ def test_the_picture_is_of_the_recorded_run() -> None:
     assert words(drawn) == words(kept), "python docs/making/picture.py"
     assert not re.search(r"(?:url\(|href=|src=|@import)\W*(?:https?:)?//", kept), "it asks somebody for something"
     shown = "\n".join(words(kept)).replace("&#160;", " ")
-    for expected in ("winner:", "oom_device", "wrote runs/demo/demo.json"):
+    for expected in ("winner:", "OOM in", "wrote runs/demo/demo.json"):
         assert expected in shown
