@@ -53,6 +53,10 @@ class UserError(DisplayedError):
     exit_code = ExitCode.BAD_INPUT
 
 
+class BadArgument(UserError, ValueError):
+    """Bad input to a function of the Python API: the message names its parameters."""
+
+
 class Cause(StrEnum):
     """Reason why a user's script cannot be tuned unmodified."""
 

@@ -24,6 +24,7 @@ from autotune.cli.options import (
     of_a_database,
     option,
     say,
+    saying,
     takes_request,
     typed_command,
 )
@@ -61,7 +62,7 @@ app.add_typer(gallery_app, name="gallery")
 @takes_request
 def run(request: Request) -> None:
     """Tune, verify and export. The same study resumes."""
-    shown = begin("reading the job, the machine and the search space", request.as_json)
+    shown = begin("reading the job, the machine and the search space", request.as_json or request.quiet)
     request = dataclasses.replace(request, command=typed_command())
     if request.executor == "slurm":
         _in_one_job(request)
@@ -98,7 +99,7 @@ def _tune(request: Request, shown: Console) -> None:
         if request.yes or as_json or not is_watched(sys.stdin)
         else (lambda text: typer.confirm(text, default=True))
     )
-    summary = run_study(request, shown, quiet=as_json, confirm=confirm, ask=asking(as_json))
+    summary = run_study(request, shown, quiet=as_json or request.quiet, confirm=confirm, ask=asking(as_json))
     if as_json:
         emit(summary.to_json())
     else:
@@ -125,7 +126,7 @@ def plan(request: Request) -> None:
     if request.html is not None:
         check_out(request.html)
     names = [one for one in map(str.strip, [request.gpu or "", *(request.compare or "").split(",")]) if one]
-    found = plans(request, [*dict.fromkeys(names)] if request.compare else [request.gpu], say)
+    found = plans(request, [*dict.fromkeys(names)] if request.compare else [request.gpu], saying(request.quiet))
     if request.html is not None:
         from autotune.commands.study_output import write_plan
 
@@ -160,7 +161,7 @@ def launch(request: Request) -> None:
 
     if not request.model and request.study is None and request.script:
         request = dataclasses.replace(request, study=request.script[0], script=request.script[1:])
-    summary = launch_training(request, say, ask=asking(request.as_json))
+    summary = launch_training(request, saying(request.quiet), ask=asking(request.as_json))
     if request.as_json:
         emit(summary.to_json())
     else:
@@ -171,7 +172,7 @@ def launch(request: Request) -> None:
 
 _EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
     show: ("show mine", "show mine --trial 3", "show mine --json"),
-    diff: ("diff before after", "diff before after --json"),
+    diff: ("diff before after", "diff runs/before runs/after", "diff before after --json"),
     report: ("report mine", "report mine --open", "report mine --out page.html"),
     export: ("export mine", "export mine --format accelerate", "export mine --trial 3 --out trial3.json"),
     record: ("record mine", "record mine --out table.csv.gz", "record mine --json"),

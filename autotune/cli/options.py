@@ -21,6 +21,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from autotune.commands.request import STORAGE_VARIABLE, Parameter, Request, flag_of, parameters
 from autotune.errors import ExitCode, MachineTrouble, UserError, one_line
 from autotune.masking import masked_data, masked_words
+from autotune.util.streams import LOG, logging_to
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,16 +86,27 @@ def typed_command() -> str:
 
 
 def say(text: str) -> None:
-    """Print a message to standard error."""
+    """Print a message to standard error, and log it."""
+    LOG.info(text)
+    _print(text)
+
+
+def saying(quiet: bool) -> Callable[[str], None]:
+    """Return a function that prints and logs a message, or only logs it if quiet."""
+    return LOG.info if quiet else say
+
+
+def _print(text: str) -> None:
     with suppress(OSError):  # if nothing can be written, the exit code still reports the failure
         print(f"autotune: {text}", file=sys.stderr, flush=True)
 
 
 def fail(text: str, code: ExitCode) -> None:
     """Print an error and exit with the code. Code 2 (bad input) is printed in one line."""
-    say(
-        " ".join(map(str.strip, text.splitlines())) if code == ExitCode.BAD_INPUT else text
-    )  # bad input is reported in one line
+    # bad input is reported in one line
+    text = " ".join(map(str.strip, text.splitlines())) if code == ExitCode.BAD_INPUT else text
+    LOG.error(text)
+    _print(text)
     sys.exit(code)
 
 
@@ -192,6 +204,7 @@ NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "gpus": _gpu_names,
     "spaces": _space_names,
     "studies": _study_names,
+    "trackers": lambda: ("wandb", "mlflow", "tensorboard"),
 }
 
 
@@ -238,7 +251,9 @@ def takes_request(command: Callable[[Request], None]) -> Callable[..., None]:
         os.environ.pop(STORAGE_VARIABLE, None)  # already read, and ranks need no password
         typed = {one for one in values if getattr(ctx.get_parameter_source(one), "name", "") in _TYPED}
         values = {one: value for one, value in values.items() if value is not None}
-        command(Request(**_with_job_file(name, values, typed)))
+        request = Request(**_with_job_file(name, values, typed))
+        with logging_to(request.log_file, verbose=request.verbose):
+            command(request)
 
     context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     found = [context]

@@ -22,6 +22,7 @@ from autotune.cli.options import (
     option,
 )
 from autotune.errors import readable
+from autotune.util.units import counted
 
 # -- commands for a study ----------------------------------------------------------------------------------------------
 #
@@ -55,8 +56,18 @@ def show(
 
 @readable("the studies")
 def diff(
-    first: Annotated[str, typer.Argument(metavar="STUDY", help="Name or folder of a study, usually the earlier one.")],
-    second: Annotated[str, typer.Argument(metavar="STUDY", help="Name or folder of another study.")],
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="STUDY",
+            help="Name or folder of a study, usually the earlier one.",
+            autocompletion=completer("studies"),
+        ),
+    ],
+    second: Annotated[
+        str,
+        typer.Argument(metavar="STUDY", help="Name or folder of another study.", autocompletion=completer("studies")),
+    ],
     storage: Storage = None,
     as_json: Json = False,
 ) -> None:
@@ -103,14 +114,16 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write the winner as a DeepSpeed config, accelerate config, TrainingArguments or Slurm batch script."""
-    from autotune.results.export import export_study
+    from autotune.results.export import export_study, usage_lines
     from autotune.results.output_files import secrets_note
+    from autotune.search.study import StudyStore
 
     files = export_study(study, storage, style, out, trial)
     if as_json:
         emit({"files": [str(path) for path in files]})
     else:
-        print(*(f"wrote {path}" for path in files), *secrets_note(files), sep="\n")
+        usage = usage_lines(style, files, StudyStore.load(study, storage).job)
+        print(*(f"wrote {path}" for path in files), *secrets_note(files), *usage, sep="\n")
 
 
 @readable("the study")
@@ -127,7 +140,7 @@ def record(
     if as_json:
         emit({"table": str(table), "facts": str(about), "rows": count})
     else:
-        print(f"wrote {table} ({count} candidates) and {about}")
+        print(f"wrote {table} ({counted(count, 'candidate')}) and {about}")
 
 
 # -- commands for the gallery ------------------------------------------------------------------------------------------
@@ -196,7 +209,7 @@ def gallery_check(
         emit({str(path): count for path, count in found.items()})
         return
     for path, count in found.items():
-        print(f"{path}: a valid entry with {count} candidates")
+        print(f"{path}: a valid entry with {counted(count, 'candidate')}")
 
 
 # -- commands for search spaces ----------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from autotune.search.certificate import trains_otherwise
 from autotune.search.fingerprint import measured_under, other_variables, watched_variables
 from autotune.search.storage import check_no_links, make_study_folder, output_folder
 from autotune.search.study import StudyStore
+from autotune.util.units import counted
 from autotune.workers.gpu_locks import lock_gpus
 
 # -- launch ------------------------------------------------------------------------------------------------------------
@@ -95,7 +96,8 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: 
     if training.job.script is not None and (half := half_told(training.job.script, training.ladder[0].candidate)):
         say(half)
     say(
-        f"{len(training.ladder)} configs on the ladder; {setup.max_restarts} restarts at most without a newer checkpoint"
+        f"{counted(len(training.ladder), 'config')} on the ladder; {counted(setup.max_restarts, 'restart')} at most without "
+        "a newer checkpoint"
     )
     supervisor = Supervisor(
         training.job,

@@ -6,8 +6,11 @@ This module imports nothing slow, since `autotune --help` reads it.
 from __future__ import annotations
 
 import numbers
+import re
+import textwrap
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from functools import cache
@@ -15,7 +18,7 @@ from pathlib import Path, PurePath
 from types import NoneType, UnionType
 from typing import Any, NamedTuple
 
-from autotune.errors import UserError, near
+from autotune.errors import BadArgument, DisplayedError, Unusable, UserError, near
 from autotune.util.bounds import MOST, trouble, whole_number
 
 # -- options -------------------------------------------------------------------------------------------------------------
@@ -243,10 +246,18 @@ class Request:
         first="plan",
         metavar="NAME,NAME…",
         complete="gpus",
+        in_python=False,
     )
     device: str = _option("auto", "auto, cuda or cpu.", Panel.MACHINE, "run launch", metavar="NAME")
     memory_cap: str | None = _option(
         None, "Device memory that one rank may use, like 24GiB.", Panel.MACHINE, metavar="SIZE"
+    )
+    reserve: str | None = _option(
+        None,
+        "Memory of each device to leave to another process, like 20GiB for the rollout engine of RL.",
+        Panel.MACHINE,
+        "run plan",
+        metavar="SIZE",
     )
     headroom: str | None = _option(
         None, "Share of the memory capacity to leave free; default: 5%.", Panel.MACHINE, "run plan", metavar="SHARE"
@@ -453,9 +464,30 @@ class Request:
 
     # -- output
     out: Path | None = _option(None, "File for the winner; default: runs/NAME/NAME.json.", Panel.OUTPUT, "run")
+    track: list[str] = _option(
+        list,
+        "Record each trial with wandb, mlflow or tensorboard; repeatable.",
+        Panel.OUTPUT,
+        "run",
+        metavar="NAME",
+        complete="trackers",
+    )
     html: Path | None = _option(None, "Also write the plan as one HTML page.", Panel.OUTPUT, "plan", in_python=False)
     yes: bool = _option(False, "Ask nothing.", Panel.OUTPUT, "run", "run", flags=("--yes", "-y"), in_python=False)
     as_json: bool = _option(False, "Print one JSON object on stdout.", Panel.OUTPUT, flags=("--json",), in_python=False)
+    quiet: bool = _option(
+        False, "Print only the result and errors.", Panel.OUTPUT, flags=("--quiet", "-q"), in_python=False
+    )
+    verbose: bool = _option(
+        False,
+        "Also print phases, reasons and predictions on stderr.",
+        Panel.OUTPUT,
+        flags=("--verbose", "-v"),
+        in_python=False,
+    )
+    log_file: Path | None = _option(
+        None, "Append every message to a file, with its time.", Panel.OUTPUT, metavar="FILE", in_python=False
+    )
 
     # -- trust and protection
     force: bool = _option(False, "Resume a study of another job or machine.", Panel.TRUST, "run")
@@ -608,6 +640,26 @@ def convert(name: str, value: object, types: Sequence[Any]) -> Any:
     return _TAKES[kind](name, value)
 
 
+_OTHER_FLAGS = {"--trial": "trial", "--format": "style"}  # of `autotune export`
+
+
+@contextmanager
+def python_errors() -> Iterator[None]:
+    """Rename options to parameters in the errors of the body of the `with`, for the Python API.
+
+    Raises:
+        BadArgument: the body raised UserError. Other errors keep their type.
+    """
+    try:
+        yield
+    except DisplayedError as error:
+        names = {flag_of(one.name): one.name for one in fields(Request) if _OPTION in one.metadata} | _OTHER_FLAGS
+        text = re.sub(r"(?<![\w-])--[a-z][a-z-]*", lambda found: names.get(found[0], found[0]), str(error))
+        if type(error) is UserError:
+            raise BadArgument(text) from None
+        raise (Unusable(text, error.cause) if isinstance(error, Unusable) else type(error)(text)) from None
+
+
 def _path(name: str, value: object) -> Path:
     if not isinstance(value, str | PurePath):
         raise _refused(name, "a path", value)
@@ -696,3 +748,49 @@ def _shown_option(value: object) -> str:
     if isinstance(value, str):
         return repr(value if len(value) <= 60 else f"{value[:57]}...")
     return f"a value of type {type(value).__name__}"
+
+
+# -- typed keywords --------------------------------------------------------------------------------------------------------
+#
+# Types of the options for type checkers and editors: `python -m autotune.commands.request` prints `commands/keywords.py`.
+
+_ANNOTATIONS: dict[Any, str] = {
+    str: "str | float | PurePath",
+    Path: "str | PurePath",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    list[str]: "Sequence[str]",
+    dict: "Mapping[str, Any]",
+}
+_KEYWORDS = [
+    '"""Keyword arguments of the Python API, from the fields of Request.',
+    "",
+    "`python -m autotune.commands.request > autotune/commands/keywords.py` writes this file.",
+    '"""',
+    "",
+    "from __future__ import annotations",
+    "",
+    "from collections.abc import Mapping, Sequence",
+    "from pathlib import PurePath",
+    "from typing import Any, TypedDict",
+]
+
+
+def keywords_text() -> str:
+    """Return the text of `commands/keywords.py`."""
+    lines = [*_KEYWORDS]
+    for command in COMMANDS:
+        function = "tune" if command == "run" else command
+        lines += ["", "", f"class {command.title()}Options(TypedDict, total=False):"]
+        lines += [f'    """Options of `autotune.{function}`; None keeps the default."""', ""]
+        for one in sorted(parameters(command), key=lambda one: one.name):
+            if one.option.in_python:
+                lines += textwrap.wrap(one.help, 110, initial_indent="    # ", subsequent_indent="    # ")
+                lines.append(f"    {one.name}: {' | '.join(_ANNOTATIONS[kind] for kind in one.types)} | None")
+        lines += ["    # Folder of the studies; default: runs.", "    runs: str | PurePath | None"]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    print(keywords_text(), end="")

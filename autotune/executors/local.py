@@ -380,7 +380,7 @@ class LocalSession:
             **what,
             "job": job_with_candidate(job, candidate).order(),
             "device": executor.hardware.device,
-            "cap_bytes": executor.hardware.memory_cap_bytes,
+            "cap_bytes": executor.hardware.limit_bytes,
             "seed": executor.seed,
             "threads": executor.threads,
             "env": trial_environment(candidate, job, os.environ),

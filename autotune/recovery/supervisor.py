@@ -32,7 +32,7 @@ from autotune.util.entry_points import TRAIN_RANK
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import current
 from autotune.util.linux import NOTICES
-from autotune.util.units import format_bytes, format_duration
+from autotune.util.units import counted, format_bytes, format_duration
 from autotune.workers.failure_classifier import classify_failure
 from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.jit_ops import FOLDER, is_built, own_folder
@@ -80,7 +80,7 @@ class LaunchSummary:
         text = f"training ended with exit code {self.code} after {steps} steps in {format_duration(seconds)}"
         causes = Counter(one.ended.split(":")[0] for one in self.attempts[:-1])
         why = ", ".join(f"{count} {cause}" for cause, count in causes.items())
-        times = f"{restarts} restart{'s' if restarts > 1 else ''} ({why})" if restarts else "no restart"
+        times = f"{counted(restarts, 'restart')} ({why})" if restarts else "no restart"
         return [text, f"{times}; the last config was {last.candidate}"]
 
     def to_json(self) -> dict[str, Any]:
@@ -326,7 +326,7 @@ class Supervisor:
         spec = {
             "job": self.job.order(),
             "device": self.hardware.device,
-            "cap_bytes": self.hardware.memory_cap_bytes,
+            "cap_bytes": self.hardware.limit_bytes,
             "candidate": rung.candidate.as_dict,
             "threads": self.threads,
             "env": trial_environment(rung.candidate, self.job, os.environ),

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from autotune.predict.features import Floats
 from autotune.search.surrogate import normal_cdf
+from autotune.util.units import counted
 
 # -- reasons -----------------------------------------------------------------------------------------------------------
 #
@@ -71,7 +72,7 @@ class Confidence:
     @property
     def sentence(self) -> str:
         """Text for the user, such as `at most 3 % left with 90 % probability, by 14 trials`."""
-        trials = f"{self.trials} trial{'s' * (self.trials != 1)}"
+        trials = counted(self.trials, "trial")
         if not self.left_share:
             return f"nothing left with {100 * PROBABILITY:.0f} % probability, by {trials}"
         if self.left_share > 1:

@@ -201,7 +201,7 @@ class NvmlMeter(Meter):
             peaks.clocks.setdefault(gpu.label, []).append(mhz)
             try:
                 peaks.clock_reasons |= int(lib.nvmlDeviceGetCurrentClocksEventReasons(gpu.clock_handle))
-            except lib.NVMLError_FunctionNotFound:  # old name, before R535
+            except (lib.NVMLError_FunctionNotFound, AttributeError):  # old name of drivers and bindings before R535
                 peaks.clock_reasons |= int(lib.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.clock_handle))
 
     # -- after a group -----------------------------------------------------------------------------------------------

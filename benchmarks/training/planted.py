@@ -72,8 +72,14 @@ class Run:
 
 def faulty() -> Iterator[Run]:
     """Yield runs with a planted fault."""
-    for (stage, offload), optimizer in itertools.product(ENGINES, ("AdamW", "SGD")):
-        made = Run(stage, offload, optimizer=optimizer)
+    trained = (
+        ("mlp", "AdamW", "fp32"),
+        ("mlp", "SGD", "fp32"),
+        ("dropout", "AdamW", "fp32"),
+        ("attention", "AdamW", "bf16"),
+    )
+    for (stage, offload), (model, optimizer, precision) in itertools.product(ENGINES, trained):
+        made = Run(stage, offload, model=model, optimizer=optimizer, precision=precision)
         for factor, fault in itertools.product(FACTORS, ("gradient", "rate", "batch")):
             if not (fault == "batch" and factor in (0.67, 1.5)):  # no whole number of rows
                 yield dataclasses.replace(made, fault=fault, factor=factor)
@@ -252,7 +258,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1500.0, help="after which no further run is started")
     parser.add_argument("--every", type=int, default=1, help="take only every n-th run")
     parser.add_argument("--traces", type=Path, help="file of JSON lines with each run's trace; a later call resumes it")
-    arguments = parse(parser, every=23, seconds=200.0)
+    arguments = parse(parser, every=37, seconds=200.0)
     wrong, right = list(faulty())[:: arguments.every], list(clean())[:: arguments.every]
     references = list(dict.fromkeys(run.reference for run in [*right, *wrong]))
     again = [dataclasses.replace(one, reseed=True) for one in references if one.model == "dropout"]

@@ -65,7 +65,8 @@ def test_help_ends_with_three_examples_that_parse(
         assert re.search(r"<(str|int|bool|path|list)", shown) is None
         lines = [line.split() for line in shown.partition("Examples")[2].splitlines() if line.strip()]
         assert len(lines) == 3, words
-        for _, *typed in lines:
+        for line in lines:
+            typed = line[1 : line.index(">") if ">" in line else None]
             deep = 2 if typed[0] in ("spaces", "gallery") else 1
             parsers[tuple(typed[:deep])].make_context("autotune", typed[deep:])  # raises for an unknown option
 
@@ -111,9 +112,7 @@ def test_h_is_short_for_help(
     assert "Usage" in short[1]
 
 
-IN_PYTHON = [
-    (command, one.name) for command in ("run", "launch") for one in parameters(command) if one.option.in_python
-]
+IN_PYTHON = [(command, one.name) for command in COMMANDS for one in parameters(command) if one.option.in_python]
 
 
 @pytest.mark.parametrize(("command", "name"), IN_PYTHON)
@@ -121,7 +120,8 @@ def test_python_converts_or_refuses_a_value_of_each_option(
     command: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ask = partial(autotune.launch, "s", ["train.py"]) if command == "launch" else autotune.tune
+    calls = {"run": autotune.tune, "plan": autotune.plan, "launch": partial(autotune.launch, "s", ["train.py"])}
+    ask: Any = calls[command]
     with pytest.raises(UserError, match=f"^{name}: expected"):
         ask(**{name: object()})
 

@@ -260,9 +260,14 @@ def _autograd_backward(
     context: Context, original: Callable[..., Any], /, tensors: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Note the tensor of a backward that a script starts without its engine."""
-    if context.trace is not None and not context.inside:
-        context.trace.root(tensors)
-    return original(tensors, *args, **kwargs)
+    trace = context.trace
+    if trace is None or context.inside or not trace.records:
+        return original(tensors, *args, **kwargs)
+    trace.root(tensors)
+    try:
+        return original(tensors, *args, **kwargs)
+    finally:
+        trace.root(None)
 
 
 def _evaluates(module: Any) -> bool:
