@@ -409,11 +409,9 @@ def test_code_on_the_python_page_compiles() -> None:
         compile(code, str(path), "exec")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the site, from mkdocs' strict build: pages, links, anchors, what is in no navigation."""
+def built(folder: Path) -> Path:
+    """Build the site into a folder. mkdocs is strict about pages, links, anchors, and what is in no navigation."""
     pytest.importorskip("mkdocs")
-    folder = tmp_path_factory.mktemp("site")
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
@@ -422,8 +420,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_site_is_whole(site: Path) -> None:
-    """It works from disk, and sends no request to other servers."""
+def test_the_site_works_from_disk(tmp_path: Path) -> None:
+    """Links name files, nothing comes from other servers, and the search finds pages."""
+    site = built(tmp_path / "site")
     pages = {path.stem: path.read_text() for path in site.glob("*.html")}
     assert "--global-batch-size" in pages["options"]
     assert "Expected" not in pages["python"]
@@ -434,13 +433,9 @@ def test_the_site_is_whole(site: Path) -> None:
     for name, page in pages.items():
         loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"([^\"]+)|<link[^>]* href=\"([^\"]+)", page)
         assert not [one for pair in loaded for one in pair if one.startswith(("http:", "https:", "//"))], name
-
-
-@pytest.mark.slow
-def test_the_site_is_searched_from_disk(site: Path, tmp_path: Path) -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
-        pytest.skip("no chromium: apt-get install chromium")
+        pytest.skip("all but the search was tested, which needs chromium: apt-get install chromium")
 
     def results(folder: Path) -> int:
         flags = [
