@@ -10,7 +10,8 @@ from autotune.commands.script_probe import Probe, after_probe
 from autotune.commands.setup import Setup
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, samples
 from autotune.problem.space import load_space
-from autotune.script.profile import BY_HAND, FOUND, job_of, own_candidate
+from autotune.script.argument_files import FOUND
+from autotune.script.profile import BY_HAND, job_of, own_candidate
 from autotune.script.script import command
 from tests.conftest import SCRIPTS, Scripts, make_candidate
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune._version import install_command
 from autotune.commands.environment import check_versions, versions_of
 from autotune.errors import UserError
 from autotune.executors.machine import UNPROTECTED, protection_of
@@ -283,7 +284,7 @@ _OPS = {  # the consequence if the op is missing
 }
 
 
-_TRAIN_THERE = "--python PATH of the environment that you train in, or pip install 'deepspeed-autotune[train]'"
+_TRAIN_THERE = f"--python PATH of the environment that you train in, or {install_command('train')}"
 
 
 def _python() -> Iterator[Finding]:

@@ -380,7 +380,7 @@ class LocalSession:
             **what,
             "job": job_with_candidate(job, candidate).order(),
             "device": executor.hardware.device,
-            "cap_bytes": executor.hardware.memory_cap_bytes,
+            "cap_bytes": executor.hardware.limit_bytes,
             "seed": executor.seed,
             "threads": executor.threads,
             "env": trial_environment(candidate, job, os.environ),
@@ -644,7 +644,7 @@ def budget_outcome(phase: Phase, waited_seconds: float) -> Outcome:
 #
 # The ranks of a slice have a process group of the full world size that transfers nothing (`rank/base.py`). DeepSpeed
 # therefore allocates and computes the slice's share of the full job. Communication time is predicted and added. See
-# docs/nodes.md.
+# docs/clusters.md.
 
 
 class SliceExtrapolator:

@@ -15,6 +15,7 @@ from autotune.errors import UserError
 from autotune.masking import learn_data, learn_words
 from autotune.problem.models import CAUSAL, SEQ2SEQ, TASKS, ModelSpec
 from autotune.util.bounds import parse_json, read_text, shown, whole_number
+from autotune.util.units import format_bytes
 
 # -- job ---------------------------------------------------------------------------------------------------------------
 #
@@ -488,6 +489,28 @@ def weights_bytes(elements: float, element_bytes: float) -> float:
     Source: deepspeed 0.19.8, runtime/engine.py, `_zero3_consolidated_16bit_state_dict`; in fp32 it gathers 4 bytes an element.
     """
     return elements * element_bytes
+
+
+def sync_note(job: Job, stage: int, free_bytes: float) -> str:
+    """Describe the device memory for passing the weights to a rollout engine.
+
+    Trainers gather partitioned weights for it: TRL all at once with adapters, else parameter by parameter (trl 1.16.0,
+    generation/vllm_generation.py, `_iter_named_params`). Other stages hold them in full.
+
+    Args:
+        free_bytes: bytes of a device that are free at the peak, without the engine's own.
+    """
+    if stage < 3:
+        return "no room besides the training's: below stage 3 a rank holds the full weights"
+    if job.model.parameters is None:
+        return "room for a full copy of the weights if they are gathered at once; the peak does not include it"
+    need = weights_bytes(job.model.parameters, job.element_bytes)
+    what = f"{format_bytes(need)} on a rank if the weights are gathered at once; {format_bytes(free_bytes)} are free at the peak"
+    return (
+        what
+        if need <= free_bytes
+        else f"{what}: gather them layer by layer, or between steps when activations are freed"
+    )
 
 
 def weights_seconds(elements: float, element_bytes: float) -> float:

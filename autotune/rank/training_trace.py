@@ -37,6 +37,7 @@ class TraceRecorder:
         self._root: Any = None  # tensor on which autograd runs now
         self._sample: list[tuple[Any, Any]] | None = None  # (parameter, positions)
         self._before: list[Any] | None = None
+        self._initial: list[Any] | None = None  # sampled weights before the first step
         self._own_norm: Any = None
         self._skipped = 0
         self._states: tuple[Any, ...] | None = None  # states of the generators at the first forward
@@ -130,6 +131,8 @@ class TraceRecorder:
                 norm = _gradient_norm(engine.module)
                 self._own_norm = norm / _loss_scale(engine) if norm is not None else None
             self._before = self._weights(engine)
+            if self._initial is None:
+                self._initial = [one for one in self._before if one is not None]
 
     def after_step(self, engine: Any) -> None:
         """Record the gradient norm and the update, and end the step."""
@@ -163,6 +166,10 @@ class TraceRecorder:
         return {
             **self._about,
             "draws": self._draws,
+            "weights": [
+                math.fsum(float(one.square().sum()) for one in self._initial or ()),
+                sum(int(one.numel()) for one in self._initial or ()),
+            ],
             "missing": self._missing,
             "steps": [_plain(s) for s in self._steps],
         }

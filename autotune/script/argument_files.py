@@ -28,6 +28,9 @@ CONFIG, CONFIG_FLAG = "deepspeed", "--deepspeed"  # key and flag of Hugging Face
 # One of these at the top makes a JSON object a DeepSpeed config.
 _DS_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 _CONFIG_SUFFIXES = (".json", ".hjson", ".jsonc")
+# Keys of a profile: flags that carry batch knobs, by knob, as `script_probe.flags_found` has found them; multiples of the
+# knob that such a flag takes, if not 1 (a batch over all ranks); values of flags for the samples of a whole step.
+FOUND, TIMES, PRODUCTS = "found_flags", "flag_times", "product_flags"
 OUTPUT = "output_dir"
 # A trial's folder links to all of the user's files. No file of theirs has these names.
 OUTPUT_FOLDER, COPIES_FOLDER = ".autotune-output", ".autotune-arguments"
@@ -110,15 +113,24 @@ def carries_config(script: Script) -> bool:
 
 def said(script: Script, knob: str) -> list[Any]:
     """Return the values that the command gives a knob: by a flag that the user declared, and in its files."""
-    flag, found = dict(script.flags).get(knob), []
+    flag = dict(script.flags).get(knob)
+    found: list[Any] = []
     for at, word in enumerate(script.argv):
         name, equals, value = word.partition("=")
         if flag is not None and name.lstrip("+") == flag:
-            found += [value] if equals else list(script.argv[at + 1 : at + 2])
+            typed = value if equals else next(iter(script.argv[at + 1 : at + 2]), "")
+            found += [int(typed) // times_of(script, knob)] if typed.isdigit() else [typed]
     for file in own_files(script):
         place, _ = _place(script, file.data, knob)
         found += [] if place is None else [value_at(file.data, place)]
     return found
+
+
+def times_of(script: Script, knob: str) -> int:
+    """Return the multiple of a knob's value that its flag takes."""
+    found = script.profile.get(FOUND, {}).get(knob)
+    is_found = found is not None and dict(script.flags).get(knob) == found  # `--map` may name another
+    return int(script.profile.get(TIMES, {}).get(knob, 1)) if is_found else 1
 
 
 def own_config(script: Script) -> dict[str, Any] | Path | None:

@@ -298,6 +298,21 @@ def test_caps_and_headroom(root: Path) -> None:
     assert detect("cpu", 2, memory_cap_bytes=whole.memory_bytes).capacity_bytes == whole.memory_bytes
 
 
+def test_a_reserve_is_left_to_another_process_and_limits_ranks(four_gpus: Driver) -> None:
+    whole = detect("cuda", 2)  # 320 MiB of each are taken
+    assert (whole.limit_bytes, "reserve_bytes" in whole.to_json()) == (None, False)
+    kept = whole.reserving(8 * GIB)
+    assert (kept.capacity_bytes, kept.limit_bytes, kept.ceiling_bytes) == (16 * GIB, 16 * GIB, int(0.95 * 16 * GIB))
+    assert str(kept) == f"2 x {RTX_3090} (23.69 GiB free of 24.00 GiB) less 8.00 GiB reserved for another process"
+    assert Hardware.from_json(json.loads(json.dumps(kept.to_json()))) == kept
+    assert whole.reserving(200 * MIB).capacity_bytes == whole.capacity_bytes, "what is held already counts"
+    assert whole.capped(4 * GIB).reserving(8 * GIB).limit_bytes == 4 * GIB
+    marks = [fingerprint(make_job(), one)["hardware"] for one in (whole, kept)]
+    assert marks[1] == {**marks[0], "reserve_bytes": 8 * GIB}
+    with pytest.raises(UserError, match=r"--reserve 23.99 GiB leaves too little of 24.00 GiB a rank"):
+        whole.reserving(int(23.99 * GIB))
+
+
 def test_json_both_ways_and_fields_of_a_newer_version(four_gpus: Driver) -> None:
     found = detect("cuda", 2, memory_cap_bytes=20 * GIB)
     data = json.loads(json.dumps(found.to_json()))

@@ -180,7 +180,7 @@ def _trial(record: Record, facts: StudyFacts, hardware: Hardware, expected: Tria
         happened="" if measured or outcome.ok else shortened(what_happened, MOST_TEXT),
         log="" if measured else outcome.log or "",
         forecast=expected,
-        remark=facts.remarks.get(record.number, ""),
+        remark=facts.remark(record.number),
     )
 
 
