@@ -351,10 +351,10 @@ def _loss_scale(engine: Any) -> float:
 
 
 def _has_no_norm(engine: Any) -> bool:
-    """Return True if the engine steps with the module's gradients, and keeps no norm of them or a scaled one.
+    """Return True if the engine steps with the module's gradients, and keeps no norm with which it steps.
 
-    In fp32 stage 0 keeps none. In fp16 its class for all optimizers but FusedAdam keeps the norm times the loss scale
-    (deepspeed 0.16 to 0.19.8, `fp16/unfused_optimizer.py`).
+    In fp32 stage 0 keeps none. In fp16 its class for all optimizers but FusedAdam keeps the norm before it divides the
+    gradients by the loss scale (deepspeed 0.16 to 0.19.8, `fp16/unfused_optimizer.py`).
     """
     if engine.zero_optimization() or engine.bfloat16_enabled():
         return False

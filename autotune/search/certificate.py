@@ -101,7 +101,7 @@ def compare(
         return Certificate(Verdict.NOT_COMPARED, f"fewer than {LEAST_STEPS} optimizer steps were traced")
     unknown = reference.weights is None or trace.weights is None
     if unknown and not is_users and 3 in {reference.stage, trace.stage} and reference.stage != trace.stage:
-        return Certificate(Verdict.NOT_COMPARED, "an earlier version drew other initial weights at stage 3")
+        return Certificate(Verdict.NOT_COMPARED, "initial weights were not seen (an earlier version, or NVMe)")
     if _samples(own) != _samples(candidate):
         why = f"its steps have {_samples(candidate)} samples a rank, those of the reference {_samples(own)}"
         return Certificate(Verdict.NOT_COMPARED, why)
