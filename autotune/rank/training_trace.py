@@ -353,7 +353,7 @@ def _stage_3_part(parameter: Any) -> Any:
     """Return this rank's part in fp32 on its own device; None if it lies on an NVMe disk.
 
     DeepSpeed's `get_local_fp32_param` copies an offloaded part to the GPU, which may be gigabytes of an embedding. From
-    a disk it reads a whole sub-group with its moments, and before 0.19 it drops small gradients of the coming step.
+    a disk it reads a whole sub-group with its moments, and up to 0.19.5 it drops small gradients of the coming step.
     """
     optimizer = parameter._z3_optimizer
     group, start, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
