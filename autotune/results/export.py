@@ -465,6 +465,7 @@ def usage_lines(style: str, files: Sequence[Path], job: Job) -> list[str]:
             f"     TrainingArguments(deepspeed={str(files[0])!r}, …) in a script with transformers' Trainer",
         ],
         "accelerate": [f"use: accelerate launch --config_file {file}{script}"],
+        "fsdp": [f"use: accelerate launch --config_file {file}{script}"],
         "hf": [f"use: TrainingArguments(output_dir=…, **json.load(open({str(files[0])!r}))) in your script"],
         "sbatch": [f"use: sbatch {file}{script}"],
     }
