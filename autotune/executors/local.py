@@ -744,7 +744,11 @@ _REMEDIES = (
         r"no socket interface|[Cc]onnection refused|No route to host",
         "set NCCL_SOCKET_IFNAME to an interface that is up",
     ),
-    (r"shm|/dev/shm|Bus error|SIGBUS|No space left", "docker run --shm-size=8g (or --ipc=host)"),
+    (r"/dev/shm|Bus error|SIGBUS|No space left", "docker run --shm-size=8g (or --ipc=host)"),
+    (
+        r"Read-only file system|Permission denied",
+        "make this path writable, or set HOME or the cache's variable to a folder that is",
+    ),
     (r"out of memory", "other processes hold the devices' memory: end them, or hide those GPUs"),
 )
 _HANG = r"no sign of life|hang|deadline"
