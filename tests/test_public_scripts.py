@@ -24,7 +24,7 @@ PUBLIC: dict[str, tuple[str, dict[str, str], str, tuple[int, ...]]] = {
     "cifar_moe": ("", {MICRO_BATCH: "--batch_size"}, "", (3,)),
     "chat": ("", {MICRO_BATCH: "--per_device_training_batch_size"}, "", ()),
     "by_duration": ("", {}, "change from step to step", ()),
-    "vocoder": ("", {MICRO_BATCH: "--batch_size"}, "the loss depends on how the batch is cut", ()),
+    "vocoder": ("", {}, "the loss depends on how the batch is cut", ()),
     "surgery": ("--bs 4", {MICRO_BATCH: "--bs"}, "", ()),
     "webdataset": ("", {MICRO_BATCH: "--batch_size", ACCUMULATION: "--accum_freq"}, "", ()),
     "imagenet": ("", {MICRO_BATCH: "--batch-size", ACCUMULATION: "--iter-size"}, "", ()),
