@@ -351,11 +351,6 @@ PYTHON = {
     "dotdot_rm": "shutil.rmtree('../docs')",
     "write_hard_pair": "open(f'{D}/hard.txt', 'w').write('x')",
     "flock_write": "import fcntl; f = open('keep.txt', 'r+'); fcntl.flock(f, 2); f.truncate(0)",
-    "mount_same_disk": """
-import subprocess
-disk = subprocess.check_output(['findmnt', '-no', 'SOURCE,FSTYPE', '-T', os.environ['RUN']], text=True).split()[:2]
-f = libc.syscall(430, disk[1].encode(), 0); libc.syscall(431, f, 1, b'source', disk[0].encode(), 0)
-assert libc.syscall(431, f, 6, None, None, 0) == 0; m = libc.syscall(432, f, 0, 0); os.open('.' + P + '/keep.txt', os.O_WRONLY | os.O_TRUNC, dir_fd=m)""",
     "lease": "import fcntl; f = os.open('keep.txt', os.O_RDWR); os.write(f, b'lease')",
     "aio_write": "f = os.open('keep.txt', os.O_WRONLY); os.pwritev(f, [b'x'], 0)",
     "append_flag_off": "f = os.open('keep.txt', os.O_WRONLY | os.O_APPEND); os.lseek(f, 0, 0); os.write(f, b'x')",
