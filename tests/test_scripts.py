@@ -112,6 +112,17 @@ def test_a_script_is_tuned_as_it_is(
     assert entries(tmp_path) == before, "nothing is left behind"
 
 
+@pytest.mark.slow
+def test_a_grpo_training_of_trl_is_tuned(scripts: Scripts, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(AUTO))
+    rollouts = ["--num_generations", "2", "--max_completion_length", "4", "--use_cpu", "--report_to", "none"]
+    found = scripts.probe([str(SCRIPTS / "grpo.py"), *TRAINER[:10], *rollouts], tmp_path, ())
+    assert found.script.profile["batch_note"] == ""
+    outcome = scripts.measure(found, make_candidate(1, 4, 1))
+    assert outcome.measurement is not None, outcome
+    assert outcome.measurement.samples_per_second * outcome.measurement.step_seconds == pytest.approx(2 * 4)
+
+
 MODEL = """
     import torch
 

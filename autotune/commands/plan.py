@@ -289,6 +289,7 @@ class Machines:
         mine = self.setup.hardware
         typed = None if self.setup.host_assumed else mine.host_memory_bytes
         hardware = named_hardware(name, gpus, headroom=mine.headroom, host_memory_bytes=typed, nodes=nodes)
+        hardware = dataclasses.replace(hardware, reserve_bytes=mine.reserve_bytes)
         if name == mine.facts:  # the setup's own card may be capped, or partly in use
             same = ("memory_bytes", "memory_cap_bytes", "taken_bytes", "rates")
             hardware = dataclasses.replace(hardware, **{field: getattr(mine, field) for field in same})

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from autotune.commands.environment import NAMED_MODEL, TRAINING, named_nodes, ranks_python
+from autotune.commands.job_file import COMMAND_FILE
 from autotune.commands.request import Request
 from autotune.commands.script_probe import Probe, after_probe, probe, remember
 from autotune.commands.setup import Setup, run_setup
@@ -51,6 +52,7 @@ from autotune.results.console import (
 from autotune.results.export import environment_of, export_record
 from autotune.results.output_files import secrets_note
 from autotune.results.report.build import Searched
+from autotune.results.trackers import Tracking, measured_figures
 from autotune.script.profile import own_candidate
 from autotune.script.recorded import knob_names
 from autotune.search.certificate import trains_otherwise
@@ -73,7 +75,7 @@ from autotune.search.trials import AS_IS, SEARCH, Record
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import other_python
-from autotune.util.units import format_bytes, format_duration
+from autotune.util.units import GIB, counted, format_bytes, format_duration
 from autotune.workers.gpu_locks import lock_gpus
 
 # -- run ---------------------------------------------------------------------------------------------------------------
@@ -148,7 +150,8 @@ def _run(
         console.print("no GPU found: running CPU ranks", style="yellow")
         if confirm is not None and not confirm("tune on CPU ranks?"):
             raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
-    observer = make_observer(console, quiet)
+    tracking = Tracking(setup.trackers, lambda text: observer.say(text))
+    observer = make_observer(console, quiet, tracking)
     for line in setup.warnings:
         observer.say(line)
     who = f"study {setup.name}"
@@ -161,6 +164,7 @@ def _run(
             open_storage(setup.storage)  # a server that refuses does so before anything is built or started
         make_study_folder(setup.folder)
         work = kept.enter_context(acquire_log_dir(setup))
+        write_atomically(work / COMMAND_FILE, setup.job_text)
         setup = with_agreed_protection(setup, work, confirm)
         if setup.nodes is not None:
             write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
@@ -197,6 +201,8 @@ def _run(
             observer.doing("tracing the model, to predict memory and speed")
             is_up = lambda: stopped.is_set() or deadline.passed  # noqa: E731
             predictor = traced_predictor(setup.job, setup.hardware, cancelled=is_up)
+            kept.callback(lambda: tracking.end(_tracked_winner(store)))
+            tracking.begin(store.name, work, _tracked_job(setup), partial(_predicted_figures, predictor))
             begin_with_rates(setup, store, predictor, observer.say)
             candidates, left_out = predictor.buildable(setup.candidates)
             wider = [f"{note}; predictions are wider for it" for note in predictor.notes()]
@@ -221,6 +227,35 @@ def _run(
             beside = [kept.enter_context(closing(one)) for one in executors_beside(setup, work, cancelled)]
             found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set, beside, workers)
         return _summary(setup, store, found, proposer.open, predictor, observer.say)
+
+
+def _tracked_job(setup: Setup) -> dict[str, Any]:
+    """Return what trackers record of the job and the machine."""
+    return {
+        "job": setup.job.summary,
+        "machine": str(setup.hardware),
+        "space": setup.space.name,
+        "budget_seconds": setup.budget_seconds,
+        "command": setup.command,
+    }
+
+
+def _predicted_figures(predictor: Predictor, candidate: Candidate) -> dict[str, float]:
+    found = predictor.predict(candidate)
+    return {
+        "samples_per_second": found.samples_per_second,
+        "step_seconds": found.step_seconds,
+        "peak_gib": found.peak_bytes / GIB,
+        "chance_to_fit": found.chance,
+    }
+
+
+def _tracked_winner(store: StudyStore) -> dict[str, Any]:
+    """Return what trackers record of the winner; empty if there is none."""
+    winner = store.winner
+    if winner is None or winner.outcome is None:
+        return {}
+    return {"winner": str(winner.candidate), "winner_trial": winner.number, **measured_figures(winner.outcome)}
 
 
 @contextmanager
@@ -322,7 +357,7 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
     of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
     with readable("the study"):
         store, resumed = StudyStore.create_or_resume(*of, force=setup.force, shared=shared)
-    failing.ask(partial(store.measured_here.what_is_left, store.name, storage))
+    failing.ask(partial(store.measured_here.what_is_left, store.study.study_name, storage))
     if setup.landscape is None:
         grant([*named_by(setup.job, other_python()), *knob_names(setup.candidates)])
     if shared:
@@ -335,9 +370,7 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
     for note in setup.notes:
         observer.say(note)
     if late := store.finish_late():
-        observer.say(
-            f"{late} trial{'s' * (late > 1)} stored that an earlier call had measured while the database was away"
-        )
+        observer.say(f"{counted(late, 'trial')} stored that an earlier call had measured while the database was away")
     closed = store.close_interrupted()
     own_outcome = (probed.baseline or probed.ran_out) if probed is not None else None
     if probed is not None and own_outcome is not None:
@@ -366,7 +399,9 @@ def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed:
     if store.python is not None:
         versions = ", ".join(f"{name} {store.versions[name]}" for name in TRAINING)
         observer.say(f"ranks run in {store.python}: {versions}")
-    observer.say(f"space {setup.space.name}: {len(setup.candidates)} candidates; winners use at most {ceiling} a rank")
+    observer.say(
+        f"space {setup.space.name}: {counted(len(setup.candidates), 'candidate')}; winners use at most {ceiling} a rank"
+    )
     if resumed:
         used = sum(call.used_seconds for call in store.calls())
         done = [
@@ -375,7 +410,9 @@ def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed:
             if record.outcome and record.outcome.kind is not OutcomeKind.INTERRUPTED
         ]
         interrupted = f", {closed} closed as interrupted" if closed else ""
-        observer.say(f"study {store.name} goes on: {len(done)} trials in {format_duration(used)} so far{interrupted}")
+        observer.say(
+            f"study {store.name} goes on: {counted(len(done), 'trial')} in {format_duration(used)} so far{interrupted}"
+        )
         if others := store.tuners.others():
             observer.say(f"{len(others)} more at it: {', '.join(sorted(map(host_of, others)))}")
     else:
@@ -461,7 +498,7 @@ def _summary(
         lines += [f"  {line}" for line in secrets_note(files)]
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
-        lines.append(f"  {trials} trials ({counts}) in {used}; {found.ended}")
+        lines.append(f"  {counted(trials, 'trial')} ({counts}) in {used}; {found.ended}")
         lines += [f"  {found.confidence.sentence}"] if found.confidence else []
     elif found.interrupted:
         lines = ["stopped before anything was measured"]

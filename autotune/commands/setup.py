@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from autotune.commands.environment import SCHEDULERS, Nodes
+from autotune.commands.job_file import job_text
 from autotune.commands.request import Request, flag_of
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster
@@ -30,6 +31,7 @@ from autotune.problem.nvml import visible_gpus
 from autotune.problem.space import SearchSpace, fitted, load_space
 from autotune.results.output_files import check_out
 from autotune.results.plan import TOKENS
+from autotune.results.trackers import check_trackers
 from autotune.script.parse_command import Typed, read_command
 from autotune.script.profile import first_candidates, unknown_job
 from autotune.script.script import named_configs
@@ -96,6 +98,8 @@ class Setup:
     unprotected: bool = False  # user code runs without a sandbox on machines that offer none
     gallery: bool = True  # the search may start from the gallery
     command: str = ""  # as typed, to repeat the call; empty if nothing was typed
+    job_text: str = ""  # job file that repeats the call
+    trackers: tuple[str, ...] = ()  # names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +159,8 @@ def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
         parallel_offload=request.parallel_offload,
         out=request.out,
         command=request.command,
+        job_text=job_text(request, "run"),
+        trackers=check_trackers(request.track),
         found_no_gpu=tuned.hardware.device == "cpu" and request.device == "auto" and tuned.landscape is None,
         global_batch_size=batch,
         free_batch=request.global_batch_size == FREE,
@@ -187,7 +193,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
         raise UserError("--price cannot be combined with --compare. Remove one of them.")
     setups = []
     for name in gpus:
-        hardware = planned_hardware(name, *per_node, headroom, host, cap)
+        hardware = roomy(planned_hardware(name, *per_node, headroom, host, cap).reserving(_reserve(request)))
         job = _named_job(request, hardware)
         space = fitted(load_space(request.space or "default"), job, hardware).space
         faults = [f"{one.told(_deepspeed())}: left out" for one in space.faults]
@@ -272,6 +278,10 @@ def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
         raise UserError("--parallel cannot be combined with --executor replay, which reads a table. Remove --parallel.")
     if kind == "replay" and (nodes is not None or request.nodes is not None):
         raise UserError("--executor replay reads a table and uses no nodes. Remove the options about nodes.")
+    if kind == "replay":
+        _refuse(
+            request, "memory_cap reserve", "cannot be combined with --executor replay, whose table has its own limit"
+        )
     if kind == "replay" and table:
         landscape = load_landscape(Path(table))
         if request.space:
@@ -337,7 +347,8 @@ def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
     cap, headroom = _limits(request)
     asked = (request.parallel, request.device, request.gpus)
     found = slots(*asked, memory_cap_bytes=cap, headroom=headroom, offload_beside=request.parallel_offload)
-    return tuple(dataclasses.replace(one, hardware=roomy(one.hardware)) for one in found)
+    reserve = _reserve(request)
+    return tuple(dataclasses.replace(one, hardware=roomy(one.hardware.reserving(reserve))) for one in found)
 
 
 def _limits(request: Request) -> tuple[int | None, float]:
@@ -349,13 +360,19 @@ def _cap(request: Request) -> int | None:
     return parse_memory(request.memory_cap, "--memory-cap") if request.memory_cap else None
 
 
+def _reserve(request: Request) -> int:
+    """Return the bytes of each device that are left to another process."""
+    return parse_memory(request.reserve, "--reserve") if request.reserve else 0
+
+
 def _machine(request: Request, nodes: Nodes | None = None) -> Hardware:
     """Return this machine's devices, or those of nodes, which must have the folder of a script or of a workload's module."""
     cap, headroom = _limits(request)
     if nodes is not None:
         path = str(Path.cwd()) if request.script or request.workload else ""
-        return roomy(nodes.reach(request.device, request.gpus, cap, headroom, path))
-    return roomy(slice_of(request.nodes, detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom)))
+        return roomy(nodes.reach(request.device, request.gpus, cap, headroom, path).reserving(_reserve(request)))
+    here = detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom).reserving(_reserve(request))
+    return roomy(slice_of(request.nodes, here))
 
 
 def _space(request: Request, hardware: Hardware) -> SearchSpace:
@@ -640,8 +657,8 @@ def study_name(job: Job, hardware: Hardware, global_batch_size: int | str | None
     """
     key = hashlib.sha256(json.dumps(identity(job, hardware), sort_keys=True).encode()).hexdigest()[:6]
     if job.script:
-        cap = hardware.memory_cap_bytes
-        asked = [f"{what}{value}" for what, value in (("b", global_batch_size), ("c", cap)) if value]
+        limits = ("b", global_batch_size), ("c", hardware.memory_cap_bytes), ("r", hardware.reserve_bytes)
+        asked = [f"{what}{value}" for what, value in limits if value]
         key = hashlib.sha256(" ".join([job.script.key, *asked]).encode()).hexdigest() if asked else job.script.key
         key = key[:6]
     rest = f"-{hardware.count}x{hardware.facts or hardware.device}-{key}"

@@ -21,7 +21,7 @@ from autotune.rank.sandbox import Protection, Sandbox, available_protection, rem
 from autotune.script.argument_files import output_folder
 from autotune.script.argument_writer import output_folders, write_trial_files
 from autotune.util.interpreter import bound_command, current
-from autotune.util.units import format_duration
+from autotune.util.units import counted, format_duration
 from autotune.workers.jit_ops import FOLDER
 from autotune.workers.launchers import ForkLauncher, Launcher, SpawnLauncher, training_environment, trial_environment
 from autotune.workers.protocol import Message
@@ -370,8 +370,8 @@ def _on_cpus(parallel: int, machine: Hardware, memory_cap_bytes: int | None) -> 
 
 
 def _too_many(parallel: int, there: str, ranks: int, most: int, threads: int = 1) -> UserError:
-    what = f"{ranks} rank{'s' * (ranks > 1)}" + (f" with {threads} threads each" if threads > 1 else "")
-    hold = f"hold {most} job{'s' * (most > 1)} of {what}; try --parallel {most}" if most else f"hold no job of {what}"
+    what = counted(ranks, "rank") + (f" with {threads} threads each" if threads > 1 else "")
+    hold = f"hold {counted(most, 'job')} of {what}; try --parallel {most}" if most else f"hold no job of {what}"
     return UserError(f"--parallel {parallel}: {there} {hold}")
 
 

@@ -34,7 +34,7 @@ from autotune.problem.nvml import (
     unseen_gpu,
 )
 from autotune.problem.outcome import OutcomeKind
-from autotune.util.units import GIB, format_bytes
+from autotune.util.units import GIB, LEAST_MEMORY_BYTES, format_bytes
 
 __all__ = [
     "CARD_APART",
@@ -87,6 +87,7 @@ class Hardware:
     threads: int | None = None  # CPU threads per rank, as reported by the nodes; None: a share of this machine's
     unified: bool = False  # GPU memory is main memory, so that offloading to the CPU frees nothing
     sliced: bool = False  # node slice: only one of the nodes is present and stands for all
+    reserve_bytes: int = 0  # bytes of one device that another process will hold (`--reserve`)
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.count % self.nodes:
@@ -120,8 +121,9 @@ class Hardware:
         """Bytes that one rank may use; measured peaks are compared with this.
 
         They are the bytes that a new process could have at detection, its CUDA context included, or the user's cap if smaller.
+        Memory that other processes already held then counts towards the reserve.
         """
-        free = self.memory_bytes - self.taken_bytes
+        free = self.memory_bytes - max(self.taken_bytes, self.reserve_bytes)
         return min(free, self.memory_cap_bytes or free)
 
     def capped(self, memory_cap_bytes: int | None) -> Hardware:
@@ -136,6 +138,25 @@ class Hardware:
                 f"{format_bytes(self.capacity_bytes)} a rank: give less, or leave it out"
             )
         return dataclasses.replace(self, memory_cap_bytes=memory_cap_bytes or self.memory_cap_bytes)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Bytes to which a rank is limited; None without a cap and a reserve."""
+        return self.capacity_bytes if self.memory_cap_bytes or self.reserve_bytes else None
+
+    def reserving(self, reserve_bytes: int) -> Hardware:
+        """Return this hardware with bytes of each device left to another process, like the rollout engine of RL.
+
+        Raises:
+            UserError: nothing is left for a rank.
+        """
+        found = dataclasses.replace(self, reserve_bytes=reserve_bytes)
+        if found.capacity_bytes < LEAST_MEMORY_BYTES:
+            raise UserError(
+                f"--reserve {format_bytes(reserve_bytes)} leaves too little of {format_bytes(self.memory_bytes)} a rank: "
+                "give less"
+            )
+        return found
 
     @property
     def ceiling_bytes(self) -> int:
@@ -162,8 +183,9 @@ class Hardware:
         return gpu_table().get(self.facts or "") or unlisted(self.name, self.memory_bytes, unified=self.unified)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the hardware as JSON data."""
-        return dataclasses.asdict(self)
+        """Return the hardware as JSON data, without an unused reserve, which older studies do not know."""
+        data = dataclasses.asdict(self)
+        return data if self.reserve_bytes else {name: value for name, value in data.items() if name != "reserve_bytes"}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Hardware:
@@ -174,6 +196,7 @@ class Hardware:
 
     def __str__(self) -> str:
         cap = f" capped at {format_bytes(self.capacity_bytes)} a rank" if self.memory_cap_bytes else ""
+        cap += f" less {format_bytes(self.reserve_bytes)} reserved for another process" if self.reserve_bytes else ""
         free = f"{format_bytes(self.memory_bytes - self.taken_bytes)} free of " if self.taken_bytes else ""
         whose = " of main memory" if self.unified else ""
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
@@ -193,7 +216,7 @@ def named_hardware(
     if not 1 <= count <= 4096:
         raise UserError(f"--gpus {count}: expected 1 to 4096")
     if nodes < 1 or count % nodes:
-        raise UserError(f"--nodes {nodes}: expected a divisor of the {count} GPUs that all nodes have together")
+        raise UserError(f"--nodes {nodes}: expected a divisor of the {count} GPUs of all nodes")
     row = named_gpu(name)
     host = host_memory_bytes or default_host_bytes(row.name, count // nodes)
     memory = int(row.memory_gib * GIB)
@@ -219,7 +242,7 @@ def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None
         raise UserError(_no_gpu(device, gpus))
     if not visible and device == "auto" and (why := unseen_gpu()):
         raise UserError(
-            f"found no GPU that can be used: {why}; mend that (`autotune doctor`), or --device cpu for CPU ranks"
+            f"found no GPU that can be used: {why}; repair it (`autotune doctor`), or pass --device cpu for CPU ranks"
         )
     found = _detect_cuda(visible, gpus) if visible else _detect_cpu(gpus)
     return dataclasses.replace(found, headroom=headroom).capped(memory_cap_bytes)
@@ -246,8 +269,8 @@ def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
     if count > len(visible):
         if visible[0].is_slice:
             raise UserError(
-                f"--gpus {count}: CUDA shows a process one MIG slice, here {visible[0].name}, and NCCL refuses two ranks on "
-                "it; try --gpus 1, or turn MIG off (`nvidia-smi -mig 0`)"
+                f"--gpus {count}: a CUDA process can use one MIG slice only, here {visible[0].name}, and NCCL "
+                "refuses two ranks on it; try --gpus 1, or turn MIG off (`nvidia-smi -mig 0`)"
             )
         raise UserError(
             f"--gpus {count}: found {len(visible)} (CUDA_VISIBLE_DEVICES counts); try --gpus {len(visible)}, "
@@ -262,7 +285,7 @@ def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
             )
     if order_is_unknown(count):
         raise UserError(
-            f"{ORDER}={os.environ[ORDER]} with unlike GPUs: only CUDA knows which {count} it puts first; "
+            f"{ORDER}={os.environ[ORDER]} with different GPUs: autotune cannot know which {count} come first in this order; "
             f"set {ORDER}={BY_BUS}, or name them by UUID in CUDA_VISIBLE_DEVICES"
         )
     memory = min(one.total_bytes for one in used)  # the smallest GPU decides whether a candidate fits
@@ -291,7 +314,7 @@ def _detect_cpu(gpus: int | None) -> Hardware:
     cores = os.cpu_count() or 1
     if count > max(2, cores):
         raise UserError(
-            f"--gpus {count}: {cores} CPU cores carry at most {max(2, cores)} ranks; try --gpus {max(2, cores)}"
+            f"--gpus {count}: {cores} CPU cores run at most {max(2, cores)} ranks; try --gpus {max(2, cores)}"
         )
     host = host_available_bytes()
     name = platform.processor() or platform.machine()

@@ -15,6 +15,7 @@ from autotune.errors import UserError
 from autotune.masking import learn_data, learn_words
 from autotune.problem.models import CAUSAL, SEQ2SEQ, TASKS, ModelSpec
 from autotune.util.bounds import parse_json, read_text, shown, whole_number
+from autotune.util.units import format_bytes
 
 # -- job ---------------------------------------------------------------------------------------------------------------
 #
@@ -90,7 +91,7 @@ def parse_lora(text: str) -> Lora:
     if not 0 <= dropout < 1:
         raise UserError(f"LoRA {text}: dropout is a share between 0 and 1")
     if values.get("dtype", "fp32") != "fp32":
-        raise UserError(f"LoRA {text}: dtype is fp32, or left out for that of the weights")
+        raise UserError(f"LoRA {text}: dtype must be fp32; without it, adapters have the dtype of the weights")
     saved = tuple(values["saved"].split("+")) if "saved" in values else ()
     return Lora(rank, tuple(values.get("targets", "all-linear").split("+")), alpha, saved, dropout, "dtype" in values)
 
@@ -224,9 +225,9 @@ class Job:
         if self.task not in TASKS:
             raise UserError(f"--task {self.task}: expected one of {', '.join(TASKS)}")
         if self.packed and self.task != CAUSAL:
-            raise UserError(f"--packing is for --task {CAUSAL}: sequences of {self.task} are not laid end to end")
+            raise UserError(f"--packing is for --task {CAUSAL}: {self.task} does not concatenate sequences")
         if self.packed and not self.lengths:
-            raise UserError("--packing needs to know how long sequences are: give --lengths FILE")
+            raise UserError("--packing needs the lengths of the sequences: give --lengths FILE")
         if self.global_batch_size is not None:
             whole_number(self.global_batch_size, "--global-batch-size", 1, MOST_BATCH)
             if self.global_batch_size % self.ranks:
@@ -437,7 +438,7 @@ def with_positions(model: ModelSpec, longest: int) -> ModelSpec:
     whole_number(longest, "--max-positions", 1, MOST_TOKENS)
     now = longest_sequence(model.config)
     if now is None:
-        raise UserError(f"--max-positions {longest}: {model.name} has no limit of its own. Remove --max-positions")
+        raise UserError(f"--max-positions {longest}: {model.name} has no limit to extend. Remove --max-positions")
     text = model.config.get("text_config") or model.config
     changed = {key: text[key] + longest - now for key in _LONGEST if isinstance(text.get(key), int)}
     inner = {"text_config": {**text, **changed}} if model.config.get("text_config") else changed
@@ -488,6 +489,28 @@ def weights_bytes(elements: float, element_bytes: float) -> float:
     Source: deepspeed 0.19.8, runtime/engine.py, `_zero3_consolidated_16bit_state_dict`; in fp32 it gathers 4 bytes an element.
     """
     return elements * element_bytes
+
+
+def sync_note(job: Job, stage: int, free_bytes: float) -> str:
+    """Describe the device memory for passing the weights to a rollout engine.
+
+    Trainers gather partitioned weights for it: TRL all at once with adapters, else parameter by parameter (trl 1.16.0,
+    generation/vllm_generation.py, `_iter_named_params`). Other stages hold them in full.
+
+    Args:
+        free_bytes: bytes of a device that are free at the peak, without the engine's own.
+    """
+    if stage < 3:
+        return "no room besides the training's: below stage 3 a rank holds the full weights"
+    if job.model.parameters is None:
+        return "room for a full copy of the weights if they are gathered at once; the peak does not include it"
+    need = weights_bytes(job.model.parameters, job.element_bytes)
+    what = f"{format_bytes(need)} on a rank if the weights are gathered at once; {format_bytes(free_bytes)} are free at the peak"
+    return (
+        what
+        if need <= free_bytes
+        else f"{what}: gather them layer by layer, or between steps when activations are freed"
+    )
 
 
 def weights_seconds(elements: float, element_bytes: float) -> float:

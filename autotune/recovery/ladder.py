@@ -88,7 +88,8 @@ def recovery_ladder(
     `failed`, or that train something else than the user's config, are left out. A loop by hand may count micro-batches,
     so its ladder keeps the micro-batch as long as it can.
     """
-    below_top = {one for one in _compatible(top, space, job, convert) if not trains_otherwise(one)}
+    compatible = [one for one in _compatible(top, space, job, convert) if _explicit(one) != _explicit(top)]
+    below_top = {one for one in compatible if not trains_otherwise(one)}
     candidates = sorted({top, *below_top} - set(failed), key=str)
     by_hand = job.script is not None and loops_by_hand(job.script)
     table = predictor.table(candidates)
@@ -108,6 +109,11 @@ def recovery_ladder(
         kept = [rung for rung in below if by_hand and rung.candidate.micro_batch == ladder[-1].candidate.micro_batch]
         ladder.append(max(kept or below, key=lambda rung: speeds[rung.candidate]))
     return ladder
+
+
+def _explicit(candidate: Candidate) -> dict[str, Value]:
+    """Return a candidate's settings. Without checkpointing in its space, a candidate may leave it out."""
+    return {**candidate.as_dict, CHECKPOINTING: candidate.checkpointing}
 
 
 def _compatible(top: Candidate, space: SearchSpace, job: Job, convert: bool) -> list[Candidate]:

@@ -22,7 +22,7 @@ from rich.text import Text
 from autotune.masking import MASK, NOTE, masked, masked_data, masked_words
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate, describe
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job, Script, under_lightning
+from autotune.problem.job import Job, Script, sync_note, under_lightning
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.results.export import (
     lightnings_own,
@@ -34,13 +34,14 @@ from autotune.results.export import (
     without_zero_init,
 )
 from autotune.results.tables import DataTable
+from autotune.results.trackers import Tracking
 from autotune.script.command_line import framework_of
 from autotune.script.profile import SPLIT, other_batch
 from autotune.script.script import (
+    KNOWN_FLAGS,
     RELAUNCHED,
     carried,
     carries_knob,
-    flags_to_give,
     half_told,
     training_command,
     typed,
@@ -52,8 +53,8 @@ from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, VERIFY, Record, resumed_peak_bytes, uncollected
 from autotune.util.interpreter import launch_command
-from autotune.util.streams import is_watched
-from autotune.util.units import format_bytes, format_count, format_duration
+from autotune.util.streams import LOG, is_watched
+from autotune.util.units import counted, format_bytes, format_count, format_duration
 from autotune.workers.launchers import assignments, variables_of
 
 # -- console -----------------------------------------------------------------------------------------------------------
@@ -104,8 +105,9 @@ def outcome_line(outcome: Outcome) -> str:
 class PlainObserver:
     """Observer that prints plain lines, for logs and pipes. A `with` block holds the output of a command."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, tracking: Tracking | None = None) -> None:
         self.console = console
+        self.tracking = tracking or Tracking((), self.say)
         self._leaderboard: Leaderboard | None = None
         self._last = ""
 
@@ -124,7 +126,8 @@ class PlainObserver:
         """Receive the start of the search, with its budget and the seconds used before."""
 
     def phase(self, name: str) -> None:
-        """Do nothing: plain output has no phases."""
+        """Log a phase: plain output has none."""
+        LOG.debug("phase %s", name)
 
     def doing(self, text: str) -> None:
         """Print a long operation other than a trial; an empty text ends it."""
@@ -132,14 +135,20 @@ class PlainObserver:
             self._print(text)
 
     def showing(self, text: str) -> None:
-        """Do nothing: plain output has its own line about this operation."""
+        """Log the operation: plain output has its own line about it."""
+        LOG.debug(text)
 
     def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
-        """Do nothing: plain output reports ends."""
+        """Log the start with its reason: plain output reports ends."""
+        LOG.debug("%s %d starts: %s (%s)", role, number, candidate, note)
+        self.tracking.started(number, candidate)
 
     def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
         """Print a trial's outcome in one line; it is dimmed and says why if the trial cannot win."""
         what = role if role in (VERIFY, RESUME) else "trial"
+        self.tracking.finished(number, candidate, role, outcome)
+        if outcome.evidence:
+            LOG.debug("%s %d: %s", role, number, outcome.evidence)
         seconds, remark = format_duration(outcome.seconds), ""
         if self._leaderboard is not None:
             self._leaderboard.learn(number, candidate, outcome, role)
@@ -158,6 +167,7 @@ class PlainObserver:
 
     def _print(self, text: str, style: str = "") -> None:
         self._last = text
+        LOG.info(text)
         self.console.print(text, style=style or None, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
@@ -167,8 +177,8 @@ class LiveObserver(PlainObserver):
     One Live is started and stopped once: a Live that is started again erases as many printed lines as its view had.
     """
 
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
+    def __init__(self, console: Console, tracking: Tracking | None = None) -> None:
+        super().__init__(console, tracking)
         self._began = time.monotonic()
         self._budget = 0.0  # s; 0 before the search
         self._counts: Counter[OutcomeKind] = Counter()
@@ -198,14 +208,17 @@ class LiveObserver(PlainObserver):
 
     def showing(self, text: str) -> None:
         """Show the current preparation, about which a line is printed elsewhere."""
+        super().showing(text)
         self.doing(text)
 
     def phase(self, name: str) -> None:
         """Show the name of the current phase."""
+        super().phase(name)
         self._phase = name
 
     def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
         """Show a running trial."""
+        super().trial_started(number, candidate, role, note)
         what = {VERIFY: "verifying", RESUME: "resuming"}.get(role, "trial")
         self._running[number] = f"{what} {number}: {candidate}"
 
@@ -235,16 +248,17 @@ class LiveObserver(PlainObserver):
         phase = f"  ({self._phase})" if len(running) == 1 and not text and self._phase else ""
         lines += [Text(f"now   {one}{phase}") for one in running or ["choosing the next config"]]
         lines += [Text(f"failed {line}", style="yellow") for line in self._failures]
-        return Panel(Group(*lines), title="autotune", border_style="dim")
+        # A terminal echoes ^C behind the last border. In the last columns it would wrap, and the view would lose a line's place.
+        return Panel(Group(*lines), title="autotune", border_style="dim", width=max(20, self.console.width - 6))
 
 
-def make_observer(console: Console, quiet: bool) -> PlainObserver:
+def make_observer(console: Console, quiet: bool, tracking: Tracking | None = None) -> PlainObserver:
     """Return a live view for a terminal, else plain output; nothing is printed if quiet."""
     if quiet:
-        return PlainObserver(Console(quiet=True))
+        return PlainObserver(Console(quiet=True), tracking)
     if console.is_terminal and is_watched(console.file):  # colours may be forced into a pipe
-        return LiveObserver(console)
-    return PlainObserver(console)
+        return LiveObserver(console, tracking)
+    return PlainObserver(console, tracking)
 
 
 def trials_table(records: Sequence[Record], facts: StudyFacts) -> DataTable:
@@ -315,9 +329,9 @@ def show_study(store: StudyStore, out: Console) -> None:
     if calls:
         total, last = sum(call.used_seconds for call in calls), calls[-1]
         print(
-            f"\n{len(records)} trials; this study used {format_duration(total)} in {len(calls)} calls, the last "
-            f"{format_duration(last.used_seconds)} of {format_duration(last.budget_seconds)} "
-            f"({last.ended or 'not ended'})"
+            f"\n{counted(len(records), 'trial')}; this study used {format_duration(total)} in "
+            f"{counted(len(calls), 'call')}, the last {format_duration(last.used_seconds)} of "
+            f"{format_duration(last.budget_seconds)} ({last.ended or 'not ended'})"
         )
     for line in verdict_lines(facts, records, store.job, store.hardware):
         print(line)
@@ -461,6 +475,12 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
             f"  doubtful: its steps differ so much that {measured.steps} of them tell no better: train some hundred steps "
             "with it and with your own config before you rely on it"
         )
+    if hardware.reserve_bytes:
+        left = sync_note(job, record.candidate.stage, hardware.capacity_bytes - measured.peak_bytes)
+        lines += [
+            f"  {format_bytes(hardware.reserve_bytes)} of each device are left to another process (--reserve)",
+            f"  weight sync: {left}",
+        ]
     if measured.predicted_seconds is not None:
         lines.append(f"  {slice_line(measured, hardware)}")
     if (peak_bytes := resumed_peak_bytes(list(records), record.candidate)) is not None:
@@ -534,12 +554,15 @@ def train_with(
         commands = [("train with, on every node" if each else "train with", plain), ("or watched", watched)]
     else:
         commands = [("train with", watched)]
-        instead = f"or put {config} where the script has its own config"
-        if given := flags_to_give(job.script, winner):
-            instead += f", and give it {shlex.join(given)}"
+        instead = f"or put {config} where the script has its own config, and train with: {plain}"
         if under_lightning(job.script) and not job.script.holds_batch:
             hints += [f"  {lightnings_own(winner)}"]
     hints += [f"  {line}" for line in _checkpointing(winner, job, job.script)]
+    if job.script.profile.get("through_arguments") and not job.script.holds_batch:
+        sizes = {MICRO_BATCH: winner.micro_batch, ACCUMULATION: winner.accumulation}
+        open_sizes = {knob: size for knob, size in sizes.items() if not carries_knob(job.script, knob)}
+        named = ", ".join(f"{KNOWN_FLAGS[knob].removeprefix('--')}={size}" for knob, size in open_sizes.items())
+        hints += [f"  with {named} in its TrainingArguments, which the config does not set"] if named else []
     if whole := without_zero_init(winner, job):
         hints += [f"  {whole}"]
     started = job.script.profile.get(RELAUNCHED, 0)

@@ -17,7 +17,7 @@ from autotune.predict.what_if import KnownErrors, host_bytes_per_node, measured_
 from autotune.problem.candidate import Candidate, describe, job_with_candidate
 from autotune.problem.gpu_specs import Price, cloud_machines
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job
+from autotune.problem.job import Job, sync_note
 from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO
 from autotune.results.tables import DataTable
 from autotune.util.units import GIB, format_bytes, format_count, format_hours, format_usd
@@ -460,6 +460,8 @@ def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str | Text]]:
     )
     yield "", bar(one, hardware)
     yield "", _legend(one, hardware)
+    if hardware.reserve_bytes:
+        yield "weight sync", sync_note(outlook.job, one.candidate.stage, hardware.capacity_bytes - one.peak_bytes)
     if one.host_bytes:
         yield (
             "main memory",

@@ -50,6 +50,8 @@ def identity(job: Job, hardware: Hardware) -> dict[str, Any]:
     The identity names a study, so that the same command finds its study again.
     """
     machine = {key: hardware.to_json()[key] for key in ("device", "name", "count", "memory_bytes", "memory_cap_bytes")}
+    if hardware.reserve_bytes:
+        machine["reserve_bytes"] = hardware.reserve_bytes
     if hardware.nodes > 1:
         machine["nodes"] = hardware.nodes
     if hardware.sliced:

@@ -634,6 +634,10 @@ def dashboard_note(facts: StudyFacts, number: int, why: str, shown: Record | Non
         "Trials that did not fit are shown as pruned; `kind` says how each ended, and `over_gib` by how much it was above the "
         "memory ceiling. `autotune report` has the whole study on one page."
     )
+    lines.append(
+        "Read hyperparameter importances with care: a knob that exists only under another, like the ratio of an offload, is "
+        "compared only over the trials that have it, and the search tries promising candidates more often than others."
+    )
     return "\n\n".join(lines)
 
 

@@ -150,7 +150,7 @@ def test_a_slice_is_one_rank_of_its_own_size(driver: Driver) -> None:
     with pytest.raises(UserError) as caught:
         detect("auto", 7)
     assert str(caught.value) == (
-        f"--gpus 7: CUDA shows a process one MIG slice, here {slices[0].name}, and NCCL refuses two ranks on it; "
+        f"--gpus 7: a CUDA process can use one MIG slice only, here {slices[0].name}, and NCCL refuses two ranks on it; "
         "try --gpus 1, or turn MIG off (`nvidia-smi -mig 0`)"
     )
 
@@ -187,7 +187,7 @@ def test_an_order_that_only_cuda_knows(workstation: Driver, monkeypatch: pytest.
     with pytest.raises(UserError) as caught:
         detect("auto", 1)
     assert str(caught.value) == (
-        "CUDA_DEVICE_ORDER=FASTEST_FIRST with unlike GPUs: only CUDA knows which 1 it puts first; "
+        "CUDA_DEVICE_ORDER=FASTEST_FIRST with different GPUs: autotune cannot know which 1 come first in this order; "
         "set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name them by UUID in CUDA_VISIBLE_DEVICES"
     )
     assert detect("auto", 2).capacity_bytes == 12 * GIB - 320 * MIB, "all of them, in whatever order"
@@ -251,7 +251,7 @@ def test_without_a_gpu(root: Path) -> None:
         ("cpu", 0, "--gpus 0: expected at least 1"),
         ("auto", -1, "--gpus -1: expected at least 1"),
         ("tpu", 1, "--device tpu: expected auto, cuda or cpu"),
-        ("cpu", 9, "--gpus 9: 8 CPU cores carry at most 8 ranks; try --gpus 8"),
+        ("cpu", 9, "--gpus 9: 8 CPU cores run at most 8 ranks; try --gpus 8"),
     ],
 )
 def test_what_cannot_be_had(root: Path, device: str, gpus: int | None, message: str) -> None:
@@ -267,7 +267,7 @@ def test_ranks_of_few_cores(
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     assert detect("cpu", None).count == ranks
     assert detect("cpu", most).count == most, "two ranks are worth trying even on one core"
-    with pytest.raises(UserError, match=f"{cores or 1} CPU cores carry at most {most} ranks; try --gpus {most}"):
+    with pytest.raises(UserError, match=f"{cores or 1} CPU cores run at most {most} ranks; try --gpus {most}"):
         detect("cpu", most + 1)
 
 
@@ -296,6 +296,21 @@ def test_caps_and_headroom(root: Path) -> None:
     assert (capped.capacity_bytes, capped.ceiling_bytes) == (GIB, int(0.9 * GIB))
     assert str(capped) == "2 x CPU rank of riscv64 (28.80 GiB) capped at 1.00 GiB a rank"
     assert detect("cpu", 2, memory_cap_bytes=whole.memory_bytes).capacity_bytes == whole.memory_bytes
+
+
+def test_a_reserve_is_left_to_another_process_and_limits_ranks(four_gpus: Driver) -> None:
+    whole = detect("cuda", 2)  # 320 MiB of each are taken
+    assert (whole.limit_bytes, "reserve_bytes" in whole.to_json()) == (None, False)
+    kept = whole.reserving(8 * GIB)
+    assert (kept.capacity_bytes, kept.limit_bytes, kept.ceiling_bytes) == (16 * GIB, 16 * GIB, int(0.95 * 16 * GIB))
+    assert str(kept) == f"2 x {RTX_3090} (23.69 GiB free of 24.00 GiB) less 8.00 GiB reserved for another process"
+    assert Hardware.from_json(json.loads(json.dumps(kept.to_json()))) == kept
+    assert whole.reserving(200 * MIB).capacity_bytes == whole.capacity_bytes, "what is held already counts"
+    assert whole.capped(4 * GIB).reserving(8 * GIB).limit_bytes == 4 * GIB
+    marks = [fingerprint(make_job(), one)["hardware"] for one in (whole, kept)]
+    assert marks[1] == {**marks[0], "reserve_bytes": 8 * GIB}
+    with pytest.raises(UserError, match=r"--reserve 23.99 GiB leaves too little of 24.00 GiB a rank"):
+        whole.reserving(int(23.99 * GIB))
 
 
 def test_json_both_ways_and_fields_of_a_newer_version(four_gpus: Driver) -> None:

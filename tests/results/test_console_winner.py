@@ -279,10 +279,13 @@ def test_a_loaders_batch_is_said_as_the_script_has_it(tmp_path: Path) -> None:
 def test_a_config_in_code_needs_the_mapped_flags_too(tmp_path: Path) -> None:
     profile = {"loader_prepared": False, "through_arguments": False, "flags": []}
     flags = ((MICRO_BATCH, "--batch_size"), (ACCUMULATION, "--update_freq"))
-    for mapped, words in ((flags, ", and give it --update_freq 2 --batch_size 8"), ((), "")):
+    for mapped, words in ((flags, "train.py --batch_size 8 --update_freq 2"), ((), "train.py --batch_size 4")):
         script = Script(("train.py", "--batch_size", "4"), str(tmp_path), mapped, profile=profile)
         lines = train_with(make_candidate(1, 8, 2), make_job(script=script), "s", tmp_path / "s.json", 5).lines()
-        assert lines[1] == f"  or put {tmp_path / 's.json'} where the script has its own config{words}"
+        assert lines[1].startswith(
+            f"  or put {tmp_path / 's.json'} where the script has its own config, and train with: "
+        )
+        assert lines[1].endswith(words)
 
 
 def test_the_printed_command_gets_the_gpus_that_the_study_had(tmp_path: Path) -> None:
