@@ -302,6 +302,9 @@ def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}')
     (tmp_path / "x.yaml").write_text("deepspeed: ds.json\nper_device_train_batch_size: 8\n")
     (tmp_path / "hosts").write_text("worker-1 slots=8\nworker-2 slots=8\n")
+    job = re.search(r"^```yaml\n(.*?)^```$", (ROOT / "docs" / "jobs.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert job is not None
+    (tmp_path / "job.yaml").write_text(job[1])
     study_of_every_kind(tmp_path / "runs", name="STUDY")
     return tmp_path
 
