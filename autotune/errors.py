@@ -96,9 +96,13 @@ class Stopped(DisplayedError):
     exit_code = ExitCode.INTERRUPTED
 
 
-def near(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean A or B?` for a misspelt word, or an empty string."""
-    matches = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.5)
+def near(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return `; did you mean A or B?` for a misspelt word, or an empty string if none is similar.
+
+    Args:
+        cutoff: least similarity, from 0 (the three nearest words) to 1.
+    """
+    matches = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=cutoff)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 

@@ -84,6 +84,7 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/sandbox/test_trials.py": "scripts",
     "tests/test_launchers.py": "scripts",
     "tests/test_printed_forms.py": "scripts",
+    "tests/test_public_scripts.py": "scripts",
     "tests/test_wheel.py": "wheel",
     "tests/test_end_to_end.py": "finished_study",
     "tests/results/test_plan.py": "plan",

@@ -301,6 +301,8 @@ def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text("import deepspeed\n")
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}')
     (tmp_path / "x.yaml").write_text("deepspeed: ds.json\nper_device_train_batch_size: 8\n")
+    job = (ROOT / "docs" / "job-files.md").read_text().partition("```yaml\n")[2].partition("```")[0]
+    (tmp_path / "job.yaml").write_text(job)
     (tmp_path / "hosts").write_text("worker-1 slots=8\nworker-2 slots=8\n")
     job = re.search(r"^```yaml\n(.*?)^```$", (ROOT / "docs" / "jobs.md").read_text(), re.MULTILINE | re.DOTALL)
     assert job is not None

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -196,13 +197,13 @@ def top(version: Annotated[bool, option("Print the version.", "--version")] = Fa
 def main() -> None:
     """Run the command line and exit with an `ExitCode`, or with the code of a training."""
     learn_environment()
-    with lasting_streams():
-        _call()
+    with lasting_streams(), ExitStack() as logs:
+        _call(logs)
 
 
-def _call() -> None:
+def _call(logs: ExitStack) -> None:
     try:
-        code = app(standalone_mode=False, prog_name="autotune")
+        code = app(standalone_mode=False, prog_name="autotune", obj=logs)
         if sys.stdout is not None:
             sys.stdout.flush()  # a failed write is reported here, and not by the interpreter at its exit
         sys.exit(code if isinstance(code, int) else ExitCode.DONE)

@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import MISSING
 from functools import partial
 from pathlib import Path
@@ -252,7 +252,9 @@ def takes_request(command: Callable[[Request], None]) -> Callable[..., None]:
         typed = {one for one in values if getattr(ctx.get_parameter_source(one), "name", "") in _TYPED}
         values = {one: value for one, value in values.items() if value is not None}
         request = Request(**_with_job_file(name, values, typed))
-        with logging_to(request.log_file, verbose=request.verbose):
+        with ExitStack() as alone:
+            logs = ctx.obj if isinstance(ctx.obj, ExitStack) else alone  # `main`'s, which logs its errors, too
+            logs.enter_context(logging_to(request.log_file, verbose=request.verbose))
             command(request)
 
     context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)

@@ -26,6 +26,7 @@ from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, stored_
 from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
 from autotune.results.report.html import AttemptShown, TrainingReport, training_page, write_page
 from autotune.script.argument_files import find, given, launcher_file, own_config, own_files, said, value_at
+from autotune.script.argument_writer import with_declared_files
 from autotune.script.command_line import ACCELERATE, framework_of
 from autotune.script.parse_command import launchers_config
 from autotune.script.profile import over_present, own_samples
@@ -188,6 +189,7 @@ def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, say: Callable[[
     known = job.script or script
     flags = tuple({**dict(known.flags), **dict(script.flags)}.items())
     script = dataclasses.replace(script, flags=flags, profile=known.profile, ds_config=_config_beside(known, script))
+    script = with_declared_files(script)
     launched = Launched(store.name, job, winner.candidate, script, store.fingerprint.get(SOURCES, {}))
     job, lines = launched.checked(setup.global_batch_size)
     for line in lines:

@@ -22,7 +22,8 @@ from autotune.problem.knobs import Circumstances, steps_on_gpu
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
-from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, said
+from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, given, integers_in_words, said
+from autotune.script.argument_writer import integers_in_files, with_declared_files
 from autotune.script.profile import (
     BY_HAND,
     BY_RANK,
@@ -133,7 +134,7 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
         say("the script's activation checkpointing cannot be switched off and stays on")
     if own:
         profile |= flags_found(executor, dataclasses.replace(script, profile=profile), facts, seconds)
-        for line in _lines_of_flags(profile, facts):
+        for line in _lines_of_flags(profile, _integers(script, facts)):
             say(line)
     varies = bool(facts.get("counted_by"))  # its steps have other rows each, and another loss
     reference = measured.trace if measured is not None and not varies else None
@@ -156,7 +157,7 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
 def _mapped(script: Script, profile: dict[str, Any]) -> Script:
     """Return the script with its profile, and with the flags that were found to carry knobs."""
     flags = dict(profile.get(FOUND, {})) | dict(script.flags)
-    return dataclasses.replace(script, profile=profile, flags=tuple(flags.items()))
+    return with_declared_files(dataclasses.replace(script, profile=profile, flags=tuple(flags.items())))
 
 
 def remember(probed: Probe, folder: Path) -> None:
@@ -458,11 +459,13 @@ def flags_found(executor: Executor, script: Script, facts: dict[str, Any], secon
     own = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: seen["accumulation"]}
     wanted = [knob for knob in own if not carries_knob(script, knob)]
     taken = {*dict(script.flags).values(), *LOCAL_RANK_FLAGS}
-    integers = {flag: value for flag, value in facts.get("integers", {}).items() if flag not in taken}
+    integers = {flag: value for flag, value in _integers(script, facts).items() if flag not in taken}
     found: dict[str, Any] = {}
     # An accumulation of 1 alone would try each flag that happens to be 1.
     for knobs in (wanted, wanted[:1]) if len(wanted) > 1 else (wanted,):
         options = {flag: value for flag, value in integers.items() if value in [own[knob] for knob in knobs]}
+        if len(options) > _MOST_FLAGS:  # a file of data has many
+            options = {flag: value for flag, value in options.items() if flag.startswith("-")}
         if (MICRO_BATCH in knobs and own[MICRO_BATCH] not in options.values()) or not 0 < len(options) <= _MOST_FLAGS:
             continue
         changed = _other_values(options, halves=True)
@@ -479,6 +482,14 @@ def flags_found(executor: Executor, script: Script, facts: dict[str, Any], secon
     return {key: value for key, value in found.items() if value}
 
 
+def _integers(script: Script, facts: dict[str, Any]) -> dict[str, int]:
+    """Return the positive integers of the script's parsers, words and argument files, by flag or dotted name.
+
+    Words of the command count for parsers other than argparse (click, fire, Hydra).
+    """
+    return {**integers_in_files(script), **integers_in_words(script.argv), **facts.get("integers", {})}
+
+
 def _products_found(
     executor: Executor, script: Script, facts: dict[str, Any], integers: dict[str, int], seconds: float
 ) -> dict[str, Any]:
@@ -488,6 +499,7 @@ def _products_found(
     accumulation are changed too, because a script may divide a whole step's batch by it.
     """
     ranks, micro_batch, accumulation = executor.hardware.count, *(script.profile[key] for key in _OWN)
+    integers = {flag: value for flag, value in integers.items() if flag.startswith("-")}
     tokens, step = int(facts.get("widest", 1)), micro_batch * accumulation
     units = {1, ranks, tokens, ranks * tokens}
     micros, steps = (
@@ -541,9 +553,8 @@ def _other_values(options: dict[str, int], *, halves: bool = False) -> dict[str,
     return changed
 
 
-def _lines_of_flags(profile: dict[str, Any], facts: dict[str, Any]) -> Iterator[str]:
+def _lines_of_flags(profile: dict[str, Any], integers: dict[str, int]) -> Iterator[str]:
     """Yield what was found about each flag."""
-    integers = facts.get("integers", {})
     for knob, flag in profile.get(FOUND, {}).items():
         times = profile.get(TIMES, {}).get(knob)
         over = f" times {times}" if times else ""
@@ -557,9 +568,12 @@ def _batch_with(
 ) -> dict[str, float] | None:
     """Return the batch of the script's own steps with these values of its flags, by knob; None if it does not run with them."""
     argv = list(script.argv)
-    for flag, value in flags.items():
-        argv = with_flag(argv, flag, value)
-    typed = dataclasses.replace(script, argv=tuple(argv), profile={})
+    in_words = given(script.argv)
+    tried = {name: value for name, value in flags.items() if not name.startswith("-") and name not in in_words}
+    for flag in flags.keys() - tried.keys():
+        argv = with_flag(argv, flag, flags[flag])
+    named = with_declared_files(dataclasses.replace(script, flags=(*script.flags, *((name, name) for name in tried))))
+    typed = dataclasses.replace(script, argv=tuple(argv), files=named.files, profile={TRIED: tried} if tried else {})
     job = dataclasses.replace(executor.job, script=typed)
     with closing(executor.session(Candidate(()), "probe-flags", job=job)) as session:
         outcome = session.measure(Candidate(()), _TWO_STEPS, seconds)

@@ -27,6 +27,7 @@ from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.job import Job, Script, load_lengths, longest_sequence, parse_lora, with_positions
 from autotune.problem.knobs import READ, missing_package
 from autotune.problem.models import ModelSpec, image_size_of, resolve_model, task_of, workload_spec
+from autotune.problem.nvml import visible_gpus
 from autotune.problem.space import SearchSpace, fitted, load_space
 from autotune.results.output_files import check_out
 from autotune.results.plan import TOKENS
@@ -736,6 +737,8 @@ def planned_hardware(
             f"--nodes {nodes}: with --gpus {gpus_per_node} in each that is {count} GPUs, expected at most {MOST_GPUS}"
         )
     if name is None:
+        if not visible_gpus():
+            raise UserError("found no GPU on this machine: name one to predict for, like --gpu h100 --gpus 8")
         found = detect("auto", gpus_per_node, headroom=headroom)
         hardware = dataclasses.replace(found, count=count, nodes=nodes)
     else:

@@ -12,6 +12,7 @@ import yaml
 from autotune.commands import job_file, launch, plan, run
 from autotune.commands.request import COMMANDS, Request
 from autotune.errors import UserError
+from autotune.problem.space import load_space
 from tests.cli_call import call
 
 NAMES = {"run": (run, "run_study"), "plan": (plan, "plans"), "launch": (launch, "launch_training")}
@@ -128,6 +129,18 @@ def test_a_wrong_job_file_is_one_line_with_its_place(text: str | bytes, said: st
     assert isinstance(line, str)
     assert line.startswith(("job.yaml:", "job file job.yaml"))
     assert said in line
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_documented_job_file_is_one(command: str, asked: Any) -> None:
+    text = (Path(job_file.__file__).parents[2] / "docs" / "job-files.md").read_text()
+    found = asked(
+        text.partition("```yaml\n")[2].partition("```")[0],
+        *(["mine", "a.py"] if command == "launch" else []),
+        command=command,
+    )
+    assert found.global_batch_size == "64"
+    assert {"zero_stage", "train_micro_batch_size_per_gpu"} <= load_space(found.space).knobs.keys()
 
 
 def test_anchors_and_json_are_read(asked: Any) -> None:

@@ -11,10 +11,11 @@ import pytest
 
 from autotune.commands.script_probe import _mapped, flags_found
 from autotune.executors.base import Effort
-from autotune.problem.candidate import MICRO_BATCH, Candidate
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Outcome, OutcomeKind
-from autotune.script.argument_files import PRODUCTS, TIMES, said
+from autotune.script.argument_files import PRODUCTS, TIMES, TRIED, carries, said, value_at
+from autotune.script.argument_writer import parsed, winners_files
 from autotune.script.script import carries_knob, command, settings
 from tests.conftest import make_candidate, make_job
 
@@ -33,8 +34,11 @@ class Executor:
     def session(self, candidate: Candidate, name: str, *, job: Job) -> Executor:
         assert job.script is not None
         self.runs += 1
-        words = list(job.script.argv)
-        self.now = {flag: int(words[words.index(flag) + 1]) for flag in self.values}
+        words, tried = list(job.script.argv), job.script.profile.get(TRIED, {})
+        self.now = {
+            name: int(words[words.index(name) + 1]) if name in words else tried.get(name, value)
+            for name, value in self.values.items()
+        }
         return self
 
     def measure(self, candidate: Candidate, effort: Effort, seconds: float) -> Outcome:
@@ -50,6 +54,10 @@ class Executor:
 
 def per_gpu(now: Values) -> Batch:
     return now["--batch_size"], now["--update_freq"]
+
+
+def of_a_file(now: Values) -> Batch:
+    return now["train.batch"], now["train.accumulate"]
 
 
 def over_ranks(now: Values) -> Batch:
@@ -106,3 +114,28 @@ def test_flags_of_a_rank_of_all_ranks_of_a_step_and_of_tokens_are_found(
     assert now == (other.micro_batch, other.accumulation)
     assert said(known, MICRO_BATCH) in ([], [micro_batch])
     assert bool(learnt.get(TIMES)) is (batch in (over_ranks, of_tokens))
+
+
+def test_values_of_an_argument_file_are_found(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(
+        "# mine\nmodel: {layers: 4}\ntrain: {batch: 4, accumulate: 2, deep: [4]}\nseed: 2\n"
+    )
+    values = {"train.batch": 4, "train.accumulate": 2, "model.layers": 4, "seed": 2}
+    profile: dict[str, Any] = {"through_arguments": False, "counted": "rows", "rows_per_sample": 1, "config": {}}
+    profile |= {"micro_batch": 4, "accumulation": 2}
+    script = Script(("train.py", "--config", "x.yaml"), str(tmp_path), profile=profile)
+    assert not script.files, "nothing in the file is known by name"
+    executor: Any = Executor(of_a_file, values)
+    learnt = flags_found(executor, script, {"rows": 8, "micros": 2, "accumulation": 2}, 60.0)
+    assert executor.now.keys() == values.keys()
+    assert len(set(executor.now.values())) == len(values), "each role shows"
+    known = _mapped(script, {**profile, **learnt})
+    assert dict(known.flags) == {MICRO_BATCH: "train.batch", ACCUMULATION: "train.accumulate"}
+    assert carries(known, MICRO_BATCH)
+    config = tmp_path / "best.json"
+    ((path, text),) = winners_files(known, make_candidate(1, 8, 1), config).items()
+    assert text.startswith("# mine")
+    assert command(known, make_candidate(1, 8, 1), str(config)) == ["train.py", "--config", str(path)]
+    data = parsed(text, "x.yaml")
+    assert [value_at(data, ("train", name)) for name in ("batch", "accumulate")] == [8, 1]
+    assert data["model"] == {"layers": 4}

@@ -99,7 +99,9 @@ def merged_arguments(context: Context) -> list[str]:
     if context.candidate is None:
         return argv
     flags = given(argv)
-    known = {*dict(script.flags).values(), *script.profile.get(PRODUCTS, ())}
+    # Hugging Face's names are set in argparse's result; another parser (click) reads them from the words.
+    typed = {KNOWN_FLAGS[knob] for knob in RUNG_KNOBS} & flags
+    known = {*dict(script.flags).values(), *script.profile.get(PRODUCTS, ()), *typed}
     for knob, flag, value in told_flags(script, context.candidate):
         # a flag on the command line overrides an argument file
         if flag in known and (flag in flags or not carries(script, knob)):
