@@ -27,7 +27,10 @@ from tests.conftest import make_job
         ),
         ({"model": "tiny-bert", "task": "x"}, "--task x: expected one of causal-lm, "),
         ({"model": "qwen2.5-vl-7b"}, "the configuration of qwen2.5-vl-7b names no image size: give --image-size"),
-        ({"model": "tiny-llava", "image_size": 224}, "--image-size 224: tiny-llava has a fixed image size of 56 pixels"),
+        (
+            {"model": "tiny-llava", "image_size": 224},
+            "--image-size 224: tiny-llava has a fixed image size of 56 pixels",
+        ),
         (
             {"model": "tiny-llama", "image_size": 224},
             "--image-size 224: tiny-llama has no image input with --task causal-lm",
