@@ -304,9 +304,6 @@ def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     job = (ROOT / "docs" / "job-files.md").read_text().partition("```yaml\n")[2].partition("```")[0]
     (tmp_path / "job.yaml").write_text(job)
     (tmp_path / "hosts").write_text("worker-1 slots=8\nworker-2 slots=8\n")
-    job = re.search(r"^```yaml\n(.*?)^```$", (ROOT / "docs" / "jobs.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert job is not None
-    (tmp_path / "job.yaml").write_text(job[1])
     study_of_every_kind(tmp_path / "runs", name="STUDY")
     return tmp_path
 
