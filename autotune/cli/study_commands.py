@@ -107,13 +107,13 @@ def report(
 @readable("the study")
 def export(
     study: StudyArgument,
-    style: Annotated[str, option("deepspeed, accelerate, hf or sbatch.", "--format")] = "deepspeed",
+    style: Annotated[str, option("deepspeed, accelerate, hf, fsdp or sbatch.", "--format")] = "deepspeed",
     out: Annotated[Path | None, option("File to write; default: in the study's folder.")] = None,
     trial: Annotated[int | None, option("Number of a trial to export instead of the winner.")] = None,
     storage: Storage = None,
     as_json: Json = False,
 ) -> None:
-    """Write the winner as a DeepSpeed config, accelerate config, TrainingArguments or Slurm batch script."""
+    """Write the winner as a DeepSpeed, accelerate or FSDP2 config, TrainingArguments or a Slurm batch script."""
     from autotune.results.export import export_study, usage_lines
     from autotune.results.output_files import secrets_note
     from autotune.search.study import StudyStore

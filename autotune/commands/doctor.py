@@ -267,6 +267,11 @@ def op(name):
 for name in sys.argv[1:]:
     short = name.removesuffix("Builder")
     attempt(name, lambda: op(name), f"loading DeepSpeed's {short}; the first call builds it in a minute or two")
+def context():  # torch has counted GPUs by NVML, which also answers if the driver is too old for torch's CUDA
+    from autotune.rank import devices as cuda
+    cuda.take(0)
+if out.get("torch", {}).get("available"):  # last, because a context holds memory of a GPU that a study may use
+    attempt("context", context, "starting CUDA")
 print("FACTS" + json.dumps(out))
 """
 # DeepSpeed's CUDA ops include torch's ATen/cuda/CUDAContext.h, which includes the first three.
@@ -420,15 +425,14 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
     if torch is None:
         yield Finding("bad", "torch", errors["torch"], "nothing can be measured", _TRAIN_THERE)
         return
-    if device == "cuda" and not torch["available"]:
+    trouble = errors.get("context", "")
+    if device == "cuda" and (trouble or not torch["available"]):
         build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "a CPU build"
-        yield Finding(
-            "bad",
-            "torch",
-            f"{torch['version']}, {build}, finds no GPU, although the driver does",
-            "no GPU can be tuned",
-            "install the torch wheel whose CUDA version is at most the driver's (first line above)",
-        )
+        seen = f"cannot use GPU 0: {trouble}" if trouble else "finds no GPU, although the driver does"
+        fix = "install the torch wheel whose CUDA version is at most the driver's (first line above)"
+        if trouble and "driver" not in trouble:
+            fix = "end other processes on this GPU, or choose another with CUDA_VISIBLE_DEVICES"
+        yield Finding("bad", "torch", f"{torch['version']}, {build}, {seen}", "no GPU can be tuned", fix)
     else:
         yield Finding("good", "torch", f"{torch['version']}" + (f", CUDA {torch['cuda']}" if torch["cuda"] else ""))
     if device == "cuda":

@@ -34,7 +34,7 @@ class TrainingTrace:
 
     steps: tuple[TracedStep, ...]
     stage: int
-    precision: str  # fp32, bf16 or fp16
+    precision: str  # fp32, bf16 or fp16 by the engine's weights; mixed: fp32 weights, products of fewer bits
     accumulation: int  # of the engine's config; a script may run more backwards
     draws: bool = False  # random numbers were drawn between the first forward and the last traced step
     missing: str = ""  # why a quantity was not seen

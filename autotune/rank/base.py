@@ -261,9 +261,8 @@ class BaseRank(ABC):
         """
         if self.world == 1 or self.sliced:
             return seconds
-        device = self.own_device
-        value = self.torch.tensor(seconds, dtype=self.torch.float64 if device.name == "cpu" else None)
-        value = value.to(device.torch_device())
+        # A script may have set a default dtype of 16 bits and a default device.
+        value = self.torch.tensor(seconds, dtype=self.torch.float64, device=self.own_device.torch_device())
         self.torch.distributed.all_reduce(value, op=getattr(self.torch.distributed.ReduceOp, operation))
         return [float(one) for one in value.tolist()]
 

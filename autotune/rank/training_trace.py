@@ -42,6 +42,7 @@ class TraceRecorder:
         self._skipped = 0
         self._states: tuple[Any, ...] | None = None  # states of the generators at the first forward
         self._draws = False
+        self._autocast = False  # the script's first forward ran under torch's autocast
         self._about: dict[str, Any] = {"stage": 0, "precision": "fp32", "accumulation": 1}
         self._missing = ""
 
@@ -68,6 +69,7 @@ class TraceRecorder:
         with _Timed(self):
             if self._states is None:
                 self._states = _generator_states()
+                self._autocast = any(map(_casts, ("cpu", "cuda")))
             self._in_backward = False
             seen = (rows, _digest(tensor))
             if certain:
@@ -121,7 +123,7 @@ class TraceRecorder:
                 self._sample = _sampled(engine.module)
                 self._about = {
                     "stage": int(engine.zero_optimization_stage()),
-                    "precision": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
+                    "precision": self._precision(engine),
                     "accumulation": int(engine.gradient_accumulation_steps()),
                 }
             self._skipped = int(getattr(engine, "skipped_steps", 0))
@@ -133,6 +135,15 @@ class TraceRecorder:
             self._before = self._weights(engine)
             if self._initial is None:
                 self._initial = [one for one in self._before if one is not None]
+
+    def _precision(self, engine: Any) -> str:
+        from autotune.rank import devices
+
+        if engine.bfloat16_enabled() or engine.fp16_enabled():
+            return "bf16" if engine.bfloat16_enabled() else "fp16"
+        by_engine = getattr(engine, "torch_autocast_enabled", lambda: False)()
+        # GPUs round 32-bit factors of products to TF32: cuDNN by default, cuBLAS if the script allows it.
+        return "mixed" if by_engine or self._autocast or devices.in_use() else "fp32"
 
     def after_step(self, engine: Any) -> None:
         """Record the gradient norm and the update, and end the step."""
@@ -255,6 +266,12 @@ def _digest(tensor: Any) -> Any:
     return torch.sin(rows @ weights).sum()
 
 
+def _casts(device: str) -> bool:
+    import torch
+
+    return torch.is_autocast_enabled(device)
+
+
 def _generator_states() -> tuple[Any, ...]:
     """Return the states of all generators that a training usually draws from."""
     import torch
@@ -336,7 +353,7 @@ def _stage_3_part(parameter: Any) -> Any:
     """Return this rank's part in fp32 on its own device; None if it lies on an NVMe disk.
 
     DeepSpeed's `get_local_fp32_param` copies an offloaded part to the GPU, which may be gigabytes of an embedding. From
-    a disk it reads a whole sub-group with its moments, and before 0.19 it drops small gradients of the coming step.
+    a disk it reads a whole sub-group with its moments, and up to 0.19.5 it drops small gradients of the coming step.
     """
     optimizer = parameter._z3_optimizer
     group, start, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -351,10 +368,10 @@ def _loss_scale(engine: Any) -> float:
 
 
 def _has_no_norm(engine: Any) -> bool:
-    """Return True if the engine steps with the module's gradients, and keeps no norm of them or a scaled one.
+    """Return True if the engine steps with the module's gradients, and keeps no norm with which it steps.
 
-    In fp32 stage 0 keeps none. In fp16 its class for all optimizers but FusedAdam keeps the norm times the loss scale
-    (deepspeed 0.16 to 0.19.8, `fp16/unfused_optimizer.py`).
+    In fp32 stage 0 keeps none. In fp16 its class for all optimizers but FusedAdam keeps the norm before it divides the
+    gradients by the loss scale (deepspeed 0.16 to 0.19.8, `fp16/unfused_optimizer.py`).
     """
     if engine.zero_optimization() or engine.bfloat16_enabled():
         return False

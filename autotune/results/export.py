@@ -1,4 +1,4 @@
-"""Export of a winner for DeepSpeed, transformers, accelerate and sbatch."""
+"""Export of a winner for DeepSpeed, transformers, accelerate, FSDP and sbatch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,20 @@ import yaml
 from autotune._version import __version__
 from autotune.errors import UserError, near
 from autotune.masking import masked, masked_data, names_secret, shell_text
-from autotune.problem.candidate import CHECKPOINTING, Candidate, job_with_candidate, settings_of
+from autotune.problem.candidate import (
+    ACCUMULATION,
+    CHECKPOINTING,
+    EXPANDABLE,
+    MICRO_BATCH,
+    MODEL_KNOBS,
+    Candidate,
+    describe,
+    job_with_candidate,
+    settings_of,
+)
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, under_lightning
-from autotune.problem.knobs import lossy_of
+from autotune.problem.knobs import is_off, lossy_of
 from autotune.problem.models import CAUSAL
 from autotune.problem.outcome import Measurement
 from autotune.rank.ds_config import all_ops
@@ -46,6 +56,7 @@ FORMATS = {
     "accelerate": ".accelerate.yaml",
     "hf": ".training_arguments.json",
     "sbatch": ".sbatch",
+    "fsdp": ".fsdp.yaml",
 }
 
 
@@ -116,10 +127,14 @@ def accelerate_config(
     # "standard": the user starts each machine, with --machine_rank and --main_process_ip.
     several = {"deepspeed_multinode_launcher": "standard"} if nodes > 1 else {}
     about = {"deepspeed_config_file": ds_config_file, "zero3_init_flag": candidate.stage == 3, **several}
+    return _accelerate({"distributed_type": "DEEPSPEED", "deepspeed_config": about}, job, device, nodes)
+
+
+def _accelerate(training: dict[str, Any], job: Job, device: str, nodes: int) -> dict[str, Any]:
+    """Return accelerate's keys about the machines around those about the training."""
     return {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "DEEPSPEED",
-        "deepspeed_config": about,
+        **training,
         "machine_rank": 0,
         "main_training_function": "main",
         "num_machines": nodes,
@@ -128,6 +143,83 @@ def accelerate_config(
         "same_network": True,
         "use_cpu": device == "cpu",
     }
+
+
+# -- FSDP --------------------------------------------------------------------------------------------------------------
+#
+# The config of accelerate's FSDP2 that corresponds to a candidate (accelerate 1.15, utils/fsdp_utils.py,
+# `fsdp2_prepare_model`). Stage 0 corresponds to plain DDP.
+
+_FSDP_HAS = (
+    MICRO_BATCH,
+    ACCUMULATION,
+    *MODEL_KNOBS,
+    *("zero_stage", CHECKPOINTING, EXPANDABLE, "offload_optimizer", "offload_param"),
+)
+
+
+def fsdp_config(candidate: Candidate, job: Job, device: str = "cuda", nodes: int = 1) -> dict[str, Any]:
+    """Return the content of a file for `accelerate launch --config_file` that trains with FSDP2, or DDP for stage 0."""
+    training: dict[str, Any] = {"distributed_type": "FSDP"}
+    if candidate.stage == 0:
+        training["distributed_type"] = "MULTI_GPU" if device == "cuda" else "MULTI_CPU"
+    else:
+        training["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": candidate.stage == 3,
+            "fsdp_offload_params": bool(candidate.offloaded),
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # classes of the model's `_no_split_modules`
+            "fsdp_activation_checkpointing": candidate.checkpointing,
+            "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        }
+    training["mixed_precision"] = "no" if job.precision == "fp32" or job.plain else job.precision
+    return _accelerate(training, job, device, nodes)
+
+
+def fsdp_notes(candidate: Candidate, job: Job, device: str = "cuda") -> list[str]:
+    """List the differences between FSDP2 under `fsdp_config` and the measured DeepSpeed training, one per line."""
+    sharded, low = candidate.stage > 0, job.precision != "fp32" and not job.plain
+    steps = f"micro-batch {candidate.micro_batch}, accumulation {candidate.accumulation} and clipping are your training's to set"
+    lines = ["it was measured under DeepSpeed: expect another speed and peak, and compare losses", steps]
+    if candidate.stage in (1, 2):
+        lines.append(f"weights are sharded between steps too, unlike ZeRO-{candidate.stage}, and whole within a step")
+    if device == "cpu" and sharded:
+        lines.append("accelerate 1.15 trains with DDP on CPU ranks, whatever its FSDP section says")
+    if candidate.offloaded:
+        lines.append("FSDP offloads weights, gradients and states together, and steps on the CPU; it has no NVMe")
+    if low:
+        kept = (
+            "accelerate keeps trained weights in fp32, like DeepSpeed's masters" if sharded else "load weights in fp32"
+        )
+        lines.append(f"{kept}; it computes under torch.autocast, and DeepSpeed in {job.precision} throughout")
+        lines.append(f"gradients are reduced in {job.precision if sharded else 'fp32'}, and the states are fp32")
+    elif job.plain:
+        lines.append(
+            f"weights, gradients and states are all {job.precision}: load the model so; there are no fp32 masters"
+        )
+    if candidate.checkpointing:
+        own = (
+            "remove gradient_checkpointing from Trainer's arguments, which refuses both" if sharded else _MEASURED_WITH
+        )
+        lines.append(f"activation checkpointing: {own}")
+    left = [
+        describe({name: value})
+        for name, value in candidate.knobs
+        if name not in _FSDP_HAS and not is_off(name, value, job.precision)
+    ]
+    if left and sharded:
+        lines.append(f"without a counterpart: {', '.join(left)}")
+    optimizer = str(job.own_optimizer.get("type", job.optimizer))
+    return [
+        *lines,
+        f"the optimizer ({optimizer}) and its schedule have to be made in the code or by Trainer's arguments",
+    ]
+
+
+# -- needs -------------------------------------------------------------------------------------------------------------
+#
+# Changes that a training needs besides the DeepSpeed config.
 
 
 def lightnings_own(candidate: Candidate) -> str:
@@ -183,7 +275,7 @@ def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[
     Args:
         variables: environment of the measurement.
     """
-    lines = [f"start it with {assignments(variables)}: it was measured so"]
+    lines = [_started_with(variables)]
     if other := other_batch(candidate, job):
         lines.append(other)
     own = job.script
@@ -195,21 +287,11 @@ def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[
         lines.append(left)
     if whole := without_zero_init(candidate, job):
         lines.append(whole)
-    made = job_with_candidate(job, candidate)
-    if made.task != CAUSAL:
-        lines.append(f"train the model with its head for {made.task}: it was measured with it")
-    if made.attention:
-        lines.append(f"make the model with attn_implementation={made.attention!r}: it was measured with it")
-    if made.lora:
-        lines.append(f"train adapters alone (peft's LoraConfig, {made.lora}): it was measured with them")
-    if made.packed:
-        lines.append(f"pack sequences into rows of {job.seq_len} tokens: the batch sizes count rows")
-    if made.compiled:
+    lines += needs_of_model(candidate, job)
+    if job_with_candidate(job, candidate).compiled:
         lines.append(
             "call engine.compile() after deepspeed.initialize (Trainer: torch_compile=True): it was measured so"
         )
-    if made.liger:
-        lines.append("use Liger's kernels (Trainer: use_liger_kernel=True): it was measured with them")
     lines += [f"compare losses: it {line}" for line in lossy_settings(candidate, job)]
     if candidate.offload_optimizer != "none" and "type" not in job.own_optimizer:
         lines.append(
@@ -218,6 +300,26 @@ def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[
         )
     if "type" not in job.own_optimizer:
         lines.append(f"the optimizer and its learning rate are yours; it was measured with {job.optimizer}")
+    return lines
+
+
+def _started_with(variables: Mapping[str, str]) -> str:
+    return f"start it with {assignments(variables)}: it was measured so"
+
+
+def needs_of_model(candidate: Candidate, job: Job) -> list[str]:
+    """List the settings of the model and its batches with which the candidate was measured, one per line."""
+    made, lines = job_with_candidate(job, candidate), list[str]()
+    if made.task != CAUSAL:
+        lines.append(f"train the model with its head for {made.task}: it was measured with it")
+    if made.attention:
+        lines.append(f"make the model with attn_implementation={made.attention!r}: it was measured with it")
+    if made.lora:
+        lines.append(f"train adapters alone (peft's LoraConfig, {made.lora}): it was measured with them")
+    if made.packed:
+        lines.append(f"pack sequences into rows of {job.seq_len} tokens: the batch sizes count rows")
+    if made.liger:
+        lines.append("use Liger's kernels (Trainer: use_liger_kernel=True): it was measured with them")
     return lines
 
 
@@ -290,6 +392,18 @@ def write_export(
         write_atomically(out, _batch_script(candidate, job, config, meta_data, device, nodes))
     elif style == "hf":
         write_atomically(out, _config_json(training_arguments(candidate, job, device)))
+    elif style == "fsdp":
+        notes = fsdp_notes(candidate, job, device)
+        meta_data = {
+            **meta_data,
+            "your_training_must": [
+                _started_with(meta_data.get("environment", {})),
+                *needs_of_model(candidate, job),
+                *notes,
+            ],
+        }
+        text = yaml.safe_dump(fsdp_config(candidate, job, device, nodes), sort_keys=False)
+        write_atomically(out, "".join(f"# {line}\n" for line in notes) + text)
     else:
         config = beside(out, style, "deepspeed.json")
         # A script's own accelerate loop reads batch sizes from the config, Trainer from its arguments.
@@ -351,6 +465,7 @@ def usage_lines(style: str, files: Sequence[Path], job: Job) -> list[str]:
             f"     TrainingArguments(deepspeed={str(files[0])!r}, …) in a script with transformers' Trainer",
         ],
         "accelerate": [f"use: accelerate launch --config_file {file}{script}"],
+        "fsdp": [f"use: accelerate launch --config_file {file}{script}"],
         "hf": [f"use: TrainingArguments(output_dir=…, **json.load(open({str(files[0])!r}))) in your script"],
         "sbatch": [f"use: sbatch {file}{script}"],
     }

@@ -180,9 +180,9 @@ def with_copies(script: Script, folder: Path) -> list[str]:
 
 
 # written next to NAME.json as NAME.…
-_WRITTEN = {"meta.json", "ladder.json", "table.json", "accelerate.yaml", "training_arguments.json"}
+_WRITTEN = {"meta.json", "ladder.json", "table.json", "accelerate.yaml", "fsdp.yaml", "training_arguments.json"}
 _WRITTEN |= {f"{of}.{what}.json" for of in ("accelerate", "sbatch") for what in ("deepspeed", "meta")}
-_WRITTEN |= {"training_arguments.meta.json"}
+_WRITTEN |= {"training_arguments.meta.json", "fsdp.meta.json"}
 
 
 def winners_copy(config: Path, file: ArgumentFile) -> Path:

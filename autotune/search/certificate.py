@@ -28,7 +28,7 @@ from autotune.versions import StrEnum
 # Smallest tolerance, relative. Runs of one global batch agree to 1e-5 in fp32 and to 1e-3 in bf16 across all stages,
 # splits and offloads (`trace_by_stage.py` of issue 35, DeepSpeed 0.19.8, AdamW, three steps). Kernels of other devices
 # and two more steps get five times (bf16) and a hundred times (fp32) as much.
-LEAST_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-3, "fp16": 5e-3}
+LEAST_TOLERANCE = {"fp32": 1e-3, "mixed": 5e-3, "bf16": 5e-3, "fp16": 5e-3}
 _FLOORS = 4.0  # tolerated multiples of the floor, which is itself estimated from a few steps
 _CLEARS = 0.02  # relative difference of the gradient norm up to which another loss has no effect
 _MOST = math.log(1.4)  # no noise floor tolerates more: factors of 1.5 and 0.67 are always found
@@ -101,7 +101,7 @@ def compare(
         return Certificate(Verdict.NOT_COMPARED, f"fewer than {LEAST_STEPS} optimizer steps were traced")
     unknown = reference.weights is None or trace.weights is None
     if unknown and not is_users and 3 in {reference.stage, trace.stage} and reference.stage != trace.stage:
-        return Certificate(Verdict.NOT_COMPARED, "an earlier version drew other initial weights at stage 3")
+        return Certificate(Verdict.NOT_COMPARED, "initial weights were not seen (an earlier version, or NVMe)")
     if _samples(own) != _samples(candidate):
         why = f"its steps have {_samples(candidate)} samples a rank, those of the reference {_samples(own)}"
         return Certificate(Verdict.NOT_COMPARED, why)
@@ -249,7 +249,7 @@ def _mean(name: str, found: dict[str, list[float]], reference: TrainingTrace, tr
 
 def _is_early(trace: TrainingTrace) -> bool:
     """Return True if Adam's step counter is one ahead."""
-    return trace.stage == 0 and trace.precision != "fp32"
+    return trace.stage == 0 and trace.precision in ("bf16", "fp16")
 
 
 def _counter_factor(step: int) -> float:

@@ -1,5 +1,6 @@
 import json
 import shutil
+import subprocess
 import sys
 import time
 import types
@@ -75,6 +76,29 @@ def toolkit(folder: Path, *headers: str, nvcc: bool = True) -> Path:
 def no_cuda_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUDA_HOME", "CUDA_PATH", "CPATH", "CPLUS_INCLUDE_PATH"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "fix"),
+    [
+        ("The NVIDIA driver on your system is too old (found version 12020)", "install the torch wheel"),
+        ("CUDA out of memory", "end other processes"),
+    ],
+)
+def test_a_gpu_that_torch_counts_and_cannot_start_is_no_good_finding(trouble: str, fix: str) -> None:
+    facts = {**FACTS, "errors": {**FACTS["errors"], "context": trouble}}
+    found = by_name(doctor.judge_libraries(facts, "cuda"))["torch"]
+    assert (found.level, found.found) == ("bad", f"2.13.0, built for CUDA 13.0, cannot use GPU 0: {trouble}")
+    assert found.fix.startswith(fix)
+    assert by_name(doctor.judge_libraries(facts, "cpu"))["torch"].level == "good"
+
+
+def test_the_examination_starts_cuda_where_torch_counts_a_gpu() -> None:
+    count = "import sys; sys.argv[1:] = []; from autotune.rank import devices; devices.available = lambda: True\n"
+    code = count + doctor._EXAMINATION.replace("    import transformers\n", "").replace("    import deepspeed\n", "")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    facts = next(line for line in done.stdout.splitlines() if line.startswith("FACTS"))
+    assert "cuda" in json.loads(facts.removeprefix("FACTS"))["errors"]["context"]  # this torch has none
 
 
 @pytest.mark.usefixtures("no_cuda_variables")

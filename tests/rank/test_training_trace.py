@@ -30,7 +30,7 @@ class Engine:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module, self.optimizer, self.skipped_steps = module, FP16_UnfusedOptimizer(module), 0
-        self.stage = 0
+        self.stage, self.fp16 = 0, True
 
     def gradient_accumulation_steps(self) -> int:
         return 1
@@ -42,7 +42,7 @@ class Engine:
         return self.stage > 0
 
     def fp16_enabled(self) -> bool:
-        return True
+        return self.fp16
 
     def bfloat16_enabled(self) -> bool:
         return False
@@ -93,6 +93,25 @@ def test_work_that_the_training_has_queued_is_not_time_of_recording(
     assert not queued
     assert 0 < recorder.take_seconds() < QUEUED_SECONDS
     assert recorder.take_seconds() == 0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "autocast", "precision"), [(False, False, "fp32"), (False, True, "mixed"), (True, False, "mixed")]
+)
+def test_products_of_fewer_bits_are_no_fp32(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, gpu: bool, autocast: bool, precision: str
+) -> None:
+    engine.fp16 = False
+    monkeypatch.setattr(devices, "in_use", lambda: gpu)
+    monkeypatch.setattr(devices, "generator_state", lambda: None)
+    monkeypatch.setattr(devices, "synchronize", lambda: None)
+    recorder = TraceRecorder()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        recorder.forward(torch.ones(2, 2), 2, certain=True)
+    recorder.before_step(engine)
+    recorder.after_step(engine)
+    assert recorder.report()["precision"] == precision
+    assert recorder.report()["missing"] == ""
 
 
 @pytest.mark.parametrize(("on_disk", "elements"), [(False, 64), (True, 0)])

@@ -1,7 +1,9 @@
-"""Exports as the libraries that take them read them: transformers' Trainer and accelerate, without training."""
+"""Exports as the libraries that take them read them: transformers' Trainer and accelerate."""
 
 import dataclasses
 import json
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,9 @@ import pytest
 from autotune.problem.candidate import GATHER_ON_SAVE, Candidate
 from autotune.problem.job import Job, Script
 from autotune.results.export import training_arguments, write_export
-from tests.conftest import make_candidate, make_job
+from autotune.search.certificate import LEAST_TOLERANCE
+from tests.conftest import SCRIPTS, make_candidate, make_job
+from tests.plain_training import train
 
 SCHEDULERS = {
     "WarmupLR": {"warmup_min_lr": 1e-6, "warmup_max_lr": 3e-4, "warmup_num_steps": 10, "warmup_type": "linear"},
@@ -112,3 +116,53 @@ def test_accelerate_finds_the_config_from_where_it_is_started(
     else:
         with pytest.raises(ValueError, match="Please correct"):
             as_trainer_fills(plugin.hf_ds_config.config, job, WINNER)
+
+
+# -- FSDP --------------------------------------------------------------------------------------------------------------
+
+
+def launched(config: Path) -> dict[str, str]:
+    """Variables that `accelerate launch --config_file` gives its ranks."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    words = ["--config_file", str(config), "train.py"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
+    found = prepare_multi_gpu_env(arguments)
+    return {name: value for name, value in found.items() if os.environ.get(name) != value}
+
+
+def test_accelerate_reads_the_fsdp_config(tmp_path: Path) -> None:
+    """Under other names accelerate ignores a key and trains with its default."""
+    job = make_job(precision="bf16")
+    for stage, knobs, found in (
+        (3, {"activation_checkpointing": True}, ("true", "false", "true")),
+        (2, {"offload_optimizer": "cpu"}, ("false", "true", "false")),
+    ):
+        out = tmp_path / f"{stage}.fsdp.yaml"
+        write_export(make_candidate(stage, **knobs), job, out, {}, style="fsdp")
+        env = launched(out)
+        keys = ("FSDP_RESHARD_AFTER_FORWARD", "FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING")
+        assert tuple(env[key] for key in keys) == found
+        assert (env["FSDP_VERSION"], env["ACCELERATE_MIXED_PRECISION"]) == ("2", "bf16")
+        text = out.read_text()
+        assert "# without a counterpart: " in text
+        assert ("weights are sharded between steps too, unlike ZeRO-2" in text) is (stage == 2)
+    write_export(make_candidate(0), job, tmp_path / "0.fsdp.yaml", {}, style="fsdp")
+    assert "ACCELERATE_USE_FSDP" not in launched(tmp_path / "0.fsdp.yaml"), "stage 0 is DDP"
+
+
+@pytest.mark.slow
+def test_a_training_under_the_fsdp_config_has_the_losses_of_deepspeed(tmp_path: Path, built_ops: None) -> None:
+    winner, job = make_candidate(3, 2, 2), make_job(base_config={"zero_allow_untested_optimizer": True})
+    for style in ("deepspeed", "fsdp"):
+        write_export(winner, job, tmp_path / style, {}, style=style, device="cpu")
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    words += [str(SCRIPTS / "fsdp_steps.py"), "2", "2"]
+    theirs, ours = (
+        json.loads(train([*words, *more], tmp_path, {**env, "OMP_NUM_THREADS": "1"}).strip().splitlines()[-1])
+        for more, env in (([str(tmp_path / "deepspeed")], {}), ([], launched(tmp_path / "fsdp")))
+    )
+    assert (theirs["model"], ours["model"]) == ("DeepSpeedEngine", "FSDPLlamaForCausalLM")
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=LEAST_TOLERANCE["fp32"])
+    assert ours["losses"][0] != pytest.approx(ours["losses"][-1], rel=LEAST_TOLERANCE["fp32"])

@@ -54,6 +54,7 @@ def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("deepspeed", ["s.json", "s.meta.json"]),
         ("hf", ["s.training_arguments.json", "s.training_arguments.meta.json"]),
+        ("fsdp", ["s.fsdp.yaml", "s.fsdp.meta.json"]),
         ("accelerate", ["s.accelerate.yaml", "s.accelerate.deepspeed.json", "s.accelerate.meta.json"]),
     ],
 )
@@ -231,7 +232,7 @@ def test_the_nodes_are_the_studys(tmp_path: Path) -> None:
 def test_what_cannot_be_exported(folder: Path) -> None:
     failed = next(one for one in StudyStore.load("s").records() if one.outcome and not one.outcome.ok)
     for style, trial, message in (
-        ("yaml", None, "--format yaml: expected one of deepspeed, accelerate, hf, sbatch"),
+        ("yaml", None, "--format yaml: expected one of deepspeed, accelerate, hf, sbatch, fsdp"),
         ("hf", 99, "--trial 99: no measured trial of that number in s (`autotune show s`)"),
         ("hf", failed.number, f"--trial {failed.number}: no measured trial of that number in s (`autotune show s`)"),
     ):

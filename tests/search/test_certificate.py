@@ -109,6 +109,12 @@ def test_a_gradient_that_comes_a_step_late_differs() -> None:
     assert (found.verdict, found.quantity) == (Verdict.DIFFERS, UPDATE)
 
 
+@pytest.mark.parametrize(("precision", "verdict"), [("fp32", Verdict.DIFFERS), ("mixed", Verdict.SAME)])
+def test_products_of_fewer_bits_are_tolerated_in_fp32_weights(precision: str, verdict: Verdict) -> None:
+    own = trace(precision, stage=0)
+    assert compare(own, OWN, scaled(trace(precision, stage=2), NORM, 1.003), OWN).verdict is verdict
+
+
 def test_steps_after_one_that_only_one_run_skipped_are_not_compared() -> None:
     both = dataclasses.replace(step(0), skipped=True)
     behind = TrainingTrace((both, both, *(step(at, digest=2.5 + at) for at in range(MOST_STEPS))), 2, "fp16", 4)
