@@ -144,6 +144,9 @@ class Request:
     lora: str | None = _option(
         None, "LoRA adapters: r=16,targets=all-linear (or q_proj+v_proj),alpha=32.", Panel.TRAINING, "run plan"
     )
+    quantize: str | None = _option(
+        None, "nf4: keep the base weights of --lora in 4 bits (QLoRA).", Panel.TRAINING, "run plan"
+    )
     attention: str | None = _option(
         None,
         "eager, sdpa, flash_attention_2, flash_attention_3 or flex_attention.",
