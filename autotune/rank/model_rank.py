@@ -38,7 +38,7 @@ class ModelRank(BaseRank):
         self.enter(Phase.INIT)
         self.fault(Phase.INIT)
         self._build()
-        # A state dict of 4-bit weights has keys that no module takes back, so that frozen ones are left out, as by Trainer for peft.
+        # No module loads the keys of a 4-bit weight again. Frozen weights are left out, as Trainer does for peft.
         coded = self.job.lora is not None and bool(self.job.lora.quantize)
         save = (
             partial(self.engine.save_checkpoint, exclude_frozen_parameters=True)
