@@ -96,7 +96,7 @@ lint: setup
 docs: setup  # the site with its generated pages, into build/docs; a missing page or link ends it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-picture: setup  # the README's, of a new run: three minutes
+picture: setup  # the README's, of a new run: two minutes
 	$(BIN)/python docs/making/picture.py --record
 
 # In environments with the frameworks that people fine-tune with, made from environments/*.txt: ENVIRONMENTS, gigabytes.

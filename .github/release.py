@@ -1,6 +1,7 @@
 """Check that a tag may be published: `python .github/release.py v0.2.0`. Needs nothing but Python.
 
 The tag is the package's version. The changelog's first section has that version and a date, and the citation names it.
+Documents and printed hints install from PyPI. Before the first release they install from a checkout: `--switch` changes them.
 """
 
 from __future__ import annotations
@@ -10,10 +11,36 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+NAME = "deepspeed-autotune"
+VERSION_FILE = ROOT / "autotune" / "_version.py"
+UNRELEASED = re.compile(r"<!-- unreleased -->.*?<!-- released -->\n*", re.DOTALL)
+CHECKOUT = re.compile(r"((?:pipx?|uv tool) install |uvx --from )('?)\.(?=\[\w+\]|[\s`&]|$)", re.MULTILINE)
 
 
-def troubles(tag: str, version_file: str, changelog: str, citation: str) -> list[str]:
-    """Return the reasons why the tag may not be published, a line each."""
+def documents() -> list[Path]:
+    """Return the texts that say how to install the package."""
+    found = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    return [*sorted(found), *sorted((ROOT / "examples").rglob("*.ipynb"))]
+
+
+def switched(text: str) -> str:
+    """Return a document that installs from PyPI."""
+    return CHECKOUT.sub(rf"\1\2{NAME}", UNRELEASED.sub("", text))
+
+
+def switch() -> None:
+    """Change documents and printed hints, so that they install from PyPI."""
+    for path in documents():
+        path.write_text(switched(path.read_text(encoding="utf-8")), encoding="utf-8")
+    VERSION_FILE.write_text(VERSION_FILE.read_text().replace("ON_PYPI = False", "ON_PYPI = True"))
+
+
+def troubles(tag: str, version_file: str, changelog: str, citation: str, texts: dict[str, str]) -> list[str]:
+    """Return the reasons why the tag may not be published, a line each.
+
+    Args:
+        texts: the documents, by name.
+    """
     version = (re.findall(r'__version__ = "([^"]+)"', version_file) or ["none"])[0]
     heading = (re.findall(r"^## (.+)$", changelog, re.MULTILINE) or ["none"])[0]
     cited = (re.findall(r"^version: (.+)$", citation, re.MULTILINE) or ["none"])[0]
@@ -24,13 +51,20 @@ def troubles(tag: str, version_file: str, changelog: str, citation: str) -> list
         found.append(f"CHANGELOG.md begins with {heading!r}; expected '{version} (YYYY-MM-DD)'")
     if cited != version:
         found.append(f"CITATION.cff has version {cited}; expected {version}")
+    old = [name for name, text in texts.items() if switched(text) != text]
+    if "ON_PYPI = True" not in version_file or old:
+        places = ", ".join(["autotune/_version.py"] * ("ON_PYPI = True" not in version_file) + old)
+        found.append(f"{places}: installs from a checkout; run `python .github/release.py --switch` and commit")
     return found
 
 
 def main() -> None:
+    if sys.argv[1:] == ["--switch"]:
+        return switch()
     tag = sys.argv[1] if len(sys.argv) == 2 else sys.exit("expected one tag, like v0.2.0")
     files = ("autotune/_version.py", "CHANGELOG.md", "CITATION.cff")
-    found = troubles(tag, *((ROOT / name).read_text() for name in files))
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in documents()}
+    found = troubles(tag, *((ROOT / name).read_text() for name in files), texts)
     sys.exit("\n".join(found) if found else 0)
 
 

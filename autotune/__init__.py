@@ -1,26 +1,32 @@
 """autotune: finds the fastest DeepSpeed config that fits, by measuring it.
 
-Public names: `tune`, `open_study`, `export_study`, `launch`, `StudyCallback` and `__version__`. Importing this package imports
-neither torch nor deepspeed; docs/architecture.md describes its parts.
+Public names: `tune`, `plan`, `open_study`, `Study`, `export_study`, `launch`, `StudyCallback` and `__version__`. Importing this
+package imports neither torch nor deepspeed; docs/architecture.md describes its parts.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from autotune._version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from typing_extensions import Unpack
+
+    from autotune.commands.keywords import LaunchOptions, PlanOptions, RunOptions
     from autotune.commands.run import RunSummary
+    from autotune.commands.study_output import Study
     from autotune.recovery.supervisor import LaunchSummary
     from autotune.recovery.trainer_callback import StudyCallback
-    from autotune.search.study import StudyStore
+    from autotune.results.plan import Plan
 
-__all__ = ["StudyCallback", "__version__", "export_study", "launch", "open_study", "tune"]
+__all__ = ["Study", "StudyCallback", "__version__", "export_study", "launch", "open_study", "plan", "tune"]
 
 
-def tune(command: list[str] | None = None, *, quiet: bool = False, **options: Any) -> RunSummary:
+def tune(command: Sequence[Any] | None = None, *, quiet: bool = False, **options: Unpack[RunOptions]) -> RunSummary:
     """Tune, verify and export, as `autotune run` does; an existing study resumes.
 
     Args:
@@ -29,25 +35,50 @@ def tune(command: list[str] | None = None, *, quiet: bool = False, **options: An
         options: the command's options by name with underscores: `model`, `gpus`, `budget`, `study`, `space`, `global_batch_size`,
             `max_trials` and so on; `attention` for `--attn`, `compiled` for `--compile`, `packed` for `--packing`, `maps` for
             `--map`. Values are texts as on the command line, or Python's: `budget=600` is in seconds, `memory_cap=2**34` in
-            bytes, `headroom=0.1` a share, a path a `Path`.
+            bytes, `headroom=0.1` a share, a path a `Path`, a space a name, a file or a mapping.
 
     Returns:
         The winner with its measurement, the files written, and the lines for display.
 
     Raises:
-        autotune.errors.UserError: bad input, or a script that fails by itself.
+        autotune.errors.BadArgument: bad input; it is a ValueError and a UserError.
+        autotune.errors.Unusable: a script that fails by itself.
         autotune.errors.NothingFits: no candidate is feasible.
         autotune.errors.MachineTrouble: the machine fails, for any candidate.
     """
     from rich.console import Console
 
-    from autotune.commands.request import request_of
+    from autotune.commands.request import python_errors, request_of
     from autotune.commands.run import run_study
 
-    return run_study(request_of("run", command, options, "quiet"), Console(quiet=quiet), quiet=quiet)
+    with python_errors():
+        return run_study(request_of("run", command, options, "quiet"), Console(quiet=quiet), quiet=quiet)
 
 
-def open_study(study: str, storage: str | None = None) -> StudyStore:
+def plan(*, quiet: bool = True, **options: Unpack[PlanOptions]) -> Plan:
+    """Predict which configs fit and how fast they are, as `autotune plan` does. Nothing is run, and no GPU is needed.
+
+    Args:
+        quiet: print no notes.
+        options: the command's options by name with underscores: `model`, `gpu`, `gpus`, `nodes`, `seq_len`, `global_batch_size`,
+            `tokens`, `price` and so on.
+
+    Returns:
+        The fastest configs that fit, each way to train, other GPUs that would do, and changes that would help.
+
+    Raises:
+        autotune.errors.BadArgument: bad input; it is a ValueError and a UserError.
+    """
+    from autotune.commands.plan import plans
+    from autotune.commands.request import python_errors, request_of
+
+    with python_errors():
+        request = request_of("plan", None, options, "quiet")
+        (found,) = plans(request, [request.gpu], (lambda text: None) if quiet else print)
+    return found
+
+
+def open_study(study: str | PurePath, storage: str | None = None) -> Study:
     """Open an existing study: its trials, calls and winner.
 
     Args:
@@ -55,15 +86,17 @@ def open_study(study: str, storage: str | None = None) -> StudyStore:
         storage: its database, if that is not in the folder.
 
     Raises:
-        autotune.errors.UserError: there is no study of that name.
+        autotune.errors.BadArgument: there is no study of that name.
     """
-    from autotune.search.study import StudyStore
+    from autotune.commands.request import python_errors
+    from autotune.commands.study_output import Study
 
-    return StudyStore.load(study, storage)
+    with python_errors():
+        return Study.load(str(study), storage)
 
 
 def export_study(
-    study: str,
+    study: str | PurePath,
     *,
     style: str = "deepspeed",
     out: str | Path | None = None,
@@ -74,39 +107,48 @@ def export_study(
 
     Args:
         study: its name, or its folder.
-        style: `deepspeed`, `accelerate` or `hf`.
+        style: `deepspeed`, `accelerate`, `hf` or `sbatch`.
         out: file to write; default: in the study's folder.
         trial: a trial's number instead of the winner.
         storage: its database, if that is not in the folder.
 
     Raises:
-        autotune.errors.UserError: no such study, trial or style, or a file that cannot be written.
+        autotune.errors.BadArgument: no such study, trial or style, or a file that cannot be written.
     """
+    from autotune.commands.request import python_errors
     from autotune.results.export import export_study as export
 
-    return export(study, storage, style, Path(out) if out is not None else None, trial)
+    with python_errors():
+        return export(str(study), storage, style, Path(out) if out is not None else None, trial)
 
 
-def launch(study: str, command: list[str], **options: Any) -> LaunchSummary:
+def launch(
+    study: str, command: Sequence[Any], *, say: Callable[[str], None] = print, **options: Unpack[LaunchOptions]
+) -> LaunchSummary:
     """Train a script under a study's winner and restart it after an OOM, as `autotune launch` does.
 
     Args:
         study: name of the study, or its folder.
         command: the script and its arguments.
+        say: receives lines for display.
         options: `max_restarts`, `hang_timeout`, `memory_cap`, `maps`, `storage`, `python`, `trust`, `convert` and
-            `global_batch_size`, as on the command line; `say` receives lines for display (default: print).
+            `global_batch_size`, as on the command line.
 
     Raises:
-        autotune.errors.UserError: bad input, or a study of another script.
+        autotune.errors.BadArgument: bad input, or a study of another script.
     """
     from autotune.commands.launch import launch_training
-    from autotune.commands.request import request_of
+    from autotune.commands.request import python_errors, request_of
 
-    say = options.pop("say", print)
-    return launch_training(request_of("launch", command, options, "say", study=study), say)
+    with python_errors():
+        return launch_training(request_of("launch", command, options, "say", study=study), say)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Study":  # imports Optuna
+        from autotune.commands.study_output import Study
+
+        return Study
     if name == "StudyCallback":  # a subclass of a transformers class, whose import takes seconds
         from autotune.recovery.trainer_callback import StudyCallback
 

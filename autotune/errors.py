@@ -6,6 +6,8 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from enum import IntEnum
+from typing import ClassVar
 
 from autotune.masking import masked
 from autotune.versions import StrEnum
@@ -13,15 +15,46 @@ from autotune.versions import StrEnum
 _ENDLESS = re.compile(r"\S{500,}")  # longer than any typed path, flag or number
 
 
+class ExitCode(IntEnum):
+    """Exit codes of the command line. `launch` returns the exit code of the training instead."""
+
+    def __new__(cls, value: int, meaning: str) -> ExitCode:
+        """Create a member from its number and its meaning."""
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        return member
+
+    meaning: str  # one sentence of the reference page
+
+    DONE = 0, "The command has done its work: there is a winner, a plan that fits, a file."
+    FINDINGS = 1, "`doctor` found something that prevents tuning; or autotune itself failed, with a traceback."
+    BAD_INPUT = 2, "The input is wrong. One line says what is wrong and what to do."
+    NOTHING_FITS = (
+        3,
+        "There is no winner. The last lines say what came closest and what would fit, or why no trial ran.",
+    )
+    MACHINE = 4, "The machine fails, whatever the config: a driver, a network, a full disk, a lost database."
+    INTERRUPTED = 130, "Ctrl-C or SIGTERM. Measurements are kept, and the same command continues."
+
+
 class DisplayedError(Exception):
     """Error with a text for display. The text holds no secrets."""
+
+    exit_code: ClassVar[ExitCode] = ExitCode.FINDINGS
 
     def __init__(self, text: str = "") -> None:
         super().__init__(_ENDLESS.sub(lambda word: f"{word[0][:100]}…", masked(text)))
 
 
 class UserError(DisplayedError):
-    """Bad input: the message names the problem, the expected input and the fix. The CLI exits with 2."""
+    """Bad input: the message names the problem, the expected input and the fix."""
+
+    exit_code = ExitCode.BAD_INPUT
+
+
+class BadArgument(UserError, ValueError):
+    """Bad input to a function of the Python API: the message names its parameters."""
 
 
 class Cause(StrEnum):
@@ -46,20 +79,30 @@ class Unusable(UserError):
 
 
 class NothingFits(DisplayedError):
-    """Search without a feasible candidate. The CLI exits with 3."""
+    """Search without a feasible candidate."""
+
+    exit_code = ExitCode.NOTHING_FITS
 
 
 class MachineTrouble(DisplayedError):
-    """Failure of the machine for any candidate: a driver, a network interface, shared memory. The CLI exits with 4."""
+    """Failure of the machine for any candidate: a driver, a network interface, shared memory."""
+
+    exit_code = ExitCode.MACHINE
 
 
 class Stopped(DisplayedError):
-    """Stop by the user before there was a result. The CLI exits with 130."""
+    """Stop by the user before there was a result."""
+
+    exit_code = ExitCode.INTERRUPTED
 
 
-def near(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean A or B?` for a misspelt word, or an empty string."""
-    matches = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.5)
+def near(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return `; did you mean A or B?` for a misspelt word, or an empty string if none is similar.
+
+    Args:
+        cutoff: least similarity, from 0 (the three nearest words) to 1.
+    """
+    matches = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=cutoff)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 

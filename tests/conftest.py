@@ -83,6 +83,8 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/test_users_files.py": "scripts",
     "tests/sandbox/test_trials.py": "scripts",
     "tests/test_launchers.py": "scripts",
+    "tests/test_printed_forms.py": "scripts",
+    "tests/test_public_scripts.py": "scripts",
     "tests/test_wheel.py": "wheel",
     "tests/test_end_to_end.py": "finished_study",
     "tests/results/test_plan.py": "plan",
@@ -309,7 +311,7 @@ def tracer_process(monkeypatch: pytest.MonkeyPatch) -> None:
 _RUN_TRACER = tracing._run_tracer
 
 
-def _trace_here(options: list[str], asked: str, timeout_seconds: float) -> tuple[str, str]:
+def _trace_here(options: list[str], asked: str, timeout_seconds: float, *_: object) -> tuple[str, str]:
     """What a tracer's process writes, from this process."""
     tracer = importlib.import_module("autotune.predict.tracer")
     out, err = io.StringIO(), ""

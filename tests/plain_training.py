@@ -1,10 +1,12 @@
 """Trainings that know nothing of autotune, as their users start them."""
 
+import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from autotune.problem.training_trace import TrainingTrace
 from autotune.workers.jit_ops import FOLDER, own_folder
 
 _AT_THEIR_END = Path(__file__).parent / "plainly"  # a `sitecustomize` of their ranks
@@ -31,3 +33,19 @@ def train(
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def traced(words: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None) -> TrainingTrace:
+    """Train with a command and return the trace of its ranks.
+
+    Raises:
+        AssertionError: it failed, or it has stepped too few times.
+    """
+    below = folder / "plain_trace"
+    below.mkdir(exist_ok=True)
+    for old in below.iterdir():
+        old.unlink()
+    train(words, folder, {**(variables or {}), "PLAIN_TRACE": str(below)})
+    found = TrainingTrace.merged([json.loads(one.read_text()) for one in sorted(below.iterdir())])
+    assert found is not None
+    return found

@@ -14,13 +14,13 @@ from autotune.util.units import MIB
 from tests.conftest import make_candidate, make_job
 
 
-def study_of_every_kind(runs: Path, kinds: tuple[OutcomeKind, ...] = tuple(OutcomeKind)) -> StudyStore:
-    """The study `s` in `runs`: a trial of each kind of outcome; where something fits also one that is slower than the winner,
+def study_of_every_kind(runs: Path, kinds: tuple[OutcomeKind, ...] = tuple(OutcomeKind), name: str = "s") -> StudyStore:
+    """A study in `runs`: a trial of each kind of outcome; where something fits also one that is slower than the winner,
     and the winner, verified."""
-    folder = runs / "s"
+    folder = runs / name
     folder.mkdir(parents=True)
     space = load_space("cpu_demo")
-    store, _ = StudyStore.create_or_resume("s", default_storage(folder), folder, make_job(), detect("cpu", 2), space)
+    store, _ = StudyStore.create_or_resume(name, default_storage(folder), folder, make_job(), detect("cpu", 2), space)
     store.begin_call(60)
     for at, kind in enumerate(kinds):
         measured = Measurement(1.0, 0.01, 5, 8.0 + at, 256.0, 300 * MIB, mfu=0.4, model_tflops_per_gpu=1.0)

@@ -1,5 +1,10 @@
-"""Small rebuilds of public training scripts (`tests/scripts/cases/`), learnt from on real ranks."""
+"""Cases of issue 35: small rebuilds of public training scripts (`tests/scripts/cases/`), most of them on real ranks.
 
+Cases 01, 05, 06 and 22 are also in `test_certificates.py`. A list of stages in a config (17) is one of the bad inputs in
+`cli/test_app.py`.
+"""
+
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,11 +13,19 @@ import pytest
 
 from autotune.commands.script_probe import Probe, after_probe
 from autotune.commands.setup import Setup
+from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, samples
+from autotune.problem.hardware import named_hardware
+from autotune.problem.job import Script
+from autotune.problem.outcome import Measurement
 from autotune.problem.space import load_space
-from autotune.script.profile import BY_HAND, FOUND, job_of, own_candidate
+from autotune.recovery.ladder import recovery_ladder
+from autotune.results.console import train_with
+from autotune.script.argument_files import FOUND
+from autotune.script.profile import BY_HAND, job_of, own_candidate
 from autotune.script.script import command
-from tests.conftest import SCRIPTS, Scripts, make_candidate
+from autotune.util.units import GIB
+from tests.conftest import SCRIPTS, Scripts, make_candidate, make_job
 
 ADAM = {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}}
 
@@ -89,8 +102,6 @@ def test_batches_summed_by_hand_are_counted_and_faulty_stages_left_out(scripts: 
 @pytest.mark.slow
 def test_a_model_whose_parts_are_called_is_predicted(scripts: Scripts, tmp_path: Path) -> None:
     """Neither the engine nor its module is called, so that no forward is counted."""
-    from autotune.predict.trace import traced_predictor
-
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "zero_optimization": zero(1)}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     found = scripts.probe(case("submodules", "--deepspeed_config", "ds.json"), tmp_path)
@@ -99,3 +110,41 @@ def test_a_model_whose_parts_are_called_is_predicted(scripts: Scripts, tmp_path:
     predictor = traced_predictor(setup.job, setup.hardware)
     assert all(one.step_seconds > 0 for one in predictor.predict_many(list(setup.candidates[:8])))
     assert scripts.measure(found, own_candidate(found.script).but(zero_stage=2)).ok
+
+
+def test_a_printed_command_of_accelerate_carries_the_batch(tmp_path: Path) -> None:
+    """Cases 09 and 10: Hugging Face's flag, and a flag that was found."""
+    accelerate = ("accelerate", "launch", "--use_deepspeed", "--deepspeed_config_file", "ds.json")
+    profile = {"loader_prepared": True, "through_arguments": False, "micro_batch": 4, "accumulation": 4, "flags": []}
+    for flag, found in (
+        ("--per_device_train_batch_size", {}),
+        ("--train_batch_size", {MICRO_BATCH: "--train_batch_size"}),
+    ):
+        argv = ("train.py", flag, "4", "--gradient_accumulation_steps", "4")
+        script = Script(
+            argv, str(tmp_path), tuple(found.items()), launcher=accelerate, profile={**profile, FOUND: found}
+        )
+        told = train_with(make_candidate(1, 16, 1), make_job(script=script), "s", tmp_path / "s.json", 1)
+        name, words = told.commands[0]
+        assert name == "train with"
+        assert words.endswith(f"train.py {flag} 16 --gradient_accumulation_steps 1")
+        assert not told.hints, "no line about its data loader"
+
+
+def test_a_training_that_counts_micro_batches_steps_down_with_its_micro_batch(tmp_path: Path) -> None:
+    """Case 21: its schedule counts iterations, so its batch is kept."""
+    job = make_job(4, model="qwen2.5-0.5b", seq_len=1024, precision="bf16", global_batch_size=64)
+    predictor = traced_predictor(job, named_hardware("rtx4090", 4))
+    top = make_candidate(1, 8, 2, reduce_bucket_size=500_000_000, activation_checkpointing=False)
+    profile = {"batch_note": "the schedule advances with iterations of your loop", "micro_batch": 8, "accumulation": 2}
+    held = dataclasses.replace(job, script=Script(("train.py",), "/", profile=profile))
+    ladder = recovery_ladder(top, load_space("default"), held, predictor, {})
+    assert len(ladder) > 1
+    assert {rung.candidate.micro_batch for rung in ladder} == {8}
+    small = tmp_path / "small.yaml"
+    small.write_text(
+        "knobs:\n  zero_stage: [1]\n  reduce_bucket_size: [500_000_000]\n  allgather_bucket_size: [500_000]\n  train_micro_batch_size_per_gpu: [4, 8]\n"
+    )
+    measured = {top: Measurement(0.1, 0.0, 5, 1e9, 1e9, 100 * GIB)}
+    (only,) = recovery_ladder(top, load_space(str(small)), held, predictor, measured)
+    assert only.candidate == top, "no rung is the first once more, without its word on checkpointing"

@@ -131,3 +131,32 @@ def test_outside_of_slurm_the_job_says_so(tmp_path: Path) -> None:
     done = subprocess.run(["bash", str(SBATCH)], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "submit this with sbatch" in done.stderr
+
+
+SHOWN = """
+import ast, json, sys
+
+for cell in json.load(open(sys.argv[1], encoding="utf-8"))["cells"]:
+    if cell["cell_type"] != "code":
+        continue
+    body = ast.parse("".join(cell["source"]).replace("max_trials=4", "max_trials=1")).body
+    shown = body.pop() if isinstance(body[-1], ast.Expr) else None
+    exec(compile(ast.Module(body, []), cell["id"], "exec"), globals())
+    if shown is not None:
+        value = eval(compile(ast.Expression(shown.value), cell["id"], "eval"))
+        print(cell["id"], value._repr_html_()[:60] if hasattr(value, "_repr_html_") else repr(value))
+"""
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    """Without Jupyter: each cell in one namespace, and the value of its last line as a notebook shows it."""
+    pytest.importorskip("pandas")
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))
+    assert [cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code" and cell["outputs"]] == []
+    assert (notebook["nbformat"], len({cell["id"] for cell in notebook["cells"]})) == (4, len(notebook["cells"]))
+    said = run(tmp_path, sys.executable, "-c", SHOWN, str(EXAMPLES / "notebook.ipynb"))
+    assert "GiB a GPU, fits with 9" in said
+    assert "winner: ZeRO-" in said
+    assert '<iframe title="autotune study"' in said
+    assert "notebook.training_arguments.json" in said

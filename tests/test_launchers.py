@@ -17,9 +17,10 @@ from autotune.script.argument_writer import winners_files
 from autotune.script.parse_command import read_command
 from autotune.script.profile import job_of, own_candidate
 from autotune.script.script import carried, training_command, typed, variables_for
+from autotune.search.certificate import Verdict, compare
 from tests.cli_call import call
 from tests.conftest import SCRIPTS, Scripts, free_port, make_candidate
-from tests.plain_training import train
+from tests.plain_training import traced, train
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -111,7 +112,13 @@ def test_a_command_is_tuned_as_it_is_typed(
 
     assert carried(probed.script)
     assert [word for word in typed(probed.script) if word not in command] == []
-    train(printed(probed, scripts, TRIED, folder), folder, variables_for(probed.script, 2))
+    if probed.script.profile["loader_prepared"]:  # the printed hint: `with batch_size=4 in its data loader`
+        source = folder / "train.py"
+        source.write_text(source.read_text().replace("batch_size=2)", "batch_size=4)"))
+    plain = traced(printed(probed, scripts, TRIED, folder), folder, variables_for(probed.script, 2))
+    assert outcome.trace is not None
+    certificate = compare(outcome.trace, TRIED, plain, TRIED)
+    assert certificate.verdict is Verdict.SAME, "what is printed trains the same as what was measured"
     seen = json.loads((folder / "told.json").read_text())
     assert (seen["stage"], seen["micro_batch"], seen["accumulation"]) == (2, 4, 3)
     assert {**seen["env"], **told, "WORLD_SIZE": "2"} == seen["env"]

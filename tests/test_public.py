@@ -1,5 +1,6 @@
 """Public API: names that `import autotune` gives."""
 
+import html
 import importlib
 import re
 import subprocess
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 
 import autotune
-from autotune.commands import run
-from autotune.commands.request import Request
-from autotune.errors import UserError
+from autotune.commands import keywords, run
+from autotune.commands.request import Request, keywords_text
+from autotune.errors import BadArgument, UserError
 from autotune.util.units import parse_bytes, parse_duration, parse_share
+from tests.studies import study_of_every_kind
 
 ROOT = Path(__file__).parent.parent
 
@@ -57,7 +59,7 @@ def test_launch_takes_the_commands_options(tmp_path: Path, monkeypatch: pytest.M
         autotune.launch(
             "mine", ["train.py"], max_restarts=2, hang_timeout="5m", memory_cap="1GiB", say=lambda text: None
         )
-    with pytest.raises(UserError, match="--max-restarts -1"):
+    with pytest.raises(UserError, match=r"^max_restarts -1"):
         autotune.launch("mine", ["train.py"], max_restarts=-1)
     with pytest.raises(UserError, match="no duration"):
         autotune.launch("mine", ["train.py"], hang_timeout="soon")
@@ -104,6 +106,62 @@ def test_tune_takes_pythons_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuned(monkeypatch, None, gpus=None, budget=None) == Request()
 
 
+def test_plan_is_the_plan_of_the_command() -> None:
+    found = autotune.plan(model="gemma-2-2b", gpu="h100", gpus=2, space={"knobs": {"zero_stage": [2, 3]}})
+    assert {one.candidate.stage for one in found.best} <= {2, 3}
+    assert (found.hardware.count, found.job.model.name) == (2, "gemma-2-2b")
+    with pytest.raises(BadArgument, match=r"^global_batch_size 7 |^a global batch of 7 over 2 ranks"):
+        autotune.plan(model="gemma-2-2b", gpu="h100", gpus=2, global_batch_size=7)
+    with pytest.raises(BadArgument, match=r"^host_memory 64 is 64 bytes; did you mean 64GiB"):
+        autotune.plan(model="gemma-2-2b", gpu="h100", host_memory=64)
+    with pytest.raises(BadArgument, match="no option 'budget'"):
+        autotune.plan(budget="5m")  # type: ignore[call-arg]
+
+
+def test_typed_keywords_are_those_of_the_request() -> None:
+    shipped = Path(keywords.__file__).read_text()
+    assert shipped == keywords_text(), "python -m autotune.commands.request > autotune/commands/keywords.py"
+    assert "budget" in keywords.RunOptions.__annotations__
+    assert "gpu" in keywords.PlanOptions.__annotations__
+
+
+def test_a_study_shows_itself_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    stored = study_of_every_kind(tmp_path / "runs")
+    study = autotune.open_study("s")
+    assert isinstance(study, autotune.Study)
+    assert study.best == stored.winner
+    assert len(study.trials) == len(stored.records())
+    assert repr(study) == f"<Study 's': {len(study.trials)} trials, best z0 mb1 ga1 at 8 samples/s, verified>"
+    page = study._repr_html_()
+    assert page.startswith("<iframe ")
+    assert html.unescape(page.partition('srcdoc="')[2]).startswith("<!doctype html>")
+    assert [path.name for path in study.export("hf")] == ["s.training_arguments.json", "s.training_arguments.meta.json"]
+    assert study.report() == Path("runs/s/s.html")
+    with pytest.raises(ValueError, match=r"^style toml: expected one of"):
+        study.export("toml")
+    with pytest.raises(ValueError, match=r"^trial 1: no measured trial"):
+        study.export(trial=1)
+    with pytest.raises(ValueError, match=r"no study 'nowhere'.*`storage` reaches"):
+        autotune.open_study("nowhere")
+
+
+def test_a_study_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    study_of_every_kind(tmp_path / "runs")
+    study = autotune.open_study("s")
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        study.to_dataframe()
+    monkeypatch.delitem(sys.modules, "pandas")
+    pytest.importorskip("pandas", reason="pandas is optional")
+    table = study.to_dataframe()
+    assert list(table["trial"]) == [one.number for one in study.trials]
+    assert table["samples_per_second"].max() == 8.0
+    assert set(table["outcome"]) >= {"ok", "oom_device"}
+    assert "knob.zero_stage" in table.columns
+
+
 @pytest.mark.parametrize(
     ("command", "options", "said"),
     [
@@ -134,14 +192,23 @@ def test_tune_takes_pythons_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, {"model": "tiny-llama", "device": "cpu", "budget": "soon"}, "'soon' is no duration"),
         (None, {"model": "tiny-llama", "device": "cpu", "headroom": 5}, "a share of '5' is not possible"),
         (None, {"model": "tiny-llama", "device": "cpu", "memory_cap": 0}, "a size of '0' is not possible"),
-        (None, {"model": "tiny-llama", "device": "cpu", "gpus": "0"}, "--gpus 0: expected at least 1"),
+        (None, {"model": "tiny-llama", "device": "cpu", "gpus": "0"}, "gpus 0: expected at least 1"),
+        (
+            None,
+            {"model": "tiny-llama", "device": "cpu", "space": {"knobs": {"zero_stag": [1]}}},
+            "space:2: zero_stag: unknown",
+        ),
+        (None, {"space": {"knobs": object()}, "model": "tiny-llama", "device": "cpu"}, "space: expected plain data"),
+        (None, {"track": ["nowhere"], "model": "tiny-llama", "device": "cpu"}, "track nowhere: expected wandb"),
     ],
 )
 def test_tune_refuses_what_an_option_cannot_be_in_one_line(
     command: Any, options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(ValueError) as caught:
         autotune.tune(command, quiet=True, **options)
+    assert isinstance(caught.value, UserError)
+    assert re.search(r"(?<![\w-])--(?!epochs|x|b\b)\w", str(caught.value)) is None, "Python has no options"
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)

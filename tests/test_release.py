@@ -13,6 +13,14 @@ import pytest
 import yaml
 
 import autotune
+from autotune._version import ON_PYPI, install_command
+from autotune.versions import RANGES
+from tests.documents import check_values, parsed, words_of
+
+if sys.version_info >= (3, 11):
+    import tomllib as tomli
+else:
+    tomli = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).parents[1]
 GITHUB = ROOT / ".github"
@@ -22,14 +30,19 @@ VERSION_FILE = (ROOT / "autotune" / "_version.py").read_text()
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (GITHUB / "workflows").glob("*.yml")}
 
 
-def troubles(tag: str, **changed: str) -> list[str]:
+def release() -> Any:
     spec = importlib.util.spec_from_file_location("release", GITHUB / "release.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    texts = {"version_file": VERSION_FILE, "changelog": CHANGELOG, "citation": CITATION, **changed}
-    return list(module.troubles(tag, **texts))
+    return module
+
+
+def troubles(tag: str, **changed: Any) -> list[str]:
+    on_pypi = VERSION_FILE.replace("ON_PYPI = False", "ON_PYPI = True")
+    texts = {"version_file": on_pypi, "changelog": CHANGELOG, "citation": CITATION, "texts": {}, **changed}
+    return list(release().troubles(tag, **texts))
 
 
 def test_notes_and_citation_are_of_this_version() -> None:
@@ -52,6 +65,84 @@ def test_a_tag_is_published_only_when_all_say_the_same() -> None:
     done = subprocess.run([sys.executable, str(GITHUB / "release.py"), "v9.9.9"], capture_output=True, text=True)
     assert done.returncode == 1
     assert "the tag is v9.9.9" in done.stderr
+
+
+def test_documents_install_from_a_checkout_until_a_release_switches_them() -> None:
+    found = {path.relative_to(ROOT).as_posix(): path.read_text() for path in release().documents()}
+    changed = {name for name, text in found.items() if release().switched(text) != text}
+    version, dated = f"v{autotune.__version__}", re.sub(r"\(.+\)", "(2026-12-01)", CHANGELOG, count=1)
+    refused = troubles(version, version_file=VERSION_FILE, changelog=dated, texts=found)
+    if ON_PYPI:
+        assert changed == set()
+        assert refused == []
+    else:
+        assert {"README.md", "docs/index.md", "docs/environments.md"} <= changed
+        assert [name for name, text in found.items() if "install deepspeed-autotune" in text] == []
+        assert "autotune/_version.py, README.md" in refused[0]
+        assert "--switch" in refused[0]
+    after = {name: release().switched(text) for name, text in found.items()}
+    assert troubles(version, changelog=dated, texts=after) == []
+    for text in after.values():
+        assert not re.search(r"install '?\.[\s\[]|<!-- unreleased", text)
+
+
+def test_the_printed_hint_installs_from_where_the_package_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune._version.ON_PYPI", False)
+    assert install_command("train") == "pip install '.[train]' in a checkout of autotune"
+    monkeypatch.setattr("autotune._version.ON_PYPI", True)
+    assert install_command("train") == "pip install 'deepspeed-autotune[train]'"
+
+
+# -- packages ------------------------------------------------------------------------------------------------------------
+
+PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text())
+IMAGES = {path.suffix[1:]: path.read_text() for path in (ROOT / "packaging" / "docker").glob("Dockerfile.*")}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_holds_all_packages_and_supported_versions(name: str) -> None:
+    text = IMAGES[name]
+    copied = {word for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for word in line.split()}
+    assert all((ROOT / word).exists() for word in copied)
+    folders = {"autotune", *(path.split("/")[0] for path in PROJECT["tool"]["setuptools"]["package-dir"].values())}
+    assert folders | {"pyproject.toml", PROJECT["project"]["readme"]} <= copied
+    for package, version in re.findall(r"^ARG (TORCH|DEEPSPEED|TRANSFORMERS)=(\S+)$", text, re.MULTILINE):
+        oldest, newest = RANGES[package.lower()]
+        assert oldest <= tuple(map(int, version.split(".")[:2])) <= newest
+    assert all("--no-cache-dir" in line for line in text.splitlines() if "pip install" in line), "hadolint DL3042"
+    assert f"-f packaging/docker/Dockerfile.{name} " in text
+
+
+def test_the_workflow_builds_every_image_and_plans_in_it() -> None:
+    job = WORKFLOWS["images"]["jobs"]["build"]
+    assert sorted(job["strategy"]["matrix"]["image"]) == sorted(IMAGES)
+    runs = [step["run"] for step in job["steps"] if "run" in step]
+    assert any(run.startswith("docker build -f packaging/docker/Dockerfile.${{ matrix.image }}") for run in runs)
+    commands = [run.partition("autotune:${{ matrix.image }} ")[2] for run in runs if run.startswith("docker run")]
+    assert len(commands) == 2
+    for command in commands:
+        check_values(parsed(words_of(command)[0]))
+
+
+def test_the_conda_recipe_requires_what_the_package_requires() -> None:
+    recipe = yaml.safe_load((ROOT / "packaging" / "conda" / "recipe.yaml").read_text())
+    assert recipe["context"]["version"] == autotune.__version__
+    renamed = {"hjson": "hjson-py"}
+
+    def requirement(text: str) -> tuple[str, str]:
+        name, version = re.fullmatch(r"([\w.-]+?)\s*(>=.*)", text).groups()  # type: ignore[union-attr]
+        return renamed.get(name.lower(), name.lower()), version
+
+    run = [one for one in recipe["requirements"]["run"] if not one.startswith("python ")]
+    assert sorted(map(requirement, run)) == sorted(map(requirement, PROJECT["project"]["dependencies"]))
+    (entry,) = recipe["build"]["python"]["entry_points"]
+    assert entry.split(" = ") == list(*PROJECT["project"]["scripts"].items())
+    (script,) = [test["script"] for test in recipe["tests"] if "script" in test]
+    for line in script:
+        check_values(parsed(words_of(line)[0]))
+
+
+# -- workflows -----------------------------------------------------------------------------------------------------------
 
 
 def steps(workflow: str) -> list[dict[str, Any]]:

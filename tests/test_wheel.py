@@ -95,12 +95,13 @@ def test_what_is_in_wheel_and_source(dist: Path, wheel: Path) -> None:
     packed = set(zipfile.ZipFile(wheel).namelist())
     with tarfile.open(source) as archive:
         given = {name.partition("/")[2] for name in archive.getnames()}
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "autotune").rglob("*.py")}
-    data = {str(path.relative_to(ROOT)) for path in (ROOT / "autotune" / "data").rglob("*.json")}
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "autotune"]
+    files = set(subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
+    assert {Path(name).suffix for name in files} >= {".py", ".json", ".j2"}
     spaces = {path.name for path in (ROOT / "search_spaces").glob("*.yaml")}
     entries = {path.name for path in (ROOT / "gallery" / "entries").glob("*.json")}
     assert {f"autotune/gallery_entries/{name}" for name in entries} <= packed
-    assert modules | data | {"autotune/py.typed"} <= packed & given
+    assert {name for name in files if (ROOT / name).is_file()} - packed & given == set()
     assert {f"autotune/search_spaces/{name}" for name in spaces} <= packed
     assert {f"search_spaces/{name}" for name in spaces} | {"README.md", "LICENSE"} <= given
     assert {name.partition("/")[0].partition("-")[0] for name in packed} == {"autotune", "deepspeed_autotune"}

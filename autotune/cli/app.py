@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,20 +14,24 @@ import typer
 from autotune._version import __version__
 from autotune.cli.machine_commands import agent, doctor, models
 from autotune.cli.options import (
+    Command,
+    Group,
     asking,
     begin,
     console,
     emit,
+    examples,
     fail,
     of_a_database,
     option,
     say,
+    saying,
     takes_request,
     typed_command,
 )
 from autotune.cli.study_commands import diff, export, gallery_app, record, report, share, show, spaces_app
 from autotune.commands.request import STORAGE_VARIABLE, Request
-from autotune.errors import MachineTrouble, NothingFits, Stopped, UserError
+from autotune.errors import DisplayedError, ExitCode
 from autotune.masking import learn_environment
 from autotune.util.streams import is_watched, lasting_streams
 
@@ -33,8 +39,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
+    cls=Group,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",  # panels; texts of users are not part of any help
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -47,11 +52,18 @@ app.add_typer(gallery_app, name="gallery")
 # -- commands ------------------------------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "run --model gemma-2-2b --gpus 4 --budget 30m",
+        "run --gpus 2 -- train.py --deepspeed ds.json",
+        "run job.yaml --budget 1h",
+    ),
+)
 @takes_request
 def run(request: Request) -> None:
     """Tune, verify and export. The same study resumes."""
-    shown = begin("reading the job, the machine and the search space", request.as_json)
+    shown = begin("reading the job, the machine and the search space", request.as_json or request.quiet)
     request = dataclasses.replace(request, command=typed_command())
     if request.executor == "slurm":
         _in_one_job(request)
@@ -88,16 +100,23 @@ def _tune(request: Request, shown: Console) -> None:
         if request.yes or as_json or not is_watched(sys.stdin)
         else (lambda text: typer.confirm(text, default=True))
     )
-    summary = run_study(request, shown, quiet=as_json, confirm=confirm, ask=asking(as_json))
+    summary = run_study(request, shown, quiet=as_json or request.quiet, confirm=confirm, ask=asking(as_json))
     if as_json:
         emit(summary.to_json())
     else:
         print(*summary.lines, *(f"wrote {path}" for path in summary.files), sep="\n")
     if summary.interrupted:
-        raise typer.Exit(130)
+        raise typer.Exit(ExitCode.INTERRUPTED)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "plan --model gemma-2-2b --gpu a100-80gb --gpus 8",
+        "plan --model gemma-2-2b --gpus 8 --compare rtx4090,a100-80gb,h100",
+        "plan job.yaml --html plan.html",
+    ),
+)
 @takes_request
 def plan(request: Request) -> None:
     """Predict which configs fit, their speed and cost, the GPUs needed, and what would help. Nothing is run."""
@@ -108,7 +127,7 @@ def plan(request: Request) -> None:
     if request.html is not None:
         check_out(request.html)
     names = [one for one in map(str.strip, [request.gpu or "", *(request.compare or "").split(",")]) if one]
-    found = plans(request, [*dict.fromkeys(names)] if request.compare else [request.gpu], say)
+    found = plans(request, [*dict.fromkeys(names)] if request.compare else [request.gpu], saying(request.quiet))
     if request.html is not None:
         from autotune.commands.study_output import write_plan
 
@@ -120,10 +139,17 @@ def plan(request: Request) -> None:
     else:
         show_plan(found[0], console())
     if not any(one.best for one in found):
-        raise typer.Exit(3)
+        raise typer.Exit(ExitCode.NOTHING_FITS)
 
 
-@app.command()
+@app.command(
+    cls=Command,
+    epilog=examples(
+        "launch mine -- train.py --deepspeed ds.json",
+        "launch --model gemma-2-2b --global-batch-size 64 -- train.py",
+        "launch job.yaml --max-restarts 3",
+    ),
+)
 @takes_request
 def launch(request: Request) -> None:
     """Train your script with the winner. After an OOM, restart it with a config that needs less memory.
@@ -134,9 +160,9 @@ def launch(request: Request) -> None:
     """
     from autotune.commands.launch import launch_training
 
-    if not request.model:
+    if not request.model and request.study is None and request.script:
         request = dataclasses.replace(request, study=request.script[0], script=request.script[1:])
-    summary = launch_training(request, say, ask=asking(request.as_json))
+    summary = launch_training(request, saying(request.quiet), ask=asking(request.as_json))
     if request.as_json:
         emit(summary.to_json())
     else:
@@ -145,9 +171,19 @@ def launch(request: Request) -> None:
     raise typer.Exit(summary.code)
 
 
-for command in (show, diff, report, export, record, share, models, doctor):
-    app.command()(command)
-app.command(hidden=True)(agent)
+_EXAMPLES: dict[Callable[..., None], tuple[str, ...]] = {
+    show: ("show mine", "show mine --trial 3", "show mine --json"),
+    diff: ("diff before after", "diff runs/before runs/after", "diff before after --json"),
+    report: ("report mine", "report mine --open", "report mine --out page.html"),
+    export: ("export mine", "export mine --format accelerate", "export mine --trial 3 --out trial3.json"),
+    record: ("record mine", "record mine --out table.csv.gz", "record mine --json"),
+    share: ("share mine", "share mine --out entry.json", "share mine --json"),
+    models: ("models", "models --json", "plan --model gemma-2-2b --gpu h100"),
+    doctor: ("doctor", "doctor --python ~/venv/bin/python", "doctor --nvme-path /scratch"),
+}
+for command, shown in _EXAMPLES.items():
+    app.command(cls=Command, epilog=examples(*shown))(command)
+app.command(cls=Command, hidden=True)(agent)
 
 
 @app.callback(invoke_without_command=True)
@@ -159,31 +195,25 @@ def top(version: Annotated[bool, option("Print the version.", "--version")] = Fa
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 2 bad input, 3 nothing feasible, 4 the machine fails, 130 interrupted."""
+    """Run the command line and exit with an `ExitCode`, or with the code of a training."""
     learn_environment()
-    with lasting_streams():
-        _call()
+    with lasting_streams(), ExitStack() as logs:
+        _call(logs)
 
 
-def _call() -> None:
+def _call(logs: ExitStack) -> None:
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, prog_name="autotune", obj=logs)
         if sys.stdout is not None:
             sys.stdout.flush()  # a failed write is reported here, and not by the interpreter at its exit
-        sys.exit(code if isinstance(code, int) else 0)
-    except UserError as error:
-        fail(str(error), 2)
-    except NothingFits as error:
-        fail(str(error), 3)
-    except MachineTrouble as error:
-        fail(str(error), 4)
-    except Stopped as stopped:
-        fail(str(stopped), 130)
+        sys.exit(code if isinstance(code, int) else ExitCode.DONE)
+    except DisplayedError as error:
+        fail(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        sys.exit(130)
+        sys.exit(ExitCode.INTERRUPTED)
     except Exception as error:
         if hasattr(error, "format_message"):  # click's usage errors
-            fail(f"{error.format_message()} (`autotune --help`)", 2)
+            fail(f"{error.format_message()} (`autotune --help`)", ExitCode.BAD_INPUT)
         fail(*of_a_database(error))
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from autotune.cli.options import Json, Python, begin, emit, option, say
+from autotune.errors import ExitCode
 
 
 def models(as_json: Json = False) -> None:
@@ -44,7 +45,7 @@ def doctor(
     if as_json:
         emit([vars(finding) for finding in findings])
     if any(finding.level == "bad" for finding in findings):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FINDINGS)
 
 
 def agent() -> None:

@@ -8,17 +8,20 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import MISSING
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from autotune.commands.request import STORAGE_VARIABLE, Parameter, Request, flag_of, parameters
-from autotune.errors import MachineTrouble, UserError, one_line
+from autotune.errors import ExitCode, MachineTrouble, UserError, one_line
 from autotune.masking import masked_data, masked_words
+from autotune.util.streams import LOG, logging_to
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,18 +86,31 @@ def typed_command() -> str:
 
 
 def say(text: str) -> None:
-    """Print a message to standard error."""
+    """Print a message to standard error, and log it."""
+    LOG.info(text)
+    _print(text)
+
+
+def saying(quiet: bool) -> Callable[[str], None]:
+    """Return a function that prints and logs a message, or only logs it if quiet."""
+    return LOG.info if quiet else say
+
+
+def _print(text: str) -> None:
     with suppress(OSError):  # if nothing can be written, the exit code still reports the failure
         print(f"autotune: {text}", file=sys.stderr, flush=True)
 
 
-def fail(text: str, code: int) -> None:
+def fail(text: str, code: ExitCode) -> None:
     """Print an error and exit with the code. Code 2 (bad input) is printed in one line."""
-    say(" ".join(map(str.strip, text.splitlines())) if code == 2 else text)  # bad input is reported in one line
+    # bad input is reported in one line
+    text = " ".join(map(str.strip, text.splitlines())) if code == ExitCode.BAD_INPUT else text
+    LOG.error(text)
+    _print(text)
     sys.exit(code)
 
 
-def of_a_database(error: Exception) -> tuple[str, int]:
+def of_a_database(error: Exception) -> tuple[str, ExitCode]:
     """Return the line and exit code of an error of a study's database, a disk or a file; raise any other error."""
     if "optuna" not in sys.modules and not isinstance(error, OSError):
         raise error
@@ -104,11 +120,102 @@ def of_a_database(error: Exception) -> tuple[str, int]:
         with failures_in_one_line():
             raise error
     except (UserError, MachineTrouble) as told:
-        return str(told), 2 if isinstance(told, UserError) else 4
+        return str(told), told.exit_code
     except OSError as of_a_file:
         if of_a_file.filename is None:
-            return f"the machine refuses: {one_line(of_a_file)}", 4
-        return f"{of_a_file.filename}: {of_a_file.strerror}", 2
+            return f"the machine refuses: {one_line(of_a_file)}", ExitCode.MACHINE
+        return f"{of_a_file.filename}: {of_a_file.strerror}", ExitCode.BAD_INPUT
+
+
+# -- help --------------------------------------------------------------------------------------------------------------
+
+_VALUES = {int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}  # of options without a metavar
+
+
+def _with_values(params: list[Any]) -> list[Any]:
+    """Return a command's parameters, shown with words for their values. A switch and an argument have none."""
+    for one in params:
+        if isinstance(one, TyperArgument):
+            one.display_type_rich = lambda ctx: None  # type: ignore[method-assign]  # its metavar is its name
+        elif isinstance(one, TyperOption) and one.metavar is None:
+            one.metavar = "" if one.is_flag else _VALUES.get(one.type_descriptor.annotation, "TEXT")
+    return params
+
+
+class Command(TyperCommand):
+    """Command whose help has words for values, and each argument as its metavar."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters for the help."""
+        return _with_values(super().get_params(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line."""
+        return ["[OPTIONS]", *(str(one.metavar) for one in self.params if isinstance(one, TyperArgument))]
+
+
+class Group(TyperGroup):
+    """Group of commands. Without arguments it prints its help, which is no error."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters for the help."""
+        return _with_values(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments; without any, those of `--help`."""
+        return super().parse_args(ctx, args or ["--help"])
+
+
+def examples(*commands: str) -> str:
+    """Return the end of a command's help with these examples, each as typed after `autotune`."""
+    lines = (one.replace("[", "\\[") for one in commands)  # no markup
+    return "[bold]Examples[/bold]\n\n" + "\n\n".join(f"  autotune {one}" for one in lines)
+
+
+# -- names for shell completion ----------------------------------------------------------------------------------------
+
+
+def _model_names() -> Iterable[str]:
+    from autotune.problem.models import shipped_models
+
+    return shipped_models()
+
+
+def _gpu_names() -> Iterable[str]:
+    from autotune.problem.gpu_specs import gpu_table
+
+    return gpu_table()
+
+
+def _space_names() -> Iterable[str]:
+    from autotune.problem.space import shipped_spaces
+
+    return shipped_spaces()
+
+
+def _study_names() -> Iterable[str]:
+    from autotune.search.storage import DATABASES
+
+    return sorted({path.parent.name for file in DATABASES for path in Path("runs").glob(f"*/{file}")})
+
+
+NAMES: dict[str, Callable[[], Iterable[str]]] = {
+    "models": _model_names,
+    "gpus": _gpu_names,
+    "spaces": _space_names,
+    "studies": _study_names,
+    "trackers": lambda: ("wandb", "mlflow", "tensorboard"),
+}
+
+
+def completer(kind: str) -> Callable[[str], list[str]]:
+    """Return a function that completes names of this kind, the last one after a comma included."""
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, word = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in NAMES[kind]() if name.startswith(word)]
+
+    return complete
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -125,36 +232,80 @@ def shared(name: str) -> Any:
 
 
 def _declared(parameter: Parameter, panel: str | None) -> Any:
-    help, option = parameter.help, parameter.option
-    if parameter.metavar is not None:
-        return typer.Argument(metavar=parameter.metavar, help=help)
+    option = parameter.option
+    shown: dict[str, Any] = {"metavar": parameter.metavar, "help": parameter.help}
+    if option.complete:
+        shown["autocompletion"] = completer(option.complete)
+    if option.is_argument:
+        return typer.Argument(**shown)
     flags = option.flags or (flag_of(parameter.name),)
-    return typer.Option(*flags, help=help, rich_help_panel=panel, envvar=option.variable, show_envvar=False)
+    return typer.Option(*flags, rich_help_panel=panel, envvar=option.variable, show_envvar=False, **shown)
 
 
 def takes_request(command: Callable[[Request], None]) -> Callable[..., None]:
     """Return a typer command for a function of a Request. Its options are the fields for the function's name."""
+    name = command.__name__
 
-    def call(**values: Any) -> None:
+    def call(ctx: typer.Context, **values: Any) -> None:
         load_numpy()
         os.environ.pop(STORAGE_VARIABLE, None)  # already read, and ranks need no password
-        command(Request(**{name: value for name, value in values.items() if value is not None}))
+        typed = {one for one in values if getattr(ctx.get_parameter_source(one), "name", "") in _TYPED}
+        values = {one: value for one, value in values.items() if value is not None}
+        request = Request(**_with_job_file(name, values, typed))
+        with ExitStack() as alone:
+            logs = ctx.obj if isinstance(ctx.obj, ExitStack) else alone  # `main`'s, which logs its errors, too
+            logs.enter_context(logging_to(request.log_file, verbose=request.verbose))
+            command(request)
 
-    found = []
-    for one in parameters(command.__name__):
+    context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    found = [context]
+    for one in parameters(name):
         kind = str if str in one.types else one.types[0]  # texts with a number are parsed later
         default = inspect.Parameter.empty if one.default is MISSING else one.default
         annotation: Any = Annotated[kind if default is not None else kind | None, _declared(one, one.panel.value)]
         found.append(
             inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         )
-    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__name__, call.__doc__ = name, command.__doc__
     call.__annotations__ = {one.name: one.annotation for one in found}
     vars(call)["__signature__"] = inspect.Signature(found)
     return call
 
 
+_TYPED = ("COMMANDLINE", "ENVIRONMENT")  # sources of values that override a job file
+
+
+def _with_job_file(command: str, values: dict[str, Any], typed: set[str]) -> dict[str, Any]:
+    """Return a command's values with those of the job file that its first word names, if it names one.
+
+    Args:
+        command: its name.
+        values: by field of Request.
+        typed: fields that the command line or the environment sets.
+
+    Raises:
+        UserError: the file is wrong, or the command takes no words besides it.
+    """
+    words = list(values.get("script", ()))
+    found: dict[str, Any] = {}
+    if words and words[0].lower().endswith((".yaml", ".yml", ".json")):  # the others need no import
+        from autotune.commands.job_file import is_job_file, read_job
+
+        if is_job_file(words[0]):
+            path, words = Path(words[0]), words[1:]
+            found = read_job(path, command, typed - {"script"} | ({"script"} if words else set()), say)
+    if command == "plan":
+        if words:
+            raise UserError(f"plan {shlex.join(words[:1])}: expected a job file, or options like --model NAME")
+        found.pop("script", None)
+    elif words:
+        found["script"] = words
+    return {**values, "script": [], **found}
+
+
 Json = Annotated[bool, shared("as_json")]
 Storage = Annotated[str | None, shared("storage")]
 Python = Annotated[str | None, shared("python")]
-StudyArgument = Annotated[str, typer.Argument(help="Name of the study, or its folder.")]
+StudyArgument = Annotated[
+    str, typer.Argument(metavar="STUDY", help="Name of the study, or its folder.", autocompletion=completer("studies"))
+]

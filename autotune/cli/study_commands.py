@@ -8,8 +8,21 @@ from typing import Annotated
 
 import typer
 
-from autotune.cli.options import Json, Storage, StudyArgument, console, emit, load_numpy, option
+from autotune.cli.options import (
+    Command,
+    Group,
+    Json,
+    Storage,
+    StudyArgument,
+    completer,
+    console,
+    emit,
+    examples,
+    load_numpy,
+    option,
+)
 from autotune.errors import readable
+from autotune.util.units import counted
 
 # -- commands for a study ----------------------------------------------------------------------------------------------
 #
@@ -43,8 +56,18 @@ def show(
 
 @readable("the studies")
 def diff(
-    first: Annotated[str, typer.Argument(metavar="STUDY", help="Name or folder of a study, usually the earlier one.")],
-    second: Annotated[str, typer.Argument(metavar="STUDY", help="Name or folder of another study.")],
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="STUDY",
+            help="Name or folder of a study, usually the earlier one.",
+            autocompletion=completer("studies"),
+        ),
+    ],
+    second: Annotated[
+        str,
+        typer.Argument(metavar="STUDY", help="Name or folder of another study.", autocompletion=completer("studies")),
+    ],
     storage: Storage = None,
     as_json: Json = False,
 ) -> None:
@@ -91,14 +114,16 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write the winner as a DeepSpeed, accelerate or FSDP2 config, TrainingArguments or a Slurm batch script."""
-    from autotune.results.export import export_study
+    from autotune.results.export import export_study, usage_lines
     from autotune.results.output_files import secrets_note
+    from autotune.search.study import StudyStore
 
     files = export_study(study, storage, style, out, trial)
     if as_json:
         emit({"files": [str(path) for path in files]})
     else:
-        print(*(f"wrote {path}" for path in files), *secrets_note(files), sep="\n")
+        usage = usage_lines(style, files, StudyStore.load(study, storage).job)
+        print(*(f"wrote {path}" for path in files), *secrets_note(files), *usage, sep="\n")
 
 
 @readable("the study")
@@ -115,14 +140,14 @@ def record(
     if as_json:
         emit({"table": str(table), "facts": str(about), "rows": count})
     else:
-        print(f"wrote {table} ({count} candidates) and {about}")
+        print(f"wrote {table} ({counted(count, 'candidate')}) and {about}")
 
 
 # -- commands for the gallery ------------------------------------------------------------------------------------------
 #
 # `autotune share` and `autotune gallery`: writing a study as a public entry, and reading entries of other users.
 
-gallery_app = typer.Typer(no_args_is_help=True, help="List and check results of other users.")
+gallery_app = typer.Typer(cls=Group, help="List and check results of other users.")
 
 
 @readable("the study")
@@ -143,7 +168,9 @@ def share(
             print(line)
 
 
-@gallery_app.command("list")
+@gallery_app.command(
+    "list", cls=Command, epilog=examples("gallery list", "gallery list --json", "run --model gemma-2-2b --no-gallery")
+)
 def gallery_list(as_json: Json = False) -> None:
     """List the best candidate of each entry in this version."""
     from autotune.gallery.page import rows
@@ -163,9 +190,16 @@ def gallery_list(as_json: Json = False) -> None:
     console().print(table)
 
 
-@gallery_app.command("check")
+@gallery_app.command(
+    "check",
+    cls=Command,
+    epilog=examples(
+        "gallery check share.json", "gallery check gallery/entries/*.json", "gallery check share.json --json"
+    ),
+)
 def gallery_check(
-    files: Annotated[list[Path], typer.Argument(help="Entries written by `autotune share`.")], as_json: Json = False
+    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="Entries written by `autotune share`.")],
+    as_json: Json = False,
 ) -> None:
     """Check the format and the plausibility of entries, as the tests of the gallery do."""
     from autotune.commands.study_output import check_entries
@@ -175,18 +209,22 @@ def gallery_check(
         emit({str(path): count for path, count in found.items()})
         return
     for path, count in found.items():
-        print(f"{path}: a valid entry with {count} candidates")
+        print(f"{path}: a valid entry with {counted(count, 'candidate')}")
 
 
 # -- commands for search spaces ----------------------------------------------------------------------------------------
 #
 # `autotune spaces`: listing, showing and validating search spaces.
 
-spaces_app = typer.Typer(no_args_is_help=True, help="List, show and validate search spaces.")
-SpaceArgument = Annotated[str, typer.Argument(help="Name or file of the space.")]
+spaces_app = typer.Typer(cls=Group, help="List, show and validate search spaces.")
+SpaceArgument = Annotated[
+    str, typer.Argument(metavar="SPACE", help="Name or file of the space.", autocompletion=completer("spaces"))
+]
 
 
-@spaces_app.command("list")
+@spaces_app.command(
+    "list", cls=Command, epilog=examples("spaces list", "spaces list --json", "run --model gemma-2-2b --space zero3")
+)
 def spaces_list(as_json: Json = False) -> None:
     """List the shipped search spaces."""
     from autotune.problem.space import load_space, shipped_spaces
@@ -199,7 +237,11 @@ def spaces_list(as_json: Json = False) -> None:
         print(f"{name:12} {about}")
 
 
-@spaces_app.command("show")
+@spaces_app.command(
+    "show",
+    cls=Command,
+    epilog=examples("spaces show default", "spaces show zero3 > mine.yaml", "run --model gemma-2-2b --space mine.yaml"),
+)
 def spaces_show(space: SpaceArgument) -> None:
     """Print the file of a search space with its comments."""
     from autotune.problem.space import load_space
@@ -207,7 +249,7 @@ def spaces_show(space: SpaceArgument) -> None:
     print(load_space(space).text, end="")
 
 
-@spaces_app.command("knobs")
+@spaces_app.command("knobs", cls=Command, epilog=examples("spaces knobs", "spaces knobs --json", "spaces show default"))
 def spaces_knobs(as_json: Json = False) -> None:
     """List the knobs of spaces: which stages read them, what they need, and which change the results."""
     from autotune.problem.knobs import KNOBS, facts
@@ -220,7 +262,11 @@ def spaces_knobs(as_json: Json = False) -> None:
         print(f"{name}\n    {'; '.join(f'{what}: {said}' for what, said in told.items())}")
 
 
-@spaces_app.command("validate")
+@spaces_app.command(
+    "validate",
+    cls=Command,
+    epilog=examples("spaces validate mine.yaml", "spaces validate default", "spaces validate default --json"),
+)
 def spaces_validate(space: SpaceArgument, as_json: Json = False) -> None:
     """Check a search space and count its engines."""
     from autotune.problem.space import load_space

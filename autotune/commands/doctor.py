@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune._version import install_command
 from autotune.commands.environment import check_versions, versions_of
 from autotune.errors import UserError
 from autotune.executors.machine import UNPROTECTED, protection_of
@@ -68,7 +69,7 @@ def examine(nvme_path: Path | None, doing: Callable[[str], None]) -> Iterator[Fi
     yield from _gpus()
     yield from _memory()
     yield from _disk(nvme_path)
-    doing("trying how a trial's writes can be kept from your files")
+    doing("checking how trials can be kept from changing your files")
     yield _protection()
     doing("reading the versions of the ranks' packages")
     yield from _python()
@@ -99,15 +100,15 @@ def _gpus() -> Iterator[Finding]:
     if order := order_to_set():
         names = " and ".join(sorted({card.name for card in cards}))
         setting = " ".join(f"{key}={value}" for key, value in order.items())
-        cost = "CUDA by itself counts them by speed, not as nvidia-smi does"
-        fix = f"nothing: trials run with {setting}, and so does the command that a study prints"
+        cost = "CUDA's own order is by speed, unlike that of nvidia-smi"
+        fix = f"nothing: trials and the printed command set {setting}"
         yield Finding("good", "GPU order", f"unlike GPUs: {names}", cost, fix)
 
 
 def _no_driver() -> Finding:
     cost = "only CPU ranks can be tuned"
     if trouble := driver_trouble():
-        fix = "reboot, or reload its kernel module: an update has left the old one running"
+        fix = "reboot, or reload its kernel module, which an update has left in its old version"
         return Finding("bad", "driver", f"NVIDIA's driver does not answer: {trouble}", cost, fix)
     fix = "install NVIDIA's driver, or run the container with --gpus all"
     if why := unseen_gpu():
@@ -117,21 +118,21 @@ def _no_driver() -> Finding:
 
 def _gpu(gpu: Gpu) -> Finding:
     if gpu.trouble:
-        fix = "`nvidia-smi -r`, or a reboot; `dmesg | grep Xid` says why; or leave it out with CUDA_VISIBLE_DEVICES"
+        fix = "`nvidia-smi -r`, or a reboot; `dmesg | grep Xid` shows the reason. Or hide it with CUDA_VISIBLE_DEVICES"
         return Finding("bad", gpu.label, f"does not answer: {gpu.trouble}", "a study that uses it cannot run", fix)
     whose = " of main memory" if gpu.unified else ""
     found = f"{gpu.name}, {format_bytes(gpu.total_bytes)}{whose}, of which a process can have {format_bytes(gpu.free_bytes)}"
     if gpu.reserved_bytes:
         found += f"; the driver keeps {format_bytes(gpu.reserved_bytes)}"
     if gpu.held_bytes >= MIB:
-        unknown = "processes that NVML does not show" if gpu.reserved_bytes else "the driver and processes, as it seems"
+        unknown = "processes that NVML does not show" if gpu.reserved_bytes else "probably the driver and processes"
         found += f"; {format_bytes(gpu.held_bytes)} in use by {holders_text(gpu.holders) or unknown}"
     if holder := lock_holder(gpu.uuid):
         return Finding(
-            "warn", gpu.label, f"{found}; held by autotune ({holder})", "a study waits its turn", "wait for it"
+            "warn", gpu.label, f"{found}; held by autotune ({holder})", "a second study is refused", "wait for it"
         )
     if gpu.held_bytes > GIB:
-        cost = "a study takes what is free for the whole: its winner is smaller than the card allows"
+        cost = "a study tunes for the free memory, so its winner is smaller than the card allows"
         fix = "end the other processes, or hide this GPU with CUDA_VISIBLE_DEVICES"
         return Finding("warn", gpu.label, found, cost, fix)
     if gpu.is_slice:
@@ -147,7 +148,7 @@ def _memory() -> Iterator[Finding]:
     total, available = host_total_bytes(), host_available_bytes()
     found = f"{format_bytes(available)} free of {format_bytes(total)}"
     if available < 0.25 * total or available < 4 * GIB:
-        yield Finding("warn", "main memory", found, "offload to the CPU runs out early", "end what else is running")
+        yield Finding("warn", "main memory", found, "offload to the CPU runs out early", "end other programs")
     else:
         yield Finding("good", "main memory", found)
     try:
@@ -197,7 +198,7 @@ def _protection() -> Finding:
     with tempfile.TemporaryDirectory(dir="runs" if os.access("runs", os.W_OK) else None) as folder:
         found = protection_of(Path.cwd(), Path(folder), unprotected=True)
     if found is Protection.OVERLAY:
-        return Finding("good", "your files", "trials write into layers of an overlay, which vanish with them")
+        return Finding("good", "your files", "trials write into an overlay, which is deleted with them")
     if found is Protection.LANDLOCK:
         cost = "a script that changes a file of yours by an absolute path fails with PermissionError in trials"
         fix = "allow user namespaces (sysctl kernel.unprivileged_userns_clone, user.max_user_namespaces) for an overlay"
@@ -265,7 +266,12 @@ def op(name):
     return True
 for name in sys.argv[1:]:
     short = name.removesuffix("Builder")
-    attempt(name, lambda: op(name), f"loading DeepSpeed's {short}; the first time it is built, which takes a minute or two")
+    attempt(name, lambda: op(name), f"loading DeepSpeed's {short}; the first call builds it in a minute or two")
+def context():  # torch has counted GPUs by NVML, which also answers if the driver is too old for torch's CUDA
+    from autotune.rank import devices as cuda
+    cuda.take(0)
+if out.get("torch", {}).get("available"):  # last, because a context holds memory of a GPU that a study may use
+    attempt("context", context, "starting CUDA")
 print("FACTS" + json.dumps(out))
 """
 # DeepSpeed's CUDA ops include torch's ATen/cuda/CUDAContext.h, which includes the first three.
@@ -278,7 +284,7 @@ _OPS = {  # the consequence if the op is missing
 }
 
 
-_TRAIN_THERE = "--python PATH of the environment that you train in, or pip install 'deepspeed-autotune[train]'"
+_TRAIN_THERE = f"--python PATH of the environment that you train in, or {install_command('train')}"
 
 
 def _python() -> Iterator[Finding]:
@@ -286,7 +292,7 @@ def _python() -> Iterator[Finding]:
     ranks = current()
     found = f"{'.'.join(map(str, ranks.python))} ({ranks.path})"
     if ranks.is_other:
-        found += f", beside autotune's own ({OwnInterpreter().path})"
+        found += f", apart from autotune's own ({OwnInterpreter().path})"
     try:
         check_versions(versions_of(ranks))
     except UserError as error:
@@ -301,7 +307,7 @@ def _libraries(doing: Callable[[str], None]) -> Iterator[Finding]:
     if facts is not None:
         yield from judge_libraries(facts, device)
     elif last is None:
-        found, fix = f"no answer within {_BUILD_SECONDS} s", "try `ds_report`; a build that hangs says where"
+        found, fix = f"no answer within {_BUILD_SECONDS} s", "try `ds_report`; its output shows where a build hangs"
         yield Finding("bad", "libraries", found, "nothing can be measured", fix)
     else:
         yield Finding("bad", "libraries", f"the probe died: {last[:160]}", "nothing can be measured", "reinstall torch")
@@ -355,7 +361,9 @@ def _examination(device: str, doing: Callable[[str], None]) -> tuple[dict[str, A
 def judge_versions(found: Versions, said: str) -> Finding:
     """Check that these versions are supported."""
     if too_old := complaint(found):
-        return Finding("bad", "libraries", said, too_old, "pip install -U them, or use another environment")
+        return Finding(
+            "bad", "libraries", said, too_old, "upgrade them with pip install -U, or use another environment"
+        )
     if unknown := newer(found):
         return Finding(
             "warn",
@@ -417,15 +425,14 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
     if torch is None:
         yield Finding("bad", "torch", errors["torch"], "nothing can be measured", _TRAIN_THERE)
         return
-    if device == "cuda" and not torch["available"]:
+    trouble = errors.get("context", "")
+    if device == "cuda" and (trouble or not torch["available"]):
         build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "a CPU build"
-        yield Finding(
-            "bad",
-            "torch",
-            f"{torch['version']}, {build}, sees no GPU though the driver does",
-            "no GPU can be tuned",
-            "install the torch wheel whose CUDA version is at most the driver's (first line above)",
-        )
+        seen = f"cannot use GPU 0: {trouble}" if trouble else "finds no GPU, although the driver does"
+        fix = "install the torch wheel whose CUDA version is at most the driver's (first line above)"
+        if trouble and "driver" not in trouble:
+            fix = "end other processes on this GPU, or choose another with CUDA_VISIBLE_DEVICES"
+        yield Finding("bad", "torch", f"{torch['version']}, {build}, {seen}", "no GPU can be tuned", fix)
     else:
         yield Finding("good", "torch", f"{torch['version']}" + (f", CUDA {torch['cuda']}" if torch["cuda"] else ""))
     if device == "cuda":
@@ -448,7 +455,7 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
     else:
         yield Finding("bad", "libraries", errors["versions"], "nothing can be measured", _TRAIN_THERE)
     if "transformers" in errors:
-        cost = "no --model can be trained; scripts that do without it can"
+        cost = "--model cannot be tuned; scripts without transformers can"
         yield Finding("warn", "transformers", errors["transformers"], cost, "install transformers")
     for op, cost in _OPS.items():
         name = f"DeepSpeed op {op.removesuffix('Builder')}"
@@ -461,4 +468,6 @@ def judge_libraries(facts: dict[str, Any], device: str) -> Iterator[Finding]:
                 fix = "see CUDA toolkit above"
             else:
                 fix = "pip install ninja, and install a C++ compiler"
-            yield Finding("warn", name, f"cannot be built: {errors.get(op, 'unknown')}", cost, f"{fix}; then again")
+            yield Finding(
+                "warn", name, f"cannot be built: {errors.get(op, 'unknown')}", cost, f"{fix}, then call doctor again"
+            )

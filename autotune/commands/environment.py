@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
+from autotune._version import install_command
 from autotune.commands.request import Request
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements
@@ -158,7 +159,7 @@ def _check_packages(found: Interpreter, needed: Sequence[str], said: str) -> Non
         )
     raise UserError(
         f"no {lacking} in autotune's own environment ({sys.prefix}): give {OPTION} PATH of the environment that you train "
-        f"in (or set {VARIABLE}), or install it here: pip install 'deepspeed-autotune[train]'"
+        f"in (or set {VARIABLE}), or install it here: {install_command('train')}"
     )
 
 

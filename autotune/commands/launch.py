@@ -26,6 +26,7 @@ from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, stored_
 from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
 from autotune.results.report.html import AttemptShown, TrainingReport, training_page, write_page
 from autotune.script.argument_files import find, given, launcher_file, own_config, own_files, said, value_at
+from autotune.script.argument_writer import with_declared_files
 from autotune.script.command_line import ACCELERATE, framework_of
 from autotune.script.parse_command import launchers_config
 from autotune.script.profile import over_present, own_samples
@@ -35,6 +36,7 @@ from autotune.search.certificate import trains_otherwise
 from autotune.search.fingerprint import measured_under, other_variables, watched_variables
 from autotune.search.storage import check_no_links, make_study_folder, output_folder
 from autotune.search.study import StudyStore
+from autotune.util.units import counted
 from autotune.workers.gpu_locks import lock_gpus
 
 # -- launch ------------------------------------------------------------------------------------------------------------
@@ -67,6 +69,12 @@ def launch_training(request: Request, say: Callable[[str], None] = print, *, ask
     """
     if request.executor not in ("local", *SCHEDULERS):
         raise UserError(f"--executor {request.executor}: expected local, slurm or ray")
+    if not request.script:
+        study = request.study if request.study and not request.study.endswith(".py") else "STUDY"
+        whose = f"--model {request.model} …" if request.model else shlex.quote(study)
+        raise UserError(f"launch needs the script to train: `autotune launch {whose} -- train.py its arguments`")
+    if request.model and request.study is not None:
+        raise UserError("--model plans a training without a study. Remove --model, or the study.")
     known = remembered(request, ask)
     request = dataclasses.replace(request, maps=known.maps_under(request.maps))
     with (
@@ -89,7 +97,8 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: 
     if training.job.script is not None and (half := half_told(training.job.script, training.ladder[0].candidate)):
         say(half)
     say(
-        f"{len(training.ladder)} configs on the ladder; {setup.max_restarts} restarts at most without a newer checkpoint"
+        f"{counted(len(training.ladder), 'config')} on the ladder; {counted(setup.max_restarts, 'restart')} at most without "
+        "a newer checkpoint"
     )
     supervisor = Supervisor(
         training.job,
@@ -180,6 +189,7 @@ def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, say: Callable[[
     known = job.script or script
     flags = tuple({**dict(known.flags), **dict(script.flags)}.items())
     script = dataclasses.replace(script, flags=flags, profile=known.profile, ds_config=_config_beside(known, script))
+    script = with_declared_files(script)
     launched = Launched(store.name, job, winner.candidate, script, store.fingerprint.get(SOURCES, {}))
     job, lines = launched.checked(setup.global_batch_size)
     for line in lines:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from autotune.commands.environment import NAMED_MODEL, ranks_python
 from autotune.commands.request import Request
@@ -15,6 +18,7 @@ from autotune.commands.setup import PlanSetup, plan_setups
 from autotune.errors import UserError
 from autotune.predict.predictor import SURE_SIGMAS, Prediction, Predictor, Table
 from autotune.predict.trace import trace_job, traced_predictor
+from autotune.predict.trace_cache import known_trace, runnable
 from autotune.predict.trace_data import Trace
 from autotune.predict.what_if import (
     Elsewhere,
@@ -54,10 +58,26 @@ def plans(request: Request, gpus: Sequence[str | None], say: Callable[[str], Non
     with ranks_python(request.python, say, named=NAMED_MODEL):  # without torch the plan is less exact
         for setup in (with_plausible_batch(one, request) for one in plan_setups(request, gpus)):
             check_data_parallel(setup.job.base_config, request.ds_config)
-            predictor = traced_predictor(setup.job, setup.hardware, traces.get(setup.job.precision), published_widening)
+            trace = traces.get(setup.job.precision)
+            with nullcontext() if trace is not None else _tracing(setup, say):
+                predictor = traced_predictor(setup.job, setup.hardware, trace, published_widening)
             traces[setup.job.precision] = predictor.trace
             made.append(make_plan(setup, predictor, elsewhere=len(gpus) == 1))
     return made
+
+
+@contextmanager
+def _tracing(setup: PlanSetup, say: Callable[[str], None]) -> Iterator[None]:
+    """Say what is waited for if no trace of the job is known: one line, and a clock in a terminal."""
+    job = setup.job
+    if job.script is not None or known_trace(runnable(job)[0], device=setup.hardware.device) is not None:
+        yield
+        return
+    say(f"tracing {job.model.name}: once for this model, task and length, maybe a minute")
+    columns = (TextColumn("tracing"), SpinnerColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        progress.add_task("")
+        yield
 
 
 _PLAUSIBLE_TOKENS = 2**18  # tokens per optimizer step: fine-tuning commonly has 0.1 to 0.5 million
@@ -121,16 +141,28 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
     if not elsewhere:
         return plan
     machines = Machines(setup, Elsewhere(setup.space, predictor, candidates, table, batch_assumed=setup.batch_assumed))
-    cards = machines.cards()
+    cards = tuple(_with_answer(card, plan.outlook) for card in machines.cards())
     helped = gains(plan.outlook, machines, cards) if plan.outlook else ()
     return dataclasses.replace(plan, own=machines.fewest_of_own(), cards=cards, gains=helped)
+
+
+def _with_answer(card: CardPlan, answer: Outlook | None) -> CardPlan:
+    """Return the card with the plan's own answer in place of the same machine's outlook, which tries fewer candidates."""
+    best = card.best
+    if best is None or answer is None or card.gpu != answer.hardware.facts:
+        return card
+    same = (best.hardware.count, best.hardware.nodes) == (answer.hardware.count, answer.hardware.nodes)
+    return dataclasses.replace(card, best=answer) if same and best.job.precision == answer.job.precision else card
 
 
 LARGE_LOSS = 0.15  # share of the peak from which a loss in chunks is predicted, which costs one more trace
 
 
 def _chunked_loss(predictor: Predictor, candidates: list[Candidate], before: Prediction | None) -> ChunkedLoss | None:
-    """Return the effect of a loss in chunks if logits and loss are a large part of the peak, else None."""
+    """Return the effect of a loss in chunks if logits and loss are a large part of the peak, else None.
+
+    None too if it would neither save memory nor allow a faster config.
+    """
     job, hardware = predictor.job, predictor.hardware
     if before is None or before.memory["logits and loss"] < LARGE_LOSS * before.peak_bytes:
         return None
@@ -143,7 +175,10 @@ def _chunked_loss(predictor: Predictor, candidates: list[Candidate], before: Pre
         return None  # its way of building the model has another trace
     table = thrifty.table(whole)
     fastest = thrifty.ranked(table)[:1]
-    return ChunkedLoss(thrifty.predict(before.candidate), thrifty.predict(whole[fastest[0]]) if fastest else None)
+    same, then = thrifty.predict(before.candidate), thrifty.predict(whole[fastest[0]]) if fastest else None
+    saves = same.peak_bytes < (1 - WORTH) * before.peak_bytes  # the peak may be elsewhere without the logits
+    faster = then is not None and then.samples_per_second > (1 + WORTH) * before.samples_per_second
+    return ChunkedLoss(same, then) if saves or faster else None
 
 
 def _best(predictor: Predictor, candidates: list[Candidate], table: Table, top: int) -> list[Prediction]:

@@ -6,8 +6,11 @@ This module imports nothing slow, since `autotune --help` reads it.
 from __future__ import annotations
 
 import numbers
+import re
+import textwrap
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from functools import cache
@@ -15,7 +18,7 @@ from pathlib import Path, PurePath
 from types import NoneType, UnionType
 from typing import Any, NamedTuple
 
-from autotune.errors import UserError, near
+from autotune.errors import BadArgument, DisplayedError, Unusable, UserError, near
 from autotune.util.bounds import MOST, trouble, whole_number
 
 # -- options -------------------------------------------------------------------------------------------------------------
@@ -29,9 +32,9 @@ class Panel(Enum):
     MACHINE = "This machine"
     SEARCH = "Search"
     RECOVERY = "Recovery"
-    NODES = "Several machines"
     OUTPUT = "Output"
     TRUST = "Trust and protection"
+    NODES = "Several machines"
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,18 @@ class Option:
     help: str
     panel: Panel
     commands: str  # names, separated by spaces
+    in_file: str  # more commands, whose job files have the option
     first: str  # commands that show the option in the first panel
     flags: tuple[str, ...]  # empty: the field's name with hyphens
-    metavar: str | None  # of an argument, which has no flag; None: an option
+    is_argument: bool  # words without a flag
+    metavar: str | None  # value in the help; None: by the type
+    complete: str  # kind of names that a shell completes, see `cli.options.NAMES`; empty: none
     variable: str | None  # environment variable that sets the option
     in_python: bool  # the Python API has the option
     variants: Mapping[str, Variant]  # by command
 
 
+COMMANDS = ("run", "plan", "launch")
 _ALL = "run plan launch"
 
 
@@ -69,14 +76,19 @@ def _option(
     commands: str = _ALL,
     first: str = "",
     *,
+    in_file: str = "",
     flags: tuple[str, ...] = (),
+    is_argument: bool = False,
     metavar: str | None = None,
+    complete: str = "",
     variable: str | None = None,
     in_python: bool = True,
     **variants: Variant,
 ) -> Any:
     """Return a field of Request that is an option, see `Option`. A default of `list` is an empty list."""
-    option = Option(help, panel, commands, first, flags, metavar, variable, in_python, variants)
+    option = Option(
+        help, panel, commands, in_file, first, flags, is_argument, metavar, complete, variable, in_python, variants
+    )
     metadata = {_OPTION: option}
     return (
         field(default_factory=list, metadata=metadata) if default is list else field(default=default, metadata=metadata)
@@ -97,6 +109,8 @@ class Request:
         "Name of a shipped model (`autotune models`), folder or config.json, or Hub id.",
         Panel.TRAINING,
         first="run plan launch",
+        metavar="NAME",
+        complete="models",
         launch=Variant("Model to plan for. It replaces the study."),
     )
     gpus: int | None = _option(
@@ -111,38 +125,62 @@ class Request:
         "package.module:function that returns (model, batches). It replaces the model.",
         Panel.TRAINING,
         "run plan",
+        metavar="MODULE:FUNCTION",
     )
     task: str | None = _option(
         None,
         "causal-lm, masked-lm, classification, token-classification, question-answering, seq2seq or "
         "image-text; default: the task of the model's configuration.",
         Panel.TRAINING,
+        metavar="NAME",
     )
     image_size: int | None = _option(
-        None, "Height and width of images in pixels, if the model's configuration has none.", Panel.TRAINING
+        None,
+        "Height and width of images in pixels, if the model's configuration has none.",
+        Panel.TRAINING,
+        metavar="PIXELS",
     )
     seq_len: int | str | None = _option(
-        None, "Tokens per sequence, or max; default: 2048 (CPU ranks: 64).", Panel.TRAINING, first="run plan launch"
+        None,
+        "Tokens per sequence, or max; default: 2048 (CPU ranks: 64).",
+        Panel.TRAINING,
+        first="run plan launch",
+        metavar="TOKENS",
     )
     max_positions: int | None = _option(
-        None, "Longest sequence of the model after scaling its positions (rope scaling).", Panel.TRAINING, "plan"
+        None,
+        "Longest sequence of the model after scaling its positions (rope scaling).",
+        Panel.TRAINING,
+        "plan",
+        metavar="TOKENS",
     )
     precision: str | None = _option(
-        None, "bf16, fp16 or fp32; default: the best that the device has.", Panel.TRAINING, first="run plan"
+        None,
+        "bf16, fp16 or fp32; default: the best that the device has.",
+        Panel.TRAINING,
+        first="run plan",
+        metavar="NAME",
     )
-    optimizer: str = _option("adamw", "adamw, adam, fused_adam, lion, sgd or adagrad.", Panel.TRAINING, "run plan")
+    optimizer: str = _option(
+        "adamw", "adamw, adam, fused_adam, lion, sgd or adagrad.", Panel.TRAINING, "run plan", metavar="NAME"
+    )
     global_batch_size: int | str | None = _option(
         None,
         "Sequences per optimizer step over all ranks, or free for the fastest number; default: the number in "
         "--ds-config or in your script.",
         Panel.TRAINING,
         first="run plan launch",
+        metavar="NUMBER|free",
     )
     ds_config: Path | None = _option(
         None, "Your DeepSpeed config. Keys that are not tuned are kept.", Panel.TRAINING, first="run plan launch"
     )
     lora: str | None = _option(
-        None, "LoRA adapters: r=16,targets=all-linear (or q_proj+v_proj),alpha=32.", Panel.TRAINING, "run plan"
+        None,
+        "LoRA adapters: r=16,targets=all-linear (or q_proj+v_proj),alpha=32.",
+        Panel.TRAINING,
+        "run plan",
+        metavar="SETTINGS",
     )
     quantize: str | None = _option(
         None, "nf4: keep the base weights of --lora in 4 bits (QLoRA).", Panel.TRAINING, "run plan"
@@ -153,6 +191,7 @@ class Request:
         Panel.TRAINING,
         "run plan",
         flags=("--attn",),
+        metavar="NAME",
     )
     compiled: bool = _option(
         False, "Compile the model with DeepSpeed's engine.compile.", Panel.TRAINING, "run", flags=("--compile",)
@@ -168,12 +207,18 @@ class Request:
     )
     script: list[str] = _option(
         list,
-        "Your own training script, tuned without changes.",
+        "A job file with options (runs/NAME/command.yaml is one), your own training script, or both. The script is tuned "
+        "without changes.",
         Panel.TRAINING,
-        "run launch",
-        metavar="[-- SCRIPT ARGS…]",
+        is_argument=True,
+        metavar="[JOB.yaml] [-- SCRIPT ARGS…]",
         in_python=False,
-        launch=Variant("A study, then the script to train.", metavar="[STUDY] -- SCRIPT ARGS…", required=True),
+        plan=Variant("A job file with options.", metavar="[JOB.yaml]"),
+        launch=Variant(
+            "A study or a job file with options, then the script to train.",
+            metavar="[STUDY|JOB.yaml] [-- SCRIPT ARGS…]",
+            required=True,
+        ),
     )
     maps: list[str] = _option(
         list,
@@ -182,6 +227,7 @@ class Request:
         "run launch",
         first="launch",
         flags=("--map",),
+        metavar="KNOB=--FLAG",
     )
     worst_case: bool = _option(False, "Pad the script's batches to the longest that it allows.", Panel.TRAINING, "run")
 
@@ -192,24 +238,39 @@ class Request:
         Panel.MACHINE,
         "plan",
         first="plan",
+        metavar="NAME",
+        complete="gpus",
     )
-    compare: str | None = _option(None, "GPUs to compare: rtx4090,a100-80gb,h100.", Panel.MACHINE, "plan", first="plan")
-    device: str = _option("auto", "auto, cuda or cpu.", Panel.MACHINE, "run launch")
-    memory_cap: str | None = _option(None, "Device memory that one rank may use, like 24GiB.", Panel.MACHINE)
+    compare: str | None = _option(
+        None,
+        "GPUs to compare: rtx4090,a100-80gb,h100.",
+        Panel.MACHINE,
+        "plan",
+        first="plan",
+        metavar="NAME,NAME…",
+        complete="gpus",
+        in_python=False,
+    )
+    device: str = _option("auto", "auto, cuda or cpu.", Panel.MACHINE, "run launch", metavar="NAME")
+    memory_cap: str | None = _option(
+        None, "Device memory that one rank may use, like 24GiB.", Panel.MACHINE, metavar="SIZE"
+    )
     reserve: str | None = _option(
         None,
         "Memory of each device to leave to another process, like 20GiB for the rollout engine of RL.",
         Panel.MACHINE,
         "run plan",
+        metavar="SIZE",
     )
     headroom: str | None = _option(
-        None, "Share of the memory capacity to leave free; default: 5%.", Panel.MACHINE, "run plan"
+        None, "Share of the memory capacity to leave free; default: 5%.", Panel.MACHINE, "run plan", metavar="SHARE"
     )
     host_memory: str | None = _option(
         None,
         "Main memory of each machine, like 1TiB; default for a named GPU: its common cloud machine.",
         Panel.MACHINE,
         "plan",
+        metavar="SIZE",
     )
     parallel: int = _option(
         1, "Candidates to measure at the same time, each on its own --gpus devices.", Panel.MACHINE, "run"
@@ -225,23 +286,44 @@ class Request:
         "Python of your training environment; default: $AUTOTUNE_PYTHON, this Python, or the active environment.",
         Panel.MACHINE,
         first="launch",
+        metavar="PATH",
     )
     isolation: str = _option(
-        "fork", "fork (ranks from a pre-imported server) or spawn (cold starts).", Panel.MACHINE, "run"
+        "fork",
+        "fork (ranks from a pre-imported server) or spawn (cold starts).",
+        Panel.MACHINE,
+        "run",
+        metavar="fork|spawn",
     )
 
     # -- search
     budget: str = _option(
-        "30m", "Time for this call, verification included: 90s, 30m, 1h30m.", Panel.SEARCH, "run", first="run"
+        "30m",
+        "Time for this call, verification included: 90s, 30m, 1h30m.",
+        Panel.SEARCH,
+        "run",
+        first="run",
+        metavar="TIME",
     )
-    space: str | None = _option(
+    space: str | dict[str, Any] | None = _option(
         None,
         "Search space: a file, or a name from `autotune spaces list`.",
         Panel.SEARCH,
         first="run",
+        metavar="NAME|FILE",
+        complete="spaces",
         plan=Variant(default="default"),
     )
-    study: str | None = _option(None, "Name of the study. The same name resumes it.", Panel.SEARCH, "run", first="run")
+    study: str | None = _option(
+        None,
+        "Name of the study. The same name resumes it.",
+        Panel.SEARCH,
+        "run",
+        in_file="launch",
+        first="run",
+        metavar="NAME",
+        complete="studies",
+    )
     storage: str | None = _option(
         None,
         "postgresql://USER:PASSWORD@HOST/DB, mysql://, sqlite:/// or journal:FILE; default: "
@@ -249,15 +331,19 @@ class Request:
         Panel.SEARCH,
         "run launch",
         variable=STORAGE_VARIABLE,
+        metavar="URL",
     )
     max_trials: int | None = _option(None, "Stop after this many trials of this call.", Panel.SEARCH, "run")
-    tolerance: str = _option("1%", "Stop when the expected gain is below this share.", Panel.SEARCH, "run")
+    tolerance: str = _option(
+        "1%", "Stop when the expected gain is below this share.", Panel.SEARCH, "run", metavar="SHARE"
+    )
     exhaustive: bool = _option(False, "Use the whole budget.", Panel.SEARCH, "run")
     executor: str = _option(
         "local",
         "local, slurm, ray, or replay:TABLE to search a recorded table.",
         Panel.NODES,
         "run launch",
+        metavar="NAME",
         launch=Variant("local, slurm or ray."),
     )
     seed: int = _option(0, "Random seed for the sampler and the data.", Panel.SEARCH, "run")
@@ -268,9 +354,14 @@ class Request:
         Panel.OUTPUT,
         "plan",
         first="plan",
+        metavar="NUMBER",
     )
     price: float | None = _option(
-        None, "Price of one GPU in dollars per hour; default: a rough estimate.", Panel.OUTPUT, "plan"
+        None,
+        "Price of one GPU in dollars per hour; default: a rough estimate.",
+        Panel.OUTPUT,
+        "plan",
+        metavar="DOLLARS",
     )
 
     # -- recovery
@@ -283,6 +374,7 @@ class Request:
         Panel.RECOVERY,
         "launch",
         "launch",
+        metavar="TIME",
     )
     convert: bool = _option(
         False,
@@ -302,8 +394,11 @@ class Request:
         "Hosts of the hostfile to use, in the syntax of DeepSpeed: worker-1@worker-2:0,1.",
         Panel.NODES,
         "run launch",
+        metavar="HOSTS",
     )
-    exclude: str | None = _option(None, "Hosts or slots of the hostfile to leave out.", Panel.NODES, "run launch")
+    exclude: str | None = _option(
+        None, "Hosts or slots of the hostfile to leave out.", Panel.NODES, "run launch", metavar="HOSTS"
+    )
     nodes: int | None = _option(
         None,
         "Machines to use of the hostfile, of Slurm or of Ray. Without them, this machine is tuned as a slice "
@@ -318,6 +413,7 @@ class Request:
         "Ray cluster, with --executor ray: HOST:PORT; default: $RAY_ADDRESS, or the cluster of this machine.",
         Panel.NODES,
         "run launch",
+        metavar="HOST:PORT",
     )
     sync: bool = _option(
         False,
@@ -326,7 +422,7 @@ class Request:
         "run launch",
     )
     interface: str | None = _option(
-        None, "Network interface between the machines; default: detected.", Panel.NODES, "run launch"
+        None, "Network interface between the machines; default: detected.", Panel.NODES, "run launch", metavar="NAME"
     )
     exports: list[str] = _option(
         list,
@@ -334,25 +430,67 @@ class Request:
         Panel.NODES,
         "run launch",
         flags=("--export",),
+        metavar="VARIABLE",
     )
     partition: str | None = _option(
-        None, "Slurm partition, with --executor slurm outside an allocation.", Panel.NODES, "run", in_python=False
+        None,
+        "Slurm partition, with --executor slurm outside an allocation.",
+        Panel.NODES,
+        "run",
+        in_python=False,
+        metavar="NAME",
     )
     account: str | None = _option(
-        None, "Slurm account, with --executor slurm outside an allocation.", Panel.NODES, "run", in_python=False
+        None,
+        "Slurm account, with --executor slurm outside an allocation.",
+        Panel.NODES,
+        "run",
+        in_python=False,
+        metavar="NAME",
     )
     time: str | None = _option(
-        None, "Time limit of the Slurm allocation, in the format of sbatch.", Panel.NODES, "run", in_python=False
+        None,
+        "Time limit of the Slurm allocation, in the format of sbatch.",
+        Panel.NODES,
+        "run",
+        in_python=False,
+        metavar="TIME",
     )
     slurm: list[str] = _option(
-        list, "KEY=VALUE: another option for sbatch; repeatable.", Panel.NODES, "run", in_python=False
+        list,
+        "KEY=VALUE: another option for sbatch; repeatable.",
+        Panel.NODES,
+        "run",
+        in_python=False,
+        metavar="KEY=VALUE",
     )
 
     # -- output
     out: Path | None = _option(None, "File for the winner; default: runs/NAME/NAME.json.", Panel.OUTPUT, "run")
+    track: list[str] = _option(
+        list,
+        "Record each trial with wandb, mlflow or tensorboard; repeatable.",
+        Panel.OUTPUT,
+        "run",
+        metavar="NAME",
+        complete="trackers",
+    )
     html: Path | None = _option(None, "Also write the plan as one HTML page.", Panel.OUTPUT, "plan", in_python=False)
     yes: bool = _option(False, "Ask nothing.", Panel.OUTPUT, "run", "run", flags=("--yes", "-y"), in_python=False)
     as_json: bool = _option(False, "Print one JSON object on stdout.", Panel.OUTPUT, flags=("--json",), in_python=False)
+    quiet: bool = _option(
+        False, "Print only the result and errors.", Panel.OUTPUT, flags=("--quiet", "-q"), in_python=False
+    )
+    verbose: bool = _option(
+        False,
+        "Also print phases, reasons and predictions on stderr.",
+        Panel.OUTPUT,
+        flags=("--verbose", "-v"),
+        in_python=False,
+    )
+    log_file: Path | None = _option(
+        None, "Append every message to a file, with its time.", Panel.OUTPUT, metavar="FILE", in_python=False
+    )
 
     # -- trust and protection
     force: bool = _option(False, "Resume a study of another job or machine.", Panel.TRUST, "run")
@@ -392,15 +530,23 @@ def _types() -> dict[str, tuple[Any, ...]]:
     """Return the types of each field of Request, without None."""
     hints = typing.get_type_hints(Request).items()
     split = {name: typing.get_args(hint) if isinstance(hint, UnionType) else (hint,) for name, hint in hints}
-    return {name: tuple(one for one in types if one is not NoneType) for name, types in split.items()}
+    return {
+        name: tuple(dict if typing.get_origin(one) is dict else one for one in types if one is not NoneType)
+        for name, types in split.items()
+    }
 
 
-def parameters(command: str) -> list[Parameter]:
-    """Return the options of a command in the order of its help: the most used ones first, then by panel."""
+def parameters(command: str, *, in_file: bool = False) -> list[Parameter]:
+    """Return the options of a command in the order of its help: the most used ones first, then by panel.
+
+    Args:
+        command: `run`, `plan` or `launch`.
+        in_file: the options of its job files, which are some more.
+    """
     found = []
     for one in fields(Request):
         option: Option | None = one.metadata.get(_OPTION)
-        if option is None or command not in option.commands.split():
+        if option is None or command not in [*option.commands.split(), *(option.in_file.split() if in_file else ())]:
             continue
         own = option.variants.get(command, Variant())
         default = None if one.default is MISSING else one.default
@@ -428,11 +574,26 @@ def _check_bounds(request: Request) -> None:
         UserError: a value is out of bounds.
     """
     for name, value in vars(request).items():
-        if isinstance(value, int) and not isinstance(value, bool):
-            whole_number(value, flag_of(name), -MOST, _MOST_OF.get(name, MOST))
-        for one in value if isinstance(value, list) else [str(value) if isinstance(value, Path) else value]:
-            if (why := trouble(one)) and name != "command":
-                raise UserError(f"{flag_of(name)}: {why}")
+        if name != "command":
+            check_value(name, value, flag_of(name))
+
+
+def check_value(name: str, value: object, shown: str) -> None:
+    """Check the bounds of a field's value.
+
+    Args:
+        name: the field's.
+        value: its value.
+        shown: the option in the message.
+
+    Raises:
+        UserError: it is out of bounds.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        whole_number(value, shown, -MOST, _MOST_OF.get(name, MOST))
+    for one in value if isinstance(value, list) else [str(value) if isinstance(value, Path) else value]:
+        if why := trouble(one):
+            raise UserError(f"{shown}: {why}")
 
 
 # -- options of the Python API -----------------------------------------------------------------------------------------
@@ -461,19 +622,45 @@ def request_of(function: str, command: object, options: Mapping[str, object], *b
         if name not in allowed:
             raise UserError(f"no option {name!r}{near(str(name), sorted({*allowed, *beside}))}")
     given = {**options, **known}
-    values = {name: _taken(name, value, _types()[name]) for name, value in given.items() if value is not None}
+    values = {name: convert(name, value, _types()[name]) for name, value in given.items() if value is not None}
     script = [] if command is None else _list("command", command, _WORDS)
     return Request(script=script, **values)
 
 
-def _taken(name: str, value: object, types: Sequence[Any]) -> Any:
-    """Return the value converted to one of a field's types."""
+def convert(name: str, value: object, types: Sequence[Any]) -> Any:
+    """Return the value converted to one of a field's types.
+
+    Raises:
+        UserError: it cannot be converted; the message begins with `name`.
+    """
     if list[str] in types:
         return _list(name, value, "expected a list of texts")
+    if dict in types and isinstance(value, Mapping):
+        return dict(value)
     if int in types and str in types:  # a number or a word; texts are parsed later
         return _plain(name, value) if isinstance(value, str) else _whole(name, value)
-    (kind,) = types
+    kind = next(one for one in types if one is not dict)
     return _TAKES[kind](name, value)
+
+
+_OTHER_FLAGS = {"--trial": "trial", "--format": "style"}  # of `autotune export`
+
+
+@contextmanager
+def python_errors() -> Iterator[None]:
+    """Rename options to parameters in the errors of the body of the `with`, for the Python API.
+
+    Raises:
+        BadArgument: the body raised UserError. Other errors keep their type.
+    """
+    try:
+        yield
+    except DisplayedError as error:
+        names = {flag_of(one.name): one.name for one in fields(Request) if _OPTION in one.metadata} | _OTHER_FLAGS
+        text = re.sub(r"(?<![\w-])--[a-z][a-z-]*", lambda found: names.get(found[0], found[0]), str(error))
+        if type(error) is UserError:
+            raise BadArgument(text) from None
+        raise (Unusable(text, error.cause) if isinstance(error, Unusable) else type(error)(text)) from None
 
 
 def _path(name: str, value: object) -> Path:
@@ -501,13 +688,27 @@ def _whole(name: str, value: object) -> int:
     return int(number)
 
 
+def _real(name: str, value: object) -> float:
+    expected = "a number"
+    try:
+        return float(_number(name, float(value) if isinstance(value, str) else value, expected))
+    except ValueError:
+        raise _refused(name, expected, value) from None
+
+
 def _switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise _refused(name, "True or False", value)
     return value
 
 
-_TAKES: dict[type, Callable[[str, object], object]] = {Path: _path, bool: _switch, int: _whole, str: _text}
+_TAKES: dict[type, Callable[[str, object], object]] = {
+    Path: _path,
+    bool: _switch,
+    int: _whole,
+    float: _real,
+    str: _text,
+}
 
 
 def _list(name: str, value: object, expected: str) -> list[str]:
@@ -550,3 +751,49 @@ def _shown_option(value: object) -> str:
     if isinstance(value, str):
         return repr(value if len(value) <= 60 else f"{value[:57]}...")
     return f"a value of type {type(value).__name__}"
+
+
+# -- typed keywords --------------------------------------------------------------------------------------------------------
+#
+# Types of the options for type checkers and editors: `python -m autotune.commands.request` prints `commands/keywords.py`.
+
+_ANNOTATIONS: dict[Any, str] = {
+    str: "str | float | PurePath",
+    Path: "str | PurePath",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    list[str]: "Sequence[str]",
+    dict: "Mapping[str, Any]",
+}
+_KEYWORDS = [
+    '"""Keyword arguments of the Python API, from the fields of Request.',
+    "",
+    "`python -m autotune.commands.request > autotune/commands/keywords.py` writes this file.",
+    '"""',
+    "",
+    "from __future__ import annotations",
+    "",
+    "from collections.abc import Mapping, Sequence",
+    "from pathlib import PurePath",
+    "from typing import Any, TypedDict",
+]
+
+
+def keywords_text() -> str:
+    """Return the text of `commands/keywords.py`."""
+    lines = [*_KEYWORDS]
+    for command in COMMANDS:
+        function = "tune" if command == "run" else command
+        lines += ["", "", f"class {command.title()}Options(TypedDict, total=False):"]
+        lines += [f'    """Options of `autotune.{function}`; None keeps the default."""', ""]
+        for one in sorted(parameters(command), key=lambda one: one.name):
+            if one.option.in_python:
+                lines += textwrap.wrap(one.help, 110, initial_indent="    # ", subsequent_indent="    # ")
+                lines.append(f"    {one.name}: {' | '.join(_ANNOTATIONS[kind] for kind in one.types)} | None")
+        lines += ["    # Folder of the studies; default: runs.", "    runs: str | PurePath | None"]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    print(keywords_text(), end="")

@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ from typing import Any
 from rich.console import Console
 
 from autotune.commands.environment import NAMED_MODEL, TRAINING, named_nodes, ranks_python
+from autotune.commands.job_file import COMMAND_FILE
 from autotune.commands.request import Request
 from autotune.commands.script_probe import Probe, after_probe, probe, remember
 from autotune.commands.setup import Setup, run_setup
 from autotune.commands.study_output import write_study
 from autotune.commands.trust import Ask, accepted_table, grant, named_by, remembered_python
-from autotune.errors import NothingFits, UserError, one_line, readable
+from autotune.errors import NothingFits, Stopped, UserError, one_line, readable
 from autotune.executors.base import Executor
 from autotune.executors.cluster.transports import hostfile_of, hostfile_text
 from autotune.executors.local import LocalExecutor, SliceExtrapolator
@@ -33,6 +35,7 @@ from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind
 from autotune.rank.sandbox import Protection
 from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
@@ -42,12 +45,14 @@ from autotune.results.console import (
     no_winner_lines,
     own_line,
     record_json,
+    startup_used_all,
     train_with,
     verdict_lines,
 )
 from autotune.results.export import environment_of, export_record
 from autotune.results.output_files import secrets_note
 from autotune.results.report.build import Searched
+from autotune.results.trackers import Tracking, measured_figures
 from autotune.script.profile import own_candidate
 from autotune.script.recorded import knob_names
 from autotune.search.certificate import trains_otherwise
@@ -70,7 +75,7 @@ from autotune.search.trials import AS_IS, SEARCH, Record
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import other_python
-from autotune.util.units import format_bytes, format_duration
+from autotune.util.units import GIB, counted, format_bytes, format_duration
 from autotune.workers.gpu_locks import lock_gpus
 
 # -- run ---------------------------------------------------------------------------------------------------------------
@@ -122,7 +127,7 @@ def run_study(
         NothingFits: no candidate is feasible.
         Stopped: the user stopped the tuner before the search began.
     """
-    local = not request.executor.startswith("replay")
+    began, local = time.monotonic(), not request.executor.startswith("replay")
     needed = () if not local else TRAINING if request.script or request.workload else NAMED_MODEL
 
     def say(text: str) -> None:
@@ -135,15 +140,18 @@ def run_study(
         ranks_python(request.python, say, needed=needed, remembered=known),
         named_nodes(request, say, request.budget) as nodes,
     ):
-        return _run(accepted_table(run_setup(request, nodes), request, ask), console, quiet, confirm)
+        return _run(accepted_table(run_setup(request, nodes), request, ask), began, console, quiet, confirm)
 
 
-def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], bool] | None) -> RunSummary:
+def _run(
+    setup: Setup, began: float, console: Console, quiet: bool, confirm: Callable[[str], bool] | None
+) -> RunSummary:
     if setup.found_no_gpu:
         console.print("no GPU found: running CPU ranks", style="yellow")
         if confirm is not None and not confirm("tune on CPU ranks?"):
             raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
-    observer = make_observer(console, quiet)
+    tracking = Tracking(setup.trackers, lambda text: observer.say(text))
+    observer = make_observer(console, quiet, tracking)
     for line in setup.warnings:
         observer.say(line)
     who = f"study {setup.name}"
@@ -156,6 +164,7 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             open_storage(setup.storage)  # a server that refuses does so before anything is built or started
         make_study_folder(setup.folder)
         work = kept.enter_context(acquire_log_dir(setup))
+        write_atomically(work / COMMAND_FILE, setup.job_text)
         setup = with_agreed_protection(setup, work, confirm)
         if setup.nodes is not None:
             write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
@@ -165,15 +174,21 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
         if setup.landscape is None:
             observer.doing("starting the ranks' Python, which imports torch and DeepSpeed")
         workers = SearchWorkers((lambda candidate: False) if setup.parallel_offload else host_bound)
-        cancelled = lambda: stopped.is_set() or workers.failed  # noqa: E731  # a failed worker ends all trials
+        deadline = StartupDeadline(setup.budget_seconds)
+        # a failed worker ends all trials
+        cancelled = lambda: stopped.is_set() or workers.failed or deadline.ends_startup  # noqa: E731
         with closing(first_executor(setup, work, cancelled, observer.doing)) as first:
             opening = first.now()
+            if setup.landscape is None:  # a replay's clock is simulated
+                opening -= time.monotonic() - began
+            deadline.begin(first, opening)
             first.begin()  # its imports run while the study is opened
             probed = None
             if setup.landscape is None and setup.job.script is not None:
-                _open(first, observer.say)
-                observer.showing("running the script as it is, then with another batch")
-                probed = probe(first, setup.job.script, work, setup.budget_seconds / 2, observer.say)
+                with deadline.no_trial():
+                    _open(first, observer.say)
+                    observer.showing("running the script as it is, then with another batch")
+                    probed = probe(first, setup.job.script, work, setup.budget_seconds / 2, observer.say)
                 setup = after_probe(setup, probed)
             complete = SliceExtrapolator(setup.job, setup.hardware).extrapolate if setup.hardware.sliced else None
             if complete is not None and probed is not None and probed.baseline is not None:
@@ -184,19 +199,26 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             if probed is not None:
                 remember(probed, work)
             observer.doing("tracing the model, to predict memory and speed")
-            predictor = traced_predictor(setup.job, setup.hardware)
+            is_up = lambda: stopped.is_set() or deadline.passed  # noqa: E731
+            predictor = traced_predictor(setup.job, setup.hardware, cancelled=is_up)
+            kept.callback(lambda: tracking.end(_tracked_winner(store)))
+            tracking.begin(store.name, work, _tracked_job(setup), partial(_predicted_figures, predictor))
             begin_with_rates(setup, store, predictor, observer.say)
             candidates, left_out = predictor.buildable(setup.candidates)
             wider = [f"{note}; predictions are wider for it" for note in predictor.notes()]
             for line in [*left_out, *wider]:
                 observer.say(line)
-            if probed is None:
-                observer.showing("waiting for the ranks' Python, and building DeepSpeed's ops where they are missing")
-                _open(first, observer.say)
+            with deadline.no_more_trials():
+                if probed is None:
+                    observer.showing(
+                        "waiting for the ranks' Python, and building DeepSpeed's ops where they are missing"
+                    )
+                    _open(first, observer.say)
+                candidates = _with_ops(first, setup.job, candidates, observer.say)
+                if setup.landscape is None:
+                    store.note_extensions(first.ops.folder)
             executor = first.for_search(setup.job, observer.phase, complete)
-            candidates = _with_ops(executor, candidates, observer.say)
-            if setup.landscape is None:
-                store.note_extensions(executor.ops.folder)
+            deadline.end_startup()
             # The whole call counts, except builds of DeepSpeed's ops, which happen once per environment.
             spent_seconds = executor.now() - opening - executor.ops.build_seconds
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
@@ -205,6 +227,35 @@ def _run(setup: Setup, console: Console, quiet: bool, confirm: Callable[[str], b
             beside = [kept.enter_context(closing(one)) for one in executors_beside(setup, work, cancelled)]
             found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set, beside, workers)
         return _summary(setup, store, found, proposer.open, predictor, observer.say)
+
+
+def _tracked_job(setup: Setup) -> dict[str, Any]:
+    """Return what trackers record of the job and the machine."""
+    return {
+        "job": setup.job.summary,
+        "machine": str(setup.hardware),
+        "space": setup.space.name,
+        "budget_seconds": setup.budget_seconds,
+        "command": setup.command,
+    }
+
+
+def _predicted_figures(predictor: Predictor, candidate: Candidate) -> dict[str, float]:
+    found = predictor.predict(candidate)
+    return {
+        "samples_per_second": found.samples_per_second,
+        "step_seconds": found.step_seconds,
+        "peak_gib": found.peak_bytes / GIB,
+        "chance_to_fit": found.chance,
+    }
+
+
+def _tracked_winner(store: StudyStore) -> dict[str, Any]:
+    """Return what trackers record of the winner; empty if there is none."""
+    winner = store.winner
+    if winner is None or winner.outcome is None:
+        return {}
+    return {"winner": str(winner.candidate), "winner_trial": winner.number, **measured_figures(winner.outcome)}
 
 
 @contextmanager
@@ -234,10 +285,67 @@ def _open(executor: Executor, say: Callable[[str], None]) -> None:
     executor.check(say)
 
 
-def _with_ops(executor: Executor, candidates: list[Candidate], say: Callable[[str], None]) -> list[Candidate]:
+class StartupDeadline:
+    """End of the budget during start-up: imports, a script's probe run, the trace. A search keeps its own `Budget`.
+
+    Args:
+        budget_seconds: budget of the call, without builds of DeepSpeed's ops.
+    """
+
+    def __init__(self, budget_seconds: float) -> None:
+        self._budget_seconds = budget_seconds
+        self._clock: tuple[Executor, float] | None = None  # the executor, and its time at the start
+        self._starting = True
+
+    def begin(self, executor: Executor, began: float) -> None:
+        """Start at a time of the executor's clock."""
+        self._clock = executor, began
+
+    @property
+    def passed(self) -> bool:
+        """Return True if the budget is used."""
+        if self._clock is None:
+            return False
+        executor, began = self._clock
+        return executor.now() - began - executor.ops.all_build_seconds >= self._budget_seconds
+
+    @property
+    def ends_startup(self) -> bool:
+        """Return True if the start-up must end because the budget is used."""
+        return self._starting and self.passed
+
+    def end_startup(self) -> None:
+        """Leave the rest of the budget to the search."""
+        self._starting = False
+
+    @contextmanager
+    def no_trial(self) -> Iterator[None]:
+        """Say that no trial ran if the deadline ends the work.
+
+        Raises:
+            NothingFits: the deadline ended it.
+        """
+        try:
+            yield
+        except Stopped:
+            if self.ends_startup:
+                raise NothingFits(startup_used_all(self._budget_seconds, self._budget_seconds)) from None
+            raise
+
+    @contextmanager
+    def no_more_trials(self) -> Iterator[None]:
+        """Go on if the deadline ends the work, to the end of a search without time."""
+        try:
+            yield
+        except Stopped:
+            if not self.ends_startup:
+                raise
+
+
+def _with_ops(executor: Executor, job: Job, candidates: list[Candidate], say: Callable[[str], None]) -> list[Candidate]:
     """Return the candidates whose DeepSpeed ops can be loaded here. Missing ops are built now."""
-    executor.load_ops(candidates)
-    left, lines = executor.ops.buildable(candidates, executor.job, executor.hardware.device)
+    executor.load_ops(candidates, job=job)
+    left, lines = executor.ops.buildable(candidates, job, executor.hardware.device)
     for line in lines:
         say(line)
     return left
@@ -249,7 +357,7 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
     of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
     with readable("the study"):
         store, resumed = StudyStore.create_or_resume(*of, force=setup.force, shared=shared)
-    failing.ask(partial(store.measured_here.what_is_left, store.name, storage))
+    failing.ask(partial(store.measured_here.what_is_left, store.study.study_name, storage))
     if setup.landscape is None:
         grant([*named_by(setup.job, other_python()), *knob_names(setup.candidates)])
     if shared:
@@ -262,9 +370,7 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
     for note in setup.notes:
         observer.say(note)
     if late := store.finish_late():
-        observer.say(
-            f"{late} trial{'s' * (late > 1)} stored that an earlier call had measured while the database was away"
-        )
+        observer.say(f"{counted(late, 'trial')} stored that an earlier call had measured while the database was away")
     closed = store.close_interrupted()
     own_outcome = (probed.baseline or probed.ran_out) if probed is not None else None
     if probed is not None and own_outcome is not None:
@@ -293,7 +399,9 @@ def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed:
     if store.python is not None:
         versions = ", ".join(f"{name} {store.versions[name]}" for name in TRAINING)
         observer.say(f"ranks run in {store.python}: {versions}")
-    observer.say(f"space {setup.space.name}: {len(setup.candidates)} candidates; winners use at most {ceiling} a rank")
+    observer.say(
+        f"space {setup.space.name}: {counted(len(setup.candidates), 'candidate')}; winners use at most {ceiling} a rank"
+    )
     if resumed:
         used = sum(call.used_seconds for call in store.calls())
         done = [
@@ -302,7 +410,9 @@ def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed:
             if record.outcome and record.outcome.kind is not OutcomeKind.INTERRUPTED
         ]
         interrupted = f", {closed} closed as interrupted" if closed else ""
-        observer.say(f"study {store.name} goes on: {len(done)} trials in {format_duration(used)} so far{interrupted}")
+        observer.say(
+            f"study {store.name} goes on: {counted(len(done), 'trial')} in {format_duration(used)} so far{interrupted}"
+        )
         if others := store.tuners.others():
             observer.say(f"{len(others)} more at it: {', '.join(sorted(map(host_of, others)))}")
     else:
@@ -388,7 +498,7 @@ def _summary(
         lines += [f"  {line}" for line in secrets_note(files)]
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
-        lines.append(f"  {trials} trials ({counts}) in {used}; {found.ended}")
+        lines.append(f"  {counted(trials, 'trial')} ({counts}) in {used}; {found.ended}")
         lines += [f"  {found.confidence.sentence}"] if found.confidence else []
     elif found.interrupted:
         lines = ["stopped before anything was measured"]

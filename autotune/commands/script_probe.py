@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ from autotune.problem.knobs import Circumstances, steps_on_gpu
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
-from autotune.script.argument_files import said
+from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, given, integers_in_words, said
+from autotune.script.argument_writer import integers_in_files, with_declared_files
 from autotune.script.profile import (
     BY_HAND,
+    BY_RANK,
     CALL,
     EARLIER,
-    FOUND,
     KEPT,
     OPS,
     SPLIT,
@@ -130,12 +132,10 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
         )
     elif profile["checkpointed"] and not profile["checkpointing"]:
         say("the script's activation checkpointing cannot be switched off and stays on")
-    if own and (found_flags := flags_found(executor, dataclasses.replace(script, profile=profile), facts, seconds)):
-        profile[FOUND] = found_flags
-        for knob, flag in found_flags.items():
-            say(
-                f"{flag} {facts['integers'][flag]} is its {_NAMED[knob]}: candidates set it (--map {knob}=--FLAG names another)"
-            )
+    if own:
+        profile |= flags_found(executor, dataclasses.replace(script, profile=profile), facts, seconds)
+        for line in _lines_of_flags(profile, _integers(script, facts)):
+            say(line)
     varies = bool(facts.get("counted_by"))  # its steps have other rows each, and another loss
     reference = measured.trace if measured is not None and not varies else None
     note = batch_note(executor, _mapped(script, profile), seconds, reference)
@@ -157,7 +157,7 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
 def _mapped(script: Script, profile: dict[str, Any]) -> Script:
     """Return the script with its profile, and with the flags that were found to carry knobs."""
     flags = dict(profile.get(FOUND, {})) | dict(script.flags)
-    return dataclasses.replace(script, profile=profile, flags=tuple(flags.items()))
+    return with_declared_files(dataclasses.replace(script, profile=profile, flags=tuple(flags.items())))
 
 
 def remember(probed: Probe, folder: Path) -> None:
@@ -275,27 +275,40 @@ def _try(
         more = ": give a larger --budget" if outcome.source is Source.BUDGET else ""
         raise UserError(f"{outcome.reason}, before the script was measured{more}")
     log = f"{outcome.log}/rank{outcome.rank or 0}.log"
-    tail = "\n".join(f"  {line}" for line in log_tail(Path(log)).strip().splitlines()[-12:])
-    limits = _limits(outcome, executor.hardware.limit_bytes)
+    said = log_tail(Path(log)).strip()
+    tail = "\n".join(f"  {line}" for line in said.splitlines()[-12:])
+    limits = _limits(outcome, executor.hardware.limit_bytes, said)
     who = "the script fails by itself" if not limits else "the script fails"
     raise UserError(f"{who}, before anything is tuned ({outcome.reason}){limits}:\n{tail}\n  log: {log}")
 
 
-# types of exceptions by which a failed allocation, mapping or thread shows, and by which a refused write does
+# types of exceptions by which a failed allocation, mapping or thread shows
 _OF_MEMORY = {"builtins.MemoryError", "builtins.RuntimeError", "builtins.OSError", "builtins.SystemError"}
 _OF_MEMORY |= {"builtins.ImportError"}
-_OF_WRITES = {"builtins.PermissionError", "builtins.OSError"}
+_NEAR_CAP = 0.7  # share of the cap from which a rank's peak may have reached it between two samples
+# texts of the errors EACCES, EPERM and EROFS, and of SQLite for them
+_REFUSED = re.compile(
+    r"permission denied|operation not permitted|read-only file system|readonly database|unable to open database file",
+    re.IGNORECASE,
+)
 
 
-def _limits(outcome: Outcome, cap_bytes: int | None) -> str:
-    """Return which limit of autotune may have made a script fail, and the remedy; empty if none can have."""
+def _limits(outcome: Outcome, cap_bytes: int | None, said: str) -> str:
+    """Return which limit of autotune may have made a script fail, and the remedy; empty if none can have.
+
+    Args:
+        outcome: of the probe run.
+        cap_bytes: cap of a rank's memory; None without one.
+        said: end of the rank's log.
+    """
     raised, found = set(outcome.exceptions), []
-    if cap_bytes is not None and (not raised or raised & _OF_MEMORY):
-        cap = format_bytes(cap_bytes)
-        found.append(
-            f"the cap of {cap} a rank may be the cause: raise --memory-cap or lower --reserve, or leave it out"
-        )
-    if "builtins.PermissionError" in raised or (raised & _OF_WRITES and "Read-only file system" in outcome.reason):
+    if cap_bytes is not None:
+        near = outcome.peak_bytes is None or outcome.peak_bytes >= _NEAR_CAP * cap_bytes
+        if near or not raised or raised & _OF_MEMORY:
+            cap = format_bytes(cap_bytes)
+            remedy = "raise --memory-cap or lower --reserve, or leave it out"
+            found.append(f"the cap of {cap} a rank may be the cause: {remedy}")
+    if "builtins.PermissionError" in raised or _REFUSED.search(f"{outcome.reason}\n{said}"):
         found.append("the protection of your files may be the cause: run it on a copy of the folder with --unprotected")
     return "".join(f"; {one}" for one in found)
 
@@ -365,7 +378,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
         )
     }
     # These are stored only if present, so that studies of earlier versions keep the same job.
-    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS)
+    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK)
     named = ("lightning", "optimizer", "spellings", "variables", "beside", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
     if facts.get("evaluating"):  # transformers' layers do not checkpoint in evaluation mode
@@ -418,19 +431,24 @@ def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:
 
 # -- flags that carry the batch ----------------------------------------------------------------------------------------
 #
-# Find flags without `--map`: each integer flag with the value of the micro-batch or the accumulation gets another value, all in
-# one short run of the script. The batch of its steps then shows the role of each flag.
+# Find flags without `--map`. Each integer flag with the value of the micro-batch or the accumulation gets another value, all in
+# one short run of the script. The batch of its steps then shows the role of each flag. If none carries the micro-batch, flags
+# with the value of a product (a batch over all ranks, or a whole step's) are tried in the same way.
 
 _NAMED = {MICRO_BATCH: "micro-batch", ACCUMULATION: "accumulation"}
+_OWN = ("micro_batch", "accumulation")  # keys of a profile
 _MOST_FLAGS = 6  # flags that get another value at once
-_TIMES = (2, 3, 5, 7, 11, 13)  # their values' multiples: distinct, and divisible by what they were
+_TIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)  # multiples, of which at least one is free for each flag
 
 
-def flags_found(executor: Executor, script: Script, facts: dict[str, Any], seconds: float) -> dict[str, str]:
-    """Return the flags that carry the micro-batch or the accumulation, by knob, of those that no known flag carries.
+def flags_found(executor: Executor, script: Script, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return the flags that carry the micro-batch or the accumulation, of those that no known flag carries, as a profile.
 
     Args:
         facts: of the probe run.
+
+    Returns:
+        The keys `FOUND`, `TIMES` and `PRODUCTS` of a profile; only those that are not empty.
 
     Raises:
         Stopped: the user stopped the tuner.
@@ -441,24 +459,108 @@ def flags_found(executor: Executor, script: Script, facts: dict[str, Any], secon
     own = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: seen["accumulation"]}
     wanted = [knob for knob in own if not carries_knob(script, knob)]
     taken = {*dict(script.flags).values(), *LOCAL_RANK_FLAGS}
-    integers = {flag: value for flag, value in facts.get("integers", {}).items() if flag not in taken}
+    integers = {flag: value for flag, value in _integers(script, facts).items() if flag not in taken}
+    found: dict[str, Any] = {}
     # An accumulation of 1 alone would try each flag that happens to be 1.
     for knobs in (wanted, wanted[:1]) if len(wanted) > 1 else (wanted,):
         options = {flag: value for flag, value in integers.items() if value in [own[knob] for knob in knobs]}
+        if len(options) > _MOST_FLAGS:  # a file of data has many
+            options = {flag: value for flag, value in options.items() if flag.startswith("-")}
         if (MICRO_BATCH in knobs and own[MICRO_BATCH] not in options.values()) or not 0 < len(options) <= _MOST_FLAGS:
             continue
-        halved = len(options) == 1 and own[MICRO_BATCH] % 2 == 0  # needs least memory
-        changed = {
-            flag: value // 2 if halved else value * times
-            for (flag, value), times in zip(options.items(), _TIMES, strict=False)
-        }
+        changed = _other_values(options, halves=True)
         now = _batch_with(executor, script, facts, changed, seconds)
         if now is not None:
             carriers = {
                 knob: [flag for flag, value in changed.items() if value == now[knob] != own[knob]] for knob in knobs
             }
-            return {knob: flags[0] for knob, flags in carriers.items() if len(flags) == 1}
+            found = {FOUND: {knob: flags[0] for knob, flags in carriers.items() if len(flags) == 1}}
+            break
+    if MICRO_BATCH in wanted and MICRO_BATCH not in found.get(FOUND, {}):
+        more = _products_found(executor, _mapped(script, {**seen, **found}), facts, integers, seconds)
+        found = {**more, FOUND: {**found.get(FOUND, {}), **more.get(FOUND, {})}}
+    return {key: value for key, value in found.items() if value}
+
+
+def _integers(script: Script, facts: dict[str, Any]) -> dict[str, int]:
+    """Return the positive integers of the script's parsers, words and argument files, by flag or dotted name.
+
+    Words of the command count for parsers other than argparse (click, fire, Hydra).
+    """
+    return {**integers_in_files(script), **integers_in_words(script.argv), **facts.get("integers", {})}
+
+
+def _products_found(
+    executor: Executor, script: Script, facts: dict[str, Any], integers: dict[str, int], seconds: float
+) -> dict[str, Any]:
+    """Return the flags whose value is a product with the micro-batch, as keys of a profile.
+
+    Such a flag counts the samples or tokens of a micro-batch or of a step, on one rank or on all. Flags with the value of the
+    accumulation are changed too, because a script may divide a whole step's batch by it.
+    """
+    ranks, micro_batch, accumulation = executor.hardware.count, *(script.profile[key] for key in _OWN)
+    integers = {flag: value for flag, value in integers.items() if flag.startswith("-")}
+    tokens, step = int(facts.get("widest", 1)), micro_batch * accumulation
+    units = {1, ranks, tokens, ranks * tokens}
+    micros, steps = (
+        {micro_batch * unit for unit in units} - {micro_batch},
+        {step * unit for unit in units} - {micro_batch},
+    )
+    options = {flag: value for flag, value in integers.items() if value in micros | steps}
+    divisors = {
+        flag: value
+        for flag, value in integers.items()
+        if value == accumulation > 1 and flag not in options and not carries_knob(script, ACCUMULATION)
+    }
+    for beside in (divisors, {}) if divisors else ({},):
+        if not 0 < len(options) + len(beside) <= _MOST_FLAGS or not options:
+            return {}
+        changed = _other_values(beside)
+        common = math.prod(value // beside[flag] for flag, value in changed.items()) if beside else 1
+        changed |= {flag: value * common for flag, value in _other_values(options, halves=not beside).items()}
+        now = _batch_with(executor, script, facts, changed, seconds)
+        if now is None:
+            continue
+        dividing = [flag for flag in beside if changed[flag] == now[ACCUMULATION] != accumulation]
+        found: dict[str, Any] = {FOUND: {ACCUMULATION: dividing[0]} if len(dividing) == 1 else {}}
+
+        now_step = now[MICRO_BATCH] * now[ACCUMULATION]
+        times = {flag: value / options[flag] for flag, value in changed.items() if flag in options}
+        of_micro = [
+            flag for flag in options if options[flag] in micros and times[flag] == now[MICRO_BATCH] / micro_batch
+        ]
+        if now[MICRO_BATCH] != micro_batch and len(of_micro) == 1:
+            multiple = options[of_micro[0]] // micro_batch
+            return {FOUND: {MICRO_BATCH: of_micro[0], **found[FOUND]}, TIMES: {MICRO_BATCH: multiple}}
+        of_step = [flag for flag in options if options[flag] in steps and times[flag] == now_step / step]
+        return {**found, PRODUCTS: {flag: options[flag] for flag in of_step if now_step != step}}
     return {}
+
+
+def _other_values(options: dict[str, int], *, halves: bool = False) -> dict[str, int]:
+    """Return another value for each flag: multiples of its own that are distinct from all others.
+
+    Args:
+        options: values by flag.
+        halves: take half the value of a single flag, which needs least memory.
+    """
+    if halves and len(options) == 1 and (only := next(iter(options.values()))) % 2 == 0:
+        return dict.fromkeys(options, only // 2)
+    changed: dict[str, int] = {}
+    for flag, value in options.items():
+        taken = {*changed.values(), *options.values()}
+        changed[flag] = next(value * times for times in _TIMES if value * times not in taken)
+    return changed
+
+
+def _lines_of_flags(profile: dict[str, Any], integers: dict[str, int]) -> Iterator[str]:
+    """Yield what was found about each flag."""
+    for knob, flag in profile.get(FOUND, {}).items():
+        times = profile.get(TIMES, {}).get(knob)
+        over = f" times {times}" if times else ""
+        yield f"{flag} {integers[flag]} is its {_NAMED[knob]}{over}: candidates set it (--map {knob}=--FLAG names another)"
+    for flag, value in profile.get(PRODUCTS, {}).items():
+        yield f"{flag} {value} is the batch of its whole step: candidates keep it, and it decides their micro-batch"
 
 
 def _batch_with(
@@ -466,9 +568,12 @@ def _batch_with(
 ) -> dict[str, float] | None:
     """Return the batch of the script's own steps with these values of its flags, by knob; None if it does not run with them."""
     argv = list(script.argv)
-    for flag, value in flags.items():
-        argv = with_flag(argv, flag, value)
-    typed = dataclasses.replace(script, argv=tuple(argv), profile={})
+    in_words = given(script.argv)
+    tried = {name: value for name, value in flags.items() if not name.startswith("-") and name not in in_words}
+    for flag in flags.keys() - tried.keys():
+        argv = with_flag(argv, flag, flags[flag])
+    named = with_declared_files(dataclasses.replace(script, flags=(*script.flags, *((name, name) for name in tried))))
+    typed = dataclasses.replace(script, argv=tuple(argv), files=named.files, profile={TRIED: tried} if tried else {})
     job = dataclasses.replace(executor.job, script=typed)
     with closing(executor.session(Candidate(()), "probe-flags", job=job)) as session:
         outcome = session.measure(Candidate(()), _TWO_STEPS, seconds)
@@ -487,6 +592,7 @@ def _batch_with(
 
 _TWO_STEPS = Effort(min_steps=2, max_steps=2, min_seconds=0.0)
 _MOST_TRIES = 2  # batches that the script may refuse before its own is kept
+_AVERAGES = "--average_tokens_across_devices True averages the loss over the tokens of all ranks, however they are cut"
 _MOST_TIMES = 4  # multiple of the script's micro-batch that is assumed to fit in memory
 
 
@@ -512,7 +618,8 @@ def batch_note(executor: Executor, script: Script, seconds: float, reference: Tr
         unknown = outcome.kind.is_oom or not outcome.kind.is_attributable_to_candidate
         if outcome.ok and reference is not None and outcome.trace is not None:
             found = compare(reference, own, outcome.trace, other)
-            return found.text if found.verdict is Verdict.DIFFERS else ""
+            averages = f"; {_AVERAGES}" if script.profile.get(BY_RANK) and found.cause == MICRO_BATCH else ""
+            return f"{found.text}{averages}" if found.verdict is Verdict.DIFFERS else ""
         if outcome.ok or (unknown and not refused):
             return ""
         if not unknown:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from autotune.commands.environment import SCHEDULERS, Nodes
+from autotune.commands.job_file import job_text
 from autotune.commands.request import Request, flag_of
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster
@@ -26,9 +27,11 @@ from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.job import Job, Lora, Script, load_lengths, longest_sequence, parse_lora, with_positions
 from autotune.problem.knobs import READ, missing_package, not_quantized
 from autotune.problem.models import ModelSpec, image_size_of, resolve_model, task_of, workload_spec
+from autotune.problem.nvml import visible_gpus
 from autotune.problem.space import SearchSpace, fitted, load_space
 from autotune.results.output_files import check_out
 from autotune.results.plan import TOKENS
+from autotune.results.trackers import check_trackers
 from autotune.script.parse_command import Typed, read_command
 from autotune.script.profile import first_candidates, unknown_job
 from autotune.script.script import named_configs
@@ -95,6 +98,8 @@ class Setup:
     unprotected: bool = False  # user code runs without a sandbox on machines that offer none
     gallery: bool = True  # the search may start from the gallery
     command: str = ""  # as typed, to repeat the call; empty if nothing was typed
+    job_text: str = ""  # job file that repeats the call
+    trackers: tuple[str, ...] = ()  # names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +159,8 @@ def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
         parallel_offload=request.parallel_offload,
         out=request.out,
         command=request.command,
+        job_text=job_text(request, "run"),
+        trackers=check_trackers(request.track),
         found_no_gpu=tuned.hardware.device == "cpu" and request.device == "auto" and tuned.landscape is None,
         global_batch_size=batch,
         free_batch=request.global_batch_size == FREE,
@@ -749,6 +756,8 @@ def planned_hardware(
             f"--nodes {nodes}: with --gpus {gpus_per_node} in each that is {count} GPUs, expected at most {MOST_GPUS}"
         )
     if name is None:
+        if not visible_gpus():
+            raise UserError("found no GPU on this machine: name one to predict for, like --gpu h100 --gpus 8")
         found = detect("auto", gpus_per_node, headroom=headroom)
         hardware = dataclasses.replace(found, count=count, nodes=nodes)
     else:

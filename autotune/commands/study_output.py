@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import statistics
 import webbrowser
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
 
-from autotune.errors import UserError
+from autotune.commands.request import python_errors
+from autotune.errors import UserError, readable
 from autotune.executors.replay import Row, write_landscape
 from autotune.gallery.schema import Entry, check, entry_of
 from autotune.gallery.warm_start import checked
@@ -21,15 +23,19 @@ from autotune.predict.trace_cache import stored_trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.models import CAUSAL
 from autotune.problem.outcome import OutcomeKind
+from autotune.results.export import export_store
 from autotune.results.output_files import check_out
 from autotune.results.plan import Plan
 from autotune.results.report.build import Searched, study_report, without_secrets
 from autotune.results.report.html import plan_page, plan_report, study_page, write_page
 from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
-from autotune.search.trials import RESUME, SEARCH, uncollected
+from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, uncollected
 from autotune.util.files import cannot_write, write_atomically
-from autotune.util.units import GIB
+from autotune.util.units import GIB, counted
+
+if TYPE_CHECKING:
+    import pandas
 
 # -- report ------------------------------------------------------------------------------------------------------------
 #
@@ -43,7 +49,10 @@ def report_study(study: str, storage: str | None, out: Path | None) -> Path:
     Raises:
         UserError: there is no such study, or the file cannot be written.
     """
-    store = StudyStore.load(study, storage)
+    return _report(StudyStore.load(study, storage), out)
+
+
+def _report(store: StudyStore, out: Path | None) -> Path:
     out = out or output_file(store.folder, f"{store.name}.html")
     check_out(out)
     with failures_in_one_line():
@@ -63,9 +72,12 @@ def write_study(
     Raises:
         UserError: the file cannot be written.
     """
+    write_page(_study_html(store, trace_of, searched), out)
+
+
+def _study_html(store: StudyStore, trace_of: Predictor | None, searched: Searched | None) -> str:
     predictor, why_none = _predictor(store, trace_of)
-    report = without_secrets(study_report(store, searched or _searched(store), predictor, why_none))
-    write_page(study_page(report), out)
+    return study_page(without_secrets(study_report(store, searched or _searched(store), predictor, why_none)))
 
 
 def _predictor(store: StudyStore, trace_of: Predictor | None) -> tuple[Predictor | None, str]:
@@ -103,6 +115,96 @@ def write_plan(plans: list[Plan], out: Path) -> None:
 def open_in_browser(path: Path) -> bool:
     """Open the file in a browser; return whether one was found."""
     return webbrowser.open(path.resolve().as_uri())
+
+
+# -- Python --------------------------------------------------------------------------------------------------------------
+
+
+class Study(StudyStore):
+    """A stored study: `best`, `trials`, and what notebooks show of it. `autotune.open_study` returns it."""
+
+    def __repr__(self) -> str:
+        """Return the study's name, size and winner in one line."""
+        best = self.best
+        found = "no winner yet"
+        if best is not None and best.outcome is not None and best.outcome.measurement is not None:
+            checked = "verified" if best.role == VERIFY else "not verified"
+            found = f"best {best.candidate} at {best.outcome.measurement.samples_per_second:.4g} samples/s, {checked}"
+        return f"<Study {self.name!r}: {counted(len(self.trials), 'trial')}, {found}>"
+
+    def _repr_html_(self) -> str:
+        """Return the study's report in a frame, which a notebook shows from its first screen on."""
+        with readable("the study"):
+            page = _study_html(self, None, None)
+        frame = 'width="100%" height="720" style="border: 1px solid #8884" sandbox="allow-scripts"'
+        return f'<iframe title="autotune study" {frame} srcdoc="{html.escape(page)}"></iframe>'
+
+    @property
+    def trials(self) -> list[Record]:
+        """Return all trials in order."""
+        return self.records()
+
+    @property
+    def best(self) -> Record | None:
+        """Return the winner's trial, or None."""
+        return self.winner
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """Return a row per trial: its number, role, outcome, figures, and knobs as columns `knob.NAME`.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("to_dataframe needs the package pandas: pip install pandas") from None
+        return pandas.DataFrame([_row(record) for record in self.trials])
+
+    def export(
+        self, style: str = "deepspeed", *, out: str | PurePath | None = None, trial: int | None = None
+    ) -> list[Path]:
+        """Write the winner, or one trial, as `autotune export` does, and return the files.
+
+        Args:
+            style: `deepspeed`, `accelerate`, `hf` or `sbatch`.
+            out: file to write; default: in the study's folder.
+            trial: a trial's number instead of the winner.
+
+        Raises:
+            BadArgument: there is no winner, no such trial or style, or the file cannot be written.
+        """
+        with python_errors():
+            return export_store(self, style, Path(out) if out is not None else None, trial)
+
+    def report(self, out: str | PurePath | None = None) -> Path:
+        """Write the study as one HTML page, as `autotune report` does, and return its path.
+
+        Raises:
+            BadArgument: the file cannot be written.
+        """
+        with python_errors():
+            return _report(self, Path(out) if out is not None else None)
+
+
+def _row(record: Record) -> dict[str, Any]:
+    """Return a trial as a row of a table; figures that it lacks are None."""
+    outcome = record.outcome
+    measured = outcome.measurement if outcome is not None else None
+    return {
+        "trial": record.number,
+        "candidate": str(record.candidate),
+        "role": record.role,
+        "outcome": outcome.kind.value if outcome is not None else "running",
+        "samples_per_second": measured.samples_per_second if measured else None,
+        "tokens_per_second": measured.tokens_per_second if measured else None,
+        "step_seconds": measured.step_seconds if measured else None,
+        "peak_bytes": measured.peak_bytes if measured else outcome.peak_bytes if outcome is not None else None,
+        "trial_seconds": outcome.seconds if outcome is not None else None,
+        "reason": outcome.reason if outcome is not None else "",
+        "note": record.note,
+        **{f"knob.{name}": value for name, value in record.candidate.as_dict.items()},
+    }
 
 
 # -- record ------------------------------------------------------------------------------------------------------------
@@ -204,7 +306,7 @@ class Shared:
         left = f"; {self.left_out} candidates with texts as settings were left out" if self.left_out else ""
         return [
             f"wrote {self.path}: {model}, {self.entry.machine.count} x {self.entry.machine.gpu or self.entry.machine.name}, "
-            f"{len(self.entry.candidates)} candidates with their outcomes{left}",
+            f"{counted(len(self.entry.candidates), 'candidate')} with their outcomes{left}",
             "it contains no path, host name, script or argument. To publish it, check it and open a pull request that adds it "
             f"as gallery/entries/{self.suggested}",
         ]

@@ -1,4 +1,10 @@
-"""Executor interface. The search loop does not depend on the implementation."""
+"""Executor interface. The search loop does not depend on the implementation.
+
+To add an executor, implement `Executor` and `Session`; `executors/replay.py` is the shortest example. Create it in
+`first_executor` (`commands/run.py`), accept its name in `_what_is_tuned` (`commands/setup.py`), and name it in the help of
+`Request.executor` (`commands/request.py`). An executor that only starts ranks elsewhere is a `LaunchTarget` of
+`LocalExecutor` instead.
+"""
 
 from __future__ import annotations
 

@@ -422,7 +422,7 @@ class LocalSession:
         if stop is WatchEnd.CANCELLED:
             return interrupted_outcome(group.phase)
         if stop is WatchEnd.DEADLINE:
-            return budget_outcome(group.phase, group.waited_seconds)
+            return budget_outcome(group.phase, group.waited_seconds, compiles=group.compiles)
         evidence = group.evidence()
         self.close()
         if self._executor.cancelled():  # `scancel` ends tuner and ranks together, so the ranks may die first
@@ -626,9 +626,17 @@ def infrastructure_outcome(phase: Phase, error: Exception, source: Source) -> Ou
     return Outcome(OutcomeKind.INFRASTRUCTURE, phase, reason=why, evidence=said, source=source)
 
 
-def budget_outcome(phase: Phase, waited_seconds: float) -> Outcome:
-    """Return the outcome of a trial whose share of the budget ended. The candidate may be retried with more time."""
+def budget_outcome(phase: Phase, waited_seconds: float, *, compiles: bool) -> Outcome:
+    """Return the outcome of a trial whose share of the budget ended. The candidate may be retried with more time.
+
+    Args:
+        phase: the trial's phase.
+        waited_seconds: time that it waited for the device's memory.
+        compiles: torch.compile was at work in a rank.
+    """
     why, said = f"its share of the budget ended in {phase.value}", "deadline of the budget"
+    if compiles:
+        why = f"{why}, while torch.compile compiled the model"
     kind = OutcomeKind.INTERRUPTED
     if waited_seconds:  # GPU contention must not count as a slow candidate
         kind, why = (
@@ -644,7 +652,7 @@ def budget_outcome(phase: Phase, waited_seconds: float) -> Outcome:
 #
 # The ranks of a slice have a process group of the full world size that transfers nothing (`rank/base.py`). DeepSpeed
 # therefore allocates and computes the slice's share of the full job. Communication time is predicted and added. See
-# docs/nodes.md.
+# docs/clusters.md.
 
 
 class SliceExtrapolator:
@@ -736,7 +744,11 @@ _REMEDIES = (
         r"no socket interface|[Cc]onnection refused|No route to host",
         "set NCCL_SOCKET_IFNAME to an interface that is up",
     ),
-    (r"shm|/dev/shm|Bus error|SIGBUS|No space left", "docker run --shm-size=8g (or --ipc=host)"),
+    (r"/dev/shm|Bus error|SIGBUS|No space left", "docker run --shm-size=8g (or --ipc=host)"),
+    (
+        r"Read-only file system|Permission denied",
+        "make this path writable, or set HOME or the cache's variable to a folder that is",
+    ),
     (r"out of memory", "other processes hold the devices' memory: end them, or hide those GPUs"),
 )
 _HANG = r"no sign of life|hang|deadline"

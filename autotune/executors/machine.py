@@ -21,7 +21,7 @@ from autotune.rank.sandbox import Protection, Sandbox, available_protection, rem
 from autotune.script.argument_files import output_folder
 from autotune.script.argument_writer import output_folders, write_trial_files
 from autotune.util.interpreter import bound_command, current
-from autotune.util.units import format_duration
+from autotune.util.units import counted, format_duration
 from autotune.workers.jit_ops import FOLDER
 from autotune.workers.launchers import ForkLauncher, Launcher, SpawnLauncher, training_environment, trial_environment
 from autotune.workers.protocol import Message
@@ -172,6 +172,13 @@ class Ops:
         self.folder = ""  # this environment's own folder of ops; empty if TORCH_EXTENSIONS_DIR is set
         self.build_seconds = 0.0
         self._loading: tuple[float, Message] | None = None  # start time, and the message about it
+        self._building_since: float | None = None  # None while nothing is built
+
+    @property
+    def all_build_seconds(self) -> float:
+        """Return the seconds of all builds, including one that is going on."""
+        now = time.monotonic()
+        return self.build_seconds + (now - self._building_since if self._building_since is not None else 0.0)
 
     def load(
         self,
@@ -221,6 +228,7 @@ class Ops:
         try:
             answer = server.load_ops(names, self._report)
         finally:
+            self.build_seconds, self._building_since = self.all_build_seconds, None  # a stopped build counts, too
             self._show("")
         self.folder = "" if FOLDER in os.environ else answer["folder"]
         for builder, why in answer["failed"].items():
@@ -237,7 +245,7 @@ class Ops:
         elif message["state"] in ("waiting", "building", "loading"):
             self._announce(message)
         else:
-            self._loading = None
+            self._loading = self._building_since = None
             if message.get("built") or message["state"] == "failed":
                 self.build_seconds += message["seconds"]
             if message.get("built"):
@@ -256,6 +264,8 @@ class Ops:
             text = f"going on with DeepSpeed's {op}, whose build was stopped ({took})"
         else:
             text = f"building DeepSpeed's {op} ({took})"
+        if message["state"] == "building" and self._building_since is None:
+            self._building_since = time.monotonic()
         self._say(text)
         self._show(text)
 
@@ -360,8 +370,8 @@ def _on_cpus(parallel: int, machine: Hardware, memory_cap_bytes: int | None) -> 
 
 
 def _too_many(parallel: int, there: str, ranks: int, most: int, threads: int = 1) -> UserError:
-    what = f"{ranks} rank{'s' * (ranks > 1)}" + (f" with {threads} threads each" if threads > 1 else "")
-    hold = f"hold {most} job{'s' * (most > 1)} of {what}; try --parallel {most}" if most else f"hold no job of {what}"
+    what = counted(ranks, "rank") + (f" with {threads} threads each" if threads > 1 else "")
+    hold = f"hold {counted(most, 'job')} of {what}; try --parallel {most}" if most else f"hold no job of {what}"
     return UserError(f"--parallel {parallel}: {there} {hold}")
 
 

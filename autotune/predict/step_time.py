@@ -329,7 +329,7 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
         offload=offload,
         loop=k["loop"] * w.loop,
         launch_bound=np.where(starts > products + moved, 1.0, 0.0),
-        moved_share=moved / (products + moved),
+        moved_share=moved / np.maximum(products + moved, np.finfo(float).tiny),
     )
 
 

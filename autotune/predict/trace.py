@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import subprocess
 import time
@@ -68,7 +69,14 @@ def _tracer_environment(sees_gpus: bool = False) -> dict[str, str]:
     return {**current().environment(), **seen, **_ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
 
 
-def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seconds: float = 300.0) -> Trace:
+def trace_job(
+    job: Job,
+    *,
+    loss: str = "own",
+    device: str = "cuda",
+    timeout_seconds: float = 300.0,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Trace:
     """Return the job's trace from the cache, or make it in a separate process.
 
     A model that cannot be traced here gets an estimate. Causes are a kernel that needs a GPU, an operator that needs values,
@@ -78,6 +86,8 @@ def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seco
     Args:
         loss: one of LOSSES.
         device: device whose kernels are counted; `cpu` has no fused attention with dropout.
+        timeout_seconds: limit after the imports.
+        cancelled: polled while the process runs; if True, the estimate is returned at once.
 
     Raises:
         UserError: no installation could build a model from the configuration.
@@ -100,7 +110,7 @@ def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seco
     if job.task == IMAGE_TEXT:
         timeout_seconds *= 3  # windows of an image are processed one by one
     late = path.with_suffix(".late.json")
-    answer = _known_late(late, timeout_seconds) or _ask_tracer(job, options, timeout_seconds)
+    answer = _known_late(late, timeout_seconds) or _ask_tracer(job, options, timeout_seconds, cancelled)
     if "late_seconds" in answer:
         with contextlib.suppress(OSError):
             write_atomically(late, json.dumps(answer))
@@ -114,7 +124,7 @@ def trace_job(job: Job, *, loss: str = "own", device: str = "cuda", timeout_seco
     sizes = answer.get("sizes")
     if sizes is None and not told_by_shape(job):
         # A workload's code may need the hidden GPU. For other models, only sizes allow an estimate.
-        answer = _ask_tracer(job, ["--sizes"], timeout_seconds)
+        answer = _ask_tracer(job, ["--sizes"], timeout_seconds, cancelled)
         sizes, why = answer.get("sizes"), answer.get("untraceable") or why
     return closed_form_trace(job, why, sizes)
 
@@ -178,7 +188,7 @@ def _json_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
                 yield found
 
 
-def _ask_tracer(job: Job, options: list[str], timeout_seconds: float) -> dict[str, Any]:
+def _ask_tracer(job: Job, options: list[str], timeout_seconds: float, cancelled: Callable[[], bool]) -> dict[str, Any]:
     """Run the tracer and return its answer.
 
     The answer is `trace`; `untraceable` with the reason, and the parameters' `sizes` if known; or `impossible` with the
@@ -186,7 +196,7 @@ def _ask_tracer(job: Job, options: list[str], timeout_seconds: float) -> dict[st
     are requested, as some models do not load without one.
     """
     try:
-        said, complaint = _run_tracer(options, json.dumps(job.order()), timeout_seconds)
+        said, complaint = _run_tracer(options, json.dumps(job.order()), timeout_seconds, cancelled)
     except _TooLong as error:
         late = {"late_seconds": timeout_seconds} if error.worked else {}
         return {"untraceable": str(error), **late, **_last_answer(error.said)}
@@ -207,11 +217,13 @@ def _last_answer(said: str) -> dict[str, Any]:
     return {}
 
 
-def _run_tracer(options: list[str], asked: str, timeout_seconds: float) -> tuple[str, str]:
+def _run_tracer(
+    options: list[str], asked: str, timeout_seconds: float, cancelled: Callable[[], bool]
+) -> tuple[str, str]:
     """Run a tracer with these options and a job, and return its stdout and stderr.
 
     Raises:
-        TimeoutError: it does not end; the message is one line.
+        TimeoutError: it does not end, or the caller cancelled; the message is one line.
     """
     with subprocess.Popen(
         module_command(current().path, TRACER, *options),
@@ -223,7 +235,7 @@ def _run_tracer(options: list[str], asked: str, timeout_seconds: float) -> tuple
         encoding="utf-8",
     ) as tracing:
         try:
-            return _outputs(tracing, asked, timeout_seconds)
+            return _outputs(tracing, asked, timeout_seconds, cancelled)
         finally:
             tracing.kill()
 
@@ -236,7 +248,9 @@ class _TooLong(TimeoutError):
         self.said, self.worked = said, worked  # output so far; True if the tracer had a core for itself
 
 
-def _outputs(tracing: subprocess.Popen[str], asked: str | None, timeout_seconds: float) -> tuple[str, str]:
+def _outputs(
+    tracing: subprocess.Popen[str], asked: str | None, timeout_seconds: float, cancelled: Callable[[], bool]
+) -> tuple[str, str]:
     """Return the process's output when it ends.
 
     The time limit starts after the imports, which take minutes from a network disk.
@@ -247,6 +261,8 @@ def _outputs(tracing: subprocess.Popen[str], asked: str | None, timeout_seconds:
             return tracing.communicate(asked, timeout=min(_LOOK_SECONDS, max(0.0, until - time.monotonic())))
         except subprocess.TimeoutExpired as so_far:
             asked = None  # the input is sent only once
+            if cancelled():
+                raise TimeoutError("no trace before the end of the budget") from None
             if not imported and IMPORTED.encode() in (so_far.output or b"").splitlines():
                 imported, until = True, time.monotonic() + timeout_seconds
             elif time.monotonic() >= until:
@@ -274,12 +290,17 @@ def _worked_seconds(pid: int) -> float:
 
 
 def traced_predictor(
-    job: Job, hardware: Hardware, trace: Trace | None = None, widening: Widening | None = None
+    job: Job,
+    hardware: Hardware,
+    trace: Trace | None = None,
+    widening: Widening | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> Predictor:
-    """Return a predictor that traces what it has to; `widening` as in `Predictor`.
+    """Return a predictor that traces what it has to; `widening` as in `Predictor`, `cancelled` as in `trace_job`.
 
     Raises:
         UserError: the job names no model that could be built, or is a study's (`problem.recorded`) and was not accepted.
     """
-    known = trace if trace is not None else trace_job(job, device=hardware.device)
-    return Predictor(job, hardware, known, trace_job, widening)
+    tracer = functools.partial(trace_job, cancelled=cancelled)
+    known = trace if trace is not None else tracer(job, device=hardware.device)
+    return Predictor(job, hardware, known, tracer, widening)

@@ -142,7 +142,7 @@ def load_ds_config(path: Path, said: str = "--ds-config") -> dict[str, Any]:
     """
     text = read_text(path, f"{said} {path}", "expected a DeepSpeed config JSON")
     if not text.strip():
-        raise UserError(f"{path} is empty; expected a DeepSpeed config, or {{}} for none of your own")
+        raise UserError(f"{path} is empty; expected a DeepSpeed config, or {{}} for the defaults")
     try:
         data = parsed_config(text, _once)
         check_data(data, str(path))

@@ -91,7 +91,7 @@ def named_gpu(name: str) -> GpuFacts:
     }
     found = table.get(plain) or table.get(aliases.get(plain, "")) or table.get(plain.replace("-", ""))
     if found is None:
-        raise UserError(f"unknown GPU {name!r}{near(plain, table)}; known: {', '.join(table)}")
+        raise UserError(f"unknown GPU {name!r}{near(plain, table, 0.0)} docs/gpus.md lists all {len(table)} names")
     return found
 
 

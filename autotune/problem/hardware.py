@@ -216,7 +216,7 @@ def named_hardware(
     if not 1 <= count <= 4096:
         raise UserError(f"--gpus {count}: expected 1 to 4096")
     if nodes < 1 or count % nodes:
-        raise UserError(f"--nodes {nodes}: expected a divisor of the {count} GPUs that all nodes have together")
+        raise UserError(f"--nodes {nodes}: expected a divisor of the {count} GPUs of all nodes")
     row = named_gpu(name)
     host = host_memory_bytes or default_host_bytes(row.name, count // nodes)
     memory = int(row.memory_gib * GIB)
@@ -242,7 +242,7 @@ def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None
         raise UserError(_no_gpu(device, gpus))
     if not visible and device == "auto" and (why := unseen_gpu()):
         raise UserError(
-            f"found no GPU that can be used: {why}; mend that (`autotune doctor`), or --device cpu for CPU ranks"
+            f"found no GPU that can be used: {why}; repair it (`autotune doctor`), or pass --device cpu for CPU ranks"
         )
     found = _detect_cuda(visible, gpus) if visible else _detect_cpu(gpus)
     return dataclasses.replace(found, headroom=headroom).capped(memory_cap_bytes)
@@ -269,8 +269,8 @@ def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
     if count > len(visible):
         if visible[0].is_slice:
             raise UserError(
-                f"--gpus {count}: CUDA shows a process one MIG slice, here {visible[0].name}, and NCCL refuses two ranks on "
-                "it; try --gpus 1, or turn MIG off (`nvidia-smi -mig 0`)"
+                f"--gpus {count}: a CUDA process can use one MIG slice only, here {visible[0].name}, and NCCL "
+                "refuses two ranks on it; try --gpus 1, or turn MIG off (`nvidia-smi -mig 0`)"
             )
         raise UserError(
             f"--gpus {count}: found {len(visible)} (CUDA_VISIBLE_DEVICES counts); try --gpus {len(visible)}, "
@@ -285,7 +285,7 @@ def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
             )
     if order_is_unknown(count):
         raise UserError(
-            f"{ORDER}={os.environ[ORDER]} with unlike GPUs: only CUDA knows which {count} it puts first; "
+            f"{ORDER}={os.environ[ORDER]} with different GPUs: autotune cannot know which {count} come first in this order; "
             f"set {ORDER}={BY_BUS}, or name them by UUID in CUDA_VISIBLE_DEVICES"
         )
     memory = min(one.total_bytes for one in used)  # the smallest GPU decides whether a candidate fits
@@ -314,7 +314,7 @@ def _detect_cpu(gpus: int | None) -> Hardware:
     cores = os.cpu_count() or 1
     if count > max(2, cores):
         raise UserError(
-            f"--gpus {count}: {cores} CPU cores carry at most {max(2, cores)} ranks; try --gpus {max(2, cores)}"
+            f"--gpus {count}: {cores} CPU cores run at most {max(2, cores)} ranks; try --gpus {max(2, cores)}"
         )
     host = host_available_bytes()
     name = platform.processor() or platform.machine()

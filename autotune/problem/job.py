@@ -99,7 +99,7 @@ def parse_lora(text: str) -> Lora:
     if not 0 <= dropout < 1:
         raise UserError(f"LoRA {text}: dropout is a share between 0 and 1")
     if values.get("dtype", "fp32") != "fp32":
-        raise UserError(f"LoRA {text}: dtype is fp32, or left out for that of the weights")
+        raise UserError(f"LoRA {text}: dtype must be fp32; without it, adapters have the dtype of the weights")
     if (quantize := values.get("quantize", "")) not in ("", NF4):
         raise UserError(f"LoRA {text}: quantize is {NF4}, or left out for weights in the precision of the training")
     saved = tuple(values["saved"].split("+")) if "saved" in values else ()
@@ -236,9 +236,9 @@ class Job:
         if self.task not in TASKS:
             raise UserError(f"--task {self.task}: expected one of {', '.join(TASKS)}")
         if self.packed and self.task != CAUSAL:
-            raise UserError(f"--packing is for --task {CAUSAL}: sequences of {self.task} are not laid end to end")
+            raise UserError(f"--packing is for --task {CAUSAL}: {self.task} does not concatenate sequences")
         if self.packed and not self.lengths:
-            raise UserError("--packing needs to know how long sequences are: give --lengths FILE")
+            raise UserError("--packing needs the lengths of the sequences: give --lengths FILE")
         if self.global_batch_size is not None:
             whole_number(self.global_batch_size, "--global-batch-size", 1, MOST_BATCH)
             if self.global_batch_size % self.ranks:
@@ -449,7 +449,7 @@ def with_positions(model: ModelSpec, longest: int) -> ModelSpec:
     whole_number(longest, "--max-positions", 1, MOST_TOKENS)
     now = longest_sequence(model.config)
     if now is None:
-        raise UserError(f"--max-positions {longest}: {model.name} has no limit of its own. Remove --max-positions")
+        raise UserError(f"--max-positions {longest}: {model.name} has no limit to extend. Remove --max-positions")
     text = model.config.get("text_config") or model.config
     changed = {key: text[key] + longest - now for key in _LONGEST if isinstance(text.get(key), int)}
     inner = {"text_config": {**text, **changed}} if model.config.get("text_config") else changed

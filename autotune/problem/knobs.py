@@ -176,7 +176,7 @@ def a_script(value: Value, c: Circumstances) -> str:
     """ZenFlow decides itself when a step ends (runtime/zenflow/engine.py); a trial of a model sets that explicitly."""
     if c.job.script is not None:
         return ""
-    return "needs a script's own loop: a trial of a model says itself where a step ends"
+    return "needs a training script: the step boundary of a named model is fixed"
 
 
 def mics_init(value: Value, c: Circumstances) -> str:
@@ -232,7 +232,7 @@ def liger_model(value: Value, c: Circumstances) -> str:
 def engine_compile(value: Value, c: Circumstances) -> str:
     """Only `engine.compile()` reads it, and a script's call of that is not visible from outside."""
     if c.job.script is not None:
-        return "needs a script that calls engine.compile(), which cannot be told from outside"
+        return "needs a script that calls engine.compile(), which autotune cannot see"
     return "" if c.compiles or c.job.compiled else "needs --compile, or the knob compile"
 
 

@@ -84,7 +84,7 @@ def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
     if why := config_trouble(config):
         raise UserError(f"{file}: {why}")
     if "auto_map" in config and not trust_remote_code:
-        raise UserError(f"{file} runs code of its own (auto_map): add --trust-remote-code if you trust it")
+        raise UserError(f"{file} contains code to run (auto_map): add --trust-remote-code if you trust it")
     if "auto_map" in config:
         config = {**config, "_name_or_path": str(file.parent.resolve())}
     return ModelSpec(name, config, str(file.resolve()), trust_remote_code=trust_remote_code)
@@ -259,7 +259,9 @@ def task_of(config: dict[str, Any], asked: str | None, name: str) -> str:
     possible = tasks_of(config)
     if possible and asked not in possible:
         kind = config.get("model_type")
-        raise UserError(f"--task {asked}: {name} ({kind}) has no such head; it has {', '.join(possible)}")
+        raise UserError(
+            f"--task {asked}: transformers has no such head for {name} ({kind}); it has {', '.join(possible)}"
+        )
     return asked
 
 
@@ -285,7 +287,9 @@ def image_size_of(config: dict[str, Any], task: str, asked: int | None, name: st
         raise UserError(f"--image-size {asked}: expected height and width in pixels")
     if task != IMAGE_TEXT:
         if asked is not None:
-            raise UserError(f"--image-size {asked}: {name} sees no images at --task {task}; leave it out")
+            raise UserError(
+                f"--image-size {asked}: {name} has no image input with --task {task}; leave --image-size out"
+            )
         return None
     told = told_image_size(config)
     if told is None and asked is None:
@@ -295,7 +299,7 @@ def image_size_of(config: dict[str, Any], task: str, asked: int | None, name: st
     vision = config.get("vision_config")
     fixed = told is not None and not (isinstance(vision, dict) and vision.get("model_type") in _ANY_SIZE)
     if fixed and asked not in (None, told):
-        raise UserError(f"--image-size {asked}: {name} takes images of {told} pixels; leave it out")
+        raise UserError(f"--image-size {asked}: {name} has a fixed image size of {told} pixels; leave --image-size out")
     return asked if asked != told else None
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -92,20 +93,31 @@ def open_nvml() -> Any:
 def _bindings() -> Any:
     """Return nvidia-ml-py from this environment, or else the tuner's copy, whose one file every Python can run.
 
+    The package `pynvml` has the same module name and hides nvidia-ml-py. Its old releases lack calls that are used here.
+
     Raises:
         ImportError: nvidia-ml-py is not installed.
     """
     with suppress(ImportError):
-        return importlib.import_module("pynvml")
+        found = importlib.import_module("pynvml")
+        if hasattr(found, "nvmlMemory_v2"):
+            return found
     with suppress(KeyError):
         return sys.modules[_TUNERS_NVML]
-    spec = importlib.util.spec_from_file_location(_TUNERS_NVML, os.environ.get(NVML_FILE, ""))
+    spec = importlib.util.spec_from_file_location(_TUNERS_NVML, os.environ.get(NVML_FILE) or _hidden_file())
     if spec is None or spec.loader is None:
         raise ImportError("nvidia-ml-py is not installed")
     # The name is private, so that `import pynvml` still fails in the user's own code.
     sys.modules[_TUNERS_NVML] = found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
+
+
+def _hidden_file() -> str:
+    """Return the file of this environment's nvidia-ml-py; empty if it is not installed."""
+    with suppress(metadata.PackageNotFoundError):
+        return str(metadata.distribution("nvidia-ml-py").locate_file("pynvml.py"))
+    return ""
 
 
 def driver_error() -> Exception | None:

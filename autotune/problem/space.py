@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -258,12 +258,17 @@ def shipped_spaces() -> dict[str, Path]:
     return {path.stem: path for path in sorted(spaces_folder().glob("*.yaml"))}
 
 
-def load_space(reference: str) -> SearchSpace:
-    """Return the shipped space of that name, or the space in that file.
+def load_space(reference: str | Mapping[str, Any]) -> SearchSpace:
+    """Return the shipped space of that name, the space in that file, or the space that the mapping describes.
 
     Raises:
         UserError: there is none, or it is invalid; the message names file, line and key.
     """
+    if isinstance(reference, Mapping):
+        try:
+            return parse_space(yaml.safe_dump(dict(reference), sort_keys=False), "space")
+        except (yaml.YAMLError, RecursionError) as error:
+            raise UserError(f"space: expected plain data ({str(error)[:100]})") from None
     shipped = shipped_spaces()
     path = shipped.get(reference, Path(reference).expanduser())
     if reference not in shipped and not path.exists():
@@ -274,13 +279,13 @@ def load_space(reference: str) -> SearchSpace:
     return dataclasses.replace(parse_space(text, str(path)), shipped=reference in shipped)
 
 
-def parse_space(text: str, file: str = "<space>") -> SearchSpace:
-    """Parse a SearchSpace from YAML text.
+def parse_space(text: str, file: str = "<space>", node: yaml.Node | None = None) -> SearchSpace:
+    """Parse a SearchSpace from YAML text, or from a node of a file that has been parsed.
 
     Raises:
         UserError: `file:line: key: problem, and the expected form`.
     """
-    return _Parser(text, file).parse()
+    return _Parser(text if node is None else yaml.serialize(node), file).parse(node)
 
 
 def _name_of(key: str) -> str:
@@ -301,13 +306,13 @@ class _Parser:
         line = next((self.lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.lines), 1)
         return UserError(f"{self.file}:{line}: {'.'.join(path[1:] or path)}: {message}")
 
-    def parse(self) -> SearchSpace:
+    def parse(self, node: yaml.Node | None) -> SearchSpace:
         try:
-            node = yaml.compose(self.text, Loader=yaml.SafeLoader)
+            node = yaml.compose(self.text, Loader=yaml.SafeLoader) if node is None else node
             if node is None:
                 raise UserError(f"{self.file}:1: the file is empty; expected `knobs:` and their values")
             self._collect(node, ())
-            data = yaml.safe_load(self.text)
+            data = yaml.SafeLoader("").construct_document(node)
             if isinstance(data, dict):
                 check_data(data, self.file)
         except yaml.YAMLError as error:

@@ -34,10 +34,11 @@ class TrainingTrace:
 
     steps: tuple[TracedStep, ...]
     stage: int
-    precision: str  # fp32, bf16 or fp16
+    precision: str  # fp32, bf16 or fp16 by the engine's weights; mixed: fp32 weights, products of fewer bits
     accumulation: int  # of the engine's config; a script may run more backwards
     draws: bool = False  # random numbers were drawn between the first forward and the last traced step
     missing: str = ""  # why a quantity was not seen
+    weights: float | None = None  # mean square of sampled weights before the first step
     # relative difference between two runs of the user's own config, by quantity; only in the trace of the probe run
     floor: dict[str, float] = field(default_factory=dict)
 
@@ -60,6 +61,7 @@ class TrainingTrace:
         first = told[0]
         length = min(len(one["steps"]) for one in told)
         steps = tuple(_merged([one["steps"][at] for one in told]) for at in range(length))
+        square, elements = (sum(one.get("weights", (0.0, 0))[at] for one in told) for at in (0, 1))
         return cls(
             steps,
             first["stage"],
@@ -67,6 +69,7 @@ class TrainingTrace:
             first["accumulation"],
             any(one["draws"] for one in told),
             next((one["missing"] for one in told if one["missing"]), ""),
+            square / elements if elements else None,
         )
 
     @classmethod

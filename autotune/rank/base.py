@@ -261,9 +261,8 @@ class BaseRank(ABC):
         """
         if self.world == 1 or self.sliced:
             return seconds
-        device = self.own_device
-        value = self.torch.tensor(seconds, dtype=self.torch.float64 if device.name == "cpu" else None)
-        value = value.to(device.torch_device())
+        # A script may have set a default dtype of 16 bits and a default device.
+        value = self.torch.tensor(seconds, dtype=self.torch.float64, device=self.own_device.torch_device())
         self.torch.distributed.all_reduce(value, op=getattr(self.torch.distributed.ReduceOp, operation))
         return [float(one) for one in value.tolist()]
 
@@ -455,14 +454,16 @@ def _within(seconds: float, work: Callable[[], None]) -> None:
 BEAT_SECONDS = 1.0
 # Paths of code in which a rank waits for its peers. Some collectives spin, so CPU time there is no progress.
 _COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")
+# Ends of paths of code that runs while torch.compile compiles a forward or a backward, and not in a compiled call.
+_COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 _INNERMOST = 4  # innermost frames that are searched for a collective
 
 
 class Pulse:
     """Send `pulse` messages until `stop`. A main thread without progress is reported once.
 
-    A message has `moved` (the main thread made progress since the last one), `where` (its position) and `waits` (a
-    collective is running).
+    A message has `moved` (the main thread made progress since the last one), `where` (its position), `waits` (a
+    collective is running) and `compiles` (torch.compile is at work).
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -488,7 +489,7 @@ class Pulse:
                 return
             moved = last is None or now.place != last.place
             if moved or not told:
-                self._channel.send("pulse", moved=moved, where=now.where, waits=now.waits)
+                self._channel.send("pulse", moved=moved, where=now.where, waits=now.waits, compiles=now.compiles)
             last, told = now, not moved
 
 
@@ -499,12 +500,13 @@ class Glance:
     place: tuple[tuple[int, int], ...]
     where: str
     waits: bool
+    compiles: bool = False
 
 
 def glance(thread: int) -> Glance | None:
     """Return the current position of a thread by its identity, or None if it has ended."""
     frame = sys._current_frames().get(thread)
-    return None if frame is None else Glance(_place(frame), describe(frame), waits(frame))
+    return None if frame is None else Glance(_place(frame), describe(frame), waits(frame), compiles(frame))
 
 
 def _place(frame: FrameType | None) -> tuple[tuple[int, int], ...]:
@@ -528,6 +530,15 @@ def waits(frame: FrameType | None) -> bool:
         if frame is None:
             return False
         if any(part in frame.f_code.co_filename for part in _COLLECTIVES):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def compiles(frame: FrameType | None) -> bool:
+    """Return True if torch.compile compiles in this stack."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_COMPILERS):
             return True
         frame = frame.f_back
     return False

@@ -305,9 +305,14 @@ def nccl_version() -> tuple[int, ...]:
 
 def generator_state() -> bytes | None:
     """Return the state of this rank's CUDA generator; None if CUDA is not initialized, which is not done here."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not in_use():
         return None
     return bytes(torch.cuda.get_rng_state().numpy().tobytes())
+
+
+def in_use() -> bool:
+    """Return True if this process has initialized CUDA."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def device_count() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 from typing import Any
 
 import torch
@@ -124,12 +125,12 @@ def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> to
     keep_cache(model, False)
     model.tie_weights()
     if job.lora is not None and job.lora.quantize:
-        fill_weights(model)  # before their values become codes
+        fill_weights(model, device)  # before their values become codes
         quantize(model, job, device)
     model = adapted(model, job)
     if stage != 3:
         model.to(device)
-    fill_weights(model)
+    fill_weights(model, device)
     model.train()
     assert isinstance(model, torch.nn.Module)
     return model
@@ -160,21 +161,54 @@ def quantize(model: Any, job: Job, device: torch.device) -> None:
             setattr(module, name, made.to(device))
 
 
+_MOST_DRAWN = 2**20  # elements that are drawn at once
+
+
 @torch.no_grad()
-def fill_weights(model: torch.nn.Module) -> None:
+def fill_weights(model: torch.nn.Module, device: torch.device) -> None:
     """Set weights to small random values and norms to 1.
 
-    Memory and speed do not depend on the values unless a NaN or denormal is among them.
+    A weight depends only on its parameter and its index, so that a model has the same weights at every stage and on any
+    number of ranks. Memory and speed do not depend on the values unless a NaN or denormal is among them.
+
+    Args:
+        model: the model, whose parameters may be partitioned.
+        device: device on which the values are drawn.
     """
-    for name, parameter in model.named_parameters():
+    for number, (name, parameter) in enumerate(model.named_parameters()):
         tensor = getattr(parameter, "ds_tensor", parameter)
         shape = getattr(parameter, "ds_shape", parameter.shape)
         if not parameter.is_floating_point():
             continue  # codes of quantized weights
         if len(shape) > 1:
-            tensor.data.normal_(0.0, 0.02)
+            draw_weights(tensor.data.view(-1), number, _offset(parameter), math.prod(shape), device)
         else:
             tensor.data.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+
+
+def _offset(parameter: Any) -> int:
+    """Return the index of the first element that this rank holds of a parameter."""
+    if not hasattr(parameter, "ds_tensor") or parameter.ds_tensor.numel() >= parameter.ds_numel:
+        return 0
+    return torch.distributed.get_rank(group=parameter.ds_process_group) * int(parameter.ds_tensor.numel())
+
+
+def draw_weights(part: torch.Tensor, number: int, start: int, elements: int, device: torch.device) -> None:
+    """Fill a part of a parameter with its random values.
+
+    Args:
+        part: (n,) elements of this rank; those beyond the parameter's end are padding.
+        number: number of the parameter in its model.
+        start: index of the part's first element in the parameter.
+        elements: elements of the whole parameter.
+        device: device on which the values are drawn.
+    """
+    generator, size, stop = torch.Generator(device), min(elements, _MOST_DRAWN), min(start + part.numel(), elements)
+    for chunk in range(start // size, -(-stop // size)):
+        generator.manual_seed(number * 1_000_003 + chunk)
+        drawn = torch.empty(size, device=device).normal_(0.0, 0.02, generator=generator)
+        begin, end = max(start, chunk * size), min(stop, (chunk + 1) * size)
+        part[begin - start : end - start].copy_(drawn[begin - chunk * size : end - chunk * size])
 
 
 def use_liger(model: torch.nn.Module) -> None:

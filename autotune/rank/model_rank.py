@@ -169,7 +169,8 @@ class ModelRank(BaseRank):
             if request.extrapolated or at == last:
                 device.synchronize()
                 now = time.perf_counter()
-                parts.append(now - began)
+                recording = self.trace.take_seconds() if self.trace is not None else 0.0
+                parts.append(max(now - began - recording, 0.0))
                 began = now
         if self.live_bytes:
             self.live_steps.append(self.live_bytes)

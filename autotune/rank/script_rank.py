@@ -62,6 +62,23 @@ _QUIET_ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "ACCELERATE_DISABLE_RICH": "1",
 }
+# Names of a run that the user's shell continues: a trial's tracker must not write into it.
+_RUNS = (
+    "WANDB_RUN_ID",
+    "WANDB_RESUME",
+    "MLFLOW_RUN_ID",
+    "COMET_EXPERIMENT_KEY",
+    "NEPTUNE_CUSTOM_RUN_ID",
+    "CLEARML_TASK_ID",
+    "SWANLAB_RUN_ID",
+)
+
+
+def quiet_trackers() -> None:
+    """Disable trackers and uploads of this process, and forget the runs that the user's shell names."""
+    os.environ.update(_QUIET_ENVIRONMENT)
+    for name in _RUNS:
+        os.environ.pop(name, None)
 
 
 class ScriptRank(BaseRank):
@@ -95,7 +112,7 @@ class ScriptRank(BaseRank):
 
     def run(self) -> None:
         """Run the script under hooks and measure its steps on request of the tuner."""
-        os.environ.update(_QUIET_ENVIRONMENT)
+        quiet_trackers()
         self.begin()
         assert self.job.script is not None
         self.script = self.job.script
@@ -227,7 +244,7 @@ class ScriptRank(BaseRank):
         device.note()
         seconds = time.perf_counter() - self._step_began
         if self.trace is not None:
-            seconds, self.trace.seconds = max(seconds - self.trace.seconds, 0.0), 0.0
+            seconds = max(seconds - self.trace.take_seconds(), 0.0)
         self.steps += 1
         self._failure, self._failures = None, 0
         self._evaluating = not self.engine.module.training

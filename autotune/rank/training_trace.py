@@ -25,7 +25,7 @@ class TraceRecorder:
     """
 
     def __init__(self) -> None:
-        self.seconds = 0.0  # spent on recording in the current step
+        self._seconds = 0.0  # spent on recording since `take_seconds`
         self.restart()
 
     def restart(self) -> None:
@@ -37,17 +37,24 @@ class TraceRecorder:
         self._root: Any = None  # tensor on which autograd runs now
         self._sample: list[tuple[Any, Any]] | None = None  # (parameter, positions)
         self._before: list[Any] | None = None
+        self._initial: list[Any] | None = None  # sampled weights before the first step
         self._own_norm: Any = None
         self._skipped = 0
         self._states: tuple[Any, ...] | None = None  # states of the generators at the first forward
         self._draws = False
+        self._autocast = False  # the script's first forward ran under torch's autocast
         self._about: dict[str, Any] = {"stage": 0, "precision": "fp32", "accumulation": 1}
         self._missing = ""
 
     @property
     def records(self) -> bool:
-        """True until the last step to trace has ended."""
-        return len(self._steps) < MOST_STEPS
+        """True until the last step to trace has ended. Steps that DeepSpeed skips do not count."""
+        return sum(not step["skipped"] for step in self._steps) < MOST_STEPS
+
+    def take_seconds(self) -> float:
+        """Return the seconds spent on recording since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def forward(self, tensor: Any, rows: int, *, certain: bool) -> None:
         """Record a forward with gradients.
@@ -62,6 +69,7 @@ class TraceRecorder:
         with _Timed(self):
             if self._states is None:
                 self._states = _generator_states()
+                self._autocast = any(map(_casts, ("cpu", "cuda")))
             self._in_backward = False
             seen = (rows, _digest(tensor))
             if certain:
@@ -77,7 +85,10 @@ class TraceRecorder:
             self._step["digests"].append(digest)
 
     def root(self, tensors: Any) -> None:
-        """Note the tensor on which autograd begins a backward, for scripts that call `loss.backward()`."""
+        """Note the tensor on which autograd runs until the next call, for scripts that call `loss.backward()`.
+
+        None ends the backward. Without it, the tensor would keep its whole graph alive, with all that nodes hold.
+        """
         self._root = tensors[0] if isinstance(tensors, Sequence) and len(tensors) else tensors
 
     def backward(self, engine: Any, loss: Any = None, *, scaled: bool = True) -> None:
@@ -99,7 +110,7 @@ class TraceRecorder:
             weight = 1.0 / engine.gradient_accumulation_steps() if scaled else 1.0
             if loss is None:
                 loss = self._root
-                weight /= float(getattr(engine.optimizer, "loss_scale", 1.0) or 1.0) if engine.fp16_enabled() else 1.0
+                weight /= _loss_scale(engine)
             if getattr(loss, "numel", lambda: 0)() == 1:
                 self._step["losses"].append(loss.detach().float().reshape(()) * weight)
 
@@ -107,27 +118,38 @@ class TraceRecorder:
         """Record learning rates and weights before the optimizer runs."""
         if not self.records:
             return
-        with _Timed(self):
+        with _Timed(self, alone=True):
             if self._sample is None:
                 self._sample = _sampled(engine.module)
                 self._about = {
                     "stage": int(engine.zero_optimization_stage()),
-                    "precision": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
+                    "precision": self._precision(engine),
                     "accumulation": int(engine.gradient_accumulation_steps()),
                 }
             self._skipped = int(getattr(engine, "skipped_steps", 0))
             self._step["rates"] = [float(group["lr"]) for group in engine.optimizer.param_groups]
             self._own_norm = None
-            # Stage 0 in fp32 steps with the module's gradients, and DeepSpeed keeps no norm of them.
-            if not (engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled()):
-                self._own_norm = _gradient_norm(engine.module)
+            if _has_no_norm(engine):
+                norm = _gradient_norm(engine.module)
+                self._own_norm = norm / _loss_scale(engine) if norm is not None else None
             self._before = self._weights(engine)
+            if self._initial is None:
+                self._initial = [one for one in self._before if one is not None]
+
+    def _precision(self, engine: Any) -> str:
+        from autotune.rank import devices
+
+        if engine.bfloat16_enabled() or engine.fp16_enabled():
+            return "bf16" if engine.bfloat16_enabled() else "fp16"
+        by_engine = getattr(engine, "torch_autocast_enabled", lambda: False)()
+        # GPUs round 32-bit factors of products to TF32: cuDNN by default, cuBLAS if the script allows it.
+        return "mixed" if by_engine or self._autocast or devices.in_use() else "fp32"
 
     def after_step(self, engine: Any) -> None:
         """Record the gradient norm and the update, and end the step."""
         if not self.records:
             return
-        with _Timed(self):
+        with _Timed(self, alone=True):
             step, self._step = self._step, _new_step()
             self._in_backward = False
             norm = engine.get_global_grad_norm() if self._own_norm is None else self._own_norm
@@ -155,6 +177,10 @@ class TraceRecorder:
         return {
             **self._about,
             "draws": self._draws,
+            "weights": [
+                math.fsum(float(one.square().sum()) for one in self._initial or ()),
+                sum(int(one.numel()) for one in self._initial or ()),
+            ],
             "missing": self._missing,
             "steps": [_plain(s) for s in self._steps],
         }
@@ -165,24 +191,37 @@ class TraceRecorder:
 
 
 class _Timed:
-    """Block of recording: its seconds are counted, autograd is off, and its errors are noted."""
+    """Block of recording: its seconds are counted, autograd is off, and its errors are noted.
 
-    def __init__(self, recorder: TraceRecorder) -> None:
+    Args:
+        alone: the block waits for the GPU, so its seconds begin once the work that the training has queued is done, and
+            include the block's own. Otherwise the training's seconds in the queue would count as recording.
+    """
+
+    def __init__(self, recorder: TraceRecorder, *, alone: bool = False) -> None:
         import torch
 
-        self._recorder, self._no_grad = recorder, torch.no_grad()
+        self._recorder, self._alone, self._no_grad = recorder, alone, torch.no_grad()
 
     def __enter__(self) -> None:
+        self._wait()
         self._began = time.perf_counter()
         self._no_grad.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         self._no_grad.__exit__(kind, error, trace)
-        self._recorder.seconds += time.perf_counter() - self._began
+        self._wait()
+        self._recorder._seconds += time.perf_counter() - self._began
         if isinstance(error, Exception):
             self._recorder.fail(error)
             return True
         return False
+
+    def _wait(self) -> None:
+        from autotune.rank import devices
+
+        if self._alone and devices.in_use():
+            devices.synchronize()
 
 
 def _new_step() -> dict[str, Any]:
@@ -225,6 +264,12 @@ def _digest(tensor: Any) -> Any:
     rows = tensor.detach().reshape(tensor.shape[0], -1)[:, :_OF_A_ROW].double()
     weights = torch.arange(1, rows.shape[1] + 1, device=rows.device, dtype=torch.float64).sqrt()
     return torch.sin(rows @ weights).sum()
+
+
+def _casts(device: str) -> bool:
+    import torch
+
+    return torch.is_autocast_enabled(device)
 
 
 def _generator_states() -> tuple[Any, ...]:
@@ -286,7 +331,9 @@ def _picked(parameter: Any, positions: Any, masters: Mapping[int, Any]) -> Any:
     import torch
 
     if hasattr(parameter, "ds_id"):
-        part, at = parameter._z3_optimizer.get_local_fp32_param(parameter), 0
+        part, at = _stage_3_part(parameter), 0
+        if part is None:
+            return None
         if parameter.ds_tensor.numel() < parameter.ds_numel:
             at = torch.distributed.get_rank(group=parameter.ds_process_group) * parameter.ds_tensor.numel()
     elif hasattr(parameter, "_hp_mapping"):
@@ -302,11 +349,44 @@ def _picked(parameter: Any, positions: Any, masters: Mapping[int, Any]) -> Any:
     return flat.index_select(0, inside.to(flat.device)).clone() if len(inside) else None
 
 
+def _stage_3_part(parameter: Any) -> Any:
+    """Return this rank's part in fp32 on its own device; None if it lies on an NVMe disk.
+
+    DeepSpeed's `get_local_fp32_param` copies an offloaded part to the GPU, which may be gigabytes of an embedding. From
+    a disk it reads a whole sub-group with its moments, and up to 0.19.5 it drops small gradients of the coming step.
+    """
+    optimizer = parameter._z3_optimizer
+    group, start, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    if optimizer._swappable_optimizer_subgroup(group):
+        return None
+    return optimizer.fp32_partitioned_groups_flat[group].narrow(0, start, count)
+
+
+def _loss_scale(engine: Any) -> float:
+    """Return the factor of an fp16 engine's loss and gradients; 1 in other precisions."""
+    return float(getattr(engine.optimizer, "loss_scale", 1.0) or 1.0) if engine.fp16_enabled() else 1.0
+
+
+def _has_no_norm(engine: Any) -> bool:
+    """Return True if the engine steps with the module's gradients, and keeps no norm with which it steps.
+
+    In fp32 stage 0 keeps none. In fp16 its class for all optimizers but FusedAdam keeps the norm before it divides the
+    gradients by the loss scale (deepspeed 0.16 to 0.19.8, `fp16/unfused_optimizer.py`).
+    """
+    if engine.zero_optimization() or engine.bfloat16_enabled():
+        return False
+    return not engine.fp16_enabled() or type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer"
+
+
 def _gradient_norm(module: Any) -> Any:
     """Return the norm of the gradients that the module's parameters hold; None without any."""
     import torch
 
-    norms = [p.grad.detach().float().norm() for p in module.parameters() if p.grad is not None and not p.grad.is_sparse]
+    norms = [
+        torch.linalg.vector_norm(p.grad.detach(), dtype=torch.float32)  # converts no whole gradient
+        for p in module.parameters()
+        if p.grad is not None and not p.grad.is_sparse
+    ]
     return torch.stack([one.to(norms[0].device) for one in norms]).norm() if norms else None
 
 

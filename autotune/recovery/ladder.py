@@ -83,27 +83,37 @@ def recovery_ladder(
     Each step has the fastest candidate, and the last rung has the smallest peak.
 
     Every rung keeps the global batch of `top` exactly and can load its checkpoints; with `convert`, after a conversion.
-    Measured values take precedence over predicted ones. Candidates that have `failed`, or that train something else
-    than the user's config, are left out. A loop by hand may count micro-batches, so its ladder keeps the micro-batch as
-    long as it can.
+    Measured values take precedence over predicted ones. Predicted speeds are scaled by the ratio of measured to predicted
+    speed of `top`, and no rung is stored as faster than a measured `top`, which won against them. Candidates that have
+    `failed`, or that train something else than the user's config, are left out. A loop by hand may count micro-batches,
+    so its ladder keeps the micro-batch as long as it can.
     """
-    below_top = {one for one in _compatible(top, space, job, convert) if not trains_otherwise(one)}
+    compatible = [one for one in _compatible(top, space, job, convert) if _explicit(one) != _explicit(top)]
+    below_top = {one for one in compatible if not trains_otherwise(one)}
     candidates = sorted({top, *below_top} - set(failed), key=str)
     by_hand = job.script is not None and loops_by_hand(job.script)
     table = predictor.table(candidates)
-    rungs = []
+    won, rungs, speeds = measured.get(top), list[Rung](), dict[Candidate, float]()
+    scale = won.samples_per_second / float(table.samples[candidates.index(top)]) if won and top in candidates else 1.0
     for i, candidate in enumerate(candidates):
         seen = measured.get(candidate)
         peak = float(seen.peak_bytes) if seen else float(table.peak[i])
-        speed = seen.samples_per_second if seen else float(table.samples[i])
-        rungs.append(Rung(candidate, peak, speed, seen is not None))
+        speed = seen.samples_per_second if seen else scale * float(table.samples[i])
+        speeds[candidate] = speed
+        shown = speed if seen or won is None else min(speed, won.samples_per_second)
+        rungs.append(Rung(candidate, peak, shown, seen is not None))
     ladder = [next(rung for rung in rungs if rung.candidate == top)]
     while below := [rung for rung in rungs if rung.peak_bytes <= LESS * ladder[-1].peak_bytes]:
         if len(ladder) == MOST_RUNGS - 1:  # the last rung
             return [*ladder, min(below, key=lambda rung: rung.peak_bytes)]
         kept = [rung for rung in below if by_hand and rung.candidate.micro_batch == ladder[-1].candidate.micro_batch]
-        ladder.append(max(kept or below, key=lambda rung: rung.samples_per_second))
+        ladder.append(max(kept or below, key=lambda rung: speeds[rung.candidate]))
     return ladder
+
+
+def _explicit(candidate: Candidate) -> dict[str, Value]:
+    """Return a candidate's settings. Without checkpointing in its space, a candidate may leave it out."""
+    return {**candidate.as_dict, CHECKPOINTING: candidate.checkpointing}
 
 
 def _compatible(top: Candidate, space: SearchSpace, job: Job, convert: bool) -> list[Candidate]:

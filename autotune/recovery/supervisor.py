@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import MachineTrouble, Stopped, UserError, one_line
+from autotune.errors import ExitCode, MachineTrouble, Stopped, UserError, one_line
 from autotune.executors.base import LaunchTarget
 from autotune.executors.machine import Ops, RankRequirements, op_name
 from autotune.masking import masked, masked_data
@@ -32,7 +32,7 @@ from autotune.util.entry_points import TRAIN_RANK
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import current
 from autotune.util.linux import NOTICES
-from autotune.util.units import format_bytes, format_duration
+from autotune.util.units import counted, format_bytes, format_duration
 from autotune.workers.failure_classifier import classify_failure
 from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.jit_ops import FOLDER, is_built, own_folder
@@ -46,7 +46,6 @@ from autotune.workers.protocol import Message
 HELLO_SECONDS = 60.0  # for a rank's interpreter to start
 LEAVE_SECONDS = 30.0  # for ranks without a heartbeat to end, after a signal was passed on
 SETTLE_SECONDS = 0.5  # after the first failure, for the other ranks' reports
-MACHINES_CODE = 4  # exit code of the command if the machine fails and no rank has ended
 MOST_UNLOADED = 2  # most checkpoints in a row that are skipped
 _LOOK_SECONDS = 0.1  # between checks for a signal, during a pause
 
@@ -81,7 +80,7 @@ class LaunchSummary:
         text = f"training ended with exit code {self.code} after {steps} steps in {format_duration(seconds)}"
         causes = Counter(one.ended.split(":")[0] for one in self.attempts[:-1])
         why = ", ".join(f"{count} {cause}" for cause, count in causes.items())
-        times = f"{restarts} restart{'s' if restarts > 1 else ''} ({why})" if restarts else "no restart"
+        times = f"{counted(restarts, 'restart')} ({why})" if restarts else "no restart"
         return [text, f"{times}; the last config was {last.candidate}"]
 
     def to_json(self) -> dict[str, Any]:
@@ -197,13 +196,13 @@ class Supervisor:
             down = way.next_action(end.kind, end.steps, end.words, end.origin)
             if way.hopeless:
                 self.say(f"{way.hopeless}: giving up")
-                return LaunchSummary(end.code or 1, attempts)
+                return LaunchSummary(_given_up(end), attempts)
             if down and rung is self.ladder[-1]:
                 self.say("no config with less memory is left on the ladder: giving up")
-                return LaunchSummary(end.code or 1, attempts)
+                return LaunchSummary(_given_up(end), attempts)
             if tries > self.max_restarts:
                 self.say(f"--max-restarts {self.max_restarts} reached: giving up")
-                return LaunchSummary(end.code or 1, attempts)
+                return LaunchSummary(_given_up(end), attempts)
             if down:
                 way.down()
                 self.say("stepping down")
@@ -278,7 +277,7 @@ class Supervisor:
             reason = f"stopped by {self._signal.name}, before DeepSpeed's ops were built"
             return heard.end(128 + self._signal, None, reason)
         except MachineTrouble as trouble:  # a node that restarts is away for minutes
-            return heard.end(MACHINES_CODE, OutcomeKind.INFRASTRUCTURE, str(trouble))
+            return heard.end(ExitCode.MACHINE, OutcomeKind.INFRASTRUCTURE, str(trouble))
         failed = (self._ground.ops if self._ground is not None else self._ops).failed
         for builder in needed_ops([rung.candidate], self.job, self.hardware.device):
             # its ranks would fail with an error that does not concern memory
@@ -539,6 +538,11 @@ def _hang(group: WorkerGroup, heard: AttemptMessages, hardware: Hardware) -> Att
     if peaks.host_low < 0.03 * hardware.host_memory_bytes:
         return heard.end(1, OutcomeKind.OOM_HOST, f"{text}, with main memory full")
     return heard.end(1, OutcomeKind.TIMEOUT, f"{text}, with memory to spare")
+
+
+def _given_up(end: AttemptEnd) -> int:
+    """Return the command's exit code after a last attempt that was not restarted."""
+    return ExitCode.MACHINE if end.kind in _OUTAGES else end.code or 1
 
 
 # -- restart policy ----------------------------------------------------------------------------------------------------

@@ -34,13 +34,14 @@ from autotune.results.export import (
     without_zero_init,
 )
 from autotune.results.tables import DataTable
+from autotune.results.trackers import Tracking
 from autotune.script.command_line import framework_of
 from autotune.script.profile import SPLIT, other_batch
 from autotune.script.script import (
+    KNOWN_FLAGS,
     RELAUNCHED,
     carried,
     carries_knob,
-    flags_to_give,
     half_told,
     training_command,
     typed,
@@ -52,8 +53,8 @@ from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
 from autotune.search.trials import AS_IS, RESUME, VERIFY, Record, resumed_peak_bytes, uncollected
 from autotune.util.interpreter import launch_command
-from autotune.util.streams import is_watched
-from autotune.util.units import format_bytes, format_count, format_duration
+from autotune.util.streams import LOG, is_watched
+from autotune.util.units import counted, format_bytes, format_count, format_duration
 from autotune.workers.launchers import assignments, variables_of
 
 # -- console -----------------------------------------------------------------------------------------------------------
@@ -104,8 +105,9 @@ def outcome_line(outcome: Outcome) -> str:
 class PlainObserver:
     """Observer that prints plain lines, for logs and pipes. A `with` block holds the output of a command."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, tracking: Tracking | None = None) -> None:
         self.console = console
+        self.tracking = tracking or Tracking((), self.say)
         self._leaderboard: Leaderboard | None = None
         self._last = ""
 
@@ -124,7 +126,8 @@ class PlainObserver:
         """Receive the start of the search, with its budget and the seconds used before."""
 
     def phase(self, name: str) -> None:
-        """Do nothing: plain output has no phases."""
+        """Log a phase: plain output has none."""
+        LOG.debug("phase %s", name)
 
     def doing(self, text: str) -> None:
         """Print a long operation other than a trial; an empty text ends it."""
@@ -132,14 +135,20 @@ class PlainObserver:
             self._print(text)
 
     def showing(self, text: str) -> None:
-        """Do nothing: plain output has its own line about this operation."""
+        """Log the operation: plain output has its own line about it."""
+        LOG.debug(text)
 
     def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
-        """Do nothing: plain output reports ends."""
+        """Log the start with its reason: plain output reports ends."""
+        LOG.debug("%s %d starts: %s (%s)", role, number, candidate, note)
+        self.tracking.started(number, candidate)
 
     def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
         """Print a trial's outcome in one line; it is dimmed and says why if the trial cannot win."""
         what = role if role in (VERIFY, RESUME) else "trial"
+        self.tracking.finished(number, candidate, role, outcome)
+        if outcome.evidence:
+            LOG.debug("%s %d: %s", role, number, outcome.evidence)
         seconds, remark = format_duration(outcome.seconds), ""
         if self._leaderboard is not None:
             self._leaderboard.learn(number, candidate, outcome, role)
@@ -158,6 +167,7 @@ class PlainObserver:
 
     def _print(self, text: str, style: str = "") -> None:
         self._last = text
+        LOG.info(text)
         self.console.print(text, style=style or None, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
@@ -167,8 +177,8 @@ class LiveObserver(PlainObserver):
     One Live is started and stopped once: a Live that is started again erases as many printed lines as its view had.
     """
 
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
+    def __init__(self, console: Console, tracking: Tracking | None = None) -> None:
+        super().__init__(console, tracking)
         self._began = time.monotonic()
         self._budget = 0.0  # s; 0 before the search
         self._counts: Counter[OutcomeKind] = Counter()
@@ -198,14 +208,17 @@ class LiveObserver(PlainObserver):
 
     def showing(self, text: str) -> None:
         """Show the current preparation, about which a line is printed elsewhere."""
+        super().showing(text)
         self.doing(text)
 
     def phase(self, name: str) -> None:
         """Show the name of the current phase."""
+        super().phase(name)
         self._phase = name
 
     def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
         """Show a running trial."""
+        super().trial_started(number, candidate, role, note)
         what = {VERIFY: "verifying", RESUME: "resuming"}.get(role, "trial")
         self._running[number] = f"{what} {number}: {candidate}"
 
@@ -235,16 +248,17 @@ class LiveObserver(PlainObserver):
         phase = f"  ({self._phase})" if len(running) == 1 and not text and self._phase else ""
         lines += [Text(f"now   {one}{phase}") for one in running or ["choosing the next config"]]
         lines += [Text(f"failed {line}", style="yellow") for line in self._failures]
-        return Panel(Group(*lines), title="autotune", border_style="dim")
+        # A terminal echoes ^C behind the last border. In the last columns it would wrap, and the view would lose a line's place.
+        return Panel(Group(*lines), title="autotune", border_style="dim", width=max(20, self.console.width - 6))
 
 
-def make_observer(console: Console, quiet: bool) -> PlainObserver:
+def make_observer(console: Console, quiet: bool, tracking: Tracking | None = None) -> PlainObserver:
     """Return a live view for a terminal, else plain output; nothing is printed if quiet."""
     if quiet:
-        return PlainObserver(Console(quiet=True))
+        return PlainObserver(Console(quiet=True), tracking)
     if console.is_terminal and is_watched(console.file):  # colours may be forced into a pipe
-        return LiveObserver(console)
-    return PlainObserver(console)
+        return LiveObserver(console, tracking)
+    return PlainObserver(console, tracking)
 
 
 def trials_table(records: Sequence[Record], facts: StudyFacts) -> DataTable:
@@ -263,7 +277,7 @@ def trials_table(records: Sequence[Record], facts: StudyFacts) -> DataTable:
         peak = measured.peak_bytes if measured else outcome.peak_bytes
         kind = outcome.kind.value
         kind = f"{kind} ({record.role})" if record.role in (VERIFY, RESUME) else kind
-        remark = facts.remarks.get(record.number, "")
+        remark = facts.remark(record.number)
         mark = ", winner" if facts.winner is not None and record.number == facts.winner.number else ""
         told = f"{shortened(remark, _MOST_REASON)}; {record.note}" if remark else record.note
         table.add_row(
@@ -315,9 +329,9 @@ def show_study(store: StudyStore, out: Console) -> None:
     if calls:
         total, last = sum(call.used_seconds for call in calls), calls[-1]
         print(
-            f"\n{len(records)} trials; this study used {format_duration(total)} in {len(calls)} calls, the last "
-            f"{format_duration(last.used_seconds)} of {format_duration(last.budget_seconds)} "
-            f"({last.ended or 'not ended'})"
+            f"\n{counted(len(records), 'trial')}; this study used {format_duration(total)} in "
+            f"{counted(len(calls), 'call')}, the last {format_duration(last.used_seconds)} of "
+            f"{format_duration(last.budget_seconds)} ({last.ended or 'not ended'})"
         )
     for line in verdict_lines(facts, records, store.job, store.hardware):
         print(line)
@@ -332,7 +346,7 @@ def trial_lines(store: StudyStore, record: Record) -> list[str]:
     if outcome is None:
         return [*lines, "  running"]
     lines.append(f"  outcome: {outcome_line(outcome)}, after {format_duration(outcome.seconds)}")
-    if remark := facts.remarks.get(number):
+    if remark := facts.remark(number):
         lines.append(f"  {remark}")
     told = {"reason": outcome.reason, "evidence": outcome.evidence, "exceptions": ", ".join(outcome.exceptions)}
     lines += [f"  {name}: {masked(text)}" for name, text in told.items() if text]
@@ -428,7 +442,7 @@ def own_line(facts: StudyFacts, job: Job) -> str:
         return f"{yours} is the winner: {AS_IS} has this config already"
     ratio = facts.own_ratio
     if winner is None or ratio is None:
-        remark = facts.remarks.get(own.number, "")
+        remark = facts.remark(own.number)
         return f"{yours}: {speed(own.outcome.measurement)}{f', {remark}' if remark else ''}"
     alike = f"{ratio.samples_per_second:.4g} against {ratio.other_samples_per_second:.4g} samples/s, measured alike"
     unlike = unlike_steps(own.candidate, winner.candidate, job)
@@ -540,12 +554,15 @@ def train_with(
         commands = [("train with, on every node" if each else "train with", plain), ("or watched", watched)]
     else:
         commands = [("train with", watched)]
-        instead = f"or put {config} where the script has its own config"
-        if given := flags_to_give(job.script, winner):
-            instead += f", and give it {shlex.join(given)}"
+        instead = f"or put {config} where the script has its own config, and train with: {plain}"
         if under_lightning(job.script) and not job.script.holds_batch:
             hints += [f"  {lightnings_own(winner)}"]
     hints += [f"  {line}" for line in _checkpointing(winner, job, job.script)]
+    if job.script.profile.get("through_arguments") and not job.script.holds_batch:
+        sizes = {MICRO_BATCH: winner.micro_batch, ACCUMULATION: winner.accumulation}
+        open_sizes = {knob: size for knob, size in sizes.items() if not carries_knob(job.script, knob)}
+        named = ", ".join(f"{KNOWN_FLAGS[knob].removeprefix('--')}={size}" for knob, size in open_sizes.items())
+        hints += [f"  with {named} in its TrainingArguments, which the config does not set"] if named else []
     if whole := without_zero_init(winner, job):
         hints += [f"  {whole}"]
     started = job.script.profile.get(RELAUNCHED, 0)
@@ -598,6 +615,13 @@ def _larger_budget(seconds: float) -> str:
     return f"--budget {whole}s" if whole < 120 else f"--budget {whole // 60}m"
 
 
+def startup_used_all(budget_seconds: float, used_seconds: float) -> str:
+    """Say that the budget ended before the first trial, and which budget to try."""
+    budget, took = format_duration(budget_seconds), format_duration(used_seconds)
+    used = f"no trial ran: the budget of {budget} ended during start-up, after {took}"
+    return f"{used}; use {_larger_budget(budget_seconds + used_seconds)}"
+
+
 def no_winner_lines(
     facts: StudyFacts, hardware: Hardware, tried: Collection[Candidate], untried: list[Candidate]
 ) -> list[str]:
@@ -618,7 +642,7 @@ def no_winner_lines(
                 return [
                     f"no trial ran: start-up took {took} of the budget of {budget}, too much for a trial after it; use {more}"
                 ]
-            return [f"no trial ran: the budget of {budget} ended during start-up ({took}); use {more}"]
+            return [startup_used_all(facts.budget_seconds, used)]
         return [f"no trial ran: {facts.stop_reason or 'the study was stopped before its first trial'}"]
     lines = [
         f"no candidate ran: {shortened(reason, 2 * _MOST_REASON)} ({count}x)" for reason, count in facts.failures[:3]

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from autotune._version import __version__
-from autotune.errors import UserError
+from autotune.errors import UserError, near
 from autotune.masking import masked, masked_data, names_secret, shell_text
 from autotune.problem.candidate import (
     ACCUMULATION,
@@ -433,8 +433,8 @@ def _write_config(candidate: Candidate, job: Job, out: Path) -> list[Path]:
 def _batch_script(
     candidate: Candidate, job: Job, config: Path, meta_data: dict[str, Any], device: str, nodes: int
 ) -> str:
-    """Return a batch script that trains the study's script, or a placeholder if the study has none."""
-    words, cwd = ["train.py", "--deepspeed", str(config.resolve())], "."
+    """Return a batch script that trains the study's script, or the script that is given to it if the study has none."""
+    words, cwd = ["--deepspeed", str(config.resolve())], None
     if job.script is not None:
         words, cwd = command(job.script, candidate, str(config.resolve())), job.script.cwd
         words = ["--no-python", *words] if job.script.program is not None else words
@@ -458,6 +458,23 @@ def _config_json(data: dict[str, Any]) -> str:
 # -- of a study ----------------------------------------------------------------------------------------------------------
 
 
+def usage_lines(style: str, files: Sequence[Path], job: Job) -> list[str]:
+    """Return lines that say how to use an exported file."""
+    file = shlex.quote(str(files[0]))
+    script = "" if style == "sbatch" and job.script is not None else " YOUR_SCRIPT.py ITS_ARGUMENTS"
+    lines = {
+        "deepspeed": [
+            f"use: deepspeed{script} --deepspeed_config {file}",
+            f"     TrainingArguments(deepspeed={str(files[0])!r}, …) in a script with transformers' Trainer",
+        ],
+        "accelerate": [f"use: accelerate launch --config_file {file}{script}"],
+        "fsdp": [f"use: accelerate launch --config_file {file}{script}"],
+        "hf": [f"use: TrainingArguments(output_dir=…, **json.load(open({str(files[0])!r}))) in your script"],
+        "sbatch": [f"use: sbatch {file}{script}"],
+    }
+    return lines[style]
+
+
 def export_study(study: str, storage: str | None, style: str, out: Path | None, trial: int | None) -> list[Path]:
     """Write a study's winner, or one trial, to `out` or the study's folder, and return the paths.
 
@@ -466,17 +483,32 @@ def export_study(study: str, storage: str | None, style: str, out: Path | None, 
     Raises:
         UserError: no such study or format, no winner yet, no measured trial with that number, or nothing can be written.
     """
-    if style not in FORMATS:
-        raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}")
+    _check_style(style)
     if out is not None:
         check_out(out, makes_folders=True)
-    store = StudyStore.load(study, storage)
+    return export_store(StudyStore.load(study, storage), style, out, trial)
+
+
+def _check_style(style: str) -> None:
+    if style not in FORMATS:
+        raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}{near(style, FORMATS)}")
+
+
+def export_store(store: StudyStore, style: str, out: Path | None, trial: int | None) -> list[Path]:
+    """Write the winner of an open study, or one trial; see `export_study`.
+
+    Raises:
+        UserError: no such format, no winner yet, no measured trial with that number, or nothing can be written.
+    """
+    _check_style(style)
+    if out is not None:
+        check_out(out, makes_folders=True)
     record = store.winner
     if trial is not None:
         record = next((one for one in store.records() if one.number == trial), None)
         if record is None or record.outcome is None or not record.outcome.ok:
             raise UserError(
-                f"--trial {trial}: no measured trial of that number in {store.name} (`autotune show {shlex.quote(study)}`)"
+                f"--trial {trial}: no measured trial of that number in {store.name} (`autotune show {shlex.quote(store.name)}`)"
             )
     if record is None:
         raise UserError(
@@ -576,7 +608,14 @@ def over_nodes(words: Sequence[str], nodes: int, per_node: int, hostfile: Path |
 
 
 def sbatch_script(
-    words: Sequence[str], *, name: str, nodes: int, per_node: int, device: str, cwd: str, variables: Mapping[str, str]
+    words: Sequence[str],
+    *,
+    name: str,
+    nodes: int,
+    per_node: int,
+    device: str,
+    cwd: str | None,
+    variables: Mapping[str, str],
 ) -> str:
     """Return a Slurm batch script: one torchrun per node, with the rendezvous on the allocation's first node.
 
@@ -584,7 +623,8 @@ def sbatch_script(
     die when these end.
 
     Args:
-        words: command of each rank, without the launcher.
+        words: command of each rank, without the launcher; without a folder the words after those given to the batch script.
+        cwd: folder of the training; None: that of sbatch, which is given the training's script and its arguments.
         variables: environment of all ranks.
     """
     gpus = f"#SBATCH --gpus-per-node={per_node}\n" if device == "cuda" else ""
@@ -601,6 +641,11 @@ def sbatch_script(
 srun torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d \\
   --rdzv-endpoint "$first:$((20000 + SLURM_JOB_ID % 12000))"
 """
+    if cwd is None:
+        exports = ': "${1:?usage: sbatch THIS_FILE YOUR_SCRIPT.py ITS_ARGUMENTS}"\n' + exports
+        trained = f'"$@" {trained}'
+    else:
+        exports = f"cd {shlex.quote(cwd)}\n{exports}"
     start = meet.rstrip() if nodes > 1 else f"srun torchrun --standalone --nproc-per-node {per_node}"
     return printable(f"""#!/bin/bash
 #SBATCH --job-name={shlex.quote(" ".join(name.split()))}
@@ -608,7 +653,6 @@ srun torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-id "$SLURM_JOB
 #SBATCH --ntasks-per-node=1
 {gpus}# add what your cluster asks for: --partition, --account, --time, --cpus-per-task
 set -euo pipefail
-cd {shlex.quote(cwd)}
 {exports}{start} {trained}
 """)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -384,27 +384,34 @@ UNPRICED = 12  # names of cards without a price; --json has all
 def show_plan(plan: Plan, out: Console) -> None:
     """Print one plan, at most 100 columns wide."""
     _put(out, Text(plan.job.summary, style="bold"))
-    _put(out, Text(_batch(plan)))
-    _put(out, _machine(plan))
+    _put(out, Text(batch_line(plan)))
+    _put(out, Text(machine_line(plan)))
     if plan.note:
         _put(out, Text(plan.note, style="yellow"))
     out.print()
     _show_answer(plan, out)
-    _show_chunked_loss(plan, out)
+    if line := chunked_loss_line(plan):
+        _put(out, Text(line + "\n"))
     _show_gains(plan, out)
-    _show_ways(plan, out)
-    _show_cards(plan, out)
+    ways_table(plan).show(out)
+    if plan.own is not None:
+        _put(out, Text(f"fewest {plan.own.gpu}: ", style="bold").append(fewest(plan.own), style="not bold"))
+    if cards := cards_table(plan):
+        cards.show(out)
+    elif plan.cards:
+        _put(out, Text(NO_CARD, style="yellow"))
 
 
-def _machine(plan: Plan) -> Text:
+def machine_line(plan: Plan) -> str:
+    """Describe the machine and its main memory."""
     hardware = plan.hardware
     per_node = f", {hardware.per_node} in each" if hardware.nodes > 1 else ""
     node = " a node" if hardware.nodes > 1 else ""
     main = f"main memory {_gib(hardware.host_memory_bytes)}{node}{_assumed(plan)}"
-    return Text(f"on {hardware}{per_node}; {main}")
+    return f"on {hardware}{per_node}; {main}"
 
 
-def _batch(plan: Plan) -> str:
+def batch_line(plan: Plan) -> str:
     """Format the tokens of an optimizer step; a free batch depends on the config."""
     job = plan.job
     if job.global_batch_size is None:
@@ -441,8 +448,8 @@ def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str | Text]]:
     yield "fastest" if one.sure else "likeliest", str(one.candidate)
     low, high = outlook.tokens_interval
     tokens = outlook.tokens_per_second
-    each = f", {_rate(tokens / hardware.count)} a GPU" if hardware.count > 1 else ""
-    yield "speed", f"{_rate(tokens)} tokens/s ({_rate(low)} to {_rate(high)}){each}; step {one.step_seconds:.3g} s"
+    each = f", {rate(tokens / hardware.count)} a GPU" if hardware.count > 1 else ""
+    yield "speed", f"{rate(tokens)} tokens/s ({rate(low)} to {rate(high)}){each}; step {one.step_seconds:.3g} s"
     if outlook.mfu is not None:
         yield "MFU", f"{outlook.mfu:.0%}{_between(outlook.mfu_interval, lambda share: f'{share:.0%}')}"
     low, high = one.peak_interval
@@ -461,14 +468,19 @@ def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str | Text]]:
             f"{_gib(outlook.host_bytes)} a node for what is offloaded, pinned blocks as they are rounded",
         )
     if plan.loading_bytes:
-        yield "loading", _loading(plan)
+        yield "loading", loading_line(plan)
     yield f"{format_count(plan.tokens)} tokens", _cost(outlook)
-    yield "limited by", f"{one.binding}: {_shares(one)}"
-    for at, line in enumerate(describe_errors(plan.errors) if plan.errors else []):
+    yield "limited by", limits(one)
+    for at, line in enumerate(measured_lines(plan)):
         yield "" if at else "measured", line
 
 
-def _loading(plan: Plan) -> str:
+def measured_lines(plan: Plan) -> list[str]:
+    """Return lines about published measurements of this kind of job; none without any."""
+    return describe_errors(plan.errors) if plan.errors else []
+
+
+def loading_line(plan: Plan) -> str:
     """Format the main memory that loading a checkpoint needs, and the remedy if there is less."""
     hardware = plan.hardware
     each = f"{hardware.per_node} ranks load a full copy each" if hardware.per_node > 1 else "the weights are loaded"
@@ -485,25 +497,31 @@ def _chance(one: Prediction) -> str:
     return f"; fits: only {one.chance:.0%}, and nothing is likelier: keep a smaller one at hand"
 
 
-def _show_nothing_fits(plan: Plan, out: Console) -> None:
-    """Print the main memory with which it would fit, and the config that comes closest."""
+def nothing_fits_lines(plan: Plan) -> list[str]:
+    """Return the verdict without a config that fits: the main memory that would do, or the config that comes closest."""
     hardware, with_host = plan.hardware, plan.with_host
     if with_host is not None:
         need = Shortage.of(with_host, hardware)
         has = f"{'assumed' if plan.host_assumed else 'here'} {_gib(hardware.host_memory_bytes)}; --host-memory"
-        verdict = f"fits with offload on a node with at least {_gib(need.host_needed_bytes)} of main memory ({has})"
-        _put(out, Text(verdict, style="bold yellow"))
-        _put(out, Text(f"then: {short(with_host.candidate)}, {token_speed(with_host, plan.job)}"))
-    else:
-        _put(out, Text("nothing of the space is predicted to fit", style="bold yellow"))
-    if plan.closest is not None and with_host is None:
+        return [
+            f"fits with offload on a node with at least {_gib(need.host_needed_bytes)} of main memory ({has})",
+            f"then: {short(with_host.candidate)}, {token_speed(with_host, plan.job)}",
+        ]
+    lines = ["nothing of the space is predicted to fit"]
+    if plan.closest is not None:
         need = Shortage.of(plan.closest, hardware)
         usable = f"{need.gpu_usable_bytes / GIB:.1f} may be used"
         host = f", {_gib(need.host_needed_bytes)} of main memory a node" if need.host_needed_bytes else ""
         said = f"nearest: {short(plan.closest.candidate)}: needs {need.gpu_needed_bytes / GIB:.1f} GiB a GPU ({usable}){host}"
-        _put(out, Text(f"{said}: {need}"))
-    for line in describe_errors(plan.errors) if plan.errors else []:
-        _put(out, Text(f"measured: {line}"))
+        lines.append(f"{said}: {need}")
+    return lines
+
+
+def _show_nothing_fits(plan: Plan, out: Console) -> None:
+    verdict, *lines = nothing_fits_lines(plan)
+    _put(out, Text(verdict, style="bold yellow"))
+    for line in [*lines, *(f"measured: {line}" for line in measured_lines(plan))]:
+        _put(out, Text(line))
     out.print()
 
 
@@ -524,18 +542,19 @@ def _legend(one: Prediction, hardware: Hardware) -> Text:
     return legend
 
 
-def _shares(one: Prediction) -> str:
-    """Format the causes of step time, largest first, without those below 1 %."""
+def limits(one: Prediction) -> str:
+    """Format the limit and the causes of step time, largest first, without those below 1 %."""
     whole = sum(one.time.values())
     parts = sorted(((seconds / whole, cause) for cause, seconds in one.time.items()), reverse=True)
-    return ", ".join(f"{cause} {share:.0%}" for share, cause in parts if share >= 0.01)
+    shares = ", ".join(f"{cause} {share:.0%}" for share, cause in parts if share >= 0.01)
+    return f"{one.binding}: {shares}"
 
 
-def _show_chunked_loss(plan: Plan, out: Console) -> None:
-    """Print the size of logits and loss, and the effect of a loss in chunks."""
+def chunked_loss_line(plan: Plan) -> str:
+    """Return the size of logits and loss, and the effect of a loss in chunks; empty if they are small."""
     before = plan.best[0] if plan.best else plan.closest
     if plan.chunked is None or before is None:
-        return
+        return ""
     same, fastest = plan.chunked.same, plan.chunked.fastest
     held = f"logits and loss hold {before.memory['logits and loss'] / GIB:.1f} of {before.peak_bytes / GIB:.1f} GiB"
     then = f"this config then needs {same.peak_bytes / GIB:.1f} GiB"
@@ -545,8 +564,7 @@ def _show_chunked_loss(plan: Plan, out: Console) -> None:
         ratio = fastest.samples_per_second / before.samples_per_second
         faster = f", {ratio:.2f}x the speed" if plan.best else ""
         gain = f"the fastest is then {short(fastest.candidate)}: {token_speed(fastest, plan.job)}{faster}"
-    text = f"{held}. Compute the loss in chunks ({CHUNKED_LOSSES}): {then}, {gain}"
-    _put(out, Text(text + "\n"))
+    return f"{held}. Compute the loss in chunks ({CHUNKED_LOSSES}): {then}, {gain}"
 
 
 def describe_errors(errors: KnownErrors) -> list[str]:
@@ -559,9 +577,23 @@ def describe_errors(errors: KnownErrors) -> list[str]:
         held = f"intervals hold {error.held} of {error.rows}"
         found.append(f"{name} {lean} in the median of {rows} ({error.kind}); {held}")
     for row in errors.nearest:
-        speed = f"{_rate(row.step_tokens / row.measured)} tokens/s, {row.predicted / row.measured:.2f}x"
+        speed = f"{rate(row.step_tokens / row.measured)} tokens/s, {row.predicted / row.measured:.2f}x"
         found.append(f"by others: {speed} of the prediction for it: {row}")
     return found
+
+
+GAINS_TITLE = "what would help most, by speed"
+NO_GAIN = "nothing tried would give 2 % more speed"
+
+
+def gain_rows(plan: Plan) -> list[tuple[str, str]]:
+    """Return (gain, change) of each change that would help, best first."""
+    rows = []
+    for gain in plan.gains:
+        usd = "" if gain.usd_share is None else f" (cost {gain.usd_share:+.0%})".replace("-0%", "+0%")
+        faster = f"{1 + gain.share:.1f} x" if gain.share >= 1 else f"+{gain.share:.0%}"
+        rows.append((faster, gain.what + usd + (f"; {gain.detail}" if gain.detail else "")))
+    return rows
 
 
 def _show_gains(plan: Plan, out: Console) -> None:
@@ -569,48 +601,69 @@ def _show_gains(plan: Plan, out: Console) -> None:
         return
     if not plan.gains:
         if plan.own:
-            _put(out, Text("nothing tried would give 2 % more speed\n", style="dim"))
+            _put(out, Text(f"{NO_GAIN}\n", style="dim"))
         return
     table = DataTable.grid(padding=(0, 2))
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
-    _put(out, Text("what would help most, by speed", style="bold"))
-    for gain in plan.gains:
-        usd = "" if gain.usd_share is None else f" (cost {gain.usd_share:+.0%})".replace("-0%", "+0%")
-        faster = f"{1 + gain.share:.1f} x" if gain.share >= 1 else f"+{gain.share:.0%}"
-        table.add_row(f" {faster}", gain.what + usd + (f"; {gain.detail}" if gain.detail else ""))
+    _put(out, Text(GAINS_TITLE, style="bold"))
+    for faster, change in gain_rows(plan):
+        table.add_row(f" {faster}", change)
     _put(out, table)
     out.print()
 
 
-def _show_ways(plan: Plan, out: Console) -> None:
-    """Print the largest micro-batch and the fastest config of each way to train, with their tokens per second."""
-    hardware = plan.hardware
-    table = _table(f"what surely fits, by stage; {_gib_number(hardware.ceiling_bytes)} GiB of a GPU may be used")
-    columns = (("ZeRO", "left"), ("with", "left"), ("largest", "left"), ("GiB a GPU", "right"), ("fastest", "left"))
-    for name, justify in (*columns, ("GiB a node", "right")):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    stage = None
+@dataclass(frozen=True)
+class PlanTable:
+    """A table of a plan, for the terminal and the page."""
+
+    title: str
+    columns: tuple[str, ...]
+    numbers: frozenset[str]  # columns that are aligned to the right
+    rows: tuple[tuple[tuple[str, ...], str], ...]  # (cells, `own`, `none` for what does not fit, or empty)
+    note: str = ""
+
+    def show(self, out: Console, folded: str = "") -> None:
+        """Print the table and its note; long cells of the column `folded` take several lines."""
+        table, styles = _table(self.title), {"own": "bold", "none": "dim"}
+        for name in self.columns:
+            justify: JustifyMethod = "right" if name in self.numbers else "left"
+            table.add_column(name, justify=justify, no_wrap=name != folded, overflow="fold")
+        for cells, kind in self.rows:
+            table.add_row(*cells, style=styles.get(kind, ""))
+        _put(out, table)
+        if self.note:
+            _put(out, Text(self.note, style="dim"))
+        out.print()
+
+
+def ways_table(plan: Plan) -> PlanTable:
+    """Return the largest micro-batch and the fastest config of each way to train, with their tokens per second."""
+    hardware, rows, stage = plan.hardware, [], None
     for way in plan.ways:
         one, need, fits = way.shown, Shortage.of(way.shown, hardware), way.largest is not None
-        table.add_row(
+        cells = (
             str(way.stage) if way.stage != stage else "",
             str(way),
             f"mb{one.candidate.micro_batch}: {_tokens(one, plan.job)}" if fits else "none",
             _with_shortage(one.peak_bytes if fits else need.gpu_needed_bytes, need.gpu_short_bytes),
             f"{_rung(way.fastest)}: {_tokens(way.fastest, plan.job)}" if way.fastest else "",
             _with_shortage(need.host_needed_bytes, need.host_short_bytes),
-            style="" if fits else "dim",
         )
+        rows.append((cells, "" if fits else "none"))
         stage = way.stage
-    _put(out, table)
     note = "largest micro-batch and fastest config of each row, with all GPUs' tokens/s"
     if any(way.offload for way in plan.ways):
         note += (
             "; GiB a node: main memory for what is offloaded, pinned blocks as they are rounded, and for the processes"
         )
-    _put(out, Text(note, style="dim"))
-    out.print()
+    return PlanTable(
+        f"what surely fits, by stage; {_gib_number(hardware.ceiling_bytes)} GiB of a GPU may be used",
+        ("ZeRO", "with", "largest", "GiB a GPU", "fastest", "GiB a node"),
+        frozenset({"GiB a GPU", "GiB a node"}),
+        tuple(rows),
+        note,
+    )
 
 
 def _rung(one: Prediction) -> str:
@@ -628,7 +681,7 @@ def _gib_number(size: float) -> str:
 
 
 def _tokens(one: Prediction, job: Job) -> str:
-    return _rate(one.samples_per_second * job.tokens_per_sample)
+    return rate(one.samples_per_second * job.tokens_per_sample)
 
 
 def bar(one: Prediction, hardware: Hardware) -> Text:
@@ -644,51 +697,49 @@ def bar(one: Prediction, hardware: Hardware) -> Text:
     return text
 
 
-def _show_cards(plan: Plan, out: Console) -> None:
-    if plan.own is not None:
-        _put(out, Text(f"fewest {plan.own.gpu}: ", style="bold").append(_fewest(plan.own), style="not bold"))
+NO_CARD = "no card with a known price would do, in up to 8 machines of 8"
+
+
+def cards_table(plan: Plan) -> PlanTable | None:
+    """Return the cheapest cards with a known price, and the requested one; None if there are none."""
     usable = [card for card in plan.cards if card.best and (card.best.price or card.gpu == plan.hardware.facts)]
     if not usable:
-        if plan.cards:
-            _put(out, Text("no card with a known price would do, in up to 8 machines of 8", style="yellow"))
-        return
+        return None
     chosen = [card for at, card in enumerate(usable) if at < CARDS or card.gpu == plan.hardware.facts]
-    table = _table(f"cheapest cards for {format_count(plan.tokens)} tokens")
-    for name, justify in (("card", "left"), ("fits from", "right"), ("GPUs", "right"), ("tokens/s", "right")):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    for name in ("$ an hour", "read", "time", "cost"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for card in chosen:
-        own = card.gpu == plan.hardware.facts
-        table.add_row(*_card_row(card), style="bold" if own else "")
-    _put(out, table)
-    out.print()
     dear = [card.gpu for card in plan.cards if card.best and card.best.price is None]
     others = f" and {len(dear) - UNPRICED} more" if len(dear) > UNPRICED else ""
     note = "GPUs: the cheapest of 1, 2, 4, 8 or whole nodes of 8 within 30 days; +cpu: with offload. "
     note += "*: no published measurement of this card, so its speed is extrapolated. "
     note += "Prices are rough, on demand, read in the month shown"
     note += f"; none known for {', '.join(dear[:UNPRICED])}{others}" if dear else ""
-    _put(out, Text(note, style="dim"))
+    columns = ("card", "fits from", "GPUs", "tokens/s", "$ an hour", "read", "time", "cost")
+    return PlanTable(
+        f"cheapest cards for {format_count(plan.tokens)} tokens",
+        columns,
+        frozenset(columns[1:]),
+        tuple((_card_row(card), "own" if card.gpu == plan.hardware.facts else "") for card in chosen),
+        note,
+    )
 
 
-def _card_row(card: CardPlan) -> list[str]:
+def _card_row(card: CardPlan) -> tuple[str, ...]:
     best = card.best
     assert best is not None
     usd = "" if best.usd is None else f"{format_usd(best.usd)}{_between(best.usd_interval, format_usd)}"
-    return [
+    return (
         card.gpu + (" *" if card.extrapolated else ""),
         _count(card.fewest) or f"{_count(card.fewest_offloading)} +cpu",
         _count(best),
-        _rate(best.tokens_per_second),
+        rate(best.tokens_per_second),
         f"{best.usd_per_hour:.2f}" if best.usd_per_hour is not None else "",
         best.price.date if best.price else "",
         format_hours(best.hours),
         usd,
-    ]
+    )
 
 
-def _fewest(card: CardPlan) -> str:
+def fewest(card: CardPlan) -> str:
+    """Describe the fewest GPUs of a card that suffice, without and with offload."""
     parts = []
     if card.fewest:
         parts.append(f"{_count(card.fewest)} ({short(card.fewest.prediction.candidate)})")
@@ -706,31 +757,34 @@ def _count(outlook: Outlook | None) -> str:
     return f"{nodes} x {outlook.hardware.per_node}" if nodes > 1 else str(outlook.hardware.count)
 
 
-def show_comparison(plans: list[Plan], out: Console) -> None:
-    """Print several GPUs side by side, with the fastest config of each."""
-    table = _table(f"fastest on each; time and cost are of {format_count(plans[0].tokens)} tokens")
-    table.add_column("machine", no_wrap=True)
-    table.add_column("config", overflow="fold")
-    for name in ("tokens/s", "MFU", "GiB a GPU", "time", "cost"):
-        table.add_column(name, justify="right", no_wrap=True)
+def comparison_table(plans: list[Plan]) -> PlanTable:
+    """Return several GPUs side by side, with the fastest config of each."""
+    rows = []
     for plan in plans:
         outlook = plan.outlook
         machine = f"{plan.hardware.count} x {plan.hardware.name}"
         if outlook is None:
-            table.add_row(machine, "nothing fits", "", "", "", "", "")
+            rows.append(((machine, "nothing fits", "", "", "", "", ""), "none"))
             continue
         low, high = outlook.tokens_interval
-        table.add_row(
+        cells = (
             machine,
             short(outlook.prediction.candidate),
-            f"{_rate(outlook.tokens_per_second)} ({_rate(low)} to {_rate(high)})",
+            f"{rate(outlook.tokens_per_second)} ({rate(low)} to {rate(high)})",
             f"{outlook.mfu:.0%}" if outlook.mfu is not None else "",
             f"{outlook.prediction.peak_bytes / GIB:.1f}",
             format_hours(outlook.hours),
             format_usd(outlook.usd) if outlook.usd is not None else "",
         )
-    _put(out, table)
-    out.print()
+        rows.append((cells, ""))
+    columns = ("machine", "config", "tokens/s", "MFU", "GiB a GPU", "time", "cost")
+    title = f"fastest on each; time and cost are of {format_count(plans[0].tokens)} tokens"
+    return PlanTable(title, columns, frozenset(columns[2:]), tuple(rows))
+
+
+def show_comparison(plans: list[Plan], out: Console) -> None:
+    """Print several GPUs side by side, with the fastest config of each."""
+    comparison_table(plans).show(out, folded="config")
 
 
 def short(candidate: Candidate) -> str:
@@ -758,7 +812,7 @@ def _put(out: Console, what: Table | Text) -> None:
     out.print(what, highlight=False, width=min(WIDTH, out.width), overflow="fold")
 
 
-def _rate(number: float) -> str:
+def rate(number: float) -> str:
     """Format tokens per second: `870`, `12.3k`, `1.23M`."""
     for factor, suffix in ((1e6, "M"), (1e3, "k")):
         if number >= 0.9995 * factor:

@@ -26,8 +26,14 @@ NAMES = {
 }
 CONFIG, CONFIG_FLAG = "deepspeed", "--deepspeed"  # key and flag of Hugging Face's arguments that name the config's file
 # One of these at the top makes a JSON object a DeepSpeed config.
-_DS_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
+DS_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 _CONFIG_SUFFIXES = (".json", ".hjson", ".jsonc")
+# Keys of a profile: flags that carry batch knobs, by knob, as `script_probe.flags_found` has found them; multiples of the
+# knob that such a flag takes, if not 1 (a batch over all ranks); values of flags for the samples of a whole step.
+FOUND, TIMES, PRODUCTS = "found_flags", "flag_times", "product_flags"
+TRIED = (
+    "tried_values"  # key of a profile in one run of `script_probe.flags_found`: values of argument files by dotted name
+)
 OUTPUT = "output_dir"
 # A trial's folder links to all of the user's files. No file of theirs has these names.
 OUTPUT_FOLDER, COPIES_FOLDER = ".autotune-output", ".autotune-arguments"
@@ -110,15 +116,24 @@ def carries_config(script: Script) -> bool:
 
 def said(script: Script, knob: str) -> list[Any]:
     """Return the values that the command gives a knob: by a flag that the user declared, and in its files."""
-    flag, found = dict(script.flags).get(knob), []
+    flag = dict(script.flags).get(knob)
+    found: list[Any] = []
     for at, word in enumerate(script.argv):
         name, equals, value = word.partition("=")
         if flag is not None and name.lstrip("+") == flag:
-            found += [value] if equals else list(script.argv[at + 1 : at + 2])
+            typed = value if equals else next(iter(script.argv[at + 1 : at + 2]), "")
+            found += [int(typed) // times_of(script, knob)] if typed.isdigit() else [typed]
     for file in own_files(script):
         place, _ = _place(script, file.data, knob)
         found += [] if place is None else [value_at(file.data, place)]
     return found
+
+
+def times_of(script: Script, knob: str) -> int:
+    """Return the multiple of a knob's value that its flag takes."""
+    found = script.profile.get(FOUND, {}).get(knob)
+    is_found = found is not None and dict(script.flags).get(knob) == found  # `--map` may name another
+    return int(script.profile.get(TIMES, {}).get(knob, 1)) if is_found else 1
 
 
 def own_config(script: Script) -> dict[str, Any] | Path | None:
@@ -197,7 +212,7 @@ def is_ds_config(path: Path) -> bool:
         data = read_config(path)
     except (OSError, ValueError):
         return False
-    return isinstance(data, dict) and not _DS_KEYS.isdisjoint(data)
+    return isinstance(data, dict) and not DS_KEYS.isdisjoint(data)
 
 
 # -- inside a file -------------------------------------------------------------------------------------------------------
@@ -220,6 +235,17 @@ def value_at(data: Any, place: Place) -> Any:
 def given(words: Sequence[str]) -> set[str]:
     """Return the names of flags and arguments that a command line gives."""
     return {word.partition("=")[0].lstrip("+") for word in words}
+
+
+def integers_in_words(words: Sequence[str]) -> dict[str, int]:
+    """Return the positive integers that a command line gives, by flag or name: `--size 4`, `--size=4` and `size=4`."""
+    found = {}
+    for word, follows in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        value = value if equals else follows if word.startswith("--") else ""
+        if value.isdecimal() and int(value) > 0:
+            found[name.lstrip("+")] = int(value)
+    return found
 
 
 def _place(script: Script, data: dict[str, Any], knob: str) -> tuple[Place | None, bool]:
@@ -264,7 +290,7 @@ def find(data: Any, names: Sequence[str], above: Place = ()) -> Place | None:
         if name in data:
             return (*above, name)
     for key, below in data.items():
-        inside = isinstance(key, str) and isinstance(below, dict) and _DS_KEYS.isdisjoint(below)
+        inside = isinstance(key, str) and isinstance(below, dict) and DS_KEYS.isdisjoint(below)
         if inside and (found := find(below, names, (*above, key))) is not None:
             return found
     return None
@@ -279,7 +305,7 @@ def _find_config(script: Script, data: Any, above: Place = ()) -> Place | None:
             continue
         if isinstance(value, str) and is_ds_config(Path(script.cwd) / value):
             return (*above, key)
-        if isinstance(value, dict) and not _DS_KEYS.isdisjoint(value):
+        if isinstance(value, dict) and not DS_KEYS.isdisjoint(value):
             return (*above, key)
         if (found := _find_config(script, value, (*above, key))) is not None:
             return found

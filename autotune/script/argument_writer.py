@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -20,8 +21,10 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.ds_config import MOST_BYTES, read_config
 from autotune.problem.job import ArgumentFile, Job, Script
 from autotune.script.argument_files import (
+    DS_KEYS,
     OUTPUT,
     OUTPUT_FOLDER,
+    TRIED,
     Place,
     changes_for,
     copies_folder,
@@ -62,6 +65,29 @@ def argument_files(argv: Sequence[str], cwd: Path, *, named: Sequence[str] = ())
         if told or telling(file.data):
             found.append(file)
     return tuple(found)
+
+
+def with_declared_files(script: Script) -> Script:
+    """Return the script with the argument files in which its flags are dotted names, besides those that it has."""
+    dotted = [flag for _, flag in script.flags if not flag.startswith("-")]
+    known = {file.at for file in own_files(script)}
+    more = [file for file in argument_files(script.argv, Path(script.cwd), named=dotted) if file.at not in known]
+    return dataclasses.replace(script, files=(*script.files, *more)) if dotted and more else script
+
+
+def integers_in_files(script: Script) -> dict[str, int]:
+    """Return the positive integers in the files that the command names, by dotted name. DeepSpeed configs are left out."""
+    found: dict[str, int] = {}
+    for index, path in _mentioned(script.argv, Path(script.cwd)):
+        file = read_file(path, index, strict=False)
+        left: list[tuple[Place, Any]] = [((), file.data)] if file is not None else []
+        while left:
+            place, value = left.pop()
+            if isinstance(value, dict) and DS_KEYS.isdisjoint(value):
+                left += [((*place, key), one) for key, one in value.items() if "." not in str(key)]
+            elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                found[".".join(place)] = value
+    return found
 
 
 def read_file(path: Path, index: int, *, strict: bool, launcher: bool = False) -> ArgumentFile | None:
@@ -120,6 +146,7 @@ def write_trial_files(job: Job, candidate: Candidate | None, folder: Path, *, qu
             changes = changes_for(
                 script, file, candidate, _merged_config(job, candidate, below / f".{path.stem}.ds.json")
             )
+        changes |= {tuple(name.split(".")): value for name, value in script.profile.get(TRIED, {}).items()}
         if quiet and (place := find(file.data, (OUTPUT,))) is not None:
             changes[place] = str(folder / OUTPUT_FOLDER)
         (below / path.name).write_text(edited(file.text, changes, is_json=path.suffix == ".json"), encoding="utf-8")

@@ -24,7 +24,7 @@ EARLIER = "earlier"  # key of a profile: engines with an optimizer, built before
 KEPT = "kept_configs"  # key of a profile: ZeRO settings of accelerate's other plugins, which no candidate changes
 # key of a profile: backwards that the script's own loop sums in each accumulation step of its config
 BY_HAND = "accumulated_by_hand"
-FOUND = "found_flags"  # key of a profile: flags that carry batch knobs, by knob, as `script_probe.flags_found` has found them
+BY_RANK = "averages_by_rank"  # key of a profile: Trainer averages a loss over each rank's own tokens
 OPS = "ops"  # key of a profile: builders of DeepSpeed's ops that were first seen in the probe run
 UNCOUNTED = "the sequences of the script's batches cannot be counted: no tensor is among what its model is given"
 

@@ -16,6 +16,7 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job
+from autotune.script.argument_files import PRODUCTS
 from autotune.script.parse_command import declared
 
 _PLAIN = re.compile(r"\w*")  # transformers' own attention; a name with a slash is a kernel from the Hub
@@ -101,6 +102,7 @@ def profile_names(profile: Mapping[str, Any]) -> list[RecordedItem]:
     return [
         *(RecordedItem("variable", f"{name}={value}") for name, value in variables.items()),
         *(RecordedItem("option", f"{flag} {json.dumps(words)}") for flag, words in spellings.items()),
+        *(RecordedItem("option", f"{flag} {value}") for flag, value in (profile.get(PRODUCTS) or {}).items()),
         *_code_in(profile.get("model_config")),
         *_paths_in(profile.get("config")),
     ]

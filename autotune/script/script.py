@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from autotune.problem.ds_config import read_config
 from autotune.problem.job import Script, script_text, under_lightning
 from autotune.script.argument_files import (
     CONFIG_FLAG,
+    PRODUCTS,
     carries,
     carries_config,
     given,
@@ -22,6 +23,7 @@ from autotune.script.argument_files import (
     own_config,
     own_files,
     renamed,
+    times_of,
     winners_copy,
 )
 from autotune.script.command_line import (
@@ -76,23 +78,25 @@ def heavy_imports(script: Script) -> list[str]:
     return sorted(found)
 
 
-def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
-    """Return the flag and value of every knob of the candidate with a known flag."""
-    found: dict[str, Value] = {}
+def told_flags(script: Script, candidate: Candidate) -> Iterator[tuple[str, str, Value]]:
+    """Yield (knob, flag, value) of every knob of the candidate with a known flag, and of flags for a whole step's samples.
+
+    The knob of the latter is empty. They are yielded if the candidate's steps have other samples than the script's own.
+    """
     for knob, value in candidate.told(script):
         flag, negated = _flag_of(script, knob)
         if flag is not None:
-            found[flag] = not value if negated else value
-    return found
+            times = times_of(script, knob)
+            yield knob, flag, not value if negated else int(value) * times if times > 1 else value
+    if not script.holds_batch and (products := script.profile.get(PRODUCTS)):
+        own = script.profile["micro_batch"] * script.profile["accumulation"]
+        now = candidate.micro_batch * candidate.accumulation
+        yield from (("", flag, value * now // own) for flag, value in products.items() if now != own)
 
 
-def flags_to_give(script: Script, candidate: Candidate) -> list[str]:
-    """Return the flags, with values, that a candidate needs on the command line of a script with its config in code."""
-    words: list[str] = []
-    for flag, value in settings(script, candidate).items():
-        if flag in _flags(script):
-            words = with_setting(script, words, flag, value)
-    return words
+def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
+    """Return the values of `told_flags` by flag."""
+    return {flag: value for _, flag, value in told_flags(script, candidate)}
 
 
 def yes_or_no_flags(script: Script) -> set[str]:
@@ -119,10 +123,9 @@ def command(script: Script, candidate: Candidate, config: str) -> list[str]:
     named = config_path(script) is not None and own_config(script) is None
     if not named and not carries_config(script) and CONFIG_FLAG in flags and script.profile.get("through_arguments"):
         argv = with_flag(argv, CONFIG_FLAG, config)
-    for knob, value in candidate.told(script):
-        flag, negated = _flag_of(script, knob)
+    for knob, flag, value in told_flags(script, candidate):
         if flag in flags and not (carries(script, knob) and flag not in given(script.argv)):
-            argv = with_setting(script, argv, flag, not value if negated else value)
+            argv = with_setting(script, argv, flag, value)
     return argv
 
 
@@ -149,8 +152,11 @@ def carried(script: Script) -> bool:
 
 
 def carries_knob(script: Script, knob: str) -> bool:
-    """Check that a flag or a file of `command` carries a knob."""
-    return _flag_of(script, knob)[0] in _flags(script) or carries(script, knob)
+    """Check that a flag or a file of `command` carries a knob, or that the script computes it from flags of the others."""
+    if _flag_of(script, knob)[0] in _flags(script) or carries(script, knob):
+        return True
+    other = {MICRO_BATCH: ACCUMULATION, ACCUMULATION: MICRO_BATCH}.get(knob)
+    return bool(script.profile.get(PRODUCTS)) and other is not None and _flag_of(script, other)[0] in _flags(script)
 
 
 def half_told(script: Script, candidate: Candidate) -> str:
@@ -175,7 +181,8 @@ def half_told(script: Script, candidate: Candidate) -> str:
 
 def _flags(script: Script) -> set[str]:
     """Return the flags that the script accepts: given, declared, or seen in its parser."""
-    return given(script.argv) | set(dict(script.flags).values()) | set(script.profile.get("flags", ()))
+    known = {*dict(script.flags).values(), *script.profile.get(PRODUCTS, ())}
+    return given(script.argv) | known | set(script.profile.get("flags", ()))
 
 
 def line_of(script: Script) -> CommandLine:

@@ -15,6 +15,7 @@ from autotune.problem.outcome import Outcome, OutcomeKind, Source
 from autotune.problem.training_trace import LEAST_STEPS, TracedStep, TrainingTrace
 from autotune.script.profile import loops_by_hand, own_candidate
 from autotune.search.trials import RESUME, Record
+from autotune.util.units import counted
 from autotune.versions import StrEnum
 
 # -- comparison --------------------------------------------------------------------------------------------------------
@@ -27,7 +28,7 @@ from autotune.versions import StrEnum
 # Smallest tolerance, relative. Runs of one global batch agree to 1e-5 in fp32 and to 1e-3 in bf16 across all stages,
 # splits and offloads (`trace_by_stage.py` of issue 35, DeepSpeed 0.19.8, AdamW, three steps). Kernels of other devices
 # and two more steps get five times (bf16) and a hundred times (fp32) as much.
-LEAST_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-3, "fp16": 5e-3}
+LEAST_TOLERANCE = {"fp32": 1e-3, "mixed": 5e-3, "bf16": 5e-3, "fp16": 5e-3}
 _FLOORS = 4.0  # tolerated multiples of the floor, which is itself estimated from a few steps
 _CLEARS = 0.02  # relative difference of the gradient norm up to which another loss has no effect
 _MOST = math.log(1.4)  # no noise floor tolerates more: factors of 1.5 and 0.67 are always found
@@ -37,10 +38,12 @@ _CLAMP = 1e-3  # smallest ratio, for a quantity that is zero in one run
 _TINY = 1e-12  # a quantity below is zero
 _SMALL_LOSS = 1e-4  # losses around zero, such as those of policy gradients, are compared with this size
 _SAME_ROWS = 1e-6  # relative; digests of equal rows, summed in another order
+_SAME_INITIAL = 1e-4  # relative; mean squares of the same weights, sampled in fp32 or rounded to 16 bits and back
 # Adam's betas by default. DeepSpeed makes a dummy optimizer step when it initializes stage 0 in 16 bits, so that Adam's
 # step counter is one ahead: 0.744x in the first step, 0.83x in the second, harmless (`DEEPSPEED_FAULTS.md`, 0.19.8).
 _BETAS = (0.9, 0.999)
 _COUNTER_TOLERANCE = 0.1
+_PROPORTIONAL = 0.05  # relative difference up to which the loss is said to grow with the micro-batch
 
 LOSS, NORM, UPDATE, RATES, ROWS = "loss", "gradient norm", "update", "learning rate", "rows"
 
@@ -80,28 +83,37 @@ def floor_of(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
     }
 
 
-def compare(reference: TrainingTrace, own: Candidate, trace: TrainingTrace, candidate: Candidate) -> Certificate:
+def compare(
+    reference: TrainingTrace, own: Candidate, trace: TrainingTrace, candidate: Candidate, *, is_users: bool = True
+) -> Certificate:
     """Compare a candidate's trace with the reference's.
 
     Args:
         reference: trace of the user's own config, with its noise floor.
-        own: the user's own config.
+        own: the config of the reference.
         trace: the candidate's trace.
         candidate: the candidate.
+        is_users: the reference is the user's own config. A named model's is another candidate.
     """
-    pairs = list(zip(reference.steps, trace.steps, strict=False))
-    if sum(not (a.skipped or b.skipped) for a, b in pairs) < LEAST_STEPS:
+    yours, your = "yours" if is_users else "the reference's", _your(is_users)
+    pairs = _paired(reference, trace)
+    if sum(not a.skipped for a, _ in pairs) < LEAST_STEPS:
         return Certificate(Verdict.NOT_COMPARED, f"fewer than {LEAST_STEPS} optimizer steps were traced")
+    unknown = reference.weights is None or trace.weights is None
+    if unknown and not is_users and 3 in {reference.stage, trace.stage} and reference.stage != trace.stage:
+        return Certificate(Verdict.NOT_COMPARED, "initial weights were not seen (an earlier version, or NVMe)")
     if _samples(own) != _samples(candidate):
         why = f"its steps have {_samples(candidate)} samples a rank, those of the reference {_samples(own)}"
         return Certificate(Verdict.NOT_COMPARED, why)
     if (rows := _rows_factor(reference, trace, cut=own.micro_batch != candidate.micro_batch)) is not None:
-        why = f"it trains on {rows:.3g}x your rows in an optimizer step"
-        return _different(why, ROWS, rows, reference, own, trace, candidate)
+        why = f"it trains on {rows:.3g}x {your} rows in an optimizer step"
+        return _different(why, ROWS, rows, reference, own, trace, candidate, is_users)
     if (wrong := _wrong_rate(pairs)) is not None:
-        step, factor = wrong
-        why = f"learning rate is {factor:.3g}x of yours in optimizer step {step + 1}"
-        return _different(why, RATES, factor, reference, own, trace, candidate)
+        step, theirs, mine = wrong
+        factor = mine / theirs if theirs else math.inf
+        times = f"{factor:.3g}x of {yours}" if theirs else f"{mine:.3g} instead of 0"
+        why = f"learning rate is {times} in optimizer step {step + 1}"
+        return _different(why, RATES, factor, reference, own, trace, candidate, is_users)
     found = {name: each for name in (LOSS, NORM, UPDATE) if (each := _differences(reference, trace, name))}
     if not found:
         why = trace.missing or reference.missing or "no loss, gradient norm or update was seen"
@@ -115,10 +127,11 @@ def compare(reference: TrainingTrace, own: Candidate, trace: TrainingTrace, cand
         # The update of Adam hides a factor of the gradient, so the largest deviation names the quantity.
         name = max(beyond, key=lambda one: abs(statistics.fmean(found[one])))
         factor = math.exp(statistics.fmean(found[name]))
-        why = f"{name} is {factor:.3g}x of yours"
-        if LOSS in beyond and name != LOSS:
-            why += f", loss {math.exp(statistics.fmean(found[LOSS])):.3g}x"
-        return _different(why, name, factor, reference, own, trace, candidate, loss_differs=LOSS in beyond)
+        why = f"{name} is {factor:.3g}x of {yours}"
+        loss = math.exp(statistics.fmean(found[LOSS])) if LOSS in beyond else None
+        if loss is not None and name != LOSS:
+            why += f", loss {loss:.3g}x"
+        return _different(why, name, factor, reference, own, trace, candidate, is_users, loss_factor=loss)
     return Certificate(Verdict.SAME, _figures(reference, trace, found))
 
 
@@ -138,15 +151,15 @@ def _rows_factor(reference: TrainingTrace, trace: TrainingTrace, *, cut: bool) -
     return mine / theirs if abs(math.log(mine / theirs)) > math.log1p(_ROWS_TOLERANCE) else None
 
 
-def _wrong_rate(pairs: Iterable[tuple[TracedStep, TracedStep]]) -> tuple[int, float] | None:
-    """Return (index of the step, factor) of the first other learning rate; None if all are equal."""
+def _wrong_rate(pairs: Iterable[tuple[TracedStep, TracedStep]]) -> tuple[int, float, float] | None:
+    """Return (index of the step, reference's, candidate's) of the first other learning rate; None if all are equal."""
     for at, (theirs, mine) in enumerate(pairs):
         one, other = sorted(set(theirs.rates)), sorted(set(mine.rates))
         if len(one) != len(other):  # DeepSpeed may split groups, which repeats rates
             one, other = one[-1:], other[-1:]
         for a, b in zip(one, other, strict=False):
             if max(abs(a), abs(b)) > _TINY and abs(a - b) > _RATE_TOLERANCE * max(abs(a), abs(b)):
-                return at, b / a if a else math.inf
+                return at, a, b
     return None
 
 
@@ -159,7 +172,7 @@ def _differences(reference: TrainingTrace, trace: TrainingTrace, name: str) -> l
         pairs = pairs[:1]  # Adam's step counter has led to other weights since
     for theirs, mine in pairs:
         a, b = _value(theirs, name), _value(mine, name)
-        if theirs.skipped or mine.skipped or a is None or b is None:
+        if theirs.skipped or a is None or b is None:
             continue
         if name == LOSS and (a <= 0 or b <= 0 or min(a, b) < _CLAMP * scale):
             found.append(_signed(a, b, scale))
@@ -181,27 +194,46 @@ def _value(step: TracedStep, name: str) -> float | None:
 def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace) -> float:
     """Return the tolerated mean of the differences.
 
-    If the two runs trained on other rows, the variation between the reference's steps is tolerated too.
+    If the two runs trained on other rows, the variation between the reference's steps is tolerated too. If they began with
+    other weights (`zero.Init` draws them on the device), all noise is.
     """
     least = max(LEAST_TOLERANCE.get(one.precision, 5e-3) for one in (reference, trace))
     if reference.draws and not reference.floor:  # dropout of an unknown size
         return _MOST
     floor = _FLOORS * reference.floor.get(name, 0.0)
-    if not _same_rows(*_compared(reference, trace)[0]):
+    if not _same_weights(reference, trace):
+        floor = _MOST
+    elif not _same_rows(*_compared(reference, trace)[0]):
         values = [abs(value) for step in reference.counted if (value := _value(step, name))]
         logs = [math.log(value) for value in values if value > _TINY]
         floor = max(floor, 2.0 * statistics.stdev(logs) if len(logs) > 1 else _MOST)
     return max(least, min(floor, _MOST))
 
 
+def _paired(reference: TrainingTrace, trace: TrainingTrace) -> list[tuple[TracedStep, TracedStep]]:
+    """Return the steps until the first one that only one run skipped, because its weights are one update behind since.
+
+    Loss scales of one config differ by stage: after an overflow, stage 0 halves its own at once, and ZeRO at the second
+    overflow (`hysteresis`).
+    """
+    both = zip(reference.steps, trace.steps, strict=False)
+    return list(itertools.takewhile(lambda pair: pair[0].skipped == pair[1].skipped, both))
+
+
 def _compared(reference: TrainingTrace, trace: TrainingTrace) -> list[tuple[TracedStep, TracedStep]]:
     """Return the steps until the first one on other rows, or all if the first is; weights have differed since."""
-    pairs = list(zip(reference.steps, trace.steps, strict=False))
+    pairs = _paired(reference, trace)
     return list(itertools.takewhile(lambda pair: _same_rows(*pair), pairs)) or pairs
 
 
 def _same_rows(one: TracedStep, other: TracedStep) -> bool:
     return abs(one.digest - other.digest) <= _SAME_ROWS * max(1.0, one.rows)
+
+
+def _same_weights(one: TrainingTrace, other: TrainingTrace) -> bool:
+    """Return True unless the runs are known to begin with other weights."""
+    known = [trace.weights for trace in (one, other) if trace.weights is not None]
+    return len(known) < 2 or math.isclose(*known, rel_tol=_SAME_INITIAL)
 
 
 def _mean(name: str, found: dict[str, list[float]], reference: TrainingTrace, trace: TrainingTrace) -> float:
@@ -217,7 +249,7 @@ def _mean(name: str, found: dict[str, list[float]], reference: TrainingTrace, tr
 
 def _is_early(trace: TrainingTrace) -> bool:
     """Return True if Adam's step counter is one ahead."""
-    return trace.stage == 0 and trace.precision != "fp32"
+    return trace.stage == 0 and trace.precision in ("bf16", "fp16")
 
 
 def _counter_factor(step: int) -> float:
@@ -230,7 +262,7 @@ def _counter_factor(step: int) -> float:
 
 
 def _figures(reference: TrainingTrace, trace: TrainingTrace, found: dict[str, list[float]]) -> str:
-    pairs = [(a, b) for a, b in _compared(reference, trace) if not (a.skipped or b.skipped)]
+    pairs = [(a, b) for a, b in _compared(reference, trace) if not a.skipped]
 
     def means(name: str) -> list[float]:
         return [
@@ -245,7 +277,7 @@ def _figures(reference: TrainingTrace, trace: TrainingTrace, found: dict[str, li
     if UPDATE in found:
         parts.append(f"update {math.exp(statistics.fmean(found[UPDATE])):.2f}x")
     steps = max(map(len, found.values()))
-    return ", ".join([*parts, "learning rate equal", f"{steps} step{'s' * (steps > 1)}"])
+    return ", ".join([*parts, "learning rate equal", counted(steps, "step")])
 
 
 # -- cause -------------------------------------------------------------------------------------------------------------
@@ -263,8 +295,9 @@ def _different(
     own: Candidate,
     trace: TrainingTrace,
     candidate: Candidate,
+    is_users: bool,
     *,
-    loss_differs: bool = False,
+    loss_factor: float | None = None,
 ) -> Certificate:
     cut = candidate.micro_batch != own.micro_batch
     cause, because = "", ""
@@ -274,12 +307,18 @@ def _different(
             f"the schedule advances with iterations of your loop, and {trace.iterations} instead of "
             f"{reference.iterations} of them make an optimizer step"
         )
-    elif (loss_differs or quantity == LOSS) and cut:
+    elif loss_factor is not None and cut:
         cause = MICRO_BATCH
         because = f"the loss depends on how the batch is cut (micro-batch {candidate.micro_batch} instead of {own.micro_batch})"
+        times = candidate.micro_batch / own.micro_batch
+        if loss_factor is not None and abs(math.log(loss_factor / times)) < _PROPORTIONAL:
+            because += (
+                "; it grows with the micro-batch, like a sum over its rows, or like a loss that the script divides by the "
+                "accumulation although DeepSpeed does so"
+            )
     elif trace.stage != reference.stage:
         cause = _STAGE
-        because = _stage_reason(reference, trace, offloaded=bool(candidate.offloaded or own.offloaded))
+        because = _stage_reason(reference, trace, is_users, offloaded=bool(candidate.offloaded or own.offloaded))
     elif cut and quantity != ROWS:
         cause = MICRO_BATCH
         because = f"micro-batch {candidate.micro_batch} instead of {own.micro_batch}"
@@ -287,15 +326,20 @@ def _different(
     return Certificate(Verdict.DIFFERS, text, quantity, factor, cause)
 
 
-def _stage_reason(reference: TrainingTrace, trace: TrainingTrace, *, offloaded: bool) -> str:
+def _your(is_users: bool) -> str:
+    """Return the possessive of the reference."""
+    return "your" if is_users else "the reference's"
+
+
+def _stage_reason(reference: TrainingTrace, trace: TrainingTrace, is_users: bool, *, offloaded: bool) -> str:
     backwards, partial = trace.iterations, (1, 2)  # stages that do not sum what several backwards give
     if backwards > trace.accumulation and (trace.stage in partial) != (reference.stage in partial):
         keeps = trace.stage if trace.stage in partial else reference.stage
-        whose = "stage" if keeps == trace.stage else "your stage"
+        whose = "stage" if keeps == trace.stage else f"{_your(is_users)} stage"
         if offloaded:
-            return f"with offload, {whose} {keeps} does not sum the {backwards} gradients of your loop's step"
+            return f"with offload, {whose} {keeps} does not sum the {backwards} gradients of a step"
         return f"{whose} {keeps} keeps only the last of {backwards} gradients"
-    if reference.stage == 0:
+    if reference.stage == 0 and is_users:
         return (
             f"stage {trace.stage} steps with its own copy of the gradients, on which changes by hand (clipping) have no "
             "effect; gradient_clipping in the DeepSpeed config works at every stage"
@@ -315,8 +359,7 @@ class Certifier:
     """Compares every trial of a study with its reference, so that no candidate wins that trains something else.
 
     The reference is the first trace of the user's own config. A named model has no config of the user, so its reference
-    is the first candidate of which a whole step was traced. Stage 3 draws other initial weights for a named model
-    (`zero.Init` draws each parameter when it is created), so its candidates are compared with each other.
+    is the first candidate of which a whole step was traced.
 
     Args:
         job: the study's job.
@@ -326,13 +369,7 @@ class Certifier:
         self._job = job
         script = job.script
         own = own_candidate(script) if script is not None and "micro_batch" in script.profile else None
-        self._references = {False: _Reference(own), True: _Reference()}
-
-    def _has_other_weights(self, candidate: Candidate) -> bool:
-        return self._job.script is None and candidate.stage == 3
-
-    def _reference(self, candidate: Candidate) -> _Reference:
-        return self._references[self._has_other_weights(candidate)]
+        self._reference = _Reference(own)
 
     @classmethod
     def of(cls, job: Job, records: Iterable[Record]) -> Certifier:
@@ -345,7 +382,7 @@ class Certifier:
 
     def learn(self, candidate: Candidate, outcome: Outcome, role: str) -> None:
         """Take the reference from a trial; a repeated run of the same config raises the noise floor."""
-        trace, reference = outcome.trace, self._reference(candidate)
+        trace, reference = outcome.trace, self._reference
         if trace is None or role == RESUME or not self._is_whole(candidate, trace):
             return
         if reference.own is None:
@@ -367,15 +404,18 @@ class Certifier:
         """Return the verdict on a candidate's trace."""
         if trace is None or not self._is_whole(candidate, trace):
             return Certificate(Verdict.NOT_COMPARED, "no whole optimizer step of it was traced")
-        reference = self._reference(candidate)
+        reference = self._reference
         if reference.trace is None or reference.own is None:
-            return Certificate(Verdict.NOT_COMPARED, "your own config was not measured")
-        return compare(reference.trace, reference.own, trace, candidate)
+            return Certificate(
+                Verdict.NOT_COMPARED,
+                f"{'the reference' if self._job.script is None else 'your own config'} was not measured",
+            )
+        return compare(reference.trace, reference.own, trace, candidate, is_users=self._job.script is not None)
 
     def checked(self, candidate: Candidate, outcome: Outcome, role: str) -> Outcome:
         """Return a trial's outcome, as invalid if the candidate trains something else than the reference."""
         self.learn(candidate, outcome, role)
-        measured, own = outcome.measurement, self._reference(candidate).own
+        measured, own = outcome.measurement, self._reference.own
         if measured is None or role == RESUME or candidate == own or outcome.trace is None:
             return outcome
         found = self.certificate(candidate, outcome.trace)
@@ -393,13 +433,7 @@ class Certifier:
 
     def shares_cause(self, candidate: Candidate, outcome: Outcome) -> Callable[[Candidate], bool]:
         """Return a test for candidates that train otherwise for the same reason as this one."""
-        test = self._test_for_cause(candidate, outcome.trains_otherwise)
-        if self._has_other_weights(candidate):
-            return lambda other: self._has_other_weights(other) and test(other)
-        return test
-
-    def _test_for_cause(self, candidate: Candidate, cause: str) -> Callable[[Candidate], bool]:
-        own = self._reference(candidate).own
+        own, cause = self._reference.own, outcome.trains_otherwise
         if own is not None and cause == MICRO_BATCH:
             return lambda other: other.micro_batch != own.micro_batch
         if own is not None and cause == ACCUMULATION:
@@ -411,7 +445,7 @@ class Certifier:
 
     def iterations_line(self, trace: TrainingTrace) -> str:
         """Return what another number of loop iterations per step does to the training; empty if nothing changes."""
-        reference = self._references[False].trace
+        reference = self._reference.trace
         return iterations_line(self._job, reference, trace) if reference is not None else ""
 
 
@@ -421,7 +455,7 @@ def iterations_line(job: Job, reference: TrainingTrace, trace: TrainingTrace) ->
     if job.script is None or not loops_by_hand(job.script) or own == now or not own or not now:
         return ""
     return (
-        f"an optimizer step takes {now} iteration{'s' * (now > 1)} of your loop instead of {own}: if its end, its "
+        f"an optimizer step takes {counted(now, 'iteration')} of your loop instead of {own}: if its end, its "
         f"schedule or its saves count iterations, multiply these numbers by {now / own:g}, or it makes "
         f"{own / now:g}x the optimizer steps"
     )
@@ -441,7 +475,7 @@ def structure_differs(reference: TrainingTrace, trace: TrainingTrace) -> str:
     if all(len(rates) == 1 for rates in each):  # a schedule has moved on since
         pairs = zip(reference.counted[:1], trace.counted[:1], strict=False)
         if (wrong := _wrong_rate(pairs)) is not None:
-            return f"its learning rate is {wrong[1]:.3g}x that of its first start"
+            return f"its learning rate is {wrong[2]:.3g} instead of {wrong[1]:.3g} at its first start"
     return ""
 
 

@@ -12,7 +12,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
-from autotune.search.trials import AS_IS, RESUME, TRAINING, VERIFY, Record, constraints
+from autotune.search.trials import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record, constraints
 from autotune.util.units import format_bytes
 
 # share of speed; closer verified candidates are measured alternately, because GPU clocks drift as much within minutes
@@ -327,8 +327,8 @@ class Rival:
 class StudyFacts:
     """Facts about the verdict of a finished or running study, each computed once.
 
-    A rival was measured as the winner was, both in verification or both in the search, because the pace of a machine may
-    change in between.
+    A rival was measured as the winner was: in the same call, and both in verification or both in the search. The pace of a
+    machine may change in between.
     """
 
     winner: Record | None  # its measurement is the mean of the verifications of a call
@@ -337,7 +337,9 @@ class StudyFacts:
     tied: tuple[Rival, ...]  # the intervals overlap the winner's
     slower: tuple[Rival, ...]  # clearly slower than the winner, fastest first
     faster: tuple[Rival, ...]  # clearly faster than the winner, and not chosen: unverified, or measured since
+    apart: tuple[Candidate, ...]  # may win, and were never measured as the winner was
     remarks: Mapping[int, str]  # by trial number: why a measured trial cannot win
+    not_compared: Mapping[int, str]  # by trial number: why a measured trial that may win has no ratio to the winner
     own: Record | None  # trial of the script's own config
     own_ratio: SpeedRatio | None  # the winner's speed divided by that of the script's own config
     closest: Record | None  # the config closest to fitting, if memory is why nothing can win
@@ -354,6 +356,10 @@ class StudyFacts:
     def next_best(self) -> Rival | None:
         """Return the fastest rival that is clearly slower than the winner."""
         return self.slower[0] if self.slower else None
+
+    def remark(self, number: int) -> str:
+        """Return why a measured trial cannot win or is not compared with the winner; empty if it is a rival."""
+        return self.remarks.get(number) or self.not_compared.get(number, "")
 
     def _why_chosen(self) -> str:
         """Return why the winner was chosen among the configs that tie with it."""
@@ -389,6 +395,10 @@ class StudyFacts:
             gain = 100 * (1 / rival.ratio.times - 1)
             why = "was measured after the winner was chosen" if rival.verified else "is not verified"
             lines.append(f"{rival.candidate} was {gain:.1f} % faster and {why}; run again to choose between them")
+        if self.apart:
+            others = "1 other config" if len(self.apart) == 1 else f"{len(self.apart)} other configs"
+            were = "was" if len(self.apart) == 1 else "were"
+            lines.append(f"{others} that may win {were} never measured in one call with the winner: not compared")
         return lines
 
     def to_json(self) -> dict[str, object]:
@@ -407,6 +417,7 @@ class StudyFacts:
             "slower": len(self.slower),
             "faster_unverified": rivals(self.faster),
             "cannot_win": {str(number): why for number, why in self.remarks.items()},
+            "not_compared": {str(number): why for number, why in self.not_compared.items()},
             "own": self.own.number if self.own else None,
             "times_own": vars(self.own_ratio) if self.own_ratio else None,
             "closest": self.closest.number if self.closest else None,
@@ -423,7 +434,6 @@ def study_facts(
     hardware: Hardware,
     *,
     winner: int | None = None,
-    calls: Sequence[str] = (),
     set_aside: Collection[int] = (),
     stop_reason: str = "",
     budget_seconds: float = 0.0,
@@ -437,34 +447,43 @@ def study_facts(
         hardware: gives the memory ceiling.
         winner: trial number of the stored winner. It is not the winner any more if it was rejected since, or if the
             ceiling is lower now.
-        calls: start times of the calls, as in `Record.started`. Verifications of different calls are not averaged.
         set_aside: numbers of trials outside the space of the latest call.
         stop_reason: reason for the end of the latest call.
         budget_seconds: budget of the latest call.
         used_seconds: seconds that the latest call used.
     """
-    leaderboard, starts = Leaderboard(hardware, job), sorted(calls)
+    leaderboard, alike = Leaderboard(hardware, job), MeasuredAlike(records)
     chosen = next((one.candidate for one in records if one.number == winner), None)
     aside = {one.candidate for one in records if one.number in set_aside} - {chosen}
-    for record in records:
-        while starts and record.started >= starts[0]:
+    for before, record in zip([None, *records], records, strict=False):
+        if before is not None and alike.call(before) != alike.call(record):
             leaderboard.begin_call()
-            del starts[0]
         leaderboard.replay(record)
     for candidate in aside:
         leaderboard.reject(candidate, "not in the space of the latest call")
     at = chosen if chosen is not None and leaderboard.may_win(chosen) else None
     won = _as_measured(records, leaderboard, at)
     groups: dict[str, list[Rival]] = {"tied": [], "slower": [], "faster": []}
+    apart = []
     for other, (_, theirs) in leaderboard.measured.items():
-        ratio = _ratio(leaderboard, at, other) if at not in (None, other) and leaderboard.may_win(other) else None
-        if ratio is not None:
+        if at in (None, other) or not leaderboard.may_win(other):
+            continue
+        if (ratio := alike.ratio(at, other)) is None:
+            apart.append(other)
+        else:
             group = "tied" if ratio.is_noise else "slower" if ratio.times > 1 else "faster"
             groups[group].append(Rival(other, ratio, theirs.peak_bytes, other in leaderboard.verified))
     tied, slower, faster = (tuple(sorted(found, key=lambda one: one.ratio.times)) for found in groups.values())
     own = next((one for one in reversed(records) if one.note == AS_IS), None)
     best = at if at is not None else next(filter(leaderboard.may_win, leaderboard.feasible()), None)
     ended = [(one, one.outcome) for one in records if one.outcome is not None and one.role != TRAINING]
+    remarks = {one.number: text for one, end in ended if (text := leaderboard.remark(one.candidate, end))}
+    not_compared = {
+        one.number: why
+        for one, end in ended
+        if at is not None and end.measurement is not None and one.number not in remarks
+        if (why := alike.why_not_compared(at, one))
+    }
     failures = Counter(f"{one.kind.value}: {one.reason}" for _, one in ended if one.measurement is None and not one.ok)
     return StudyFacts(
         winner=won,
@@ -473,9 +492,11 @@ def study_facts(
         tied=tied,
         slower=slower,
         faster=faster,
-        remarks={one.number: text for one, end in ended if (text := leaderboard.remark(one.candidate, end))},
+        apart=tuple(apart),
+        remarks=remarks,
+        not_compared=not_compared,
         own=own,
-        own_ratio=_ratio(leaderboard, at, own.candidate) if own and own.outcome and own.outcome.measurement else None,
+        own_ratio=alike.ratio(at, own.candidate) if own and own.outcome and own.outcome.measurement else None,
         closest=None
         if best is not None
         else _closest([one for one in records if one.number not in set_aside], hardware),
@@ -488,14 +509,75 @@ def study_facts(
     )
 
 
-def _ratio(leaderboard: Leaderboard, winner: Candidate | None, other: Candidate) -> SpeedRatio | None:
-    """Return the winner's speed divided by another's, measured alike; None if they were not."""
-    if winner is None or winner == other:
+class MeasuredAlike:
+    """Measurements of a study, each with the call that took it. Only those of one call and one role are compared.
+
+    A call is the work of one tuner. Tuners that worked at the same time count as one call, because the load of the machines
+    was the same for both.
+
+    Args:
+        records: all trials in order.
+    """
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self._call_of_tuner = _calls(records)
+        turns: dict[tuple[str, int], dict[Candidate, list[Measurement]]] = {}
+        for record in records:
+            if (
+                record.role in (SEARCH, VERIFY)
+                and record.outcome is not None
+                and record.outcome.measurement is not None
+            ):
+                here = turns.setdefault((record.role, self.call(record)), {})
+                # the search measures again only what has changed, as after an interruption: the latest counts
+                before = here.get(record.candidate, []) if record.role == VERIFY else []
+                here[record.candidate] = [*before, record.outcome.measurement]
+        self._measured = {
+            place: {candidate: averaged(found) for candidate, found in here.items()} for place, here in turns.items()
+        }
+
+    def call(self, record: Record) -> int:
+        """Return the number of the call that a trial belongs to, in order of their starts."""
+        return self._call_of_tuner[record.tuner]
+
+    def ratio(self, winner: Candidate | None, other: Candidate) -> SpeedRatio | None:
+        """Return the winner's speed divided by another's, from the latest call that measured both alike.
+
+        Verifications are longer and come first.
+
+        Returns:
+            None if no call has measured both alike, or if they are the same.
+        """
+        if winner is None or winner == other:
+            return None
+        for place in sorted(self._measured, key=lambda place: (place[0] == VERIFY, place[1]), reverse=True):
+            here = self._measured[place]
+            if winner in here and other in here:
+                return SpeedRatio.of(here[winner], here[other])
         return None
-    for found in (leaderboard.verified, leaderboard.searched):
-        if winner in found and other in found:
-            return SpeedRatio.of(found[winner][1], found[other][1])
-    return None
+
+    def why_not_compared(self, winner: Candidate, record: Record) -> str:
+        """Return why a measured trial of another config says nothing about the winner; empty if it does."""
+        if record.candidate == winner:
+            return ""
+        call = self.call(record)
+        if not any(winner in self._measured.get((role, call), {}) for role in (SEARCH, VERIFY)):
+            return "of another call than the winner's: not compared"
+        return "" if self.ratio(winner, record.candidate) else "not measured as the winner was: not compared"
+
+
+def _calls(records: Sequence[Record]) -> dict[str | None, int]:
+    """Return the number of the call of each tuner; tuners whose trials began in turns share one."""
+    began: dict[str | None, list[str]] = {}
+    for record in records:
+        began.setdefault(record.tuner, []).append(record.started)
+    calls, latest, number = {}, "", -1
+    for tuner, starts in sorted(began.items(), key=lambda item: min(item[1])):
+        if number < 0 or min(starts) >= latest:
+            number += 1
+        calls[tuner] = number
+        latest = max(latest, *starts)
+    return calls
 
 
 def _as_measured(records: Sequence[Record], leaderboard: Leaderboard, candidate: Candidate | None) -> Record | None:
@@ -552,6 +634,10 @@ def dashboard_note(facts: StudyFacts, number: int, why: str, shown: Record | Non
         "Trials that did not fit are shown as pruned; `kind` says how each ended, and `over_gib` by how much it was above the "
         "memory ceiling. `autotune report` has the whole study on one page."
     )
+    lines.append(
+        "Read hyperparameter importances with care: a knob that exists only under another, like the ratio of an offload, is "
+        "compared only over the trials that have it, and the search tries promising candidates more often than others."
+    )
     return "\n\n".join(lines)
 
 
@@ -560,6 +646,6 @@ def _why_not_shown(facts: StudyFacts, shown: Record, hardware: Hardware) -> str:
         return "does not fit: it was recorded by an earlier version, or under another ceiling."
     if facts.winner is not None and facts.winner.candidate == shown.candidate:
         return "is the same config, as the search measured it."
-    if why := facts.remarks.get(shown.number):
+    if why := facts.remark(shown.number):
         return f"is another config, which was faster in the search; {why}."
     return "is another config, which looked faster when it was measured; it is not the winner."

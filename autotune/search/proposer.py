@@ -21,7 +21,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, S
 from autotune.problem.space import SearchSpace
 from autotune.search.knob_record import EFFECT_SIGMA, KnobRecord, KnobTurn
 from autotune.search.pruning import CandidatePool, DominanceRules
-from autotune.search.stopping import Confidence, Stop, StopReason, speed_left
+from autotune.search.stopping import Confidence, Stop, StopReason, probability_above, speed_left
 from autotune.search.surrogate import (
     RECALLED,
     FirstOrderGroups,
@@ -59,6 +59,8 @@ DOUBTLESS_SIGMAS = 3.0  # a level this many sigmas below the best is not tried
 STALE = 120
 WORTHWHILE = 0.25  # share of the tolerance; a smaller predicted gain is ignored
 TURN_SHARE = 0.2  # share of the remaining budget, at most, for turning each knob of the best candidate once
+LOOSE_BOUND = 0.05  # speed that may be left; above it, the candidates that make the bound so high are measured
+DOUBT_SHARE = 0.2  # share of the remaining budget, at most, for measuring them
 FIRST_TRIALS = 4  # measured candidates that a short budget must hold
 FIRST_SHARE = 0.25  # share of the budget, at most, that one of them is predicted to take
 
@@ -112,6 +114,7 @@ class Proposer:
         self._bold_tries = 0
         self._most_first = math.inf  # seconds that one of the first trials may take
         self._turning_seconds = 0.0  # predicted for all proposed turns of knobs
+        self._doubting_seconds = 0.0  # predicted for all candidates proposed because of a loose bound
         self._seed, self._answers = seed, dict[int, Answer]()
         self._start: Start | None = None
         self.stopped: Stop | None = None  # reason for the latest None of `next`
@@ -128,6 +131,7 @@ class Proposer:
             Rule("second opinion", self._surrogates_choice),
             Rule("untested knob", self._untested_knob),
             Rule("doubtful knob", self._doubtful_knob),
+            Rule("loose bound", self._loose_bound),
             Rule("sampler", self._sampler_goes_on),
             Rule("small gain", self._small_gain),
         )
@@ -258,15 +262,23 @@ class Proposer:
         """Return a bound of the speed that untried candidates hold over the best; None if nothing has fitted."""
         if not self.speed:
             return None
+        left, _ = self._bound()
+        return Confidence(math.expm1(left), len(self._answers))
+
+    def _bound(self) -> tuple[float, int | None]:
+        """Return the bound of the speed that is left, as a logarithm, and the place of the likeliest candidate above it."""
         forecast = self._model.forecast()
         ahead, sigma = self._ahead(forecast)
         best = self._index.get(max(self.speed, key=self.speed.__getitem__))
         if best is not None:
             for way in self.knobs.turns(best, self._open, forecast.logs):
                 ahead[way.at], sigma[way.at] = self.knobs.effect(best, way, forecast.logs)
-        some = self._open & ~forecast.hopeless & ~forecast.host
-        left = speed_left(ahead[some], sigma[some], forecast.fits[some], self._groups.of[some])
-        return Confidence(math.expm1(left), len(self._answers))
+        places = np.flatnonzero(self._open & ~forecast.hopeless & ~forecast.host)
+        if not len(places):
+            return 0.0, None
+        ahead, sigma, fits = ahead[places], sigma[places], forecast.fits[places]
+        left = speed_left(ahead, sigma, fits, self._groups.of[places])
+        return left, int(places[probability_above(left, ahead, sigma, fits).argmax()])
 
     # -- proposing ---------------------------------------------------------------------------------------------------
 
@@ -371,7 +383,7 @@ class Proposer:
         """
         if self._model.predictor_rejected or self.exhaustive:
             return None
-        seconds, ways = self._knob_turns()
+        seconds, ways = self._trial_costs(), self._knob_turns()
         if not ways:
             return None
         way = min(ways, key=lambda one: float(seconds[one.at]))
@@ -385,13 +397,28 @@ class Proposer:
         """Turn a knob of the best candidate whose predicted effects were so wrong that a turn may gain the tolerance."""
         if self._model.predictor_rejected or self.exhaustive:
             return None
-        _, ways = self._knob_turns()
-        gains = {way: self._turn_gain(way) for way in ways}
+        gains = {way: self._turn_gain(way) for way in self._knob_turns()}
         way = max(gains, key=gains.__getitem__, default=None)
         if way is None or gains[way] < self.tolerance:
             return None
         missed = 100 * self.knobs.sigma(way.knob)
         return Proposal(self.candidates[way.at], f"predicted effects of {way.knob} are wrong by {missed:.0f} %")
+
+    def _loose_bound(self, turn: Turn) -> Proposal | None:
+        """Measure the candidate that makes the bound of the speed left so high.
+
+        Its gain is unlikely, but large. All of them together take at most DOUBT_SHARE of the remaining budget.
+        """
+        if not self.speed or self._model.predictor_rejected or self.exhaustive:
+            return None
+        left, at = self._bound()
+        if at is None or math.expm1(left) <= LOOSE_BOUND:
+            return None
+        cost = float(self._trial_costs()[at])
+        if self._doubting_seconds + cost > DOUBT_SHARE * (turn.left_seconds + self._doubting_seconds):
+            return None
+        self._doubting_seconds += cost
+        return Proposal(self.candidates[at], f"up to {100 * math.expm1(left):.0f} % may be left")
 
     def _sampler_goes_on(self, turn: Turn) -> Proposal | None:
         """Leave the search to the sampler if the predictor is refuted, or if the search is exhaustive."""
@@ -405,16 +432,19 @@ class Proposer:
     def _is_worthwhile(self, turn: Turn) -> bool:
         return turn.any_allowed and bool(turn.gain[turn.best] >= WORTHWHILE * self.tolerance)
 
-    def _knob_turns(self) -> tuple[Floats, list[KnobTurn]]:
-        """Return (seconds of measuring each candidate, (n,); untested turns of single knobs that are believed to fit)."""
+    def _trial_costs(self) -> Floats:
+        """Return the seconds of measuring each candidate in a new engine, (n,)."""
+        step = self._model.forecast().step
+        return self._costs.measuring_seconds(step, self._accumulation) + self._costs.startup_seconds
+
+    def _knob_turns(self) -> list[KnobTurn]:
+        """Return the untested turns of single knobs at the best candidate that are believed to fit."""
         best = self._index.get(max(self.speed, key=self.speed.__getitem__)) if self.speed else None
-        forecast = self._model.forecast()
-        seconds = self._costs.measuring_seconds(forecast.step, self._accumulation) + self._costs.startup_seconds
         if best is None:
-            return seconds, []
+            return []
+        forecast = self._model.forecast()
         believed = self._open & ~forecast.hopeless & ~forecast.host & (forecast.fits > SURE)
-        ways = self.knobs.turns(best, believed, forecast.logs)
-        return seconds, [way for way in ways if not way.settled]
+        return [way for way in self.knobs.turns(best, believed, forecast.logs) if not way.settled]
 
     def _turn_gain(self, way: KnobTurn) -> float:
         """Return the expected gain of a turn at the best candidate, by the record of predicted effects."""

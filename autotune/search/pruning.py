@@ -180,22 +180,42 @@ class CandidatePool:
         """Exclude every candidate with the settings that all failures with this message share, whatever its numbers.
 
         After a single failure, or if a working candidate has the shared settings too, only the same engine is excluded. After
-        `_SURE_OF_STAGE` failures at one stage, at which nothing has worked, that stage is excluded.
+        `_SURE_OF_STAGE` failures at one stage, at which nothing has worked, that stage is excluded. A message that names the
+        stage excludes it at once, together with the other settings that it names.
         """
         refused = self._refused.setdefault(_NUMBERS.sub("#", reason), [])
         refused.append(candidate)
         shared = set.intersection(*(set(one.family) for one in refused))
-        stages = {one.stage for one in refused}
-        if len(refused) >= _SURE_OF_STAGE and len(stages) == 1 and not any(one.stage in stages for one in self._worked):
+        stages, named = {one.stage for one in refused}, _named_settings(candidate, reason)
+        sure = len(refused) >= _SURE_OF_STAGE and len(stages) == 1
+        if named:
+            shared = named
+        elif sure and not any(one.stage in stages for one in self._worked):
             shared &= {("zero_stage", candidate.stage)}
-        if len(refused) == 1 or any(shared <= set(one.family) for one in self._worked):
+        if (len(refused) == 1 and not named) or any(shared <= set(one.family) for one in self._worked):
             shared = set(candidate.family)
         alike = np.array([shared <= set(other.family) for other in self.candidates])
         self.rule_out(alike, f"{how}: {reason[:160]}")
 
 
 _NUMBERS = re.compile(r"\d+")  # sizes and addresses differ between failures with one cause
-_SURE_OF_STAGE = 3  # failures with one message at one stage
+_SURE_OF_STAGE = 2  # failures with one message at one stage
+
+
+def _named_settings(candidate: Candidate, reason: str) -> set[tuple[str, Value]]:
+    """Return the candidate's settings that a message names, if its stage is one of them; empty otherwise.
+
+    DeepSpeed writes `ZeRO Stage 3`, `ZeRO-3`, `stage_3`, and a key with spaces instead of underscores.
+    """
+    words = re.sub(r"[\W_]+", " ", reason.lower())
+    if not re.search(rf"\b(zero|stage) ?{candidate.stage}\b", words):
+        return set()
+
+    def is_named(name: str) -> bool:
+        key = name.rpartition(".")[2]
+        return key == "zero_stage" or key.replace("_", " ") in words or (name in OFFLOADING and "offload" in words)
+
+    return {(name, value) for name, value in candidate.family if is_named(name)}
 
 
 # -- dominance ---------------------------------------------------------------------------------------------------------

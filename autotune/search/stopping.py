@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from autotune.predict.features import Floats
 from autotune.search.surrogate import normal_cdf
+from autotune.util.units import counted
 
 # -- reasons -----------------------------------------------------------------------------------------------------------
 #
@@ -18,15 +19,22 @@ from autotune.search.surrogate import normal_cdf
 
 
 class StopReason(Enum):
-    """Reason for the end of a search; the value is its sentence, with fields for `stop`."""
+    """Reason for the end of a search; the value is its sentence, with fields for `stop`.
 
+    Limits of the call come from `SearchLoop.why_stop` (`search/tuner.py`), and an error that ends it from `Tuner.run`. All
+    others come from the rules of `Proposer` (`search/proposer.py`). The study keeps the sentence; `autotune show` prints it.
+    """
+
+    # limits of the call: SearchLoop.why_stop
     INTERRUPTED = "interrupted"
     BUDGET_USED = "budget used"
     MAX_TRIALS = "--max-trials {count} reached"
     WORKER_FAILED = "stopped: a trial beside it failed"
     MACHINE_FAILED = "the machine failed {count} times in a row"
+    # an error of a trial: Tuner.run
     JOB_FAILS = "stopped: the job fails"
     MACHINE_FAILS = "stopped: the machine fails"
+    # rules of the search: Proposer.next
     ALL_TRIED = "every candidate is tried or ruled out"
     NOTHING_BETTER = "nothing better in {count} trials, of which half were the sampler's (--exhaustive goes on)"
     SMALL_GAIN = "the predicted gain of going on is below {percent:g} % (--exhaustive goes on)"
@@ -64,7 +72,7 @@ class Confidence:
     @property
     def sentence(self) -> str:
         """Text for the user, such as `at most 3 % left with 90 % probability, by 14 trials`."""
-        trials = f"{self.trials} trial{'s' * (self.trials != 1)}"
+        trials = counted(self.trials, "trial")
         if not self.left_share:
             return f"nothing left with {100 * PROBABILITY:.0f} % probability, by {trials}"
         if self.left_share > 1:
@@ -89,9 +97,8 @@ def speed_left(ahead: Floats, sigma: Floats, fits: Floats, groups: NDArray[np.in
     _, groups = np.unique(groups, return_inverse=True)
 
     def probability_below(left: float) -> float:
-        above = fits * (1 - normal_cdf((left - ahead) / sigma))
         worst = np.zeros(groups.max() + 1)
-        np.maximum.at(worst, groups, above)
+        np.maximum.at(worst, groups, probability_above(left, ahead, sigma, fits))
         return float(np.prod(1 - worst))
 
     low, high = 0.0, _MOST_LEFT
@@ -101,3 +108,8 @@ def speed_left(ahead: Floats, sigma: Floats, fits: Floats, groups: NDArray[np.in
         middle = 0.5 * (low + high)
         low, high = (low, middle) if probability_below(middle) >= PROBABILITY else (middle, high)
     return high
+
+
+def probability_above(left: float, ahead: Floats, sigma: Floats, fits: Floats) -> Floats:
+    """Return the probability that each candidate fits and gains more than `left`, a logarithm of speed, (n,)."""
+    return np.asarray(fits * (1 - normal_cdf((left - ahead) / sigma)))

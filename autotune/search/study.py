@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.study import StudyDirection
@@ -54,6 +54,9 @@ from autotune.search.trials import (
 )
 from autotune.util.interpreter import other_python
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 # -- study -------------------------------------------------------------------------------------------------------------
 #
 # Study: all candidates and outcomes, in an Optuna database from which any later run resumes.
@@ -67,8 +70,9 @@ warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=
 class StudyStore:
     """One study in its database. All writes go to storage first, so memory never holds the only copy."""
 
-    def __init__(self, study: optuna.Study, folder: Path | None) -> None:
+    def __init__(self, study: optuna.Study, folder: Path | None, name: str = "") -> None:
         self.study, self.folder = study, folder
+        self.name = name or study.study_name  # the folder's, which may have been renamed, if the study is a file in it
         self._lock: Any = None
         self._records = Records()
         self._open, self.tuners = dict[int, optuna.Trial](), Tuners(study)
@@ -115,14 +119,15 @@ class StudyStore:
             UserError: the study belongs to another job, machine or package set and `force` is not given.
         """
         database, here = open_storage(storage), optuna.samplers.RandomSampler()
-        mark = fingerprint(job, hardware)
+        mark, shown = fingerprint(job, hardware), name
+        name = name if shared else _stored_name(name, database)
         if name not in optuna.get_all_study_names(database):
             # one of several tuners that start together creates it
             with suppress(optuna.exceptions.DuplicatedStudyError):
                 made = optuna.create_study(study_name=name, storage=database, direction="maximize", sampler=here)
                 write_study_metadata(made, mark, hardware, space)
                 return cls(made, folder), False
-        store = cls(optuna.load_study(study_name=name, storage=database, sampler=here), folder)
+        store = cls(optuna.load_study(study_name=name, storage=database, sampler=here), folder, shown)
         if not wait_for_study_metadata(store.study):  # the creator died before it wrote the metadata
             write_study_metadata(store.study, mark, hardware, space)
             return store, False
@@ -143,6 +148,8 @@ class StudyStore:
             store._set("fingerprint", known)
         if store.attributes.get("space") != space.text:
             store._set("space", space.text)
+        if store.study.metric_names is None:  # made by an earlier version
+            store.study.set_metric_names([METRIC])
         if not shared:
             store.note_hardware(hardware)
         if store.attributes.get("python") != other_python():
@@ -150,7 +157,7 @@ class StudyStore:
         return store, True
 
     @classmethod
-    def load(cls, name: str, storage: str | None = None, runs: Path = Path("runs")) -> StudyStore:
+    def load(cls, name: str, storage: str | None = None, runs: Path = Path("runs")) -> Self:
         """Load an existing study by name or by the folder of its run, which may be read-only.
 
         Args:
@@ -161,7 +168,7 @@ class StudyStore:
         Raises:
             UserError: no study has this name.
         """
-        folder = Path(name) if stored_in(Path(name)) else runs / name
+        folder, is_own = Path(name) if stored_in(Path(name)) else runs / name, not storage
         if not storage:
             storage = stored_in(folder)
             if storage is None:
@@ -170,19 +177,15 @@ class StudyStore:
                 raise UserError(f"no study {name!r} in {runs}/{hint} (`--storage` reaches other databases)")
             name = folder.resolve().name
         database = open_storage(storage, reading=True)
+        stored = _stored_name(name, database) if is_own else name
         try:
-            study = optuna.load_study(study_name=name, storage=database, sampler=optuna.samplers.RandomSampler())
+            study = optuna.load_study(study_name=stored, storage=database, sampler=optuna.samplers.RandomSampler())
         except KeyError:
             known = optuna.get_all_study_names(database)
             raise UserError(f"no study {name!r} in {hide_password(storage)}{near(name, known)}") from None
-        store = cls(study, folder)
+        store = cls(study, folder, name)
         check_founded(study, f"study {name!r} in {hide_password(storage)}")
         return store
-
-    @property
-    def name(self) -> str:
-        """Return the study's name."""
-        return self.study.study_name
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -471,7 +474,6 @@ class StudyStore:
             self.job,
             self.hardware,
             winner=chosen["number"] if chosen else None,
-            calls=[call.started for call in calls],
             set_aside=self.set_aside,
             stop_reason=calls[-1].ended if calls else "",
             budget_seconds=calls[-1].budget_seconds if calls else 0.0,
@@ -539,6 +541,12 @@ def calls_in(attributes: Mapping[str, Any]) -> list[Call]:
     return [Call(**attributes[key]) for key in sorted(attributes) if key.startswith(_CALL)]
 
 
+def _stored_name(name: str, database: optuna.storages.BaseStorage) -> str:
+    """Return the name under which a folder's own file stores the study. The folder may have been renamed since."""
+    known = optuna.get_all_study_names(database)
+    return known[0] if len(known) == 1 else name
+
+
 # -- study metadata ----------------------------------------------------------------------------------------------------
 #
 # Write a study's first attributes. They are written one by one, so a killed process may leave only some of them.
@@ -546,6 +554,7 @@ def calls_in(attributes: Mapping[str, Any]) -> list[Call]:
 _NEEDED = ("fingerprint", "hardware", "space")  # required to read a study
 _FIRST = (*_NEEDED, "python")
 _LAST = "objective"  # written last, which marks the metadata as complete
+METRIC = "samples per second"  # name of the objective in Optuna's dashboard and tables
 _FOUNDING_SECONDS = 3.0  # within which the creator of a new study writes its metadata
 
 
@@ -559,6 +568,7 @@ def write_study_metadata(study: optuna.Study, mark: dict[str, Any], hardware: Ha
         space: its search space.
     """
     first = {"fingerprint": mark, "hardware": hardware.to_json(), "space": space.text, "python": other_python()}
+    study.set_metric_names([METRIC])
     for key, value in {**first, _LAST: "samples per second, all ranks"}.items():
         set_attribute(study, key, value)
 

@@ -45,7 +45,7 @@ class Sampler:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True)
-        self._study = optuna.create_study(direction="maximize", sampler=sampler)
+        self._study = optuna.create_study(storage=_Proposals(), direction="maximize", sampler=sampler)
 
     def next(self, allowed: Flags, too_large: Flags, running: Flags | None = None) -> int:
         """Return the place of the sampler's next candidate among the allowed ones. At least one must be allowed.
@@ -90,6 +90,23 @@ class Sampler:
         speed, over = answer
         trial.set_constraint("memory_gib_over", over)
         self._study.tell(trial, speed)
+
+
+class _Proposals(optuna.storages.InMemoryStorage):
+    """Storage that forgets the settings of failed trials, which the sampler never reads.
+
+    An experienced sampler proposes about 20 settings for each measured trial, and most of them are no candidate.
+    """
+
+    def set_trial_state_values(
+        self, trial_id: int, state: optuna.trial.TrialState, values: Sequence[float] | None = None
+    ) -> bool:
+        """Store a trial's state and values."""
+        stored = super().set_trial_state_values(trial_id, state, values)
+        if state is optuna.trial.TrialState.FAIL:
+            trial = self.get_trial(trial_id)
+            trial.params, trial.distributions, trial.system_attrs = {}, {}, {}
+        return stored
 
 
 def accumulation_follows(candidates: Sequence[Candidate]) -> bool:

@@ -175,7 +175,7 @@ class SearchLoop:
 
         Verification then uses the first executor alone.
         """
-        if not self._beside:
+        if not self._beside or self.why_stop() is not None:
             with self.workers.locked():
                 return self._work(self.executor)
         with ThreadPoolExecutor(len(self._beside)) as pool:

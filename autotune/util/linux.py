@@ -351,10 +351,11 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same 
 _WRITES = sum(1 << bit for bit in (1, *range(4, 15)))  # LANDLOCK_ACCESS_FS_* that change something
 _WRITES_OF_FILES = 1 << 1 | 1 << 14  # write, truncate
 _TRUNCATE_ABI = 3  # covers truncation, and lets files be moved between folders: Linux 6.2
+_SCOPE_ABI, _SCOPE_SIGNALS = 6, 2  # LANDLOCK_SCOPE_SIGNAL: Linux 6.12
 
 
 def restrict_writes(paths: Iterable[str], files_in: Iterable[str] = ()) -> None:
-    """Have Landlock refuse this process and its children every change outside of these paths.
+    """Have Landlock refuse this process and its children every change outside of these paths, and signals to other processes.
 
     https://docs.kernel.org/userspace-api/landlock.html
 
@@ -366,9 +367,10 @@ def restrict_writes(paths: Iterable[str], files_in: Iterable[str] = ()) -> None:
         OSError: the kernel has no Landlock that covers truncation.
     """
     _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    if _syscall(_LANDLOCK_CREATE, None, 0, 1) < _TRUNCATE_ABI:
+    if (version := _syscall(_LANDLOCK_CREATE, None, 0, 1)) < _TRUNCATE_ABI:
         raise OSError(errno.EOPNOTSUPP, "Landlock does not cover truncation")
-    rules = _syscall(_LANDLOCK_CREATE, struct.pack("=Q", _WRITES), 8, 0)
+    handled = struct.pack("=3Q", _WRITES, 0, _SCOPE_SIGNALS if version >= _SCOPE_ABI else 0)
+    rules = _syscall(_LANDLOCK_CREATE, handled, ctypes.c_size_t(len(handled) if version >= _SCOPE_ABI else 8), 0)
     for path, allowed in [*((one, _WRITES) for one in paths), *((one, _WRITES_OF_FILES) for one in files_in)]:
         with suppress(FileNotFoundError):
             opened = os.open(path, os.O_PATH)

@@ -6,13 +6,16 @@ Later output is lost, but a study still has its winner, and a training continues
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TextIO, cast
 
+from autotune.errors import UserError
 from autotune.masking import masked
 
 # C0, DEL and C1 (ISO 6429) except tab and newline, and the characters that reorder text (Unicode's property Bidi_Control).
@@ -104,6 +107,66 @@ def lasting_streams() -> Iterator[None]:
                 with suppress(OSError, ValueError):
                     stream.flush()
         sys.stdout, sys.stderr = before
+
+
+# -- log -----------------------------------------------------------------------------------------------------------------
+
+
+class _Masking(logging.Filter):
+    """Filter that masks secrets in a record, for every handler."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = printable(masked(record.getMessage())), None
+        return True
+
+
+LOG = logging.getLogger("autotune")
+LOG.addFilter(_Masking())
+LOG.addHandler(logging.NullHandler())  # a library prints nothing by itself
+
+
+class _ToStderr(logging.Handler):
+    """Handler that prints to the present standard error, which a live view replaces."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def logging_to(file: Path | None, *, verbose: bool = False) -> Iterator[None]:
+    """Write the log of this package for the body of the `with`.
+
+    Args:
+        file: receives every record with its time, at its end; None: no file.
+        verbose: print records of level DEBUG on standard error. Those above are printed anyway.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    added: list[logging.Handler] = []
+    before = LOG.level
+    if file is not None:
+        try:
+            added.append(logging.FileHandler(file, encoding="utf-8", errors="replace"))
+        except OSError as error:
+            raise UserError(f"--log-file {file} cannot be written ({error.strerror}). Choose another file.") from None
+        added[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    if verbose:
+        added.append(_ToStderr())
+        added[-1].addFilter(lambda record: record.levelno < logging.INFO)
+        added[-1].setFormatter(logging.Formatter("debug: %(message)s"))
+    if added:
+        LOG.setLevel(logging.DEBUG)
+    for one in added:
+        LOG.addHandler(one)
+    try:
+        yield
+    finally:
+        for one in added:
+            LOG.removeHandler(one)
+            one.close()
+        LOG.setLevel(before)
 
 
 def is_watched(stream: Any) -> bool:

@@ -53,6 +53,14 @@ def parse_bytes(text: str) -> int:
 LEAST_MEMORY_BYTES = 64 * MIB  # of a device or a machine; a smaller bare number was probably meant in GiB
 
 
+_LARGEST_DEVICE = 512  # GiB; a bare number above it was probably meant in MiB (the B300 has 288)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun: `1 trial`, `2 trials`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def parse_memory(text: str, what: str) -> int:
     """Return the bytes of a device's or a machine's memory, parsed by `parse_bytes`.
 
@@ -65,7 +73,8 @@ def parse_memory(text: str, what: str) -> int:
     size = parse_bytes(text)
     number = text.strip().rstrip("bB").rstrip()
     if size < LEAST_MEMORY_BYTES and number.replace(".", "", 1).isdigit():
-        raise UserError(f"{what} {text} is {size} bytes; did you mean {number}GiB?")
+        unit = "GiB" if float(number) <= _LARGEST_DEVICE else "MiB"
+        raise UserError(f"{what} {text} is {size} bytes; did you mean {number}{unit}?")
     return size
 
 
@@ -144,6 +153,6 @@ def format_usd(dollars: float) -> str:
 def format_count(number: float) -> str:
     """Format a count like `2.61 B`, `494 M`, `1234`."""
     for factor, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M")):
-        if abs(number) >= factor:
+        if abs(number) >= 0.9995 * factor:  # as it is rounded
             return f"{number / factor:.3g}{suffix}"
     return f"{number:.0f}"

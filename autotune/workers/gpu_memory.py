@@ -3,6 +3,11 @@
 Growth of a device since before the launch belongs to the ranks, except for the growth of other processes. If NVML shows
 the ranks' processes, the owners are known. In a container that hides them, the ranks' own figures decide
 (`rank/devices.py`). Memory that a device lost between two groups always belongs to other processes.
+
+A peak reaches the database in these steps. `NvmlMeter.sample` raises `MemoryPeaks.used`, called by a thread
+(`workers/memory_monitor.py`). `WorkerGroup.peaks` returns it, also from other nodes. `measurement_of` copies
+`MemoryPeaks.worst` to `Measurement.nvml_peak_bytes` (`executors/local.py`). `trials.end` stores the outcome's JSON as a user
+attribute of the Optuna trial (`search/trials.py`).
 """
 
 from __future__ import annotations
@@ -196,7 +201,7 @@ class NvmlMeter(Meter):
             peaks.clocks.setdefault(gpu.label, []).append(mhz)
             try:
                 peaks.clock_reasons |= int(lib.nvmlDeviceGetCurrentClocksEventReasons(gpu.clock_handle))
-            except lib.NVMLError_FunctionNotFound:  # old name, before R535
+            except (lib.NVMLError_FunctionNotFound, AttributeError):  # old name of drivers and bindings before R535
                 peaks.clock_reasons |= int(lib.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.clock_handle))
 
     # -- after a group -----------------------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ class WorkerGroup:
         self.silence: str | None = None  # description of the missing heartbeat that ended the watch
         self._positions: dict[int, str] = {}  # rank -> last position of its main thread
         self._waiting: set[int] = set()  # ranks that wait in a collective
+        self._compiling: set[int] = set()  # ranks in which torch.compile is at work
         self._phase_began = time.monotonic()
         self._ended = False
 
@@ -200,6 +201,11 @@ class WorkerGroup:
         alive = self._on_all_hosts(lambda host: host.is_progressing(self._waiting))
         return any(alive)
 
+    @property
+    def compiles(self) -> bool:
+        """True if torch.compile was at work in a rank when it last sent a heartbeat."""
+        return bool(self._compiling)
+
     def _positions_text(self) -> str:
         """Return the positions of the ranks, those waiting in a collective last."""
         order = sorted(self._positions, key=lambda rank: (rank in self._waiting, rank))
@@ -230,6 +236,7 @@ class WorkerGroup:
         if verb == "pulse":
             self._positions[rank] = str(message["where"])
             (self._waiting.add if message["waits"] else self._waiting.discard)(rank)
+            (self._compiling.add if message.get("compiles") else self._compiling.discard)(rank)
             return bool(message["moved"])
         if verb == "error":
             self.errors.append(message)

@@ -2,7 +2,7 @@
 
 Every allocation of a traced forward and backward (six layers of each model) is replayed through a model of the
 allocator, with memory to spare. The predictor takes 0.15 +- 0.08 for all traces: what a replay says hangs on where long-lived
-blocks fall, and published peaks do not bear it out (docs/predictor.md, "Tried and left").
+blocks fall, and published peaks do not bear it out (docs/predictor-figures.md, "Tried and left").
 """
 
 from __future__ import annotations

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from autotune.executors.base import Effort
+from autotune.executors.replay import ReplayExecutor, ReplaySession
 from autotune.predict.predictor import Predictor, Table
 from autotune.predict.zero_memory import SUMS, TABLES
 from autotune.problem.candidate import Candidate
+from autotune.problem.job import Job
 from autotune.problem.outcome import Outcome
 from autotune.search.proposer import Proposal, Proposer
 from autotune.util.units import GIB
@@ -153,6 +157,20 @@ class WithoutSampler(Proposer):
         return Proposal(self.candidates[int(self._worth()[0].argmax())], "best predicted")
 
 
+class WithoutEarlyEnd(ReplayExecutor):
+    """Every trial takes its full steps, also where it cannot win."""
+
+    def session(
+        self, candidate: Candidate, name: str, patience: float = 1.0, *, job: Job | None = None
+    ) -> ReplaySession:
+        return _FullSession(self, candidate)
+
+
+class _FullSession(ReplaySession):
+    def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+        return super().measure(candidate, dataclasses.replace(effort, beaten_step_seconds=math.inf), deadline_seconds)
+
+
 WRONG: dict[str, type[Predictor]] = {
     "inverted": Inverted,
     "constant": Constant,
@@ -169,5 +187,7 @@ ABLATIONS: dict[str, tuple[type[Predictor], type[Proposer]]] = {
     "no-ladder": (Predictor, WithoutLadder),
     "no-dominance": (Predictor, WithoutDominance),
     "no-sampler": (Predictor, WithoutSampler),
+    "no-early-end": (Predictor, Proposer),
     **{name: (predictor, Proposer) for name, predictor in (MISLED | WRONG).items()},
 }
+EXECUTORS: dict[str, type[ReplayExecutor]] = {"no-early-end": WithoutEarlyEnd}

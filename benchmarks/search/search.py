@@ -50,7 +50,7 @@ from benchmarks.common import HERE, command_line, parse, print_table, write_json
 from benchmarks.predict import cpu_ranks
 from benchmarks.search.baselines import STRATEGIES as BASELINES
 from benchmarks.search.baselines import Strategy
-from benchmarks.search.parts import ABLATIONS
+from benchmarks.search.parts import ABLATIONS, EXECUTORS
 
 DATA = HERE / "data"
 
@@ -65,7 +65,7 @@ def autotune(
     start: Candidate | None = None,
     effect_sigmas: Mapping[str, float] = EFFECT_SIGMA,
 ) -> dict[str, Any]:
-    executor = ReplayExecutor(landscape, seed)
+    executor = EXECUTORS.get(parts, ReplayExecutor)(landscape, seed)
     job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
     store = StudyStore.in_memory(job, hardware, space)
     make_predictor, make_proposer = ABLATIONS[parts]

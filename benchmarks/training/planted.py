@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
+import json
 import os
 import queue
 import sys
@@ -71,8 +72,14 @@ class Run:
 
 def faulty() -> Iterator[Run]:
     """Yield runs with a planted fault."""
-    for (stage, offload), optimizer in itertools.product(ENGINES, ("AdamW", "SGD")):
-        made = Run(stage, offload, optimizer=optimizer)
+    trained = (
+        ("mlp", "AdamW", "fp32"),
+        ("mlp", "SGD", "fp32"),
+        ("dropout", "AdamW", "fp32"),
+        ("attention", "AdamW", "bf16"),
+    )
+    for (stage, offload), (model, optimizer, precision) in itertools.product(ENGINES, trained):
+        made = Run(stage, offload, model=model, optimizer=optimizer, precision=precision)
         for factor, fault in itertools.product(FACTORS, ("gradient", "rate", "batch")):
             if not (fault == "batch" and factor in (0.67, 1.5)):  # no whole number of rows
                 yield dataclasses.replace(made, fault=fault, factor=factor)
@@ -184,14 +191,31 @@ def _rank(rank: int, store: str, runs: list[Run], results: Any) -> None:
     torch.distributed.barrier()
 
 
-def traces(runs: list[Run], seconds: float) -> dict[Run, TrainingTrace | str]:
+def known_traces(file: Path | None) -> dict[Run, TrainingTrace | str]:
+    """Return the traces that earlier calls have appended to a file."""
+    found: dict[Run, TrainingTrace | str] = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else ():
+        with suppress(ValueError):  # the last line of a call that was killed
+            row = json.loads(line)
+            trace = row["trace"]
+            found[Run(**row["run"])] = trace if isinstance(trace, str) else TrainingTrace.from_json(trace)
+    return found
+
+
+def traces(runs: list[Run], seconds: float, file: Path | None = None) -> dict[Run, TrainingTrace | str]:
     """Train all runs in two ranks and return their traces, or why a run failed.
 
     Args:
+        runs: the runs.
         seconds: after which the ranks are stopped; the runs that are left have no entry.
+        file: file of JSON lines to which each trace is appended. Runs that it has are not trained again.
     """
     import multiprocessing as mp
 
+    found = known_traces(file)
+    runs = [run for run in runs if run not in found]
+    if not runs:
+        return found
     context = mp.get_context("spawn")
     results = context.Queue()
     reports: dict[int, dict[int, Any]] = {}
@@ -206,17 +230,26 @@ def traces(runs: list[Run], seconds: float) -> dict[Run, TrainingTrace | str]:
                 at, rank, report = results.get(timeout=1.0)
                 reports.setdefault(at, {})[rank] = report
                 left -= 1
+                if len(reports[at]) == RANKS:
+                    found[runs[at]] = _merged([reports[at][one] for one in range(RANKS)])
+                    _append(file, runs[at], found[runs[at]])
         for one in ranks:
             one.join(timeout=5)
             if one.is_alive():
                 one.kill()
-    found: dict[Run, TrainingTrace | str] = {}
-    for at, by_rank in reports.items():
-        if len(by_rank) == RANKS:
-            each = [by_rank[rank] for rank in range(RANKS)]
-            why = next((one for one in each if isinstance(one, str)), None)
-            found[runs[at]] = why or TrainingTrace.merged(each) or "no trace"
     return found
+
+
+def _merged(reports: list[Any]) -> TrainingTrace | str:
+    why = next((one for one in reports if isinstance(one, str)), None)
+    return why or TrainingTrace.merged(reports) or "no trace"
+
+
+def _append(file: Path | None, run: Run, trace: TrainingTrace | str) -> None:
+    if file is not None:
+        row = {"run": dataclasses.asdict(run), "trace": trace if isinstance(trace, str) else dataclasses.asdict(trace)}
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(row) + "\n")
 
 
 def main() -> None:
@@ -224,11 +257,12 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--seconds", type=float, default=1500.0, help="after which no further run is started")
     parser.add_argument("--every", type=int, default=1, help="take only every n-th run")
-    arguments = parse(parser, every=23, seconds=200.0)
+    parser.add_argument("--traces", type=Path, help="file of JSON lines with each run's trace; a later call resumes it")
+    arguments = parse(parser, every=37, seconds=200.0)
     wrong, right = list(faulty())[:: arguments.every], list(clean())[:: arguments.every]
     references = list(dict.fromkeys(run.reference for run in [*right, *wrong]))
     again = [dataclasses.replace(one, reseed=True) for one in references if one.model == "dropout"]
-    found = traces([*references, *again, *right, *wrong], arguments.seconds)
+    found = traces([*references, *again, *right, *wrong], arguments.seconds, arguments.traces)
     counts: Counter[str] = Counter()
     examples: list[dict[str, str]] = []
     for run in [*right, *wrong]:

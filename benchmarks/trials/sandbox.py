@@ -1,15 +1,18 @@
-"""Cost of a trial's sandbox: `python benchmarks/trials/sandbox.py [--rounds 30] [--steps 1000] [--json FILE]`.
+"""Cost of a trial's sandbox: `python benchmarks/trials/sandbox.py [--rounds 30] [--steps 1200] [--pairs 6] [--json FILE]`.
 
 Entering is measured in forked processes of one thread, as ranks are: the first rank of a host makes the sandbox, a second one
 joins it. A process that is forked and ends without a sandbox shows the machine's load. Steps train a small network on one thread,
-read a file of the project and append a line to a log. Two processes, within a sandbox and without, take turns step by step. As
-root, an ordinary user is measured too, with the system's Python.
+read a file of the project and append a line to a log. Two processes, within a sandbox and without, take turns step by step, in
+random order. Two processes of one kind may differ for good (memory layout), so steps are made in several pairs of new processes.
+The interval of the ratio is a bootstrap over pairs, and then over their steps; a pair of two processes without a sandbox shows
+what differs by itself. As root, an ordinary user is measured too, with the system's Python.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -68,6 +71,7 @@ for number in range(rounds + 1):
 print(json.dumps(found))
 """
 WARM_UP = 10  # steps that are not measured
+DRAWS = 400  # of the bootstrap
 COLUMNS = ("bare fork, ms", "created, ms", "first rank enters, ms", "joining rank enters, ms", "removed, ms")
 
 
@@ -125,49 +129,80 @@ def step(training: subprocess.Popen[str], *, say: bool = True) -> float:
     return float(training.stdout.readline())
 
 
-def stepping(base: Path, steps: int) -> list[dict[str, Any]]:
-    """Return median steps with and without each protection, which take turns, and the median of their ratios."""
+def pair_ratios(base: Path, protection: Protection, steps: int) -> list[tuple[float, float]]:
+    """Return the seconds of steps without a sandbox and within one, of two new processes."""
+    boxes = [
+        Sandbox(base / f"runs/study/{index}", base, kind) for index, kind in enumerate((Protection.NONE, protection))
+    ]
+    trainings = []
+    for box in boxes:
+        box.create(base / "runs/study")
+        words = [sys.executable, "-c", STEPS, json.dumps(box.to_json())]
+        environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        trainings.append(subprocess.Popen(words, env=environment, **pipes))
+    for training in trainings:
+        step(training, say=False)
+    pairs = []
+    for _ in range(steps + WARM_UP):
+        order = random.sample((0, 1), 2)
+        found = {index: step(trainings[index]) for index in order}
+        pairs.append((found[0], found[1]))
+    for training, box in zip(trainings, boxes, strict=True):
+        training.communicate()
+        remove(box.folder)
+    (base / "log.txt").unlink(missing_ok=True)
+    return pairs[WARM_UP:]
+
+
+def interval(pairs: list[list[float]]) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the mean over pairs of their median ratios: pairs are drawn, then their steps."""
+    means = []
+    for _ in range(DRAWS):
+        drawn = random.choices(pairs, k=len(pairs))
+        means.append(statistics.fmean(statistics.median(random.choices(steps, k=len(steps))) for steps in drawn))
+    cuts = statistics.quantiles(means, n=40)
+    return cuts[0], cuts[-1]
+
+
+def stepping(base: Path, steps: int, pairs: int) -> list[dict[str, Any]]:
+    """Return median steps with and without each protection, and the ratio with its interval."""
     (base / "data.bin").write_bytes(bytes(65536))
+    kinds = (Protection.NONE, Protection.OVERLAY, Protection.LANDLOCK)
+    seconds: dict[Protection, list[list[tuple[float, float]]]] = {kind: [] for kind in kinds}
+    for _ in range(pairs):
+        for kind in random.sample(kinds, len(kinds)):
+            seconds[kind].append(pair_ratios(base, kind, steps // pairs))
     rows = []
-    for protection in (Protection.OVERLAY, Protection.LANDLOCK):
-        kinds = (Protection.NONE, protection)
-        boxes = [Sandbox(base / f"runs/study/{kind}", base, kind) for kind in kinds]
-        trainings = []
-        for box in boxes:
-            box.create(base / "runs/study")
-            words = [sys.executable, "-c", STEPS, json.dumps(box.to_json())]
-            environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-            trainings.append(subprocess.Popen(words, env=environment, **pipes))
-        for training in trainings:
-            step(training, say=False)
-        pairs = []
-        for number in range(steps + WARM_UP):
-            pairs.append({index: step(trainings[index]) for index in ((0, 1) if number % 2 else (1, 0))})
-        for training, box in zip(trainings, boxes, strict=True):
-            training.communicate()
-            remove(box.folder)
-        (base / "log.txt").unlink(missing_ok=True)
-        measured = pairs[WARM_UP:]
-        free, confined = (1000 * statistics.median(pair[index] for pair in measured) for index in (0, 1))
-        ratio = statistics.median(pair[1] / pair[0] for pair in measured)
-        row = {"protection": str(protection), "steps": steps, "step without, ms": free, "step within, ms": confined}
-        rows.append({**row, "ratio of medians": confined / free, "median ratio of pairs": ratio})
+    for kind, found in seconds.items():
+        ratios = [[within / without for without, within in one] for one in found]
+        free, confined = (1000 * statistics.median(row[index] for one in found for row in one) for index in (0, 1))
+        low, high = interval(ratios)
+        row = {
+            "protection": str(kind),
+            "pairs": pairs,
+            "steps": steps,
+            "step without, ms": free,
+            "step within, ms": confined,
+        }
+        ratio = statistics.fmean(map(statistics.median, ratios))
+        rows.append({**row, "ratio": ratio, "from (95 %)": low, "to (95 %)": high})
     return rows
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=1000)
-    arguments = parse(parser, rounds=1, steps=3)
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--pairs", type=int, default=6, help="pairs of processes that share the steps")
+    arguments = parse(parser, rounds=1, steps=4, pairs=2)
     users = [0, ORDINARY] if os.getuid() == 0 and Path(SYSTEM_PYTHON).exists() else [0]
     base = Path(tempfile.mkdtemp(prefix="sandbox-", dir="/var/tmp"))
     try:
         base.chmod(0o755)
         rows = [row for user in users for row in entering(base, arguments.rounds, user)]
         print_table("what entering a sandbox takes", rows, keys=2)
-        steps = stepping(base, arguments.steps)
+        steps = stepping(base, arguments.steps, arguments.pairs)
         print_table("what a step takes in a sandbox", steps)
     finally:
         shutil.rmtree(base, ignore_errors=True)

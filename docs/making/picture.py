@@ -1,7 +1,7 @@
 """The picture at the top of the README: what a real run printed, as SVG.
 
 `python docs/making/picture.py` draws `run.txt`, a command and what it printed, into docs/images/run.svg. `--record` runs the
-study first (three minutes, two CPU ranks) and keeps that. rich draws it; its link to a web font is taken out, so that the
+study first (two minutes, two CPU ranks) and keeps that. rich draws it; its link to a web font is taken out, so that the
 picture loads nothing.
 """
 
@@ -22,13 +22,12 @@ from rich.text import Text
 
 HERE = Path(__file__).parent
 RECORDED, PICTURE = HERE / "run.txt", HERE.parent / "images" / "run.svg"
-COMMAND = (  # as `make run` has it on a machine without a GPU
-    "autotune run --model tiny-gemma-2 --device cpu --gpus 2 --memory-cap 640MiB --exhaustive --budget 150s --study demo --yes"
-)
+# `make run` on a machine without a GPU, for a shorter time
+COMMAND = "autotune run --model tiny-gemma-2 --device cpu --gpus 2 --memory-cap 640MiB --budget 100s --study demo --yes"
 COLUMNS = 125
 STYLES = [  # the last that matches a line counts
     (r"^\$ ", "bold"),
-    (r"->  oom_", "yellow"),
+    (r"->  OOM ", "yellow"),
     (r"->  (interrupted|timeout|foreign)", "dim"),
     (r"^verify|^resume", "cyan"),
     (r"^winner|^  ", "bold green"),

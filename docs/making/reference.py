@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import types
 import typing
@@ -17,10 +18,13 @@ from typing import Any
 import typer
 
 from autotune.cli.app import app
+from autotune.commands.request import parameters
+from autotune.errors import ExitCode
 from autotune.problem.candidate import Candidate, describe, short_name
 from autotune.problem.knobs import KNOBS, facts
 from autotune.problem.space import DS_TOP_LEVEL, DS_ZERO_KEYS, Domain, SearchSpace, load_space, shipped_spaces
 
+ROOT = Path(__file__).parents[2]
 KINDS = {int: "number", float: "number", Path: "file", str: "text"}
 
 
@@ -70,6 +74,77 @@ def command_section(name: str, command: Any) -> str:
 def options_page() -> str:
     """Every command with every argument and option."""
     return "\n\n".join(command_section(name, command) for name, command in commands())
+
+
+# -- exit codes and variables --------------------------------------------------------------------------------------------
+
+
+def exit_codes_page() -> str:
+    """Return the table of the exit codes."""
+    return table(["exit code", "meaning"], [[f"`{code.value}`", code.meaning] for code in ExitCode])
+
+
+def constants(tree: ast.Module) -> dict[str, str]:
+    """Return the constants of a module that may name a variable, by their own names."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                pairs = (
+                    zip(target.elts, node.value.elts, strict=False)
+                    if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+                    else [(target, node.value)]
+                )
+                found.update(
+                    {ast.unparse(name): value.value for name, value in pairs if isinstance(value, ast.Constant)}
+                )
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, str) and re.fullmatch(r"[A-Z][A-Z0-9_]+", value)
+    }
+
+
+def looked_up(node: ast.AST) -> ast.expr | None:
+    """Return the name of the variable that an expression reads from `os.environ`, as an expression."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=found, attr="get"), args=[name, *_]):
+            pass
+        case ast.Subscript(value=found, slice=name, ctx=ast.Load()):
+            pass
+        case ast.Compare(left=name, comparators=[found]):
+            pass
+        case _:
+            return None
+    return name if ast.unparse(found) in ("os.environ", "environment") else None
+
+
+def variables_read() -> set[str]:
+    """Environment variables that the package reads by a name in its code."""
+    trees = {path: ast.parse(path.read_text()) for path in (ROOT / "autotune").rglob("*.py")}
+    of = {".".join(path.relative_to(ROOT).with_suffix("").parts): constants(tree) for path, tree in trees.items()}
+    found = set()
+    for path, tree in trees.items():
+        known = dict(of[".".join(path.relative_to(ROOT).with_suffix("").parts)])
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                known.update(
+                    {
+                        one.asname or one.name: of[node.module][one.name]
+                        for one in node.names
+                        if node.module in of and one.name in of[node.module]
+                    }
+                )
+        for name in filter(None, map(looked_up, ast.walk(tree))):
+            value = name.value if isinstance(name, ast.Constant) else known.get(ast.unparse(name))
+            if isinstance(value, str):
+                found.add(value)
+    return found | {
+        one.option.variable
+        for command in ("run", "plan", "launch")
+        for one in parameters(command)
+        if one.option.variable
+    }
 
 
 # -- knobs ---------------------------------------------------------------------------------------------------------------
@@ -149,7 +224,6 @@ def short_forms_page() -> str:
 
 # -- files of the repository ---------------------------------------------------------------------------------------------
 
-ROOT = Path(__file__).parents[2]
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".json": "json", ".yaml": "yaml"}
 
 
@@ -181,6 +255,7 @@ def modules_page() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "options": options_page,
+    "exit-codes": exit_codes_page,
     "knobs": knobs_page,
     "spaces": spaces_page,
     "short-forms": short_forms_page,

@@ -54,7 +54,7 @@ def test_another_result_makes_a_document_differ(tmp_path: Path, monkeypatch: pyt
     for path in RESULTS.glob("*.json"):
         shutil.copy(path, tmp_path)
     monkeypatch.setattr(docs_writing, "RESULTS", tmp_path)
-    text = (docs_figures.ROOT / "docs" / "predictor.md").read_text()
+    text = (docs_figures.ROOT / "docs" / "predictor-figures.md").read_text()
     assert brought_up_to_date(text) == text
     rows = json.loads((tmp_path / "predictor.json").read_text())
     next(row for row in rows if row["measure"] == "Spearman" and row["part"] == "landscapes")["ours"] = "0.123"

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from autotune.problem.outcome import OutcomeKind
+from autotune.problem.space import parse_space
+from autotune.search.storage import default_storage
 from autotune.search.study import StudyStore
 from tests.cli_call import call
 from tests.studies import study_of_every_kind
@@ -43,6 +45,7 @@ FILES = {
         ((*BASE, "--memory-cap", "lots"), "24GiB"),
         ((*BASE, "--memory-cap", "24"), "--memory-cap 24 is 24 bytes; did you mean 24GiB?"),
         (("plan", "--model", "tiny-llama", "--gpu", "a100", "--host-memory", "64"), "did you mean 64GiB?"),
+        ((*BASE, "--memory-cap", "640"), "did you mean 640MiB?"),
         ((*BASE, "--seed", "-1"), "--seed -1: expected a whole number from 0 to 4294967295"),
         ((*BASE, "--seed", str(2**32)), "--seed 4294967296: expected"),
         ((*BASE, "--out", "/"), "/ is a folder"),
@@ -160,7 +163,7 @@ def test_show(
     assert "8 samples/s (160 tokens/s)" in out, "as measured: its samples are shorter than the longest"
     assert "a GPU: 4 samples/s, 80 tokens/s" in out
     assert "+100.0 % against the next best" in out
-    assert "33.0 s of 1m00s" in out
+    assert "in 1 call, the last 33.0 s of 1m00s" in out
     assert "not tried (5): needs more" in out
     for kind in OutcomeKind:
         assert kind.value in out
@@ -177,6 +180,9 @@ def test_export(
         code, out, _ = call(monkeypatch, capsys, "export", "s", "--format", style)
         assert code == 0
         assert "wrote" in out
+        assert {"deepspeed": "--deepspeed_config runs/s/s.json", "accelerate": "--config_file ", "hf": "**json.load("}[
+            style
+        ] in out
     config = json.loads((tmp_path / "runs/s/s.json").read_text())
     assert config["train_micro_batch_size_per_gpu"] == 1
     assert "optimizer" not in config
@@ -189,6 +195,20 @@ def test_export(
     assert (code, "no measured trial" in err) == (2, True)
     code, out, _ = call(monkeypatch, capsys, "export", "s", "--trial", "0", "--out", "x.json", "--json")
     assert json.loads(out)["files"] == ["x.json", "x.meta.json"]
+
+
+def test_a_study_in_a_renamed_folder_has_its_new_name(
+    study: StudyStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/s").rename(tmp_path / "runs/other")
+    assert json.loads(call(monkeypatch, capsys, "show", "other", "--json")[1])["study"] == "other"
+    assert "wrote runs/other/other.json" in call(monkeypatch, capsys, "export", "other")[1]
+    assert "no study 's'" in call(monkeypatch, capsys, "show", "s")[2]
+    mine = (study.job, study.hardware, parse_space(study.space_text))
+    url = default_storage(tmp_path / "runs/other")
+    resumed, known = StudyStore.create_or_resume("other", url, tmp_path / "runs/other", *mine, force=True)
+    assert (known, resumed.name, len(resumed.records())) == (True, "other", len(study.records()))
 
 
 THREADS = """

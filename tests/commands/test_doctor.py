@@ -1,5 +1,6 @@
 import json
 import shutil
+import subprocess
 import sys
 import time
 import types
@@ -52,7 +53,7 @@ def test_a_library_that_is_missing_or_does_not_match() -> None:
     blind = {**FACTS, "torch": {**FACTS["torch"], "available": False, "nccl": None}}
     found = by_name(doctor.judge_libraries(blind, "cuda"))
     assert found["torch"].level == found["NCCL"].level == "bad"
-    assert "sees no GPU" in found["torch"].found
+    assert "finds no GPU" in found["torch"].found
     assert by_name(doctor.judge_libraries({"errors": {"torch": "no module"}}, "cpu"))["torch"].level == "bad"
     broken = {"errors": {"versions": "no deepspeed"}, "torch": FACTS["torch"]}
     assert by_name(doctor.judge_libraries(broken, "cpu"))["libraries"].level == "bad"
@@ -75,6 +76,29 @@ def toolkit(folder: Path, *headers: str, nvcc: bool = True) -> Path:
 def no_cuda_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CUDA_HOME", "CUDA_PATH", "CPATH", "CPLUS_INCLUDE_PATH"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "fix"),
+    [
+        ("The NVIDIA driver on your system is too old (found version 12020)", "install the torch wheel"),
+        ("CUDA out of memory", "end other processes"),
+    ],
+)
+def test_a_gpu_that_torch_counts_and_cannot_start_is_no_good_finding(trouble: str, fix: str) -> None:
+    facts = {**FACTS, "errors": {**FACTS["errors"], "context": trouble}}
+    found = by_name(doctor.judge_libraries(facts, "cuda"))["torch"]
+    assert (found.level, found.found) == ("bad", f"2.13.0, built for CUDA 13.0, cannot use GPU 0: {trouble}")
+    assert found.fix.startswith(fix)
+    assert by_name(doctor.judge_libraries(facts, "cpu"))["torch"].level == "good"
+
+
+def test_the_examination_starts_cuda_where_torch_counts_a_gpu() -> None:
+    count = "import sys; sys.argv[1:] = []; from autotune.rank import devices; devices.available = lambda: True\n"
+    code = count + doctor._EXAMINATION.replace("    import transformers\n", "").replace("    import deepspeed\n", "")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    facts = next(line for line in done.stdout.splitlines() if line.startswith("FACTS"))
+    assert "cuda" in json.loads(facts.removeprefix("FACTS"))["errors"]["context"]  # this torch has none
 
 
 @pytest.mark.usefixtures("no_cuda_variables")
@@ -165,7 +189,7 @@ def test_an_old_driver_does_not_tell_what_it_keeps(driver: Driver) -> None:
     driver.failing = {"nvmlDeviceGetMemoryInfo_v2": FUNCTION_NOT_FOUND}
     finding = found_of(driver, Card(RTX_3090, 24))["GPU 0"]
     assert finding.level == "good"
-    assert finding.found.endswith("320.0 MiB in use by the driver and processes, as it seems")
+    assert finding.found.endswith("320.0 MiB in use by probably the driver and processes")
 
 
 def test_a_slice_and_a_card_that_is_gone(driver: Driver) -> None:
@@ -267,7 +291,7 @@ def test_in_which_python_ranks_run(tmp_path: Path) -> None:
     with use_interpreter(interpreter_at(str(python), "--python")):
         (found,) = doctor._python()
     assert found.level == "bad"
-    assert found.found == f"3.12.1 ({python}), beside autotune's own ({sys.executable})"
+    assert found.found == f"3.12.1 ({python}), apart from autotune's own ({sys.executable})"
     assert "torch 1.13.1 (expected 2.6 or newer)" in found.cost
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,9 +40,66 @@ def test_every_field_is_an_option_of_some_command() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_first_panel_has_ten_options(command: str) -> None:
-    options = [one for one in parameters(command) if one.metavar is None]
+    options = [one for one in parameters(command) if not one.option.is_argument]
     assert len([one for one in options if one.panel is Panel.FIRST]) == 10
     assert all(one.panel is Panel.FIRST for one in options[:10])
+
+
+def every_command(group: Any = None, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Each command that is no group, with its words."""
+    for name, one in (group or typer.main.get_command(app)).commands.items():
+        if hasattr(one, "commands"):
+            yield from every_command(one, (*above, name))
+        else:
+            yield (*above, name), one
+
+
+def test_help_ends_with_three_examples_that_parse(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parsers = dict(every_command())
+    for words, command in parsers.items():
+        if command.hidden:
+            continue
+        shown = call(monkeypatch, capsys, *words, "--help")[1]
+        assert re.search(r"<(str|int|bool|path|list)", shown) is None
+        lines = [line.split() for line in shown.partition("Examples")[2].splitlines() if line.strip()]
+        assert len(lines) == 3, words
+        for line in lines:
+            typed = line[1 : line.index(">") if ">" in line else None]
+            deep = 2 if typed[0] in ("spaces", "gallery") else 1
+            parsers[tuple(typed[:deep])].make_context("autotune", typed[deep:])  # raises for an unknown option
+
+
+@pytest.mark.parametrize("words", [(), ("spaces",), ("gallery",)])
+def test_without_arguments_help_is_printed_and_no_error(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, capsys, *words) == call(monkeypatch, capsys, *words, "--help")
+    assert call(monkeypatch, capsys, *words)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("run --model gemma-2-2", "gemma-2-2b"),
+        ("plan --gpu h10", "h100"),
+        ("plan --compare a100-80gb,h10", "a100-80gb,h100"),
+        ("run --space zero", "zero3"),
+        ("show mi", "mine"),
+        ("run --study mi", "mine"),
+    ],
+)
+def test_the_shell_completes_names(
+    words: str, completed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    (tmp_path / "runs/mine/study.db").touch()
+    monkeypatch.setenv("_AUTOTUNE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"autotune {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+    assert completed in call(monkeypatch, capsys)[1].split()
 
 
 @pytest.mark.parametrize("words", [(), ("run",), ("spaces", "show")])
@@ -53,9 +112,7 @@ def test_h_is_short_for_help(
     assert "Usage" in short[1]
 
 
-IN_PYTHON = [
-    (command, one.name) for command in ("run", "launch") for one in parameters(command) if one.option.in_python
-]
+IN_PYTHON = [(command, one.name) for command in COMMANDS for one in parameters(command) if one.option.in_python]
 
 
 @pytest.mark.parametrize(("command", "name"), IN_PYTHON)
@@ -63,7 +120,8 @@ def test_python_converts_or_refuses_a_value_of_each_option(
     command: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ask = partial(autotune.launch, "s", ["train.py"]) if command == "launch" else autotune.tune
+    calls = {"run": autotune.tune, "plan": autotune.plan, "launch": partial(autotune.launch, "s", ["train.py"])}
+    ask: Any = calls[command]
     with pytest.raises(UserError, match=f"^{name}: expected"):
         ask(**{name: object()})
 

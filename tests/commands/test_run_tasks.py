@@ -23,12 +23,18 @@ from tests.conftest import make_job
     [
         (
             {"model": "tiny-bert", "task": "seq2seq"},
-            "--task seq2seq: tiny-bert (bert) has no such head; it has causal-lm, ",
+            "--task seq2seq: transformers has no such head for tiny-bert (bert); it has causal-lm, ",
         ),
         ({"model": "tiny-bert", "task": "x"}, "--task x: expected one of causal-lm, "),
         ({"model": "qwen2.5-vl-7b"}, "the configuration of qwen2.5-vl-7b names no image size: give --image-size"),
-        ({"model": "tiny-llava", "image_size": 224}, "--image-size 224: tiny-llava takes images of 56 pixels"),
-        ({"model": "tiny-llama", "image_size": 224}, "--image-size 224: tiny-llama sees no images at --task causal-lm"),
+        (
+            {"model": "tiny-llava", "image_size": 224},
+            "--image-size 224: tiny-llava has a fixed image size of 56 pixels",
+        ),
+        (
+            {"model": "tiny-llama", "image_size": 224},
+            "--image-size 224: tiny-llama has no image input with --task causal-lm",
+        ),
         ({"model": "roberta-base", "seq_len": "514"}, "--seq-len 514: roberta-base takes at most 512 tokens"),
         ({"workload": "json:loads", "task": "causal-lm"}, "--task cannot be combined with --workload"),
     ],

@@ -87,10 +87,13 @@ def test_how_torchs_optimizer_steps_is_kept_where_the_script_makes_it() -> None:
 @pytest.mark.parametrize(
     ("exceptions", "reason", "cap_bytes", "remedy"),
     [
+        (("datasets.DatasetGenerationError",), "generation failed", 1200 << 20, "--memory-cap"),
+        (("sqlite3.OperationalError",), "attempt to write a readonly database", None, "--unprotected"),
+        (("app.SetupFailed",), "see the log: [Errno 1] Operation not permitted", None, "--unprotected"),
         (("builtins.RuntimeError",), "can't start new thread", 900 << 20, "--memory-cap"),
         ((), "killed by SIGSEGV", 900 << 20, "--memory-cap"),
         (("builtins.RuntimeError",), "can't start new thread", None, ""),
-        (("builtins.KeyError",), "no such column", 900 << 20, ""),
+        (("builtins.KeyError",), "no such column", 2000 << 20, ""),
         (("builtins.PermissionError",), "[Errno 13] Permission denied: '/data/x'", None, "--unprotected"),
         (("builtins.OSError",), "[Errno 30] Read-only file system: '/data/x'", None, "--unprotected"),
         (("builtins.OSError",), "[Errno 5] Input/output error", None, ""),
@@ -99,6 +102,8 @@ def test_how_torchs_optimizer_steps_is_kept_where_the_script_makes_it() -> None:
 def test_a_limit_that_may_be_the_cause_is_named(
     exceptions: tuple[str, ...], reason: str, cap_bytes: int | None, remedy: str
 ) -> None:
-    said = _limits(Outcome(OutcomeKind.CRASH, Phase.INIT, reason=reason, exceptions=exceptions), cap_bytes)
+    first, _, logged = reason.partition("see the log: ")
+    crash = Outcome(OutcomeKind.CRASH, Phase.INIT, reason=first, exceptions=exceptions, peak_bytes=1000 << 20)
+    said = _limits(crash, cap_bytes, logged)
     assert bool(said) == bool(remedy)
     assert remedy in said

@@ -11,6 +11,7 @@ from autotune.executors.base import Effort
 from autotune.executors.local import LocalExecutor
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import OutcomeKind
+from autotune.search.certificate import Verdict, compare
 from autotune.util.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
 
@@ -44,6 +45,19 @@ def test_every_stage_and_the_gauge_agrees_with_torch(tmp_path: Path, stage: int)
     assert measured.sm_clock_mhz is None or measured.sm_clock_mhz > 100
     assert measured.mfu is None or 0 < measured.mfu < 1
     assert executor.meter.unreleased_memory_warnings() == [], "the device's memory is back before the next trial"
+
+
+def test_traces_of_one_model_agree_at_every_stage(tmp_path: Path) -> None:
+    """Recording copies no offloaded weights to the GPU, so its steps have an update there, too."""
+    own, *others = (make_candidate(2, 4), make_candidate(1, 4), make_candidate(3, 4, offload_optimizer="cpu"))
+    outcome, _ = measure(tmp_path / "own", None, own, seq_len=512)
+    assert outcome.trace is not None, outcome
+    for one in others:
+        found, _ = measure(tmp_path / f"stage{one.stage}", None, one, seq_len=512)
+        assert found.trace is not None, found
+        assert found.trace.missing == ""
+        assert all(step.update and step.gradient_norm for step in found.trace.counted)
+        assert compare(outcome.trace, own, found.trace, one, is_users=False).verdict is Verdict.SAME, found.trace
 
 
 def test_a_true_cuda_oom_under_the_cap(tmp_path: Path) -> None:

@@ -3,11 +3,17 @@
 A training's own end aborts now and then on busy cores: with the process group open its threads race the interpreter's end;
 and a daemon thread of a library that asks for the interpreter's lock then is ended by force, which C++ code above it answers
 by "terminate called without an active exception" (Python's Py_Finalize before 3.14; seen with the group left, too).
+
+Where `PLAIN_TRACE` names a folder, each rank writes its training trace there, as `RANK.json`.
 """
 
 import atexit
+import importlib.abc
+import importlib.machinery
+import json
 import os
 import sys
+from pathlib import Path
 
 _exit, _codes = sys.exit, [0]
 
@@ -28,6 +34,60 @@ def leave() -> None:
     os._exit(1 if failed else _codes[0])
 
 
+class Tracing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Import hook that records the first steps of every DeepSpeed engine."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        if name != "deepspeed.runtime.engine":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)  # type: ignore[arg-type]
+        assert spec is not None
+        assert spec.loader is not None
+        self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: object) -> None:
+        self.loader.exec_module(module)  # type: ignore[arg-type]
+        record(module.DeepSpeedEngine)  # type: ignore[attr-defined]
+
+
+def record(engine_class: type) -> None:
+    """Wrap the methods of a training step."""
+    import torch
+
+    from autotune.rank.training_trace import TraceRecorder
+
+    recorder, file = TraceRecorder(), Path(os.environ["PLAIN_TRACE"], f"{os.environ['RANK']}.json")
+    forward, backward, step = engine_class.forward, engine_class.backward, engine_class.step  # type: ignore[attr-defined]
+
+    def traced_forward(engine, *args, **kwargs):  # type: ignore[no-untyped-def]
+        first = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
+        recorder.forward(first, 0 if first is None else len(first), certain=True)
+        return forward(engine, *args, **kwargs)
+
+    def traced_backward(engine, loss, *args, **kwargs):  # type: ignore[no-untyped-def]
+        recorder.backward(engine, loss, scaled=kwargs.get("scale_wrt_gas", True))
+        return backward(engine, loss, *args, **kwargs)
+
+    def traced_step(engine, *args, **kwargs):  # type: ignore[no-untyped-def]
+        ends = engine.is_gradient_accumulation_boundary()
+        if ends:
+            recorder.before_step(engine)
+        result = step(engine, *args, **kwargs)
+        if ends and recorder.records:
+            recorder.after_step(engine)
+            file.write_text(json.dumps(recorder.report()))
+        return result
+
+    engine_class.forward, engine_class.backward, engine_class.step = traced_forward, traced_backward, traced_step  # type: ignore[attr-defined]
+
+
+if "PLAIN_TRACE" in os.environ and "RANK" in os.environ:
+    sys.meta_path.insert(0, Tracing())
 if "LOCAL_RANK" in os.environ:
     sys.exit = remembered
     atexit.register(leave)  # the first that is registered is the last that is called

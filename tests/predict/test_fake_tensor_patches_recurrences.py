@@ -67,7 +67,7 @@ def test_a_long_sequence_takes_no_longer() -> None:
 
 
 def late(asked: list[float], sizes: object) -> Any:
-    def run(options: list[str], job: str, timeout_seconds: float) -> tuple[str, str]:
+    def run(options: list[str], job: str, timeout_seconds: float, *_: object) -> tuple[str, str]:
         asked.append(timeout_seconds)
         if "--sizes" in options:
             return json.dumps({"untraceable": "none"}), ""
@@ -98,7 +98,7 @@ def test_sizes_are_asked_for_where_no_answer_has_them(tmp_path: Path, monkeypatc
     with pytest.raises(UserError, match="names no shape to estimate it by"):
         trace_job(job_of("mamba"))
 
-    def dies(options: list[str], job: str, timeout_seconds: float) -> tuple[str, str]:
+    def dies(options: list[str], job: str, timeout_seconds: float, *_: object) -> tuple[str, str]:
         return ('{"sizes": [[7, 9], 0]}', "") if "--sizes" in options else ("", "Killed")
 
     monkeypatch.setattr(tracing, "_run_tracer", dies)

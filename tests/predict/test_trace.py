@@ -172,7 +172,7 @@ def test_slow_imports_and_busy_machines_are_no_reason_against_a_trace(
     monkeypatch.setattr(tracing, "_worked_seconds", lambda pid: worked)
     monkeypatch.setattr(subprocess, "Popen", SlowTracer(clock, imported, ended))
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    assert tracing._ask_tracer(make_job(), [], 300.0) == answer
+    assert tracing._ask_tracer(make_job(), [], 300.0, lambda: False) == answer
 
 
 @pytest.mark.slow

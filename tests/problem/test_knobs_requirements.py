@@ -41,7 +41,7 @@ def around(hardware: Hardware = GPUS, *, lossy: bool = False, compiles: bool = F
             knobs.a_script,
             around(script=SCRIPT),
             around(),
-            "needs a script's own loop: a trial of a model says itself where a step ends",
+            "needs a training script: the step boundary of a named model is fixed",
         ),
         (knobs.engine_compile, around(compiles=True), around(), "needs --compile, or the knob compile"),
         (knobs.engine_compile, around(compiled=True), around(), "needs --compile, or the knob compile"),
@@ -49,7 +49,7 @@ def around(hardware: Hardware = GPUS, *, lossy: bool = False, compiles: bool = F
             knobs.engine_compile,
             around(compiled=True),
             around(compiles=True, script=SCRIPT),
-            "needs a script that calls engine.compile(), which cannot be told from outside",
+            "needs a script that calls engine.compile(), which autotune cannot see",
         ),
     ],
 )

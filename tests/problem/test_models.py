@@ -72,7 +72,7 @@ def test_a_folder_and_a_file(tmp_path: Path) -> None:
         ('{"model_type": 1}', ': no "model_type"; expected a transformers config.json like the Hub\'s'),
         (
             '{"model_type": "x", "auto_map": {}}',
-            " runs code of its own (auto_map): add --trust-remote-code if you trust it",
+            " contains code to run (auto_map): add --trust-remote-code if you trust it",
         ),
     ],
 )

@@ -46,7 +46,7 @@ def test_a_task_that_there_is_not() -> None:
     with pytest.raises(UserError) as caught:
         task_of(bert, "seq2seq", "my-bert")
     assert str(caught.value) == (
-        "--task seq2seq: my-bert (bert) has no such head; it has causal-lm, masked-lm, classification, "
+        "--task seq2seq: transformers has no such head for my-bert (bert); it has causal-lm, masked-lm, classification, "
         "token-classification, question-answering"
     )
     assert task_of({"model_type": "unheard-of"}, "seq2seq", "new") == "seq2seq", "building it will show"
@@ -100,9 +100,14 @@ def test_image_sizes(config: dict[str, object], asked: int | None, found: int | 
             None,
             "the configuration of it names no image size: give --image-size (height and width in pixels)",
         ),
-        (VISION, "image-text", 448, "--image-size 448: it takes images of 336 pixels; leave it out"),
+        (
+            VISION,
+            "image-text",
+            448,
+            "--image-size 448: it has a fixed image size of 336 pixels; leave --image-size out",
+        ),
         (VISION, "image-text", 0, "--image-size 0: expected height and width in pixels"),
-        ({}, "causal-lm", 336, "--image-size 336: it sees no images at --task causal-lm; leave it out"),
+        ({}, "causal-lm", 336, "--image-size 336: it has no image input with --task causal-lm; leave --image-size out"),
     ],
 )
 def test_no_such_image_size(config: dict[str, object], task: str, asked: int | None, message: str) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -254,6 +255,15 @@ def test_a_rank_whose_environment_has_no_bindings_reads_the_tuners_one_file() ->
     del env[NVML_FILE]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert "ImportError: nvidia-ml-py is not installed" in done.stderr
+
+
+def test_an_old_package_of_the_same_name_does_not_hide_the_bindings(tmp_path: Path) -> None:
+    (tmp_path / "pynvml").mkdir()
+    (tmp_path / "pynvml" / "__init__.py").write_text("def nvmlInit(): raise SystemExit('the old one')\n")
+    code = "from autotune.problem import nvml; print(nvml._bindings().nvmlMemory_v2, nvml.driver_error() is not None)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [str(0x02000028), "True"], done.stderr
 
 
 def test_what_cards_can_compute_is_of_those_that_cuda_shows(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

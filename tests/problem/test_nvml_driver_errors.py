@@ -10,7 +10,7 @@ from autotune.problem import nvml
 from autotune.problem.hardware import detect
 from tests.fake_driver import DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH, Card, Driver, Slice
 
-CPU = "; mend that (`autotune doctor`), or --device cpu for CPU ranks"
+CPU = "; repair it (`autotune doctor`), or pass --device cpu for CPU ranks"
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -129,3 +130,17 @@ def test_no_memory_to_describe_it_is_out_of_memory(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(base, "collect", refuse)
     with pytest.raises(Left):
         made.leave_if_out_of_memory(caught(KeyError("x")))
+
+
+def test_a_default_dtype_of_the_script_does_not_round_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    made, _ = rank()
+    made.torch, made.device = torch, SimpleNamespace(name="cuda", torch_device=lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda value, op: None)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert made.agree(1.23456789) == 1.23456789
+    finally:
+        torch.set_default_dtype(before)

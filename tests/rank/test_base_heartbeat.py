@@ -100,3 +100,28 @@ def test_collectives_are_known_by_their_files() -> None:
     exec(code, inside)
     assert waits(inside["frame"])  # type: ignore[arg-type]
     assert describe(inside["frame"]) == "<module> (torch/distributed/distributed_c10d.py:2)"  # type: ignore[arg-type]
+
+
+def test_a_compilation_is_seen_and_a_compiled_call_is_not() -> None:
+    import torch
+
+    seen = dict[str, bool]()
+
+    def look(name: str) -> None:
+        now = base.glance(threading.main_thread().ident or 0)
+        assert now is not None
+        seen[name] = now.compiles
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        look("compiling")
+
+        def run(*args: torch.Tensor) -> object:
+            look("compiled")
+            return graph.forward(*args)
+
+        return run
+
+    double = torch.compile(lambda x: x * 2, backend=compiler)
+    double(torch.ones(2))
+    double(torch.ones(2))
+    assert seen == {"compiling": True, "compiled": False}

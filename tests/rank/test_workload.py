@@ -10,8 +10,8 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, Lora
 from autotune.problem.models import workload_spec
 from autotune.problem.outcome import Outcome
-from autotune.rank import versions
-from autotune.rank.model_builder import fill_weights, task_model, transformers_config
+from autotune.rank import model_builder, versions
+from autotune.rank.model_builder import draw_weights, fill_weights, task_model, transformers_config
 from autotune.rank.workload import loss_of, own_workload, synthetic_batches
 from autotune.util.units import MIB
 from tests.conftest import SCRIPTS, Bench, make_candidate, make_job
@@ -66,13 +66,32 @@ def test_packed_sequences_do_not_see_each_other(older: bool, monkeypatch: pytest
     lengths = starts[0].nonzero().flatten().diff().tolist()
     assert set(lengths) <= {8, 24}
     model = task_model(transformers_config(job.model), job).eval()
-    fill_weights(model)
+    fill_weights(model, torch.device("cpu"))
     model.config.use_cache = False
     with torch.no_grad():
         together = model(**{name: value[:1] for name, value in batch.items() if name != "labels"}).logits[0]
         first = lengths[0]
         alone = model(input_ids=batch["input_ids"][:1, first : first + lengths[1]]).logits[0]
     torch.testing.assert_close(together[first : first + lengths[1]], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_weights_do_not_depend_on_their_partition(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_builder, "_MOST_DRAWN", 16)
+    elements, cpu = 100, torch.device("cpu")
+    whole = torch.zeros(elements)
+    draw_weights(whole, 1, 0, elements, cpu)
+    assert len(whole.unique()) == elements
+    other = torch.zeros(elements)
+    draw_weights(other, 2, 0, elements, cpu)
+    assert not torch.isclose(whole, other).any()
+    size = -(-elements // ranks)
+    parts = [torch.zeros(size) for _ in range(ranks)]
+    for rank, part in enumerate(parts):
+        draw_weights(part, 1, rank * size, elements, cpu)
+    joined = torch.cat(parts)
+    assert torch.equal(joined[:elements], whole)
+    assert not joined[elements:].any(), "padding"
 
 
 def test_what_tells_packed_sequences_apart_before_4_53(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,17 @@ def test_what_was_measured_counts_before_what_is_predicted() -> None:
     assert fast[1].measured
 
 
+def test_no_fallback_is_predicted_faster_than_the_measured_winner() -> None:
+    predicted = make()
+    slow = Measurement(1.0, 0.01, 9, 0.3 * predicted[0].samples_per_second, 1.0, int(predicted[0].peak_bytes))
+    ladder = make({TOP: slow})
+    assert ladder[0].samples_per_second == slow.samples_per_second
+    assert [rung.candidate for rung in ladder] == [rung.candidate for rung in predicted]
+    for rung, before in zip(ladder[1:], predicted[1:], strict=True):
+        assert rung.samples_per_second <= slow.samples_per_second
+        assert rung.samples_per_second <= 0.31 * before.samples_per_second, "scaled as the winner is"
+
+
 def test_a_ladder_survives_its_file(tmp_path: Path) -> None:
     import json
 

@@ -85,12 +85,34 @@ def test_turns_of_two_close_verifications_count_as_their_mean() -> None:
     assert facts.winner.outcome.measurement is not None
     assert facts.winner.outcome.measurement.samples_per_second == pytest.approx(98.95, abs=0.1)
     assert facts.next_best is not None
-    apart = [replace(one, started=f"2026-01-0{at}T00:00:00+00:00") for at, one in enumerate((first, second, again), 1)]
-    calls = ["2026-01-01T00:00:00+00:00", "2026-01-03T00:00:00+00:00"]
-    facts = study_facts(apart, make_job(), detect("cpu", 2), winner=2, calls=calls)
+    apart = [replace(one, tuner=tuner) for one, tuner in zip((first, second, again), ("a", "a", "b"), strict=True)]
+    apart = [replace(one, started=f"2026-01-0{at}T00:00:00+00:00") for at, one in enumerate(apart, 1)]
+    facts = study_facts(apart, make_job(), detect("cpu", 2), winner=2)
     assert facts.winner is not None
     assert facts.winner.outcome is not None
     assert facts.winner.outcome.measurement == again.outcome.measurement if again.outcome else False
+
+
+def test_only_what_one_call_measured_is_compared() -> None:
+    """The machine was loaded during the first call: "7.84x yours" was printed."""
+    own = replace(measured(0, SEARCH, 8, 20.0, AS_IS), tuner="a", started="1")
+    won = replace(measured(1, VERIFY, 1, 157.0), tuner="b", started="2")
+    apart = replace(measured(2, SEARCH, 2, 170.0), tuner="a", started="1")
+    assert verdict(won, [own, won])[0] == (
+        "yours (ZeRO-0, micro-batch 8 x 1): 20 samples/s, of another call than the winner's: not compared"
+    )
+    facts = study_facts([own, apart, won], make_job(), detect("cpu", 2), winner=1)
+    assert facts.not_compared.keys() == {0, 2}
+    assert facts.own_ratio is None
+    assert [*facts.tied, *facts.slower, *facts.faster] == []
+    assert facts.comparison() == [
+        "2 other configs that may win were never measured in one call with the winner: not compared"
+    ]
+    beside = replace(measured(3, SEARCH, 1, 25.0), tuner="c", started="1")  # a peer tuner at the same time
+    later = replace(apart, started="3")  # its call went on after the peer's trial
+    facts = study_facts([own, beside, won, later], make_job(), detect("cpu", 2), winner=1)
+    assert facts.own_ratio is not None
+    assert facts.own_ratio.times == pytest.approx(25 / 20)
 
 
 @pytest.mark.parametrize(
@@ -257,10 +279,13 @@ def test_a_loaders_batch_is_said_as_the_script_has_it(tmp_path: Path) -> None:
 def test_a_config_in_code_needs_the_mapped_flags_too(tmp_path: Path) -> None:
     profile = {"loader_prepared": False, "through_arguments": False, "flags": []}
     flags = ((MICRO_BATCH, "--batch_size"), (ACCUMULATION, "--update_freq"))
-    for mapped, words in ((flags, ", and give it --update_freq 2 --batch_size 8"), ((), "")):
+    for mapped, words in ((flags, "train.py --batch_size 8 --update_freq 2"), ((), "train.py --batch_size 4")):
         script = Script(("train.py", "--batch_size", "4"), str(tmp_path), mapped, profile=profile)
         lines = train_with(make_candidate(1, 8, 2), make_job(script=script), "s", tmp_path / "s.json", 5).lines()
-        assert lines[1] == f"  or put {tmp_path / 's.json'} where the script has its own config{words}"
+        assert lines[1].startswith(
+            f"  or put {tmp_path / 's.json'} where the script has its own config, and train with: "
+        )
+        assert lines[1].endswith(words)
 
 
 def test_the_printed_command_gets_the_gpus_that_the_study_had(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -402,11 +404,19 @@ def test_a_batch_script_trains_the_studys_own_script(tmp_path: Path, through_tor
     assert any(line.startswith("srun torchrun --nnodes 2 --nproc-per-node 4 ") for line in lines)
 
 
-def test_a_batch_script_of_no_script_is_where_it_lies(tmp_path: Path) -> None:
+def test_a_batch_script_of_no_script_takes_one_from_sbatch(tmp_path: Path) -> None:
     write_export(winner(), make_job(), tmp_path / "w.sbatch", {"study": "s", "environment": {}}, style="sbatch")
     lines = (tmp_path / "w.sbatch").read_text().splitlines()
-    assert {"cd .", "#SBATCH --gpus-per-node=2"} <= {*lines}, "GPUs unless said otherwise"
-    assert lines[-1].endswith(f" train.py --deepspeed {tmp_path / 'w.sbatch.deepspeed.json'}")
+    assert "#SBATCH --gpus-per-node=2" in lines, "GPUs unless said otherwise"
+    assert not any(line.startswith("cd ") for line in lines)
+    assert lines[-1].endswith(f' "$@" --deepspeed {tmp_path / "w.sbatch.deepspeed.json"}')
+    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.defpath}"}
+    asked = subprocess.run(["bash", tmp_path / "w.sbatch"], env=env, capture_output=True, text=True)
+    assert (asked.returncode, "usage: sbatch" in asked.stderr) == (1, True)
+    started = subprocess.run(["bash", tmp_path / "w.sbatch", "my own.py"], env=env, capture_output=True, text=True)
+    assert started.stdout.splitlines()[-3:-1] == ["my own.py", "--deepspeed"]
 
 
 def test_every_knob_of_a_real_winner_reaches_the_file(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_exports_of_a_study_of_several_nodes(tmp_path: Path) -> None:
     assert [path.name for path in written] == ["s.sbatch", "s.sbatch.deepspeed.json", "s.sbatch.meta.json"]
     text = (tmp_path / "s.sbatch").read_text()
     assert "--nnodes 2 --nproc-per-node 4 --rdzv-id" in text
-    assert f"train.py --deepspeed {tmp_path / 's.sbatch.deepspeed.json'}" in text
+    assert f'"$@" --deepspeed {tmp_path / "s.sbatch.deepspeed.json"}' in text
     assert "gpus" not in text
     write_export(make_candidate(3), job, tmp_path / "s.yaml", about, style="accelerate", device="cpu", nodes=2)
     config = yaml.safe_load((tmp_path / "s.yaml").read_text())

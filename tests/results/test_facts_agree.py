@@ -8,6 +8,7 @@ import io
 import json
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -17,10 +18,10 @@ from autotune.problem.outcome import Outcome, OutcomeKind, Phase
 from autotune.results.console import show_study, study_json
 from autotune.results.report.build import study_report
 from autotune.results.report.html import study_page
-from autotune.search.leaderboard import Leaderboard
+from autotune.search.leaderboard import Leaderboard, StudyFacts, study_facts
 from autotune.search.study import StudyStore
-from autotune.search.trials import AS_IS, RESUME, SEARCH, VERIFY
-from tests.conftest import make_candidate
+from autotune.search.trials import AS_IS, RESUME, SEARCH, VERIFY, Record
+from tests.conftest import make_candidate, make_job
 from tests.results.report.studies import in_memory, machine, measured, ran_out, tell
 
 CANDIDATES = [make_candidate(stage, size) for stage in (0, 2) for size in (1, 2, 4)]
@@ -51,12 +52,20 @@ TRIALS = st.lists(
 )
 
 
-def made_study(trials: list[tuple[Candidate, Outcome, str]], has_script: bool, stale: int | None) -> StudyStore:
-    """A study whose winner is chosen as the tuner does, or is an earlier trial that is out of date."""
+def made_study(
+    trials: list[tuple[Candidate, Outcome, str]], has_script: bool, stale: int | None, second: int = 99
+) -> StudyStore:
+    """A study whose winner is chosen as the tuner does, or is an earlier trial that is out of date.
+
+    A second call begins with the trial of the number `second`.
+    """
     store, leaderboard = in_memory(), Leaderboard(machine())
     store.begin_call(900)
     for at, (candidate, outcome, role) in enumerate(trials):
         note = AS_IS if has_script and at == 0 else "a guess"
+        if at == second:
+            store.tuners.me = "another"
+            leaderboard.begin_call()
         number = tell(store, candidate, outcome, role, note)
         leaderboard.learn(number, candidate, outcome, role)
     passed = leaderboard.passed()
@@ -69,11 +78,11 @@ def made_study(trials: list[tuple[Candidate, Outcome, str]], has_script: bool, s
     return store
 
 
-@given(TRIALS, st.booleans(), st.none() | st.none() | st.integers(0, 8))
+@given(TRIALS, st.booleans(), st.none() | st.none() | st.integers(0, 8), st.integers(1, 12))
 def test_all_outputs_of_a_study_agree_and_no_margin_is_negative(
-    trials: list[tuple[Candidate, Outcome, str]], has_script: bool, stale: int | None
+    trials: list[tuple[Candidate, Outcome, str]], has_script: bool, stale: int | None, second: int
 ) -> None:
-    store = made_study(trials, has_script, stale)
+    store = made_study(trials, has_script, stale, second)
     told = json.loads(json.dumps(study_json(store)))
     verdict, report = told["verdict"], study_report(store, None, None, "")
     shown = io.StringIO()
@@ -111,8 +120,9 @@ def test_all_outputs_of_a_study_agree_and_no_margin_is_negative(
         assert line in note or stale is not None
     assert list(report.verdict.comparison) == verdict["lines"]
 
-    assert {str(trial.number): trial.remark for trial in report.trials if trial.remark} == verdict["cannot_win"]
-    for text in verdict["cannot_win"].values():
+    remarks = verdict["cannot_win"] | verdict["not_compared"]
+    assert {str(trial.number): trial.remark for trial in report.trials if trial.remark} == remarks
+    for text in remarks.values():
         assert text in terminal
     if verdict["times_own"] is not None and winner is not None:
         times = verdict["times_own"]["times"]
@@ -125,6 +135,50 @@ def test_all_outputs_of_a_study_agree_and_no_margin_is_negative(
 
 def _rivals(verdict: dict[str, list[object]], group: str) -> list[object]:
     return verdict[group]
+
+
+@given(TRIALS, st.integers(1, 8), st.floats(0.05, 20), st.data())
+def test_the_load_of_the_machine_in_one_call_changes_no_ratio(
+    trials: list[tuple[Candidate, Outcome, str]], first: int, load: float, data: st.DataObject
+) -> None:
+    """All that a call measures may be slower by the same factor, as by the load of other programs."""
+    first = min(first, len(trials))
+    winner = data.draw(st.integers(0, len(trials) - 1))
+
+    def facts(pace: float) -> StudyFacts:
+        records = []
+        for at, (candidate, outcome, role) in enumerate(trials):
+            late = at >= first
+            told = slowed(outcome, pace) if late else outcome
+            note = AS_IS if at == 0 else ""
+            records.append(Record(at, candidate, told, role, note, "b" if late else "a", "2" if late else "1"))
+        return study_facts(records, make_job(), machine(), winner=winner)
+
+    calm, loaded = facts(1.0), facts(load)
+    for group in ("tied", "slower", "faster"):
+        ratios = [{one.candidate: one.ratio.times for one in getattr(side, group)} for side in (calm, loaded)]
+        assert ratios[0] == pytest.approx(ratios[1]), group
+    own = [side.own_ratio.times if side.own_ratio else None for side in (calm, loaded)]
+    assert own[0] == pytest.approx(own[1])
+    assert calm.not_compared == loaded.not_compared
+    if calm.winner is not None and calm.own is not None and calm.own.candidate != calm.winner.candidate:
+        named = calm.own_ratio is not None or calm.own.outcome is None or calm.own.outcome.measurement is None
+        assert named or calm.remark(0), "no ratio without a reason"
+
+
+def slowed(outcome: Outcome, pace: float) -> Outcome:
+    if (one := outcome.measurement) is None:
+        return outcome
+    seconds = one.step_seconds / pace
+    spread = one.step_seconds_spread / pace
+    measurement = dataclasses.replace(
+        one,
+        step_seconds=seconds,
+        step_seconds_spread=spread,
+        samples_per_second=one.samples_per_second * pace,
+        tokens_per_second=one.tokens_per_second * pace,
+    )
+    return dataclasses.replace(outcome, measurement=measurement)
 
 
 def test_a_winner_that_cannot_resume_is_none_any_more() -> None:

@@ -351,6 +351,11 @@ PYTHON = {
     "dotdot_rm": "shutil.rmtree('../docs')",
     "write_hard_pair": "open(f'{D}/hard.txt', 'w').write('x')",
     "flock_write": "import fcntl; f = open('keep.txt', 'r+'); fcntl.flock(f, 2); f.truncate(0)",
+    "mount_same_disk": """
+import subprocess
+disk = subprocess.check_output(['findmnt', '-no', 'SOURCE,FSTYPE', '-T', os.environ['RUN']], text=True).split()[:2]
+f = libc.syscall(430, disk[1].encode(), 0); libc.syscall(431, f, 1, b'source', disk[0].encode(), 0)
+assert libc.syscall(431, f, 6, None, None, 0) == 0; m = libc.syscall(432, f, 0, 0); os.open('.' + P + '/keep.txt', os.O_WRONLY | os.O_TRUNC, dir_fd=m)""",
     "lease": "import fcntl; f = os.open('keep.txt', os.O_RDWR); os.write(f, b'lease')",
     "aio_write": "f = os.open('keep.txt', os.O_WRONLY); os.pwritev(f, [b'x'], 0)",
     "append_flag_off": "f = os.open('keep.txt', os.O_WRONLY | os.O_APPEND); os.lseek(f, 0, 0); os.write(f, b'x')",
@@ -504,6 +509,112 @@ ctypes.CFUNCTYPE(ctypes.c_int)(base)()""",
     "signal_out": "os.kill(int(OUT), 0); open(f'/proc/{OUT}/cwd/keep.txt', 'w').write('x')",
 }
 
+BREAK_OUT_SHELL |= {
+    "kill_outside": "kill -9 $OUT",
+    "pkill_outside": 'for p in /proc/[0-9]*; do if test "$(readlink $p/cwd)" = "$P"; then kill -TERM ${p#/proc/}; fi; done; sleep 0.02',
+    "daemon_writes_late": '(setsid sh -c \'sleep 0.1; echo x > "$P/keep.txt"; rm -rf "$P/out"\' > /dev/null 2>&1 &)',
+    "daemon_in_folder_opened_before": "(cd out && setsid sh -c 'sleep 0.1; rm -rf *' > /dev/null 2>&1 &)",
+    "mount_tmpfs_over": "mount -t tmpfs none out && echo x > out/model.pt; umount out; echo x > out/model.pt",
+    "overlay_of_project": 'unshare -Urm sh -c "mkdir -p /tmp/u /tmp/w; mount -t overlay o -o lowerdir=$D,upperdir=$P/out,workdir=$P/empty $P/out && echo x > $P/out/new"',
+    "unshare_pid_proc": 'unshare -Urpfm --mount-proc sh -c "rm -rf $P/out"',
+    "unshare_keep_caps": 'unshare -Urm --keep-caps sh -c "mount -o remount,rw,bind / ; rm -rf $P/out"',
+    "umount_until_nothing": 'for i in 1 2 3 4 5 6 7 8; do umount -l "$P" "$H" /var/tmp /var /; done; echo x > "$P/keep.txt"',
+    "proc_outside_task_root": 'echo x > "/proc/$OUT/task/$OUT/root$P/keep.txt"; echo x > "/proc/$OUT/task/$OUT/cwd/keep.txt"',
+    "proc_outside_map_files": "for f in /proc/$OUT/map_files/*; do echo x > $f; done",
+    "cp_to_outside_root": 'cp Makefile "/proc/$OUT/root$P/keep.txt"; ln -sf /proc/$OUT/root r; echo x > "r$P/keep.txt"',
+    "at": "echo 'rm -rf out' | at now; rm -rf out",
+    "systemd_run": "systemd-run --user rm -rf out || rm -rf out",
+    "gdb_attach": 'gdb -batch -p $OUT -ex "call (int)unlink("keep.txt")" || rm keep.txt',
+}
+
+BREAK_OUT_PYTHON |= {
+    "kill_outside": "os.kill(int(OUT), 9)",
+    "killpg_outside": "os.killpg(os.getpgid(int(OUT)), 9) if os.getpgid(int(OUT)) != os.getpgrp() else None",
+    "pidfd_kill": "import signal; signal.pidfd_send_signal(os.pidfd_open(int(OUT)), 9)",
+    "tgkill": "libc.syscall(234, int(OUT), int(OUT), 9)",
+    "queue_signal": "libc.sigqueue(int(OUT), 9, 0)",
+    "process_vm_writev": "libc.process_vm_writev(int(OUT), (ctypes.c_void_p * 2)(0, 8), 1, (ctypes.c_void_p * 2)(4096, 8), 1, 0)",
+    "fsopen_bind": "f = libc.syscall(428, -100, f'/proc/{OUT}/cwd'.encode(), 1); g = os.open(f'/proc/self/fd/{f}/keep.txt', os.O_WRONLY | os.O_TRUNC)",
+    "open_tree_attr": "f = libc.syscall(467, -100, P.encode(), 1, None, 0); os.open(f'/proc/self/fd/{f}/keep.txt', os.O_WRONLY | os.O_TRUNC)",
+    "setns_all": "f = os.pidfd_open(int(OUT)); libc.setns(f, 0x10020000); libc.setns(f, 0x20000); os.open(f'{P}/keep.txt', os.O_WRONLY | os.O_TRUNC)",
+    "listns": "import glob\nfor n in glob.glob('/proc/[0-9]*/ns/mnt'):\n    try: libc.setns(os.open(n, os.O_RDONLY), 0)\n    except OSError: pass\nopen(f'{P}/keep.txt', 'w').write('x')",
+    "capset_back": "import struct; h = struct.pack('=Ii', 0x20080522, 0); libc.capset(h, struct.pack('=6I', *[0xffffffff] * 6)); libc.mount(f'/proc/{OUT}/root'.encode(), b'empty', None, 4096, None); open(f'empty{P}/keep.txt', 'w').write('x')",
+    "new_user_namespace_caps": "assert libc.unshare(0x10000000) == 0; libc.setns(os.open(f'/proc/{OUT}/ns/mnt', os.O_RDONLY), 0); open(f'{P}/keep.txt', 'w').write('x')",
+    "seccomp_off": "libc.prctl(22, 0, 0, 0, 0); os.chmod('/proc/self/cwd/keep.txt', 0); raise SystemExit",
+    "personality": "libc.personality(0x0040000); os.chmod('keep.txt', 0)",
+    "ioctl_fiemap_clone": "import fcntl; a = os.open('Makefile', os.O_RDONLY); b = os.open('keep.txt', os.O_RDWR, dir_fd=BEFORE); fcntl.ioctl(b, 0x40049409, a)",
+    "ioctl_from_before": "import fcntl, struct; f = os.open('model.pt', os.O_RDONLY, dir_fd=BEFORE); fcntl.ioctl(f, 0x4020940d, bytes(32)); fcntl.ioctl(f, 0xc0185879, bytes(24))",
+    "ext4_move_extents": "import fcntl, struct; a = os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE); b = os.open('model.pt', os.O_RDONLY, dir_fd=BEFORE); fcntl.ioctl(a, 0xc028660f, struct.pack('IIQQQQ', 0, b, 0, 0, 1, 0))",
+    "ext4_swap_boot": "import fcntl; f = os.open('model.pt', os.O_RDONLY, dir_fd=BEFORE); fcntl.ioctl(f, 0x6611)",
+    "fs_verity": "import fcntl, struct; f = os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE); fcntl.ioctl(f, 0x40806685, struct.pack('=IIIIQII', 1, 1, 4096, 0, 0, 0, 0) + bytes(96))",
+    "quota_project": "import fcntl; f = os.open('.', os.O_RDONLY, dir_fd=BEFORE); v = bytearray(fcntl.ioctl(f, 0x801c581f, bytes(28))); v[8:12] = b'\\x07\\0\\0\\0'; fcntl.ioctl(f, 0x401c5820, bytes(v))",
+    "mount_same_disk": """
+import subprocess
+disk = subprocess.check_output(['findmnt', '-no', 'SOURCE,FSTYPE', '-T', os.environ['RUN']], text=True).split()[:2]
+f = libc.syscall(430, disk[1].encode(), 0); libc.syscall(431, f, 1, b'source', disk[0].encode(), 0)
+assert libc.syscall(431, f, 6, None, None, 0) == 0; m = libc.syscall(432, f, 0, 0); os.open('.' + P + '/keep.txt', os.O_WRONLY | os.O_TRUNC, dir_fd=m)""",
+    "lease": "import fcntl; f = os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE); fcntl.fcntl(f, 1024, 0); os.utime(f, (1, 1)); os.fchmod(f, 0)",
+    "utimensat_empty": "f = os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE); libc.utimensat(f, None, bytes(32), 0); libc.futimens(f, bytes(32))",
+    "fchownat_empty": "f = os.open('keep.txt', os.O_PATH, dir_fd=BEFORE); libc.fchownat(f, b'', os.getuid(), os.getgid(), 0x1000)",
+    "fsetxattr_before": "f = os.open('.', os.O_RDONLY, dir_fd=BEFORE); os.setxattr(f, 'user.x', b'x'); os.removexattr(os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE), 'user.owner')",
+    "acl": "import struct; os.setxattr('keep.txt', 'system.posix_acl_access', struct.pack('<I', 2) + b''.join(struct.pack('<HHI', *e) for e in ((1, 7, 0xffffffff), (2, 7, 99), (4, 7, 0xffffffff), (16, 7, 0xffffffff), (32, 7, 0xffffffff))))",
+    "inotify_then_write": "f = libc.inotify_init(); libc.inotify_add_watch(f, P.encode(), 0xfff); open(f'{P}/keep.txt', 'w').write('x')",
+    "fanotify_handle": "f = libc.fanotify_init(0x200, 0); libc.fanotify_mark(f, 1, ctypes.c_uint64(2), BEFORE, None); open(f'{P}/keep.txt', 'w').write('x')",
+    "sysv_shared_memory": "i = libc.shmget(0x5eed, 4096, 0o1600); libc.shmctl(i, 0, None); open(f'{P}/keep.txt', 'w').write('x')",
+    "io_uring_unlink": """
+import mmap, struct
+p = ctypes.create_string_buffer(120); f = libc.syscall(425, 4, p)
+if f < 0: raise OSError('no io_uring')
+o = struct.unpack_from('10I', p.raw, 40); ring = mmap.mmap(f, o[6] + 4096, offset=0); sqes = mmap.mmap(f, 4096, offset=0x10000000)
+path = ctypes.create_string_buffer(f'{P}/keep.txt'.encode())
+struct.pack_into('<BBHiQQIIQHHiQQ', sqes, 0, 36, 0, 0, -100, 0, ctypes.addressof(path), 0, 0, 7, 0, 0, 0, 0, 0)
+struct.pack_into('<I', ring, o[6], 0); tail, = struct.unpack_from('<I', ring, o[1]); struct.pack_into('<I', ring, o[1], tail + 1)
+assert libc.syscall(426, f, 1, 1, 1, None, 0) == 1""",
+}
+
+PYTHON |= {
+    "large_file": "f = open('model.pt', 'r+b'); f.seek(3 << 30); f.write(b'x'); f.close(); assert os.path.getsize('model.pt') > 3 << 30",
+    "long_path": "os.chdir('out')\nfor _ in range(40):\n    os.mkdir('d' * 200); os.chdir('d' * 200)\nopen('x', 'w').write('x'); shutil.rmtree(f'{P}/out/checkpoint-1')",
+    "odd_names": "[open(f'{P}/out/{n}', 'w').write('x') for n in ('a\\nb', ' ', '-rf', '$(rm)', '\\x7f', 'é', '*')]; os.rename(f'{P}/keep.txt', f'{P}/out/new\\nline')",
+    "symlink_chain": "os.symlink(P, 'out/a'); os.symlink('a/out', 'out/b'); os.symlink('b/../out/a', 'out/c'); open('out/c/out/b/c/keep.txt', 'w').write('x')",
+    "symlink_to_root": "os.symlink('/', 'root'); open(f'root{P}/keep.txt', 'w').write('x'); os.unlink(f'root/{D}/train.bin')",
+    "renameat2_noreplace": "assert libc.renameat2(-100, b'keep.txt', -100, f'{P}/out/k'.encode(), 1) == 0",
+    "rename_whiteout": "r = libc.renameat2(-100, b'keep.txt', -100, b'w', 4); os.path.exists('keep.txt') and os.unlink('keep.txt')",
+    "fallocate_modes": "f = os.open('model.pt', os.O_RDWR); libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long); [libc.fallocate(f, m, 0, 4096) for m in (3, 8, 16, 17, 32)]; os.write(f, b'x')",
+    "preadv2_append": "f = os.open('keep.txt', os.O_WRONLY); os.pwritev(f, [b'x'], 0, os.RWF_APPEND)",
+    "vmsplice": "r, w = os.pipe(); b = ctypes.create_string_buffer(b'xx'); libc.vmsplice(w, (ctypes.c_void_p * 2)(ctypes.addressof(b), 2), 1, 0); f = os.open('keep.txt', os.O_WRONLY); os.splice(r, f, 2)",
+    "mmap_shared_fork": "import mmap; f = open('model.pt', 'r+b'); m = mmap.mmap(f.fileno(), 0)\nif not os.fork():\n    m[:9] = bytes(9); m.flush(); os._exit(0)\nos.wait(); assert m[:9] == bytes(9)",
+    "memfd_to_file": "f = os.memfd_create('x'); os.write(f, b'xx'); os.sendfile(os.open('keep.txt', os.O_WRONLY | os.O_TRUNC), f, 0, 2)",
+    "aio": "import concurrent.futures as c; f = os.open(f'{D}/train.bin', os.O_WRONLY)\nwith c.ThreadPoolExecutor() as e: list(e.map(lambda n: os.pwrite(f, b'x', n), range(9)))",
+    "sync_file": "f = os.open('keep.txt', os.O_WRONLY | os.O_SYNC); os.write(f, b'x'); os.fsync(f)",
+    "tmpfile_replace": "import tempfile\nwith tempfile.NamedTemporaryFile('w', dir='out', delete=False) as f: f.write('x')\nos.replace(f.name, 'out/model.pt')",
+    "sqlite_wal": "import sqlite3; c = sqlite3.connect(f'{P}/db.sqlite3'); c.execute('pragma journal_mode=wal'); c.execute('insert into t values (1)'); c.commit(); c.execute('pragma wal_checkpoint(truncate)'); c.close()",
+    "sqlite_vacuum": "import sqlite3; c = sqlite3.connect('db.sqlite3', isolation_level=None); c.execute('vacuum')",
+    "resource_tracker": "from multiprocessing import shared_memory as s; m = s.SharedMemory(create=True, size=64, track=True) if sys.version_info >= (3, 13) else s.SharedMemory(create=True, size=64); m.buf[0] = 1; m.close(); m.unlink(); os.unlink('keep.txt')",
+    "exec_in_place": "os.execv('/bin/sh', ['sh', '-c', 'rm -rf out && echo x > keep.txt'])",
+    "import_hook_pyc": "sys.dont_write_bytecode = False; sys.path.insert(0, P); import importlib; importlib.import_module('train')",
+    "site_packages_of_user": "f = os.path.expanduser('~/.local/lib/python3/site-packages'); os.makedirs(f); open(f + '/evil.pth', 'w').write('import os')",
+    "shell_history": "open(os.path.expanduser('~/.bash_history'), 'a').write('x'); os.makedirs(os.path.expanduser('~/.ssh')); open(os.path.expanduser('~/.ssh/authorized_keys'), 'a').write('x')",
+    "chmod_then_rm_tree": "os.chmod('out', 0); os.chmod('out', 0o700); shutil.rmtree('out')",
+    "cwd_removed": "os.chdir('out/checkpoint-1'); shutil.rmtree('../../out')",
+    "parent_renamed": "os.rename('out/checkpoint-1', 'out/x'); os.chdir('out/x'); open('../model.pt', 'w').write('x')",
+}
+
+NUMERIC |= {
+    "torch_save_fd": (
+        TORCH,
+        "import torch\nwith os.fdopen(os.open(f'{P}/model.pt', os.O_WRONLY | os.O_TRUNC), 'wb') as f: torch.save({}, f)",
+    ),
+    "torch_loader_workers": (
+        TORCH,
+        "import torch\nclass D(torch.utils.data.Dataset):\n    def __len__(self): return 2\n    def __getitem__(self, i): os.path.exists('keep.txt') and os.unlink('keep.txt'); return i\nassert len(list(torch.utils.data.DataLoader(D(), num_workers=1))) == 2",
+    ),
+    "torch_share_file_system": (
+        TORCH,
+        "import torch; torch.multiprocessing.set_sharing_strategy('file_system'); t = torch.zeros(9); t.share_memory_(); torch.save(t, f'{P}/keep.txt')",
+    ),
+}
+
 _TOOLS = [
     "bash",
     "git",
@@ -546,6 +657,9 @@ _TOOLS = [
     "install",
     "truncate",
     "flock",
+    "at",
+    "systemd-run",
+    "gdb",
 ]
 
 

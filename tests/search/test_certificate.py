@@ -109,6 +109,20 @@ def test_a_gradient_that_comes_a_step_late_differs() -> None:
     assert (found.verdict, found.quantity) == (Verdict.DIFFERS, UPDATE)
 
 
+@pytest.mark.parametrize(("precision", "verdict"), [("fp32", Verdict.DIFFERS), ("mixed", Verdict.SAME)])
+def test_products_of_fewer_bits_are_tolerated_in_fp32_weights(precision: str, verdict: Verdict) -> None:
+    own = trace(precision, stage=0)
+    assert compare(own, OWN, scaled(trace(precision, stage=2), NORM, 1.003), OWN).verdict is verdict
+
+
+def test_steps_after_one_that_only_one_run_skipped_are_not_compared() -> None:
+    both = dataclasses.replace(step(0), skipped=True)
+    behind = TrainingTrace((both, both, *(step(at, digest=2.5 + at) for at in range(MOST_STEPS))), 2, "fp16", 4)
+    reference = TrainingTrace((both, *(step(at, digest=1.5 + at) for at in range(MOST_STEPS + 1))), 0, "fp16", 4)
+    assert compare(reference, OWN, behind, OWN).verdict is Verdict.NOT_COMPARED
+    assert compare(behind, OWN, behind, OWN).verdict is Verdict.SAME
+
+
 def test_an_offset_of_the_loss_without_effect_on_the_gradient_is_the_same() -> None:
     other = trace(loss=7.0)
     assert compare(trace(), OWN, other, OWN).verdict is Verdict.SAME
@@ -126,6 +140,14 @@ def test_a_loss_that_depends_on_the_cut_keeps_the_micro_batch() -> None:
     found = compare(trace(), OWN, scaled(trace(), LOSS, 1.7), OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))
     assert found.cause == MICRO_BATCH
     assert "micro-batch 8 instead of 2" in found.text
+    assert "grows with the micro-batch" not in found.text
+    summed = compare(trace(), OWN, scaled(trace(), LOSS, 4.0), OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))
+    assert "grows with the micro-batch" in summed.text
+
+
+def test_a_rate_that_begins_at_zero_is_compared_by_its_value() -> None:
+    found = compare(trace(rates=(0.0,)), OWN, trace(rates=(1e-4,)), OWN)
+    assert found.text == "learning rate is 0.0001 instead of 0 in optimizer step 1"
 
 
 def test_a_schedule_that_counts_iterations_names_the_accumulation() -> None:
@@ -196,7 +218,7 @@ def test_a_restarted_training_is_compared_in_what_weights_do_not_change() -> Non
     later = trace(loss=0.3, gradient_norm=0.1, update=5e-4, digest=77.0, micro_batches=8, forwards=8)
     assert structure_differs(trace(), later) == ""
     assert "0.5x the rows" in structure_differs(trace(), scaled(later, ROWS, 0.5))
-    assert "learning rate is 0.1x" in structure_differs(trace(), scaled(later, RATES, 0.1))
+    assert "learning rate is 0.0001 instead of 0.001" in structure_differs(trace(), scaled(later, RATES, 0.1))
     moving = dataclasses.replace(trace(), steps=tuple(step(at, rates=(1e-3 * (at + 1),)) for at in range(5)))
     assert structure_differs(moving, scaled(later, RATES, 0.1)) == "", "a schedule has moved on"
 
@@ -218,17 +240,26 @@ def test_a_study_of_a_named_model_takes_its_first_whole_step_as_reference() -> N
     assert certifier.shares_cause(other, wrong)(other.but(reduce_bucket_size=1))
 
 
-def test_stage_3_of_a_named_model_is_compared_with_itself() -> None:
-    """`zero.Init` draws other weights: another loss there is no other training."""
+def test_stage_3_of_a_named_model_is_compared_with_the_other_stages() -> None:
+    reference = dataclasses.replace(trace(), weights=4e-4)
     certifier = Certifier(make_job())
-    assert certifier.checked(OWN, measured(trace()), SEARCH).ok
-    third, other = OWN.but(zero_stage=3), OWN.but(zero_stage=3, stage3_prefetch_bucket_size=1)
-    drawn = dataclasses.replace(scaled(trace(), NORM, 1.2), stage=3)
-    assert certifier.checked(third, measured(drawn), SEARCH).ok
-    assert certifier.certificate(other, drawn).verdict is Verdict.SAME
-    wrong = certifier.checked(other, measured(scaled(drawn, NORM, 2.0)), SEARCH)
-    assert wrong.source is Source.TRACE
-    assert not certifier.shares_cause(other, wrong)(OWN), "stages below train on other weights"
+    assert certifier.checked(OWN, measured(reference), SEARCH).ok
+    third = OWN.but(zero_stage=3)
+    assert certifier.certificate(third, dataclasses.replace(reference, stage=3)).verdict is Verdict.SAME
+    slightly = dataclasses.replace(scaled(reference, NORM, 1.2), stage=3)
+    assert certifier.certificate(third, slightly).verdict is Verdict.DIFFERS
+    stored = dataclasses.replace(slightly, weights=None)  # by a version that drew other weights at stage 3
+    assert certifier.certificate(third, stored).verdict is Verdict.NOT_COMPARED
+
+
+def test_a_script_that_draws_other_initial_weights_is_compared_by_large_factors_only() -> None:
+    """`zero.Init` makes transformers draw a model's weights on the GPU."""
+    reference = dataclasses.replace(trace(), weights=4e-4)
+    drawn = dataclasses.replace(scaled(reference, NORM, 1.2), stage=3, weights=4.1e-4)
+    third = OWN.but(zero_stage=3)
+    assert compare(reference, OWN, drawn, third).verdict is Verdict.SAME
+    assert compare(reference, OWN, dataclasses.replace(drawn, weights=4e-4), third).verdict is Verdict.DIFFERS
+    assert compare(reference, OWN, scaled(drawn, NORM, 1.5), third).verdict is Verdict.DIFFERS
 
 
 def test_a_repeated_run_of_the_reference_raises_the_noise_floor() -> None:
@@ -248,3 +279,12 @@ def test_a_study_without_traces_has_no_line_about_its_training() -> None:
     assert line.startswith(
         "trains the same: loss 1.8 / 1.8, gradient norm 1.1 / 1.1, update 1.00x, learning rate equal"
     )
+
+
+def test_a_reference_that_is_no_config_of_the_user_is_not_called_theirs() -> None:
+    other = dataclasses.replace(scaled(trace(), NORM, 2.0), stage=2)
+    theirs = compare(trace(), OWN, other, OWN.but(zero_stage=2))
+    named = compare(trace(), OWN, other, OWN.but(zero_stage=2), is_users=False)
+    assert "of yours" in theirs.text
+    assert "changes by hand" in theirs.text
+    assert named.text == "gradient norm is 2x of the reference's: stage 2 instead of 0"

@@ -14,7 +14,7 @@ from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.search.knob_record import KnobRecord
-from autotune.search.proposer import ENOUGH, HEAD, LEAST_EVIDENCE, Proposal, Proposer, Start, Turn
+from autotune.search.proposer import ENOUGH, HEAD, LEAST_EVIDENCE, LOOSE_BOUND, Proposal, Proposer, Start, Turn
 from autotune.search.stopping import Stop, StopReason
 from autotune.util.units import GIB
 from tests.search.test_proposer import TABLE, measured_as, result, small_space
@@ -188,8 +188,8 @@ def best_of_small_space() -> tuple[Proposer, Candidate]:
 def test_untested_knob_turns_each_knob_of_the_best_cheapest_first() -> None:
     proposer, best = best_of_small_space()
     turned: list[str] = []
-    while ways := proposer._knob_turns()[1]:
-        costs = proposer._knob_turns()[0]
+    while ways := proposer._knob_turns():
+        costs = proposer._trial_costs()
         found = decide(proposer, "untested knob")
         assert isinstance(found, Proposal)
         cost = costs[proposer.candidates.index(found.candidate)]
@@ -209,7 +209,7 @@ def test_untested_knob_turns_each_knob_of_the_best_cheapest_first() -> None:
 
 def test_untested_knobs_cost_at_most_a_fifth_of_the_remaining_budget() -> None:
     proposer, _ = best_of_small_space()
-    costs, ways = proposer._knob_turns()
+    costs, ways = proposer._trial_costs(), proposer._knob_turns()
     cheapest = min(float(costs[way.at]) for way in ways)
     (rule,) = (rule for rule in proposer.rules if rule.name == "untested knob")
     assert rule.decide(Turn(proposer._worth, 4.9 * cheapest)) is None
@@ -226,15 +226,47 @@ def test_doubtful_knob_is_turned_if_its_predicted_effects_were_wrong(faster: flo
     measure(proposer, best, 100.0)
     measure(proposer, best.but(zero_stage=2, train_micro_batch_size_per_gpu=1), 50.0)
     measure(proposer, best.but(zero_stage=2, train_micro_batch_size_per_gpu=1, overlap_comm=other), 50.0 * faster)
-    (way,) = (way for way in proposer._knob_turns()[1] if way.knob == "overlap_comm")
+    (way,) = (way for way in proposer._knob_turns() if way.knob == "overlap_comm")
     assert proposer.candidates[way.at] == best.but(overlap_comm=other)
     assert (proposer._turn_gain(way) >= proposer.tolerance) == doubtful
     found = decide(proposer, "doubtful knob")
-    most = max(proposer._knob_turns()[1], key=proposer._turn_gain)
+    most = max(proposer._knob_turns(), key=proposer._turn_gain)
     assert isinstance(found, Proposal)
     assert found.candidate == proposer.candidates[most.at]
     proposer.tolerance = 1.01 * proposer._turn_gain(most)
     assert decide(proposer, "doubtful knob") is None
+
+
+def test_loose_bound_measures_the_candidate_that_makes_it_so_loose(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    assert decide(proposer, "loose bound") is None  # nothing has fitted
+    for candidate in sorted(landscape.rows, key=str)[:3]:
+        proposer.observe(candidate, result(landscape, candidate))
+    before = proposer.confidence()
+    assert before is not None
+    assert before.left_share > LOOSE_BOUND
+    found = decide(proposer, "loose bound")
+    assert isinstance(found, Proposal)
+    assert found.candidate in proposer.open
+    assert found.note == f"up to {100 * before.left_share:.0f} % may be left"
+
+
+def test_candidates_of_a_loose_bound_cost_at_most_a_fifth_of_the_remaining_budget(landscape: Landscape) -> None:
+    proposer = make_proposer(landscape)
+    proposer.observe(fastest(landscape), result(landscape, fastest(landscape)))
+    (rule,) = (rule for rule in proposer.rules if rule.name == "loose bound")
+    cost = float(proposer._trial_costs().min())
+    assert rule.decide(Turn(proposer._worth, left_seconds=4 * cost)) is None
+    assert rule.decide(Turn(proposer._worth, left_seconds=1000 * cost)) is not None
+
+
+def test_tight_bound_is_left_alone(landscape: Landscape, monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = make_proposer(landscape)
+    proposer.observe(fastest(landscape), result(landscape, fastest(landscape)))
+    found = proposer.confidence()
+    assert found is not None
+    monkeypatch.setattr("autotune.search.proposer.LOOSE_BOUND", found.left_share)
+    assert decide(proposer, "loose bound") is None
 
 
 def test_predictor_that_is_rejected_or_exhaustive_search_turns_no_knob(landscape: Landscape) -> None:
@@ -244,6 +276,7 @@ def test_predictor_that_is_rejected_or_exhaustive_search_turns_no_knob(landscape
         reject_predictor(proposer)
         assert decide(proposer, "untested knob") is None
         assert decide(proposer, "doubtful knob") is None
+        assert decide(proposer, "loose bound") is None
 
 
 def test_first_trials_of_a_short_budget_are_predicted_to_take_a_quarter_of_it(landscape: Landscape) -> None:

@@ -39,3 +39,16 @@ def test_what_is_too_large_is_no_trial() -> None:
         at = sampler.next(allowed, ~allowed)
         assert allowed[at]
         allowed[at] = False
+
+
+def test_failed_proposals_keep_no_settings() -> None:
+    """An experienced sampler makes 20 proposals for each trial, which made the tuner grow."""
+    sampler = Sampler(CANDIDATES, SPACE, 0, {})
+    allowed = np.array([c.stage == 3 for c in CANDIDATES])
+    for _ in range(8):
+        sampler.next(allowed, np.zeros(len(CANDIDATES), dtype=bool), np.zeros(len(CANDIDATES), dtype=bool))
+    trials = sampler._study.get_trials(deepcopy=False)
+    failed = [one for one in trials if one.state.name == "FAIL"]
+    assert len(failed) > 8
+    assert not any(one.params or one.system_attrs for one in failed)
+    assert all(one.params for one in trials if one not in failed)

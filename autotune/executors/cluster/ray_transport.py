@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autotune._version import install_command
 from autotune.errors import UserError
 from autotune.executors.cluster.rpc import SILENT_SECONDS, NoGreeting
 from autotune.executors.cluster.transports import PACKAGE, Host, agent_words, agents_complaint
@@ -47,8 +48,8 @@ def ray_address(typed: str | None, environment: Mapping[str, str] = os.environ) 
         raise UserError(f"--ray-address {address}: expected HOST:PORT, like 10.0.0.1:6379, or auto")
     if importlib.util.find_spec("ray") is None:
         raise UserError(
-            f"--executor ray: no package ray in {sys.executable}: install the cluster's own version there "
-            "(`pip install 'deepspeed-autotune[ray]'`)"
+            f"--executor ray: no package ray in {sys.executable}. Install the cluster's version of it there "
+            f"({install_command('ray')})"
         )
     return address
 

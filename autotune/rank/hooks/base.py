@@ -170,6 +170,7 @@ class Context:
     pending: list[Sizes] = field(default_factory=list)  # forwards in evaluation mode since the last backward
     own_config: dict[str, Any] | None = None  # the script's first config, as reported to the watcher
     through_arguments: bool = False  # True if TrainingArguments carry the batch sizes
+    averages_by_rank: bool = False  # True if Trainer averages a loss over each rank's own tokens
     accelerated: bool = False  # True if accelerate makes the engine that trains
     loader_prepared: bool = False  # True if accelerate has prepared the script's own loader
     loader_split: bool = False  # True if accelerate splits that loader's batches over the ranks

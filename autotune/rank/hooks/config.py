@@ -14,7 +14,7 @@ from autotune.problem.candidate import RUNG_KNOBS
 from autotune.problem.ds_config import read_config
 from autotune.rank.ds_config import QUIET
 from autotune.rank.hooks.base import Context
-from autotune.script.argument_files import carries, given, with_copies
+from autotune.script.argument_files import PRODUCTS, carries, given, with_copies
 from autotune.script.profile import over_present
 from autotune.script.script import (
     FLAGS,
@@ -23,6 +23,7 @@ from autotune.script.script import (
     line_of,
     no_and_yes,
     settings,
+    told_flags,
     with_configs,
     with_setting,
     yes_or_no_flags,
@@ -98,11 +99,12 @@ def merged_arguments(context: Context) -> list[str]:
     if context.candidate is None:
         return argv
     flags = given(argv)
-    told = dict(context.candidate.told(script))
-    for knob, flag in script.flags:
-        value = told.get(knob)
+    # Hugging Face's names are set in argparse's result; another parser (click) reads them from the words.
+    typed = {KNOWN_FLAGS[knob] for knob in RUNG_KNOBS} & flags
+    known = {*dict(script.flags).values(), *script.profile.get(PRODUCTS, ()), *typed}
+    for knob, flag, value in told_flags(script, context.candidate):
         # a flag on the command line overrides an argument file
-        if value is not None and (flag in flags or not carries(script, knob)):
+        if flag in known and (flag in flags or not carries(script, knob)):
             argv = with_setting(script, argv, flag, value)
 
     def merged_file(path: Path, at: int) -> str:

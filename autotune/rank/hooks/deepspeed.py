@@ -22,7 +22,7 @@ from autotune.rank.hooks.base import Context, batch_of, first_tensor, padded, si
 from autotune.rank.hooks.config import kept_configs, merged, note_own, with_candidate
 from autotune.rank.hooks.transformers import make_folder
 from autotune.rank.versions import backward_prologue
-from autotune.script.profile import EARLIER, KEPT, TORCHS
+from autotune.script.profile import BY_RANK, EARLIER, KEPT, TORCHS
 from autotune.script.script import several_configs
 from autotune.workers import jit_ops
 from autotune.workers.jit_ops import LIVELY_SECONDS, hold_build_lock
@@ -260,9 +260,14 @@ def _autograd_backward(
     context: Context, original: Callable[..., Any], /, tensors: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Note the tensor of a backward that a script starts without its engine."""
-    if context.trace is not None and not context.inside:
-        context.trace.root(tensors)
-    return original(tensors, *args, **kwargs)
+    trace = context.trace
+    if trace is None or context.inside or not trace.records:
+        return original(tensors, *args, **kwargs)
+    trace.root(tensors)
+    try:
+        return original(tensors, *args, **kwargs)
+    finally:
+        trace.root(None)
 
 
 def _evaluates(module: Any) -> bool:
@@ -375,6 +380,7 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         **late_facts(context),
         "checkpointing_call": call_of(plain),
         "through_arguments": context.through_arguments,
+        BY_RANK: context.averages_by_rank,
         "lightning": trainer_of(plain) is not None,
         "zero_init": context.zero_init,
         EARLIER: len(context.earlier),

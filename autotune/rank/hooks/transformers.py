@@ -56,6 +56,7 @@ def _fill(context: Context, arguments: Any) -> None:
     arguments.auto_find_batch_size = False  # it would catch an OOM and halve the batch
     context.note_said(MICRO_BATCH, arguments.per_device_train_batch_size)
     context.note_said(ACCUMULATION, arguments.gradient_accumulation_steps)
+    context.averages_by_rank = getattr(arguments, "average_tokens_across_devices", None) is False
     if context.batch is not None:
         arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = context.batch
     candidate = context.candidate

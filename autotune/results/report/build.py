@@ -56,7 +56,7 @@ from autotune.results.report.model import (
 from autotune.search.certificate import certificate_lines
 from autotune.search.leaderboard import SpeedRatio, StudyFacts
 from autotune.search.study import StudyStore
-from autotune.search.trials import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record
+from autotune.search.trials import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record, resumed_peak_bytes
 from autotune.util.units import format_bytes
 from autotune.workers.launchers import variables_of
 
@@ -180,7 +180,7 @@ def _trial(record: Record, facts: StudyFacts, hardware: Hardware, expected: Tria
         happened="" if measured or outcome.ok else shortened(what_happened, MOST_TEXT),
         log="" if measured else outcome.log or "",
         forecast=expected,
-        remark=facts.remarks.get(record.number, ""),
+        remark=facts.remark(record.number),
     )
 
 
@@ -513,7 +513,11 @@ def memory_bars(
     bars: list[Bar] = []
     if candidate in broken_down:
         bars.append(predicted_bar(broken_down[candidate], hardware))
-    mine = [record.outcome for record in records if record.candidate == candidate and record.outcome]
+    mine = [
+        record.outcome
+        for record in records
+        if record.candidate == candidate and record.outcome and record.role != RESUME
+    ]
     measured = [(o.measurement.peak_bytes, o.measurement) for o in mine if o.measurement]
     if measured:
         bars.append(_measured_bar(max(measured, key=lambda pair: pair[0])[1], hardware))
@@ -521,6 +525,11 @@ def memory_bars(
         needed = float(out[-1].device_capacity_bytes or hardware.capacity_bytes)
         parts = (("all there was", needed), ("more that was asked for", float(out[-1].missing_bytes or 0)))
         bars.append(Bar("measured", parts, short_of(out[-1], hardware)))
+    if measured and (resumed_bytes := resumed_peak_bytes(list(records), candidate)) is not None:
+        note = "once, while it goes on from a checkpoint"
+        if resumed_bytes > hardware.ceiling_bytes:
+            note += "; it did not run out, and the headroom is for steps, so it may exceed the ceiling"
+        bars.append(Bar("resuming", (("not told apart", float(resumed_bytes)),), note))
     return Bars(name, str(candidate) or AS_IS, tuple(bars))
 
 

@@ -285,13 +285,16 @@ def unit_of(axis: Axis) -> float:
 
 
 def look(trial: Trial) -> tuple[str, str]:
-    """Return (shape, classes): shape and colour show the stage, hollow marks offload, a cross marks a failure."""
+    """Return (shape, classes): shape and colour show the stage, hollow marks offload, a cross marks a failure.
+
+    A trial that cannot win, or is not compared with the winner, is faded.
+    """
     stage = min(3, int(trial.knobs.get("zero_stage", 0)))
     hollow = any(trial.knobs.get(name, "none") != "none" for name in ("offload_optimizer", "offload_param"))
     if trial.status in (Status.FAILED, Status.UNDECIDED, Status.RUNNING):
         return "plus", "gone"
     shape = SHAPES[stage] if trial.status is not Status.RAN_OUT else "cross"
-    return shape, f"s{stage}" + (" hollow" if hollow else "")
+    return shape, f"s{stage}" + (" hollow" if hollow else "") + (" aside" if trial.remark else "")
 
 
 def speed_against_memory(report: StudyReport) -> Markup | None:
@@ -330,10 +333,11 @@ def speed_against_memory(report: StudyReport) -> Markup | None:
     for trial in out:
         shape, classes = look(trial)
         plot.mark(shape, needed[trial.number] / unit, None, classes, trial.number)
-    for trial in ran:
+    winner = report.verdict.winner
+    # the winner comes last, so that nothing covers it
+    for trial in sorted(ran, key=lambda t: (not t.remark, winner is not None and t.number == winner.number)):
         shape, classes = look(trial)
         plot.mark(shape, (trial.peak_bytes or 0) / unit, trial.tokens_per_second, classes, trial.number)
-    winner = report.verdict.winner
     if winner is not None and winner.peak_bytes:
         plot.mark("ring", winner.peak_bytes / unit, winner.tokens_per_second, "winner")
     return plot.html()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import hashlib
-import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -18,12 +18,30 @@ from typing import Any
 
 import jinja2
 from markupsafe import Markup
-from rich.console import Console
 
 from autotune._version import __version__
-from autotune.results.console import knob_words
+from autotune.results.console import code_legend, config_sentence, knob_words
 from autotune.results.output_files import check_out
-from autotune.results.plan import Plan, show_comparison, show_plan
+from autotune.results.plan import (
+    NO_CARD,
+    NO_GAIN,
+    Outlook,
+    Plan,
+    PlanTable,
+    batch_line,
+    cards_table,
+    chunked_loss_line,
+    comparison_table,
+    fewest,
+    gain_rows,
+    limits,
+    loading_line,
+    machine_line,
+    measured_lines,
+    nothing_fits_lines,
+    rate,
+    ways_table,
+)
 from autotune.results.report import figures
 from autotune.results.report.build import given_back, predicted_bar
 from autotune.results.report.figures import Axis, Plot, size_axis, unit_of
@@ -31,7 +49,7 @@ from autotune.results.report.knob_effects import shown
 from autotune.results.report.model import Bars, Cell, StudyReport, Trial, TrialPrediction
 from autotune.util.files import cannot_write, write_atomically
 from autotune.util.streams import printable
-from autotune.util.units import format_bytes, format_duration
+from autotune.util.units import format_bytes, format_count, format_duration, format_hours, format_usd
 
 # -- page --------------------------------------------------------------------------------------------------------------
 #
@@ -135,9 +153,9 @@ def training_page(report: TrainingReport) -> str:
 
 def plan_page(report: PlanReport) -> str:
     """Return the HTML of a plan's page."""
-    capacities = [float(card.capacity_bytes) for card in report.cards]
-    scale = 1.02 * max([*capacities, *(bar.whole for bars in report.memory for bar in bars.bars)])
-    limits = {bars.limits for bars in report.memory if bars.limits}
+    of_all = {bars.limits for bars in report.memory if bars.limits}
+    capacities = [float(capacity) for capacity, _ in of_all]
+    scale = 1.02 * max([1.0, *capacities, *(bar.whole for bars in report.memory for bar in bars.bars)])
     return _fill(
         "plan.html.j2",
         report=report,
@@ -145,7 +163,9 @@ def plan_page(report: PlanReport) -> str:
         bars=[
             figures.memory_bars(bars, at, scale, *bars.limits) for at, bars in enumerate(report.memory) if bars.limits
         ],
-        limits=limits.pop() if len(limits) == 1 else None,
+        limits=of_all.pop() if len(of_all) == 1 else None,
+        no_card=NO_CARD,
+        no_gain=NO_GAIN,
         holds=list(dict.fromkeys(name for bars in report.memory for bar in bars.bars for name, _ in bar.parts)),
         data=as_data(report.data),
     )
@@ -218,20 +238,23 @@ def write_page(html: str, out: Path) -> None:
 
 # -- report of a plan --------------------------------------------------------------------------------------------------
 #
-# Content of the page of `autotune plan --html`: predictions only.
-
-WIDTH = 100  # columns of the plan's text
+# Content of the page of `autotune plan --html`: predictions only. Sentences and tables are those of the terminal.
 
 
 @dataclass(frozen=True)
 class Card:
-    """Predictions for one kind of device, and its capacity."""
+    """Predictions for one kind of device."""
 
-    machine: str
-    capacity_bytes: int  # of one rank
-    head: str  # one line
-    best: tuple[dict[str, Any], ...]  # `results.plan.prediction_json` of each
-    fits_though: str  # reason why the first of them fits if its peak is above the ceiling
+    machine: str  # and its main memory
+    sentence: str  # the verdict
+    label: str  # short codes of the config; empty if nothing fits
+    legend: str  # explains them
+    tiles: tuple[tuple[str, str, str], ...]  # (figure, its name, interval or detail)
+    lines: tuple[str, ...]  # further facts of the verdict
+    measured: tuple[str, ...]  # published measurements of this kind of job
+    config: dict[str, Any] | None  # DeepSpeed's; None if nothing fits
+    ways: PlanTable
+    gains: tuple[tuple[str, str], ...]  # (gain, change)
 
 
 @dataclass(frozen=True)
@@ -240,10 +263,12 @@ class PlanReport:
 
     model: str
     job: str
-    machine: str
-    cards: tuple[Card, ...]  # one, or several side by side
+    batch: str
+    note: str
+    plans: tuple[Card, ...]  # one, or several side by side
     memory: tuple[Bars, ...]  # fastest configs, each with the limits of its card
-    text: str  # the whole plan as in the terminal
+    cards: PlanTable | None  # other cards, or the comparison
+    fewest: str  # fewest GPUs of the plan's own card
     data: Any  # the output of `--json`
     version: str = __version__
 
@@ -251,28 +276,79 @@ class PlanReport:
 def plan_report(plans: list[Plan]) -> PlanReport:
     """Build the content from one plan, or from several cards side by side."""
     first, several = plans[0], len(plans) > 1
-    out = Console(file=io.StringIO(), width=WIDTH, color_system=None, legacy_windows=False)
-    if several:
-        show_comparison(plans, out)
-    else:
-        show_plan(first, out)
-    assert isinstance(out.file, io.StringIO)
     return PlanReport(
         model=first.job.model.name,
         job=first.job.summary,
-        machine=" | ".join(str(plan.hardware) for plan in plans),
-        cards=tuple(_card(plan) for plan in plans),
+        batch=batch_line(first),
+        note="; ".join(dict.fromkeys(plan.note for plan in plans if plan.note)),
+        plans=tuple(_card(plan) for plan in plans),
         memory=tuple(bars for plan in plans for bars in _memory(plan, several)),
-        text=out.file.getvalue().rstrip(),
+        cards=comparison_table(plans) if several else cards_table(first),
+        fewest=f"Fewest {first.own.gpu}: {fewest(first.own)}." if first.own else "",
         data=[plan.to_json() for plan in plans] if several else first.to_json(),
     )
 
 
 def _card(plan: Plan) -> Card:
-    head = str(plan.best[0].candidate) if plan.best else "Nothing of the space is predicted to fit."
-    ceiling = plan.hardware.ceiling_bytes
-    though = given_back(plan.best[0].peak_bytes, plan.best[0].needed_bytes, ceiling) if plan.best else ""
-    return Card(str(plan.hardware), plan.hardware.capacity_bytes, head, tuple(plan.to_json()["best"]), though)
+    outlook, hardware = plan.outlook, plan.hardware
+    made = functools.partial(
+        Card,
+        machine=machine_line(plan),
+        ways=ways_table(plan),
+        measured=tuple(measured_lines(plan)),
+        gains=tuple(gain_rows(plan)),
+    )
+    chunked = filter(None, [chunked_loss_line(plan)])
+    if outlook is None:
+        verdict, *lines = nothing_fits_lines(plan)
+        return made(
+            sentence=f"{verdict[0].upper()}{verdict[1:]}.",
+            label="",
+            legend="",
+            tiles=(),
+            lines=(*lines, *chunked),
+            config=None,
+        )
+    one = outlook.prediction
+    lines = [f"limited by {limits(one)}"]
+    lines += filter(None, [given_back(one.peak_bytes, one.needed_bytes, hardware.ceiling_bytes)])
+    if one.host_bytes:
+        lines.append(f"{format_bytes(outlook.host_bytes)} of main memory a node for what is offloaded")
+    if plan.loading_bytes:
+        lines.append(f"loading takes {loading_line(plan)}")
+    sure = "Fastest that surely fits" if one.sure else "Likeliest to fit"
+    return made(
+        sentence=f"{sure}: {config_sentence(one.candidate, plan.job, hardware)}.",
+        label=str(one.candidate),
+        legend=code_legend(one.candidate),
+        tiles=tuple(_tiles(plan, outlook)),
+        lines=(*lines, *chunked),
+        config=one.candidate.ds_config(plan.job),
+    )
+
+
+def _tiles(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str, str]]:
+    one, low_high = outlook.prediction, " to ".join
+    yield (
+        f"{rate(outlook.tokens_per_second)} tokens/s",
+        f"step {format_duration(one.step_seconds)}",
+        low_high(map(rate, outlook.tokens_interval)),
+    )
+    yield (
+        f"{min(one.chance, 0.99):.0%}",
+        "chance to fit",
+        f"{format_bytes(one.peak_bytes)} ({low_high(map(format_bytes, one.peak_interval))}) of "
+        f"{format_bytes(plan.hardware.capacity_bytes)} a GPU",
+    )
+    yield (
+        format_hours(outlook.hours),
+        f"for {format_count(outlook.tokens)} tokens",
+        low_high(map(format_hours, outlook.hours_interval)),
+    )
+    if outlook.usd is not None and outlook.usd_interval is not None:
+        yield format_usd(outlook.usd), f"at {outlook.price}", low_high(map(format_usd, outlook.usd_interval))
+    if outlook.mfu is not None and outlook.mfu_interval is not None:
+        yield f"{outlook.mfu:.0%}", "MFU", low_high(f"{share:.0%}" for share in outlook.mfu_interval)
 
 
 def _memory(plan: Plan, several: bool) -> list[Bars]:

@@ -113,7 +113,7 @@ class WinnerSummary:
 class Bar:
     """Bytes of a rank by content, in order."""
 
-    name: str  # `predicted` or `measured`
+    name: str  # `predicted`, `measured` or `resuming`
     parts: tuple[tuple[str, float], ...]
     note: str = ""
 

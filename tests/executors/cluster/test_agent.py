@@ -280,7 +280,7 @@ def test_a_stream_that_does_not_begin_with_an_agent(tmp_path: Path, before: tupl
 
 def test_bad_wishes_come_back_with_the_nodes_name_and_leave_nothing(tmp_path: Path) -> None:
     cluster = Cluster([Host("n1", tuple(range(500)))], Pipe(), NodeRequirements("cpu"), tmp_path)
-    with pytest.raises(UserError, match=r"node n1: --gpus 500: \d+ CPU cores carry at most"):
+    with pytest.raises(UserError, match=r"node n1: --gpus 500: \d+ CPU cores run at most"):
         cluster.reach()
     assert all(node.connection._process.poll() is not None for node in cluster.nodes)
     cluster = Cluster([Host("n1", (0,))], Pipe(), NodeRequirements("cpu", path="/no/such/folder"), tmp_path)

@@ -1,0 +1,141 @@
+"""Flags that carry the batch, found from the steps of a script that runs with other values of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autotune.commands.script_probe import _mapped, flags_found
+from autotune.executors.base import Effort
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.job import Job, Script
+from autotune.problem.outcome import Outcome, OutcomeKind
+from autotune.script.argument_files import PRODUCTS, TIMES, TRIED, carries, said, value_at
+from autotune.script.argument_writer import parsed, winners_files
+from autotune.script.script import carries_knob, command, settings
+from tests.conftest import make_candidate, make_job
+
+RANKS, TOKENS = 2, 32
+Values = dict[str, int]
+Batch = tuple[int, int]  # (micro-batch, accumulation) of a rank
+
+
+class Executor:
+    """Runs a script of which only the batch is computed, from its flags."""
+
+    def __init__(self, batch: Callable[[Values], Batch], values: Values) -> None:
+        self.job, self.hardware = make_job(), SimpleNamespace(count=RANKS)
+        self.batch, self.values, self.runs = batch, values, 0
+
+    def session(self, candidate: Candidate, name: str, *, job: Job) -> Executor:
+        assert job.script is not None
+        self.runs += 1
+        words, tried = list(job.script.argv), job.script.profile.get(TRIED, {})
+        self.now = {
+            name: int(words[words.index(name) + 1]) if name in words else tried.get(name, value)
+            for name, value in self.values.items()
+        }
+        return self
+
+    def measure(self, candidate: Candidate, effort: Effort, seconds: float) -> Outcome:
+        micro_batch, accumulation = self.batch(self.now)
+        if not micro_batch or not accumulation:
+            return Outcome(OutcomeKind.CRASH, reason="a batch of 0")
+        self.facts = {"rows": micro_batch * accumulation, "micros": accumulation, "accumulation": accumulation}
+        return Outcome(OutcomeKind.OK)
+
+    def close(self) -> None:
+        pass
+
+
+def per_gpu(now: Values) -> Batch:
+    return now["--batch_size"], now["--update_freq"]
+
+
+def of_a_file(now: Values) -> Batch:
+    return now["train.batch"], now["train.accumulate"]
+
+
+def over_ranks(now: Values) -> Batch:
+    return now["--batch-size"] // RANKS, now["--iter-size"]
+
+
+def of_a_step(now: Values) -> Batch:
+    return now["--global_batch_size"] // RANKS // now["--accum"], now["--accum"]
+
+
+def derived(now: Values) -> Batch:
+    return now["--micro_train_batch_size"], now["--train_batch_size"] // RANKS // now["--micro_train_batch_size"]
+
+
+def of_tokens(now: Values) -> Batch:
+    return now["--max_tokens"] // TOKENS, 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "values", "found", "words"),
+    [
+        (per_gpu, {"--batch_size": 4, "--update_freq": 4, "--workers": 4}, {}, {"--batch_size": 8, "--update_freq": 2}),
+        (over_ranks, {"--batch-size": 8, "--iter-size": 4, "--workers": 4}, {}, {"--batch-size": 16, "--iter-size": 2}),
+        (over_ranks, {"--batch-size": 8, "--iter-size": 1}, {}, {"--batch-size": 32}),
+        (of_a_step, {"--global_batch_size": 32, "--accum": 4}, {"--global_batch_size": 32}, {"--accum": 2}),
+        (derived, {"--train_batch_size": 32, "--micro_train_batch_size": 4}, {}, {"--micro_train_batch_size": 8}),
+        (of_tokens, {"--max_tokens": 256, "--warmup": 64}, {}, {"--max_tokens": 1024}),
+        (per_gpu, {"--batch_size": 3, "--update_freq": 2, "--steps": 6}, {}, {"--batch_size": 6, "--update_freq": 1}),
+    ],
+)
+def test_flags_of_a_rank_of_all_ranks_of_a_step_and_of_tokens_are_found(
+    batch: Callable[[Values], Batch], values: Values, found: Values, words: Values, tmp_path: Path
+) -> None:
+    micro_batch, accumulation = batch(values)
+    total = micro_batch * accumulation
+    typed = [word for flag, value in values.items() for word in (flag, str(value))]
+    profile: dict[str, Any] = {"through_arguments": False, "counted": "rows", "rows_per_sample": 1, "config": {}}
+    profile |= {"micro_batch": micro_batch, "accumulation": accumulation}
+    script = Script(("train.py", *typed), str(tmp_path), profile=profile)
+    facts = {"rows": total, "micros": accumulation, "accumulation": accumulation, "integers": values, "widest": TOKENS}
+    executor: Any = Executor(batch, values)
+    learnt = flags_found(executor, script, facts, 60.0)
+    assert executor.runs <= 2
+    assert learnt.get(PRODUCTS, {}) == found
+    known = _mapped(script, {**profile, **learnt})
+    other = make_candidate(1, total, 1) if accumulation == 1 else make_candidate(1, 2 * micro_batch, accumulation // 2)
+    if accumulation == 1:
+        other = make_candidate(1, 4 * micro_batch, 1)  # a larger batch, as `--global-batch-size` asks for
+    assert settings(known, other).items() >= words.items()
+    printed = command(known, other, "ds.json")
+    assert all(printed[printed.index(flag) + 1] == str(value) for flag, value in words.items())
+    assert carries_knob(known, MICRO_BATCH)
+    now = batch({**values, **{flag: int(printed[printed.index(flag) + 1]) for flag in values}})
+    assert now == (other.micro_batch, other.accumulation)
+    assert said(known, MICRO_BATCH) in ([], [micro_batch])
+    assert bool(learnt.get(TIMES)) is (batch in (over_ranks, of_tokens))
+
+
+def test_values_of_an_argument_file_are_found(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(
+        "# mine\nmodel: {layers: 4}\ntrain: {batch: 4, accumulate: 2, deep: [4]}\nseed: 2\n"
+    )
+    values = {"train.batch": 4, "train.accumulate": 2, "model.layers": 4, "seed": 2}
+    profile: dict[str, Any] = {"through_arguments": False, "counted": "rows", "rows_per_sample": 1, "config": {}}
+    profile |= {"micro_batch": 4, "accumulation": 2}
+    script = Script(("train.py", "--config", "x.yaml"), str(tmp_path), profile=profile)
+    assert not script.files, "nothing in the file is known by name"
+    executor: Any = Executor(of_a_file, values)
+    learnt = flags_found(executor, script, {"rows": 8, "micros": 2, "accumulation": 2}, 60.0)
+    assert executor.now.keys() == values.keys()
+    assert len(set(executor.now.values())) == len(values), "each role shows"
+    known = _mapped(script, {**profile, **learnt})
+    assert dict(known.flags) == {MICRO_BATCH: "train.batch", ACCUMULATION: "train.accumulate"}
+    assert carries(known, MICRO_BATCH)
+    config = tmp_path / "best.json"
+    ((path, text),) = winners_files(known, make_candidate(1, 8, 1), config).items()
+    assert text.startswith("# mine")
+    assert command(known, make_candidate(1, 8, 1), str(config)) == ["train.py", "--config", str(path)]
+    data = parsed(text, "x.yaml")
+    assert [value_at(data, ("train", name)) for name in ("batch", "accumulate")] == [8, 1]
+    assert data["model"] == {"layers": 4}

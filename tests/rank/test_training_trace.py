@@ -1,0 +1,151 @@
+"""Recording of the training trace next to a GPU, whose calls are stood in for."""
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from autotune.problem.training_trace import MOST_STEPS
+from autotune.rank import devices
+from autotune.rank.hooks import deepspeed as hooks
+from autotune.rank.training_trace import TraceRecorder
+
+QUEUED_SECONDS, SCALE = 0.1, 1024.0
+
+
+class FP16_UnfusedOptimizer:  # DeepSpeed's name
+    loss_scale = SCALE
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.param_groups = [{"lr": 1e-3, "params": list(module.parameters())}]
+
+
+class Engine:
+    """Engine of stage 0 in fp16 whose own norm is that of the scaled gradients."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module, self.optimizer, self.skipped_steps = module, FP16_UnfusedOptimizer(module), 0
+        self.stage, self.fp16 = 0, True
+
+    def gradient_accumulation_steps(self) -> int:
+        return 1
+
+    def zero_optimization_stage(self) -> int:
+        return self.stage
+
+    def zero_optimization(self) -> bool:
+        return self.stage > 0
+
+    def fp16_enabled(self) -> bool:
+        return self.fp16
+
+    def bfloat16_enabled(self) -> bool:
+        return False
+
+    def get_global_grad_norm(self) -> float:
+        return 3.0 * SCALE
+
+
+@pytest.fixture
+def engine() -> Engine:
+    module = torch.nn.Linear(8, 8, bias=False)
+    module.weight.grad = torch.full((8, 8), 0.5 * SCALE)
+    return Engine(module)
+
+
+def test_gradients_of_the_unfused_optimizer_in_fp16_are_unscaled(engine: Engine) -> None:
+    recorder = TraceRecorder()
+    recorder.before_step(engine)
+    recorder.after_step(engine)
+    (step,) = recorder.report()["steps"]
+    assert step["gradient_norm"] == pytest.approx(4.0)  # of 64 elements of 0.5
+
+
+def test_skipped_steps_are_recorded_and_do_not_count(engine: Engine) -> None:
+    recorder = TraceRecorder()
+    for at in range(MOST_STEPS + 4):
+        recorder.before_step(engine)
+        engine.skipped_steps += at < 4
+        recorder.after_step(engine)
+    assert not recorder.records
+    skipped = [step["skipped"] for step in recorder.report()["steps"]]
+    assert skipped == [True] * 4 + [False] * MOST_STEPS
+
+
+def test_work_that_the_training_has_queued_is_not_time_of_recording(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued = [QUEUED_SECONDS]
+
+    def synchronize() -> None:
+        time.sleep(queued.pop() if queued else 0.0)
+
+    monkeypatch.setattr(devices, "in_use", lambda: True)
+    monkeypatch.setattr(devices, "generator_state", lambda: None)
+    monkeypatch.setattr(devices, "synchronize", synchronize)
+    recorder = TraceRecorder()
+    recorder.before_step(engine)
+    assert not queued
+    assert 0 < recorder.take_seconds() < QUEUED_SECONDS
+    assert recorder.take_seconds() == 0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "autocast", "precision"), [(False, False, "fp32"), (False, True, "mixed"), (True, False, "mixed")]
+)
+def test_products_of_fewer_bits_are_no_fp32(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, gpu: bool, autocast: bool, precision: str
+) -> None:
+    engine.fp16 = False
+    monkeypatch.setattr(devices, "in_use", lambda: gpu)
+    monkeypatch.setattr(devices, "generator_state", lambda: None)
+    monkeypatch.setattr(devices, "synchronize", lambda: None)
+    recorder = TraceRecorder()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        recorder.forward(torch.ones(2, 2), 2, certain=True)
+    recorder.before_step(engine)
+    recorder.after_step(engine)
+    assert recorder.report()["precision"] == precision
+    assert recorder.report()["missing"] == ""
+
+
+@pytest.mark.parametrize(("on_disk", "elements"), [(False, 64), (True, 0)])
+def test_offloaded_weights_of_stage_3_are_read_where_they_lie(engine: Engine, on_disk: bool, elements: int) -> None:
+    weight: Any = engine.module.weight
+    engine.stage = 3
+
+    def copy_to_gpu(parameter: Any) -> None:
+        raise AssertionError("a whole part is copied")
+
+    weight.ds_id, weight.ds_numel, weight.ds_tensor = 7, 64, torch.zeros(64)
+    weight._z3_optimizer = SimpleNamespace(
+        grad_position={7: [0, 16, 64]},
+        get_param_id=lambda parameter: parameter.ds_id,
+        _swappable_optimizer_subgroup=lambda group: on_disk,
+        fp32_partitioned_groups_flat=[torch.zeros(128)],
+        get_local_fp32_param=copy_to_gpu,
+    )
+    recorder = TraceRecorder()
+    recorder.before_step(engine)
+    weight._z3_optimizer.fp32_partitioned_groups_flat[0][16:80] = 2.0
+    recorder.after_step(engine)
+    found = recorder.report()
+    assert found["missing"] == ""
+    assert found["steps"][0]["elements"] == elements
+    assert found["steps"][0]["squares"] == 4.0 * elements
+
+
+def test_a_backward_without_the_engine_keeps_no_graph_alive() -> None:
+    context: Any = SimpleNamespace(trace=TraceRecorder(), inside=None)
+    loss = (torch.ones(2, requires_grad=True) * 2).sum()
+    alive = weakref.ref(loss)
+    original: Callable[..., Any] = torch.autograd.backward
+    hooks._autograd_backward(context, original, loss)
+    del loss
+    gc.collect()
+    assert alive() is None

@@ -1,0 +1,99 @@
+"""What is printed and exported about a winner trains the same as its trial: every form is followed, and its trace compared."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from autotune.results.console import train_with
+from autotune.results.export import deepspeed_config, training_arguments
+from autotune.script.profile import job_of
+from autotune.search.certificate import Verdict, compare
+from tests.conftest import Scripts, free_port, make_candidate
+from tests.plain_training import traced
+
+WINNER = make_candidate(2, 4, 3)
+IN_CODE = """
+import argparse, json, pathlib
+import deepspeed, torch
+p = argparse.ArgumentParser()
+p.add_argument("--batch_size", type=int, default=2)
+p.add_argument("--update_freq", type=int, default=2)
+p.add_argument("--lr", type=float, default=1e-3)
+args = p.parse_args()
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
+own = {"train_micro_batch_size_per_gpu": args.batch_size, "gradient_accumulation_steps": args.update_freq,
+       "zero_optimization": {"stage": 1, "reduce_bucket_size": 500000, "allgather_bucket_size": 500000},
+       "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+CONFIG = own  # its own config
+data = torch.randn(4096, 16, generator=torch.Generator().manual_seed(1))
+data = torch.utils.data.TensorDataset(data)
+engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=CONFIG)
+world = torch.distributed.get_world_size()
+sampler = torch.utils.data.DistributedSampler(data, shuffle=False)
+loader = torch.utils.data.DataLoader(data, batch_size=args.batch_size, sampler=sampler, drop_last=True)
+for at, (x,) in enumerate(loader):
+    if at >= 20 * args.update_freq:
+        break
+    engine.backward((engine(x) - x).square().mean())
+    engine.step()
+"""
+TRAINER = """
+import json
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, set_seed
+set_seed(0)
+ARGUMENTS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "use_cpu": True, "deepspeed": {
+    "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True, "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto", "train_batch_size": "auto"}}
+args = TrainingArguments("out", max_steps=40, report_to=[], save_strategy="no", learning_rate=1e-3, **ARGUMENTS)
+rows = torch.randint(0, 64, (2048, 16), generator=torch.Generator().manual_seed(1))
+model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
+                                                      num_hidden_layers=1, num_attention_heads=4))
+Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows]).train()
+"""
+
+
+def follow(folder: Path, name: str) -> None:
+    """Put the winner's config where the script has its own, as its user would."""
+    source = folder / "train.py"
+    text = source.read_text()
+    if name == "in_code":
+        text = text.replace("CONFIG = own", "CONFIG = json.loads(pathlib.Path('best.json').read_text())")
+    else:
+        head, _, rest = text.partition("ARGUMENTS = ")
+        tail = rest.partition("\nargs = ")[2]
+        text = f"{head}ARGUMENTS = json.load(open('best.training_arguments.json'))\nargs = {tail}"
+    source.write_text(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["in_code", "trainer"])
+def test_a_config_that_is_put_into_the_code_trains_as_its_trial(scripts: Scripts, tmp_path: Path, name: str) -> None:
+    (tmp_path / "train.py").write_text(IN_CODE if name == "in_code" else TRAINER)
+    found = scripts.probe(["train.py", *(["--lr", "0.001"] if name == "in_code" else [])], tmp_path)
+    assert found.script.profile["batch_note"] == ""
+    outcome = scripts.measure(found, WINNER)
+    assert outcome.ok, outcome
+    assert outcome.trace is not None
+    job = job_of(found.script, scripts.hardware, None)
+    (tmp_path / "best.json").write_text(json.dumps(deepspeed_config(WINNER, job)))
+    (tmp_path / "best.training_arguments.json").write_text(json.dumps(training_arguments(WINNER, job, "cpu")))
+    told = train_with(WINNER, job, "s", tmp_path / "best.json", 1)
+    follow(tmp_path, name)
+    words = shlex.split(told.instead.rpartition(" train with: ")[2])
+    assert ("--batch_size" in words) is (name == "in_code")
+    if name == "trainer":
+        assert (
+            "with per_device_train_batch_size=4, gradient_accumulation_steps=3 in its TrainingArguments"
+            in told.hints[0]
+        )
+    at = words.index("torchrun")
+    variables = dict(word.split("=", 1) for word in words[:at])
+    plain = traced(["torchrun", "--master-port", str(free_port()), *words[at + 1 :]], tmp_path, variables)
+    certificate = compare(outcome.trace, WINNER, plain, WINNER)
+    assert certificate.verdict is Verdict.SAME, certificate

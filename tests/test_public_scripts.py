@@ -1,0 +1,66 @@
+"""Rebuilds of public training scripts: what is found about their batch, and what their candidates train."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH
+from autotune.problem.outcome import OutcomeKind
+from autotune.script.argument_files import FOUND, PRODUCTS
+from autotune.script.profile import own_candidate
+from autotune.search.certificate import Certifier, Verdict
+from autotune.search.trials import SEARCH
+from tests.conftest import SCRIPTS, Scripts
+
+DEEP = "dataset.train.kwargs.batch_size"
+# way: (its arguments, flags that are found, a part of the note on its batch, stages that train otherwise or are refused)
+PUBLIC: dict[str, tuple[str, dict[str, str], str, tuple[int, ...]]] = {
+    "minrf": ("--train_batch_size 32 --per_device_train_batch_size 4", {}, "", ()),
+    "latent_diffusion": ("", {MICRO_BATCH: "--batch_size", ACCUMULATION: "--ga_steps"}, "", ()),
+    "controlnet": ("--cfg_path x.yaml", {MICRO_BATCH: DEEP, ACCUMULATION: "accelerate.accumulation"}, "", ()),
+    "cifar_moe": ("", {MICRO_BATCH: "--batch_size"}, "", (3,)),
+    "chat": ("", {MICRO_BATCH: "--per_device_training_batch_size"}, "", ()),
+    "by_duration": ("", {}, "change from step to step", ()),
+    "vocoder": ("", {MICRO_BATCH: "--batch_size"}, "the loss depends on how the batch is cut", ()),
+    "surgery": ("--bs 4", {MICRO_BATCH: "--bs"}, "", ()),
+    "webdataset": ("", {MICRO_BATCH: "--batch_size", ACCUMULATION: "--accum_freq"}, "", ()),
+    "imagenet": ("", {MICRO_BATCH: "--batch-size", ACCUMULATION: "--iter-size"}, "", ()),
+    "rlhf": ("", {MICRO_BATCH: "--micro_train_batch_size"}, "", ()),
+    "tokens": ("", {MICRO_BATCH: "--max_tokens", ACCUMULATION: "--update_freq"}, "", ()),
+    "scaled_by_hand": ("", {MICRO_BATCH: "--batch_size"}, "", (1, 2, 3)),
+}
+
+
+EVERY = bool(os.environ.get("AUTOTUNE_EVERY_SCRIPT"))
+USUAL = {"minrf", "controlnet", "cifar_moe", "imagenet", "tokens", "scaled_by_hand"}
+_SKIPPED = pytest.mark.skipif(not EVERY, reason="AUTOTUNE_EVERY_SCRIPT=1 runs it")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [way if way in USUAL else pytest.param(way, marks=_SKIPPED) for way in PUBLIC])
+def test_a_public_script_is_tuned_or_says_why_not(scripts: Scripts, tmp_path: Path, way: str) -> None:
+    words, flags, note, otherwise = PUBLIC[way]
+    (tmp_path / "x.yaml").write_text("dataset: {train: {kwargs: {batch_size: 4}}}\naccelerate: {accumulation: 2}\n")
+    found = scripts.probe([str(SCRIPTS / "public.py"), way, *words.split()], tmp_path)
+    profile = found.script.profile
+    assert note in profile["batch_note"] if note else not profile["batch_note"], profile["batch_note"]
+    assert profile.get(FOUND, {}) == flags, (profile.get(FOUND), profile.get(PRODUCTS))
+    own = own_candidate(found.script)
+    assert found.baseline is not None
+    others = [own.but(zero_stage=stage) for stage in (otherwise[:1] or (2 if own.stage != 2 else 1,))]
+    if not note and own.accumulation > 1:
+        others.append(own.but(**{MICRO_BATCH: own.micro_batch * 2, ACCUMULATION: own.accumulation // 2}))
+    scripts.measure(found, own)  # sets the job of the script
+    certifier = Certifier(scripts.executor.job)
+    certifier.learn(own, found.baseline, SEARCH)
+    for other in others:
+        outcome = scripts.measure(found, other)
+        if other.stage in otherwise:
+            refused = outcome.kind is OutcomeKind.INVALID
+            assert refused or certifier.certificate(other, outcome.trace).verdict is Verdict.DIFFERS, outcome
+        else:
+            assert outcome.ok, outcome
+            assert certifier.certificate(other, outcome.trace).verdict is Verdict.SAME, (other, outcome.trace)
