@@ -201,7 +201,7 @@ def _run(
             observer.doing("tracing the model, to predict memory and speed")
             is_up = lambda: stopped.is_set() or deadline.passed  # noqa: E731
             predictor = traced_predictor(setup.job, setup.hardware, cancelled=is_up)
-            kept.callback(lambda: tracking.end(_tracked_winner(store)))
+            kept.callback(tracking.end, partial(_tracked_winner, store))
             tracking.begin(store.name, work, _tracked_job(setup), partial(_predicted_figures, predictor))
             begin_with_rates(setup, store, predictor, observer.say)
             candidates, left_out = predictor.buildable(setup.candidates)

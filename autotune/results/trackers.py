@@ -280,11 +280,16 @@ class Tracking:
         if self._queues:
             self._put(vars(entry_of(number, candidate, role, outcome, self._predicted.pop(number, {}))))
 
-    def end(self, winner: Mapping[str, Any]) -> None:
-        """Record the winner, and wait for the trackers, at most `PATIENCE_SECONDS`."""
+    def end(self, winner: Callable[[], Mapping[str, Any]]) -> None:
+        """Record the winner, and wait for the trackers, at most `PATIENCE_SECONDS`.
+
+        Args:
+            winner: returns its figures; empty if there is none.
+        """
         if not self._threads:
             return
-        self._put(winner)
+        with suppress(Exception):  # the study cannot be read any more, which is reported elsewhere
+            self._put(winner())
         for one in self._queues.values():
             one.put("")  # the last
         until = time.monotonic() + PATIENCE_SECONDS
