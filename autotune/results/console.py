@@ -618,7 +618,7 @@ def _larger_budget(seconds: float) -> str:
 def startup_used_all(budget_seconds: float, used_seconds: float) -> str:
     """Say that the budget ended before the first trial, and which budget to try."""
     budget, took = format_duration(budget_seconds), format_duration(used_seconds)
-    used = f"no trial ran: the budget of {budget} ended during start-up, after {took}"
+    used = f"no trial ran: the budget of {budget} ended during start-up ({took})"
     return f"{used}; use {_larger_budget(budget_seconds + used_seconds)}"
 
 
