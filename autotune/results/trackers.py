@@ -285,11 +285,14 @@ class Tracking:
         if self._queues:
             self._put(vars(entry_of(number, candidate, role, outcome, self._predicted.pop(number, {}))))
 
-    def end(self, winner: Mapping[str, Any]) -> None:
+    def end(self, winner: Callable[[], Mapping[str, Any]]) -> None:
         """Record the winner, and wait for the trackers, at most `PATIENCE_SECONDS`."""
         if not self._threads:
             return
-        self._put(winner)
+        try:
+            self._put(winner())
+        except Exception as error:  # the study's database is lost, which the search reports
+            self._say(f"trackers: the winner is not recorded ({one_line(error)})")
         for one in self._queues.values():
             one.put("")  # the last
         until = time.monotonic() + PATIENCE_SECONDS

@@ -32,7 +32,7 @@ def tracked(name: str, folder: Path) -> list[str]:
     tracking.begin("mine", folder, {"job": "tiny", "api_key": "abcdefgh1234"}, lambda candidate: PREDICTED)
     tracking.started(1, make_candidate(3))
     tracking.finished(1, make_candidate(3), "search", OK)
-    tracking.end({"winner": "z3", "samples_per_second": 8.0})
+    tracking.end(lambda: {"winner": "z3", "samples_per_second": 8.0})
     return said
 
 
