@@ -83,6 +83,8 @@ class RunOptions(TypedDict, total=False):
     python: str | float | PurePath | None
     # Ray cluster, with --executor ray: HOST:PORT; default: $RAY_ADDRESS, or the cluster of this machine.
     ray_address: str | float | PurePath | None
+    # Memory of each device to leave to another process, like 20GiB for the rollout engine of RL.
+    reserve: str | float | PurePath | None
     # Random seed for the sampler and the data.
     seed: int | None
     # Tokens per sequence, or max; default: 2048 (CPU ranks: 64).
@@ -159,6 +161,8 @@ class PlanOptions(TypedDict, total=False):
     price: float | None
     # Python of your training environment; default: $AUTOTUNE_PYTHON, this Python, or the active environment.
     python: str | float | PurePath | None
+    # Memory of each device to leave to another process, like 20GiB for the rollout engine of RL.
+    reserve: str | float | PurePath | None
     # Tokens per sequence, or max; default: 2048 (CPU ranks: 64).
     seq_len: int | str | float | PurePath | None
     # Search space: a file, or a name from `autotune spaces list`.
