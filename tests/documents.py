@@ -16,6 +16,7 @@ from autotune.problem.hardware import named_gpu
 from autotune.problem.job import parse_lora
 from autotune.problem.models import shipped_models
 from autotune.problem.space import shipped_spaces
+from autotune.results.export import FORMATS
 from autotune.util.units import parse_bytes, parse_count, parse_duration, parse_share
 
 ROOT = Path(__file__).parents[1]
@@ -130,7 +131,7 @@ def check_values(given: dict[str, Any]) -> None:
     space, model = given.get("space"), given.get("model")
     assert not isinstance(space, str) or space in shipped_spaces() or space.endswith(".yaml"), space
     assert not model or model in shipped_models() or model.startswith("./"), model
-    assert given.get("style", "hf") in ("deepspeed", "accelerate", "hf")
+    assert given.get("style", "hf") in FORMATS
 
 
 # -- paths ---------------------------------------------------------------------------------------------------------------

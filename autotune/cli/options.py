@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import json
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import MISSING
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -132,14 +133,16 @@ def of_a_database(error: Exception) -> tuple[str, ExitCode]:
 _VALUES = {int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}  # of options without a metavar
 
 
-def _with_values(params: list[Any]) -> list[Any]:
-    """Return a command's parameters, shown with words for their values. A switch and an argument have none."""
-    for one in params:
-        if isinstance(one, TyperArgument):
-            one.display_type_rich = lambda ctx: None  # type: ignore[method-assign]  # its metavar is its name
-        elif isinstance(one, TyperOption) and one.metavar is None:
-            one.metavar = "" if one.is_flag else _VALUES.get(one.type_descriptor.annotation, "TEXT")
-    return params
+@cache
+def _shown(param: Any) -> Any:
+    """Return a copy of a parameter whose help has a word for its value. A switch and an argument have none."""
+    found, words = copy.copy(param), dict[str, Any]()
+    if isinstance(param, TyperArgument):
+        words = {"display_type_rich": lambda ctx: None}  # its metavar is its name
+    elif isinstance(param, TyperOption) and param.metavar is None:
+        words = {"metavar": "" if param.is_flag else _VALUES.get(param.type_descriptor.annotation, "TEXT")}
+    vars(found).update(words)
+    return found
 
 
 class Command(TyperCommand):
@@ -147,7 +150,7 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters for the help."""
-        return _with_values(super().get_params(ctx))
+        return [*map(_shown, super().get_params(ctx))]
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the words of the usage line."""
@@ -159,7 +162,7 @@ class Group(TyperGroup):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters for the help."""
-        return _with_values(super().get_params(ctx))
+        return [*map(_shown, super().get_params(ctx))]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; without any, those of `--help`."""

@@ -81,6 +81,8 @@ class RunOptions(TypedDict, total=False):
     precision: str | float | PurePath | None
     # Python of your training environment; default: $AUTOTUNE_PYTHON, this Python, or the active environment.
     python: str | float | PurePath | None
+    # nf4: keep the base weights of --lora in 4 bits (QLoRA).
+    quantize: str | float | PurePath | None
     # Ray cluster, with --executor ray: HOST:PORT; default: $RAY_ADDRESS, or the cluster of this machine.
     ray_address: str | float | PurePath | None
     # Memory of each device to leave to another process, like 20GiB for the rollout engine of RL.
@@ -161,6 +163,8 @@ class PlanOptions(TypedDict, total=False):
     price: float | None
     # Python of your training environment; default: $AUTOTUNE_PYTHON, this Python, or the active environment.
     python: str | float | PurePath | None
+    # nf4: keep the base weights of --lora in 4 bits (QLoRA).
+    quantize: str | float | PurePath | None
     # Memory of each device to leave to another process, like 20GiB for the rollout engine of RL.
     reserve: str | float | PurePath | None
     # Tokens per sequence, or max; default: 2048 (CPU ranks: 64).

@@ -182,6 +182,9 @@ class Request:
         "run plan",
         metavar="SETTINGS",
     )
+    quantize: str | None = _option(
+        None, "nf4: keep the base weights of --lora in 4 bits (QLoRA).", Panel.TRAINING, "run plan"
+    )
     attention: str | None = _option(
         None,
         "eager, sdpa, flash_attention_2, flash_attention_3 or flex_attention.",

@@ -24,8 +24,8 @@ from autotune.problem.ds_config import global_batch_of, load_ds_config
 from autotune.problem.faults import facts_of, own_facts, removed_keys, warnings
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import Hardware, detect, named_hardware
-from autotune.problem.job import Job, Script, load_lengths, longest_sequence, parse_lora, with_positions
-from autotune.problem.knobs import READ, missing_package
+from autotune.problem.job import Job, Lora, Script, load_lengths, longest_sequence, parse_lora, with_positions
+from autotune.problem.knobs import READ, missing_package, not_quantized
 from autotune.problem.models import ModelSpec, image_size_of, resolve_model, task_of, workload_spec
 from autotune.problem.nvml import visible_gpus
 from autotune.problem.space import SearchSpace, fitted, load_space
@@ -311,6 +311,8 @@ def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
         return _Tuned(job, hardware, space, first_candidates(typed.script), notes, said, slots=places)
     _refuse(request, "maps worst_case", "needs a training script after `--`, like `-- train.py`")
     job = _named_job(request, hardware)
+    if missing_package(job.lora) == "bitsandbytes":
+        raise UserError("--quantize needs the package bitsandbytes. Install it, or remove --quantize.")
     space, notes = fitted(space, job, hardware)
     notes = [*batch_note(request.global_batch_size, job, request.ds_config), *notes]
     said = warnings(own_facts(job), _deepspeed())
@@ -390,9 +392,8 @@ def _refuse(request: Request, names: str, why: str) -> None:
             raise UserError(f"{flag_of(name)} {why}. Remove {flag_of(name)}.")
 
 
-_OF_A_MODEL = (
-    "model lora attention lengths packed task image_size"  # without a meaning if the user's code makes the model
-)
+# options without a meaning if the user's code makes the model
+_OF_A_MODEL = "model lora quantize attention lengths packed task image_size"
 
 
 def _script_job(request: Request, script: Script, hardware: Hardware) -> Job:
@@ -423,7 +424,7 @@ def _named_job(request: Request, hardware: Hardware) -> Job:
         optimizer=request.optimizer,
         global_batch_size=kept_batch(request.global_batch_size, base, hardware.count, request.ds_config),
         base_config=base,
-        lora=parse_lora(request.lora) if request.lora else None,
+        lora=_lora(request, model),
         attention=request.attention,
         compiled=request.compiled,
         lengths=lengths,
@@ -432,10 +433,28 @@ def _named_job(request: Request, hardware: Hardware) -> Job:
         task=task,
         image_size=image_size_of(model.config, task, request.image_size, model.name),
     )
-    for option, value in (("--lora", job.lora), ("--attn", job.attention)):
+    adapters = dataclasses.replace(job.lora, quantize="") if job.lora else None  # only ranks need bitsandbytes
+    for option, value in (("--lora", adapters), ("--attn", job.attention)):
         if package := missing_package(value):
             raise UserError(f"{option} {value} needs the package {package}. Install it, or remove {option}.")
     return job
+
+
+def _lora(request: Request, model: ModelSpec) -> Lora | None:
+    """Return the adapters of a named model's training.
+
+    Raises:
+        UserError: a base model cannot be quantized, or there are no adapters.
+    """
+    if request.quantize and not request.lora:
+        raise UserError(f"--quantize {request.quantize} needs --lora: 4-bit weights cannot be trained themselves")
+    if request.quantize and "quantize=" in (request.lora or ""):
+        raise UserError("--quantize is also in --lora. Remove one of them.")
+    typed = [request.lora, f"quantize={request.quantize}" if request.quantize else None]
+    lora = parse_lora(",".join(filter(None, typed))) if request.lora else None
+    if lora and lora.quantize and (why := not_quantized(model.config)):
+        raise UserError(f"--quantize {lora.quantize}: {why}")
+    return lora
 
 
 def _model(request: Request) -> ModelSpec:

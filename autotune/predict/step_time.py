@@ -10,7 +10,7 @@ import numpy as np
 
 from autotune.predict.features import Columns, Floats
 from autotune.predict.trace_data import Trace
-from autotune.predict.zero_memory import kept_at_turn, persistent, staying, stepper
+from autotune.predict.zero_memory import NF4_BYTES, kept_at_turn, persistent, quantized_sizes, staying, stepper
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import GpuFacts, Hardware
 from autotune.problem.job import Job
@@ -154,6 +154,9 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         either(plain.moved[0][0] + plain.moved[1][0], again.moved[0][0] + again.moved[1][0])
         + either(plain.moved[0][1] + plain.moved[1][1], again.moved[0][1] + again.moved[1][1]) * rows
     ) / rates.memory
+    # Every pass reads the codes of a 4-bit weight and writes the weight (bitsandbytes 0.50, autograd/_functions.py, MatMul4Bit).
+    dequantized = sum(quantized_sizes(job, trace)) * (NF4_BYTES + job.element_bytes) / rates.memory
+    moved = moved + np.where(c.checkpointing > 0, 3.0, 2.0) * dequantized
     return Work(
         forward_share=either(_share(forward, whole_pass[0]), _share(forward, whole_pass[1])),
         recompute_share=either(0.0, 1 - _share(whole_pass[0], whole_pass[1])),

@@ -155,7 +155,8 @@ def loading_bytes_per_node(job: Job, parameters: int, hardware: Hardware) -> flo
     """Return the main memory that a node needs while each of its ranks loads a full copy of the weights.
 
     `from_pretrained` does so without `zero.Init`, in the model's precision, before anything moves to a GPU; the processes'
-    own memory is included.
+    own memory is included. This is an upper bound: tensors of a safetensors file that need no cast stay mapped, and are not
+    copied (`benchmarks/predict/loading.py`).
 
     Args:
         parameters: elements of the model.

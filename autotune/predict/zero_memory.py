@@ -91,7 +91,7 @@ class _Terms:
 
     def __init__(self, job: Job, trace: Trace, columns: Columns, device: str) -> None:
         self.trace, self.columns, self.ranks = trace, columns, float(job.ranks)
-        self.width, self.frozen_width = trained_width(job, trace), job.element_bytes
+        self.width, (self.frozen_width, self.dequantized) = trained_width(job, trace), frozen_width(job, trace)
         self.plain, self.torch_alone = job.plain, job.torch_alone
         self.stepper = stepper(job)
         # torch uses foreach on CUDA only. Pinning does nothing on CPU ranks (accelerator/cpu_accelerator.py).
@@ -186,6 +186,31 @@ def trained_width(job: Job, trace: Trace) -> float:
     return saved * job.element_bytes + (1 - saved) * job.trained_bytes
 
 
+# Bytes of an element of bitsandbytes' nf4 with double quantization (0.50, functional.py, quantize_4bit): 4 bits, an 8-bit
+# constant for 64 elements, and a 32-bit constant for 256 of those. QLoRA (arXiv 2305.14314, section 3) counts the same.
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+
+
+def quantized_sizes(job: Job, trace: Trace) -> list[int]:
+    """Return the elements of each weight that is kept in 4 bits: linear layers without the head.
+
+    Embeddings and the head have `vocab_size x hidden_size` elements. Norms and biases are smaller than any matrix.
+    """
+    if job.lora is None or not job.lora.quantize:
+        return []
+    text = job.model.config.get("text_config") or job.model.config
+    hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)
+    ends = int(text.get("vocab_size", 0)) * hidden
+    return [size for size in trace.frozen_sizes if size > 16 * hidden and size != ends]
+
+
+def frozen_width(job: Job, trace: Trace) -> tuple[float, float]:
+    """Return the mean bytes per element of frozen parameters, and the bytes of the largest weight while it is dequantized."""
+    width, sizes = job.element_bytes, quantized_sizes(job, trace)
+    share = sum(sizes) / max(trace.frozen, 1)
+    return share * NF4_BYTES + (1 - share) * width, width * max(sizes, default=0)
+
+
 def _resident(t: _Terms) -> tuple[Floats, Floats, Floats]:
     """Return (parameters, gradients, optimizer): device bytes that stay allocated all the time."""
     frozen = np.where(t.fsdp, t.frozen_shard, t.frozen_width) * t.trace.frozen
@@ -211,14 +236,14 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
     """Add the moments of forward and backward."""
     c = t.columns
     every = np.ones(len(c), dtype=bool)
-    gathered = np.where(t.three, gathered_bytes(t.trace, c, t.frozen_width, t.ranks), 0.0)
+    gathered = np.where(t.three, gathered_bytes(t.trace, c, t.frozen_width, t.ranks), t.dequantized)
     for choice, run in ((0.0, t.trace.plain), (1.0, t.trace.of(True))):
         mine = c.checkpointing == choice
         kept = np.where(c.fused_by_compiling & (choice == 0), COMPILED_KEPT, 1.0)
         for phase, name in ((FORWARD, "forward"), (BACKWARD, "backward")):
             for fixed, each, grads, used in _points(run, phase):
                 (held, buckets), shards = _pending(t, grads), _shards(t, grads)
-                whole = np.where(t.three, np.maximum(gathered, used), 0.0) * (t.ranks > 1)
+                whole = np.where(t.three, np.maximum(gathered, used) * (t.ranks > 1), t.dequantized)
                 if phase == BACKWARD:
                     buckets = np.maximum(buckets, t.early)
                 bypass = t.contiguous & t.one & ~t.bf16_optimizer

@@ -30,6 +30,9 @@ OPTIMIZERS = ("adamw", "adam", "fused_adam", "lion", "sgd", "adagrad")
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
+NF4 = "nf4"  # bitsandbytes' 4-bit type, with double quantization
+
+
 @dataclass(frozen=True)
 class Lora:
     """Low-rank adapters instead of full training."""
@@ -43,6 +46,7 @@ class Lora:
     fp32: bool = (
         False  # adapters in 32 bits on 16-bit weights, as peft makes them; DeepSpeed's engine casts all to 16 bits
     )
+    quantize: str = ""  # NF4: linear layers of the base model are kept in 4 bits (QLoRA); empty: in the job's precision
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Lora:
@@ -54,12 +58,15 @@ class Lora:
             tuple(data.get("saved", ())),
             data.get("dropout", 0.0),
             data.get("fp32", False),
+            data.get("quantize", ""),
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON; unused fields that older studies do not know are left out."""
         data = dataclasses.asdict(self)
-        return {name: value for name, value in data.items() if value or name not in ("saved", "dropout", "fp32")}
+        return {
+            name: value for name, value in data.items() if value or name not in ("saved", "dropout", "fp32", "quantize")
+        }
 
     def __str__(self) -> str:
         """Return the text that `parse_lora` reads."""
@@ -67,7 +74,8 @@ class Lora:
         alpha = f",alpha={self.alpha}" if self.alpha is not None else ""
         saved = f",saved={'+'.join(self.saved)}" if self.saved else ""
         dropout = f",dropout={self.dropout:g}" if self.dropout else ""
-        return f"r={self.rank}{targets}{alpha}{saved}{dropout}" + (",dtype=fp32" if self.fp32 else "")
+        base = f",quantize={self.quantize}" if self.quantize else ""
+        return f"r={self.rank}{targets}{alpha}{saved}{dropout}{base}" + (",dtype=fp32" if self.fp32 else "")
 
 
 def parse_lora(text: str) -> Lora:
@@ -79,7 +87,7 @@ def parse_lora(text: str) -> Lora:
     values: dict[str, str] = {}
     for part in text.split(","):
         key, equals, value = part.strip().partition("=")
-        if not equals or key not in ("r", "targets", "alpha", "saved", "dropout", "dtype") or not value:
+        if not equals or key not in ("r", "targets", "alpha", "saved", "dropout", "dtype", "quantize") or not value:
             raise UserError(f"LoRA {text}: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32")
         values[key] = value
     rank = whole_number(values.get("r", "16"), f"LoRA {shown(text)}: r", 1, 4096)
@@ -92,8 +100,11 @@ def parse_lora(text: str) -> Lora:
         raise UserError(f"LoRA {text}: dropout is a share between 0 and 1")
     if values.get("dtype", "fp32") != "fp32":
         raise UserError(f"LoRA {text}: dtype must be fp32; without it, adapters have the dtype of the weights")
+    if (quantize := values.get("quantize", "")) not in ("", NF4):
+        raise UserError(f"LoRA {text}: quantize is {NF4}, or left out for weights in the precision of the training")
     saved = tuple(values["saved"].split("+")) if "saved" in values else ()
-    return Lora(rank, tuple(values.get("targets", "all-linear").split("+")), alpha, saved, dropout, "dtype" in values)
+    targets = tuple(values.get("targets", "all-linear").split("+"))
+    return Lora(rank, targets, alpha, saved, dropout, "dtype" in values, quantize)
 
 
 @dataclass(frozen=True)

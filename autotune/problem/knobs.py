@@ -48,6 +48,32 @@ class Circumstances:
 Need = Callable[[Value, Circumstances], str]  # returns what is missing, or an empty text
 
 
+def not_quantized(config: Mapping[str, Any]) -> str:
+    """Return why bitsandbytes cannot quantize most of a model; empty if it can."""
+    experts = any("experts" in key for key in config)
+    return (
+        "transformers 5 keeps all experts of a layer in one parameter, which bitsandbytes does not quantize" * experts
+    )
+
+
+def whole_if_quantized(value: Value, c: Circumstances) -> str:
+    """Refuse stage 3 for 4-bit weights.
+
+    zero.Init partitions weights while the model is made, and bitsandbytes quantizes whole ones. transformers has a path through
+    `from_pretrained` with a 16-bit storage type, which a model with random weights does not take.
+    """
+    return "is not for --quantize: 4-bit weights are whole on each rank" * bool(
+        value == 3 and c.job.lora and c.job.lora.quantize
+    )
+
+
+def _quantized_refused(knobs: Knobs) -> str:
+    """Refuse stage 3 for 4-bit weights of the knob `lora`, see `whole_if_quantized`."""
+    lora = str(knobs.get(LORA, "none"))
+    at_three = stage_of(knobs) == 3 and lora != "none" and bool(parse_lora(lora).quantize)
+    return "4-bit weights of lora cannot be combined with stage 3" * at_three
+
+
 def cuda(value: Value, c: Circumstances) -> str:
     """Require CUDA devices. Return the reason of a refusal, else an empty text."""
     return "" if c.hardware.device == "cuda" else "is for CUDA alone"
@@ -169,6 +195,8 @@ def missing_package(choice: object) -> str | None:
     if choice in (None, "none"):
         return None
     package = "peft" if str(choice).startswith("r=") else KERNELS.get(str(choice))
+    if package == "peft" and parse_lora(str(choice)).quantize and current().has(package):
+        package = "bitsandbytes"
     return package if package and not current().has(package) else None
 
 
@@ -208,7 +236,12 @@ def engine_compile(value: Value, c: Circumstances) -> str:
     return "" if c.compiles or c.job.compiled else "needs --compile, or the knob compile"
 
 
-FATAL: tuple[Need, ...] = (cuda, adam, mics_init)  # without these DeepSpeed fails; without the others nothing is gained
+FATAL: tuple[Need, ...] = (
+    cuda,
+    adam,
+    mics_init,
+    whole_if_quantized,
+)  # without these DeepSpeed fails; without the others nothing is gained
 OF_PACKAGES: tuple[Need, ...] = (its_package, liger_kernel, a_compiler)
 
 
@@ -369,11 +402,11 @@ _DTYPES = ("fp32", "fp16", "bf16")
 _FIRST: dict[str, Knob] = {
     MICRO_BATCH: Knob(MICRO_BATCH, int, low=1, short="mb"),
     ACCUMULATION: Knob(ACCUMULATION, int, low=1, short="ga"),
-    "zero_stage": Knob(ZERO + "stage", int, high=3, needs=(sharded_for_its_optimizer,), short="z"),
+    "zero_stage": Knob(ZERO + "stage", int, high=3, needs=(sharded_for_its_optimizer, whole_if_quantized), short="z"),
     CHECKPOINTING: Knob(None, bool, short="ckpt"),
     ATTENTION: Knob(None, ATTENTIONS, needs=(its_package,)),
     COMPILED: Knob(None, bool, off=False, needs=(a_compiler,)),
-    LORA: Knob(None, Lora, needs=(its_package,)),
+    LORA: Knob(None, Lora, needs=(its_package,), refused=_quantized_refused),
     PACKING: Knob(None, bool),
     LIGER: Knob(None, bool, off=False, needs=(cuda, liger_model, liger_kernel)),
     EXPANDABLE: Knob(None, bool, off=False, needs=(cuda, own_allocator), short="expandable"),

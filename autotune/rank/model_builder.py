@@ -124,6 +124,9 @@ def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> to
         model = task_model(config, job)
     keep_cache(model, False)
     model.tie_weights()
+    if job.lora is not None and job.lora.quantize:
+        fill_weights(model, device)  # before their values become codes
+        quantize(model, job, device)
     model = adapted(model, job)
     if stage != 3:
         model.to(device)
@@ -131,6 +134,31 @@ def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> to
     model.train()
     assert isinstance(model, torch.nn.Module)
     return model
+
+
+def quantize(model: Any, job: Job, device: torch.device) -> None:
+    """Replace the linear layers by bitsandbytes' with 4-bit weights on the device, as transformers does, except for the head."""
+    import bitsandbytes
+
+    head = model.get_output_embeddings()
+    for module in list(model.modules()):
+        for name, inner in list(module.named_children()):
+            if type(inner) is not torch.nn.Linear or inner is head:
+                continue
+            made = bitsandbytes.nn.Linear4bit(
+                inner.in_features,
+                inner.out_features,
+                inner.bias is not None,
+                compute_dtype=DTYPES[job.precision],
+                quant_type="nf4",
+                compress_statistics=True,
+                device="meta",
+            )
+            made.weight = bitsandbytes.nn.Params4bit(
+                inner.weight.data, False, quant_type="nf4", compress_statistics=True
+            )
+            made.bias = inner.bias
+            setattr(module, name, made.to(device))
 
 
 _MOST_DRAWN = 2**20  # elements that are drawn at once
@@ -150,6 +178,8 @@ def fill_weights(model: torch.nn.Module, device: torch.device) -> None:
     for number, (name, parameter) in enumerate(model.named_parameters()):
         tensor = getattr(parameter, "ds_tensor", parameter)
         shape = getattr(parameter, "ds_shape", parameter.shape)
+        if not parameter.is_floating_point():
+            continue  # codes of quantized weights
         if len(shape) > 1:
             draw_weights(tensor.data.view(-1), number, _offset(parameter), math.prod(shape), device)
         else:

@@ -38,7 +38,17 @@ class ModelRank(BaseRank):
         self.enter(Phase.INIT)
         self.fault(Phase.INIT)
         self._build()
-        load(self, self.engine.load_checkpoint)
+        # No module loads the keys of a 4-bit weight again. Frozen weights are left out, as Trainer does for peft.
+        coded = self.job.lora is not None and bool(self.job.lora.quantize)
+        save = (
+            partial(self.engine.save_checkpoint, exclude_frozen_parameters=True)
+            if coded
+            else self.engine.save_checkpoint
+        )
+        load(
+            self,
+            partial(self.engine.load_checkpoint, load_module_strict=False) if coded else self.engine.load_checkpoint,
+        )
         self.channel.send("phase", phase="ready")
         while (message := self.channel.receive()) is not None:
             if message["type"] == "measure":
@@ -46,7 +56,7 @@ class ModelRank(BaseRank):
             elif message["type"] == "certify":
                 self._certify(message)
             elif message["type"] == "checkpoint":
-                checkpoint(self, self.engine, self.engine.save_checkpoint, message)
+                checkpoint(self, self.engine, save, message)
             elif message["type"] == "stop":
                 return
 

@@ -316,6 +316,9 @@ def needs_of_model(candidate: Candidate, job: Job) -> list[str]:
         lines.append(f"make the model with attn_implementation={made.attention!r}: it was measured with it")
     if made.lora:
         lines.append(f"train adapters alone (peft's LoraConfig, {made.lora}): it was measured with them")
+    if made.lora and made.lora.quantize:
+        loaded = "load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True"
+        lines.append(f"load the base model with BitsAndBytesConfig({loaded}): it was measured with 4-bit weights")
     if made.packed:
         lines.append(f"pack sequences into rows of {job.seq_len} tokens: the batch sizes count rows")
     if made.liger:

@@ -484,7 +484,7 @@ def loading_line(plan: Plan) -> str:
     """Format the main memory that loading a checkpoint needs, and the remedy if there is less."""
     hardware = plan.hardware
     each = f"{hardware.per_node} ranks load a full copy each" if hardware.per_node > 1 else "the weights are loaded"
-    text = f"{_gib(plan.loading_bytes)} of main memory a node while {each}"
+    text = f"up to {_gib(plan.loading_bytes)} of main memory a node while {each}"
     if plan.loading_bytes <= hardware.host_memory_bytes:
         return text
     return f"{text}: more than there is; at ZeRO 3 zero.Init loads one copy in parts"

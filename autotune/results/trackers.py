@@ -286,13 +286,15 @@ class Tracking:
             self._put(vars(entry_of(number, candidate, role, outcome, self._predicted.pop(number, {}))))
 
     def end(self, winner: Callable[[], Mapping[str, Any]]) -> None:
-        """Record the winner, and wait for the trackers, at most `PATIENCE_SECONDS`."""
+        """Record the winner, and wait for the trackers, at most `PATIENCE_SECONDS`.
+
+        Args:
+            winner: returns its figures; empty if there is none.
+        """
         if not self._threads:
             return
-        try:
+        with suppress(Exception):  # the study cannot be read any more, which is reported elsewhere
             self._put(winner())
-        except Exception as error:  # the study's database is lost, which the search reports
-            self._say(f"trackers: the winner is not recorded ({one_line(error)})")
         for one in self._queues.values():
             one.put("")  # the last
         until = time.monotonic() + PATIENCE_SECONDS

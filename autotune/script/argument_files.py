@@ -121,8 +121,9 @@ def said(script: Script, knob: str) -> list[Any]:
     for at, word in enumerate(script.argv):
         name, equals, value = word.partition("=")
         if flag is not None and name.lstrip("+") == flag:
-            typed = value if equals else next(iter(script.argv[at + 1 : at + 2]), "")
-            found += [int(typed) // times_of(script, knob)] if typed.isdigit() else [typed]
+            times = times_of(script, knob)
+            typed = [value] if equals else script.argv[at + 1 : at + 2]
+            found += [str(int(one) // times) if times > 1 and one.isdigit() else one for one in typed]
     for file in own_files(script):
         place, _ = _place(script, file.data, knob)
         found += [] if place is None else [value_at(file.data, place)]

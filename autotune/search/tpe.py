@@ -93,10 +93,12 @@ class Sampler:
 
 
 class _Proposals(optuna.storages.InMemoryStorage):
-    """Storage that forgets the settings of failed trials, which the sampler never reads.
+    """Storage that keeps one object for all failed trials, of which the sampler reads only the state.
 
     An experienced sampler proposes about 20 settings for each measured trial, and most of them are no candidate.
     """
+
+    _FAILED = optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL)
 
     def set_trial_state_values(
         self, trial_id: int, state: optuna.trial.TrialState, values: Sequence[float] | None = None
@@ -104,8 +106,7 @@ class _Proposals(optuna.storages.InMemoryStorage):
         """Store a trial's state and values."""
         stored = super().set_trial_state_values(trial_id, state, values)
         if state is optuna.trial.TrialState.FAIL:
-            trial = self.get_trial(trial_id)
-            trial.params, trial.distributions, trial.system_attrs = {}, {}, {}
+            self._set_trial(trial_id, self._FAILED)
         return stored
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 # Packages whose versions affect the available choices and speed.
-PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "liger_kernel", "ninja")
+PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "bitsandbytes", "liger_kernel", "ninja")
 
 
 def version(package: str) -> str | None:

@@ -14,6 +14,7 @@ import json
 import random
 import runpy
 import signal
+import statistics
 import sys
 import tempfile
 import threading
@@ -116,13 +117,30 @@ def trained(folder: Path) -> tuple[int, int]:
     return len(starts), len({entry["step"] for entry in entries[starts[-1] + 1 :]}) if starts else 0
 
 
+def recoveries(folder: Path) -> list[tuple[float, int]]:
+    """(seconds, steps) of each restart: from the last forward before the failure to the first optimizer step after it, and the
+    steps that were begun twice. A step is taken as done when the next one begins."""
+    entries = [json.loads(line) for line in (folder / "seen.rank0.jsonl").read_text().splitlines()]
+    found, starts = [], [at for at, entry in enumerate(entries) if "started" in entry]
+    for at in starts[1:]:
+        before, after = entries[at - 1], entries[at + 1 :]
+        stepped = [entry["at"] for entry in after if "step" in entry and entry["step"] > after[0].get("step", 0)]
+        if "step" in before and stepped:
+            found.append((stepped[0] - before["at"], before["step"] - after[0]["step"] + 1))
+    return found
+
+
 def judged(what: str, folder: Path, steps: int, summary: LaunchSummary, seconds: float) -> dict[str, Any]:
     expected = {step: set(range(BATCH * step, BATCH * (step + 1))) for step in range(steps)}
+    again = recoveries(folder)
     row = {
         "case": what,
         "exit": summary.code,
         "restarts": len(summary.attempts) - 1,
         "every sample as without failures": seen_samples(folder) == expected,
+        "to the next step, s (median)": statistics.median(gap for gap, _ in again) if again else None,
+        "to the next step, s (most)": max((gap for gap, _ in again), default=None),
+        "steps trained again (most)": max((steps for _, steps in again), default=None),
         "seconds": seconds,
     }
     print(json.dumps(row), flush=True)

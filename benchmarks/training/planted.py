@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ class Run:
     stage: int = 0
     offload: bool = False
     micro_batch: int = 2
-    model: str = "mlp"  # mlp, dropout or attention
+    model: str = "mlp"  # mlp, dropout, attention or large
     optimizer: str = "AdamW"
     precision: str = "fp32"
     data: int = 0  # seed
@@ -107,6 +107,9 @@ def _model(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "attention":
         return torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    if kind == "large":
+        layers = [layer for _ in range(6) for layer in (torch.nn.Linear(1536, 1536), torch.nn.Tanh())]
+        return torch.nn.Sequential(torch.nn.Linear(32, 1536), *layers, torch.nn.Linear(1536, 32))
     middle = [torch.nn.Dropout(0.1)] if kind == "dropout" else []
     return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), *middle, torch.nn.Linear(64, 32))
 
@@ -138,7 +141,7 @@ def _trained(run: Run, rank: int) -> dict[str, Any]:
     rows = max(1, round(run.micro_batch * run.factor)) if run.fault == "batch" else run.micro_batch
     data = torch.randn(4096, 4, 32, generator=torch.Generator().manual_seed(run.data))
     seed_all(99 if run.reseed else 1, 0)
-    at, number = 0, 0
+    at, number, began = 0, 0, time.perf_counter()
     for step in range(MOST_STEPS):
         for _ in range(accumulation):
             batch = data[(at * RANKS + rank) * rows :][:rows]
@@ -157,7 +160,7 @@ def _trained(run: Run, rank: int) -> dict[str, Any]:
                 recorder.after_step(engine)
             else:
                 engine.step()
-    return recorder.report()
+    return {**recorder.report(), "seconds": [recorder.take_seconds(), time.perf_counter() - began]}
 
 
 def _weight(run: Run, step: int, number: int, accumulation: int) -> float:
@@ -210,12 +213,29 @@ def traces(runs: list[Run], seconds: float, file: Path | None = None) -> dict[Ru
         seconds: after which the ranks are stopped; the runs that are left have no entry.
         file: file of JSON lines to which each trace is appended. Runs that it has are not trained again.
     """
+    found = known_traces(file)
+
+    def keep(run: Run, reports: list[Any]) -> None:
+        found[run] = _merged(reports)
+        _append(file, run, found[run])
+
+    _reports([run for run in runs if run not in found], seconds, keep)
+    return found
+
+
+def _reports(runs: list[Run], seconds: float, keep: Callable[[Run, list[Any]], None]) -> dict[Run, list[Any]]:
+    """Train all runs in two ranks and return the reports of the ranks.
+
+    Args:
+        runs: the runs.
+        seconds: after which the ranks are stopped.
+        keep: called with each run and its reports.
+    """
     import multiprocessing as mp
 
-    found = known_traces(file)
-    runs = [run for run in runs if run not in found]
+    done: dict[Run, list[Any]] = {}
     if not runs:
-        return found
+        return done
     context = mp.get_context("spawn")
     results = context.Queue()
     reports: dict[int, dict[int, Any]] = {}
@@ -231,13 +251,13 @@ def traces(runs: list[Run], seconds: float, file: Path | None = None) -> dict[Ru
                 reports.setdefault(at, {})[rank] = report
                 left -= 1
                 if len(reports[at]) == RANKS:
-                    found[runs[at]] = _merged([reports[at][one] for one in range(RANKS)])
-                    _append(file, runs[at], found[runs[at]])
+                    done[runs[at]] = [reports[at][one] for one in range(RANKS)]
+                    keep(runs[at], done[runs[at]])
         for one in ranks:
             one.join(timeout=5)
             if one.is_alive():
                 one.kill()
-    return found
+    return done
 
 
 def _merged(reports: list[Any]) -> TrainingTrace | str:
@@ -252,13 +272,31 @@ def _append(file: Path | None, run: Run, trace: TrainingTrace | str) -> None:
             lines.write(json.dumps(row) + "\n")
 
 
+def _print_cost() -> None:
+    """Print the share of the traced steps that recording takes, for 14 million parameters on two CPU ranks."""
+    runs = [Run(stage, offload, model="large", optimizer="SGD") for stage, offload in ENGINES]
+    reports = _reports(runs, 600.0, lambda run, each: None)
+    rows = []
+    for run, each in reports.items():
+        recording, whole = ([one["seconds"][at] for one in each] for at in (0, 1))
+        name = f"stage {run.stage}{', offload' * run.offload}"
+        rows.append(
+            {"": name, "step ms": 1e3 * max(whole) / MOST_STEPS, "recording %": 100 * max(recording) / max(whole)}
+        )
+    print_table("recording, share of the traced steps", rows)
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = command_line(__doc__)
     parser.add_argument("--seconds", type=float, default=1500.0, help="after which no further run is started")
     parser.add_argument("--every", type=int, default=1, help="take only every n-th run")
     parser.add_argument("--traces", type=Path, help="file of JSON lines with each run's trace; a later call resumes it")
+    parser.add_argument("--cost", action="store_true", help="print what recording costs, and end")
     arguments = parse(parser, every=37, seconds=200.0)
+    if arguments.cost:
+        _print_cost()
+        return
     wrong, right = list(faulty())[:: arguments.every], list(clean())[:: arguments.every]
     references = list(dict.fromkeys(run.reference for run in [*right, *wrong]))
     again = [dataclasses.replace(one, reseed=True) for one in references if one.model == "dropout"]

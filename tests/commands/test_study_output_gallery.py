@@ -27,11 +27,11 @@ def test_a_study_is_shared_and_what_is_written_passes_the_check(
     stored(tmp_path)
     code, out, err = call(monkeypatch, capsys, "share", "s")
     assert (code, err) == (0, "")
-    assert "wrote runs/s/share.json: qwen2.5-0.5b, 2 x rtx4090, 1 candidates" in out
+    assert "wrote runs/s/share.json: qwen2.5-0.5b, 2 x rtx4090, 1 candidate with" in out
     assert "gallery/entries/qwen2.5-0.5b_2xrtx4090_" in out
     assert checked(Path("runs/s/share.json")).verified
     code, out, _ = call(monkeypatch, capsys, "gallery", "check", "runs/s/share.json")
-    assert (code, "a valid entry with 1 candidates" in out) == (0, True)
+    assert (code, "a valid entry with 1 candidate" in out) == (0, True)
     code, out, _ = call(monkeypatch, capsys, "share", "s", "--out", "new/folder/e.json", "--json")
     assert json.loads(out)["files"] == ["new/folder/e.json"]
     for words, said in (

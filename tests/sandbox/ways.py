@@ -351,11 +351,6 @@ PYTHON = {
     "dotdot_rm": "shutil.rmtree('../docs')",
     "write_hard_pair": "open(f'{D}/hard.txt', 'w').write('x')",
     "flock_write": "import fcntl; f = open('keep.txt', 'r+'); fcntl.flock(f, 2); f.truncate(0)",
-    "mount_same_disk": """
-import subprocess
-disk = subprocess.check_output(['findmnt', '-no', 'SOURCE,FSTYPE', '-T', os.environ['RUN']], text=True).split()[:2]
-f = libc.syscall(430, disk[1].encode(), 0); libc.syscall(431, f, 1, b'source', disk[0].encode(), 0)
-assert libc.syscall(431, f, 6, None, None, 0) == 0; m = libc.syscall(432, f, 0, 0); os.open('.' + P + '/keep.txt', os.O_WRONLY | os.O_TRUNC, dir_fd=m)""",
     "lease": "import fcntl; f = os.open('keep.txt', os.O_RDWR); os.write(f, b'lease')",
     "aio_write": "f = os.open('keep.txt', os.O_WRONLY); os.pwritev(f, [b'x'], 0)",
     "append_flag_off": "f = os.open('keep.txt', os.O_WRONLY | os.O_APPEND); os.lseek(f, 0, 0); os.write(f, b'x')",
@@ -574,7 +569,7 @@ assert libc.syscall(426, f, 1, 1, 1, None, 0) == 1""",
 
 PYTHON |= {
     "large_file": "f = open('model.pt', 'r+b'); f.seek(3 << 30); f.write(b'x'); f.close(); assert os.path.getsize('model.pt') > 3 << 30",
-    "long_path": "os.chdir('out')\nfor _ in range(40):\n    os.mkdir('d' * 200); os.chdir('d' * 200)\nopen('x', 'w').write('x'); shutil.rmtree(f'{P}/out/checkpoint-1')",
+    "long_path": "os.chdir('out')\nfor _ in range(15):\n    os.mkdir('d' * 200); os.chdir('d' * 200)\nopen('x', 'w').write('x'); shutil.rmtree(f'{P}/out/checkpoint-1')",
     "odd_names": "[open(f'{P}/out/{n}', 'w').write('x') for n in ('a\\nb', ' ', '-rf', '$(rm)', '\\x7f', 'é', '*')]; os.rename(f'{P}/keep.txt', f'{P}/out/new\\nline')",
     "symlink_chain": "os.symlink(P, 'out/a'); os.symlink('a/out', 'out/b'); os.symlink('b/../out/a', 'out/c'); open('out/c/out/b/c/keep.txt', 'w').write('x')",
     "symlink_to_root": "os.symlink('/', 'root'); open(f'root{P}/keep.txt', 'w').write('x'); os.unlink(f'root/{D}/train.bin')",

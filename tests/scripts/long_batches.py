@@ -3,6 +3,7 @@ which samples each step trained on."""
 
 import json
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def seen_samples(folder: Path) -> dict[int, set[int]]:
 
 def note(seen: str, **entry: object) -> None:
     with open(f"{seen}.rank{os.environ['RANK']}.jsonl", "a") as file:
-        file.write(json.dumps(entry) + "\n")
+        file.write(json.dumps({**entry, "at": time.time()}) + "\n")
 
 
 def main() -> None:

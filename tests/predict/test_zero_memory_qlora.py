@@ -1,0 +1,107 @@
+"""QLoRA: bytes of 4-bit weights against published figures and real engines, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from autotune.commands.plan import plans
+from autotune.commands.request import Request
+from autotune.errors import UserError
+from autotune.executors.local import LocalExecutor
+from autotune.predict.features import columns_of
+from autotune.predict.step_time import work
+from autotune.predict.trace import trace_job
+from autotune.predict.trace_data import Trace
+from autotune.predict.zero_memory import NF4_BYTES, bill, frozen_width, quantized_sizes
+from autotune.problem.hardware import detect, named_hardware
+from autotune.problem.job import Job, Lora, parse_lora
+from autotune.problem.models import resolve_model
+from autotune.problem.space import fitted, load_space
+from tests.conftest import SHORT, make_candidate, make_job
+
+NF4 = Lora(8, quantize="nf4")
+
+
+def llama(layers: int, hidden: int, inner: int, key_values: int, vocabulary: int) -> tuple[Job, Trace]:
+    """A Llama 2 or CodeLlama of this shape. `key_values` are the elements of a key."""
+    layer = [hidden * hidden, hidden * key_values, hidden * key_values, hidden * hidden, *[hidden * inner] * 3]
+    sizes = layers * [*layer, hidden, hidden] + [hidden, vocabulary * hidden, vocabulary * hidden]
+    job = make_job(precision="bf16", lora=NF4)
+    config = {**job.model.config, "hidden_size": hidden, "vocab_size": vocabulary}
+    job = dataclasses.replace(job, model=dataclasses.replace(job.model, config=config))
+    some = trace_job(make_job(), device="cpu")
+    return job, dataclasses.replace(some, parameters=[1], frozen=sum(sizes), frozen_sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "measured_gb"),
+    # Lightning-AI/litgpt 4839345, tutorials/resource-tables.md, "Single-GPU Inference", bnb.nf4-dq on an A100
+    [
+        ((32, 4096, 11008, 4096, 32000), 4.26),  # Llama 2 7B
+        ((40, 5120, 13824, 5120, 32000), 7.72),  # 13B
+        ((48, 8192, 22016, 1024, 32016), 18.95),  # CodeLlama 34B
+        ((80, 8192, 28672, 1024, 32000), 37.21),  # Llama 2 70B
+    ],
+)
+def test_weights_in_4_bits_need_what_is_published(shape: tuple[int, int, int, int, int], measured_gb: float) -> None:
+    """The rows include a cache of keys and values, and the largest weight while it is dequantized."""
+    job, trace = llama(*shape)
+    width, dequantized = frozen_width(job, trace)
+    predicted_gb = (width * trace.frozen + dequantized) / 1e9
+    assert 0.0 < measured_gb - predicted_gb < 0.45
+    assert predicted_gb == pytest.approx(measured_gb, rel=0.08)
+
+
+def test_4_bit_weights_change_weights_and_time_and_nothing_else() -> None:
+    plain, quantized = (make_job(precision="bf16", lora=lora) for lora in (dataclasses.replace(NF4, quantize=""), NF4))
+    trace = trace_job(quantized, device="cpu")
+    columns = columns_of([make_candidate(2, 1)], plain)
+    sizes = quantized_sizes(quantized, trace)
+    hidden, vocabulary = (plain.model.config[key] for key in ("hidden_size", "vocab_size"))
+    assert len(sizes) == 7 * plain.model.config["num_hidden_layers"]
+    assert vocabulary * hidden not in sizes
+    assert quantized_sizes(plain, trace) == []
+    one, other = (bill(job, trace, columns) for job in (plain, quantized))
+    assert one.parameters[0] - other.parameters[0] == pytest.approx(sum(sizes) * (2 - NF4_BYTES))
+    assert (one.optimizer[0], one.gradients[0]) == (other.optimizer[0], other.gradients[0])
+    assert math.isclose(float((other.gathered - one.gathered).max()), 2 * max(sizes))
+    slower = [float(work(job, named_hardware("a100-80gb", 2), trace, columns).moved[0]) for job in (plain, quantized)]
+    assert slower[0] < slower[1] < 2 * slower[0]
+
+
+def test_what_qlora_refuses() -> None:
+    lora = parse_lora("r=16,quantize=nf4")
+    assert parse_lora(str(lora)) == lora == Lora.from_json(lora.to_json())
+    assert "quantize" not in Lora(16).to_json()
+    for text, said in (("r=16,quantize=int8", "quantize is nf4"), ("r=16,quantize=", "expected r=16")):
+        with pytest.raises(UserError, match=said):
+            parse_lora(text)
+    for request, said in (
+        (Request(model="llama-2-7b", quantize="nf4"), "needs --lora"),
+        (Request(model="llama-2-7b", lora="r=8", quantize="int8"), "quantize is nf4"),
+        (Request(model="llama-2-7b", lora="r=8,quantize=nf4", quantize="nf4"), "also in --lora"),
+        (Request(model="mixtral-8x7b", lora="r=8", quantize="nf4"), "keeps all experts of a layer in one parameter"),
+    ):
+        with pytest.raises(UserError, match=said):
+            plans(request, ["rtx4090"], lambda text: None)
+    space, notes = fitted(load_space("cpu_demo"), make_job(lora=NF4), detect("cpu", 2))
+    assert 3 not in space.knobs["zero_stage"].values
+    assert "zero_stage 3 is not for --quantize: 4-bit weights are whole on each rank: left out" in notes
+
+
+@pytest.mark.slow
+def test_real_engines_train_on_4_bit_weights(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (pip install bitsandbytes)")
+    job = Job(resolve_model("tiny-llama"), 2, 16, "fp32", lora=NF4, global_batch_size=8)
+    candidates = [make_candidate(stage, 2, 2, offload_optimizer=where) for stage, where in ((0, "none"), (2, "cpu"))]
+    with closing(LocalExecutor(job, detect("cpu", 2), tmp_path, candidates)) as executor:
+        executor.open(lambda text: None)
+        for at, candidate in enumerate(candidates):
+            with closing(executor.session(candidate, f"{at:04d}")) as session:
+                outcome = session.measure(candidate, SHORT, 300.0)
+                assert outcome.measurement is not None, outcome
