@@ -133,7 +133,8 @@ class _ToFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._failed:
             self._failed = True
-            print(f"autotune: --log-file is incomplete: {sys.exc_info()[1]}", file=sys.stderr, flush=True)
+            with suppress(OSError):
+                print(f"autotune: --log-file is incomplete: {sys.exc_info()[1]}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         with suppress(OSError):
