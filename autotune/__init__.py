@@ -107,7 +107,7 @@ def export_study(
 
     Args:
         study: its name, or its folder.
-        style: `deepspeed`, `accelerate`, `hf` or `sbatch`.
+        style: `deepspeed`, `accelerate`, `hf`, `fsdp` or `sbatch`.
         out: file to write; default: in the study's folder.
         trial: a trial's number instead of the winner.
         storage: its database, if that is not in the folder.

@@ -297,6 +297,8 @@ def _with_job_file(command: str, values: dict[str, Any], typed: set[str]) -> dic
         if is_job_file(words[0]):
             path, words = Path(words[0]), words[1:]
             found = read_job(path, command, typed - {"script"} | ({"script"} if words else set()), say)
+            if command == "launch" and "script" in found and not {"study", "model"} & {*values, *found}:
+                raise UserError(f"{path} names no study. Add `study: NAME` to it, or `model: NAME`.")
     if command == "plan":
         if words:
             raise UserError(f"plan {shlex.join(words[:1])}: expected a job file, or options like --model NAME")

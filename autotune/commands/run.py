@@ -164,7 +164,6 @@ def _run(
             open_storage(setup.storage)  # a server that refuses does so before anything is built or started
         make_study_folder(setup.folder)
         work = kept.enter_context(acquire_log_dir(setup))
-        write_atomically(work / COMMAND_FILE, setup.job_text)
         setup = with_agreed_protection(setup, work, confirm)
         if setup.nodes is not None:
             write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
@@ -196,6 +195,7 @@ def _run(
                 probed = dataclasses.replace(probed, baseline=baseline)
             store = _open_study(setup, probed, observer, failing)
             kept.callback(store.leave)
+            write_atomically(work / COMMAND_FILE, setup.job_text)  # a refused call keeps the study's
             if probed is not None:
                 remember(probed, work)
             observer.doing("tracing the model, to predict memory and speed")

@@ -167,7 +167,7 @@ class Study(StudyStore):
         """Write the winner, or one trial, as `autotune export` does, and return the files.
 
         Args:
-            style: `deepspeed`, `accelerate`, `hf` or `sbatch`.
+            style: `deepspeed`, `accelerate`, `hf`, `fsdp` or `sbatch`.
             out: file to write; default: in the study's folder.
             trial: a trial's number instead of the winner.
 

@@ -153,8 +153,8 @@ class Hardware:
         found = dataclasses.replace(self, reserve_bytes=reserve_bytes)
         if found.capacity_bytes < LEAST_MEMORY_BYTES:
             raise UserError(
-                f"--reserve {format_bytes(reserve_bytes)} leaves too little of {format_bytes(self.memory_bytes)} a rank: "
-                "give less"
+                f"--reserve {format_bytes(reserve_bytes)} leaves too little of {format_bytes(self.memory_bytes)} a rank "
+                f"on {self.name}: give less"
             )
         return found
 

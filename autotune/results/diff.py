@@ -21,7 +21,7 @@ from autotune.search.fingerprint import VERSIONS, changes
 from autotune.search.leaderboard import SpeedRatio
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, TRAINING, VERIFY, uncollected
-from autotune.util.units import format_bytes
+from autotune.util.units import counted, format_bytes
 
 _MOST_ROWS = 40  # rows of the printed table; JSON has all
 _SAME_BYTES = 0.01  # share; smaller differences of peaks and capacities are taken for noise
@@ -86,7 +86,7 @@ class StudyDiff:
         one, other = self.names
         fits = Counter((pair.first.ok, pair.second.ok) for pair in self.pairs)
         lines = [
-            f"{len(self.pairs)} candidates in common, of {self.tried[0]} in {one} and {self.tried[1]} in {other}: "
+            f"{counted(len(self.pairs), 'candidate')} in common, of {self.tried[0]} in {one} and {self.tried[1]} in {other}: "
             f"{fits[True, True]} measured in both, {fits[True, False]} in {one} only, {fits[False, True]} in {other} only, "
             f"{fits[False, False]} in neither"
         ]

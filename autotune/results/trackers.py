@@ -96,8 +96,13 @@ class Wandb:
     def __init__(self, study: str, folder: Path, about: Mapping[str, Any]) -> None:
         import wandb
 
-        offline = os.environ.get("WANDB_MODE") is None and not wandb.login(anonymous="never", prompt=False, timeout=10)
-        self._about, self._number = about, 0
+        offline = False
+        if "WANDB_MODE" not in os.environ:
+            try:
+                offline = not wandb.login()
+            except wandb.errors.UsageError:  # no credentials, and no terminal to ask for them
+                offline = True
+        self._about = about
         # The id is given here, because WANDB_RUN_ID of the shell would make one run of all trials.
         self._start = partial(
             wandb.init,

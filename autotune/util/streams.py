@@ -125,6 +125,22 @@ LOG.addFilter(_Masking())
 LOG.addHandler(logging.NullHandler())  # a library prints nothing by itself
 
 
+class _ToFile(logging.FileHandler):
+    """Handler that appends to a file. The first failed write is printed, and no failed write ends the command."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._failed:
+            self._failed = True
+            with suppress(OSError):
+                print(f"autotune: --log-file is incomplete: {sys.exc_info()[1]}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 class _ToStderr(logging.Handler):
     """Handler that prints to the present standard error, which a live view replaces."""
 
@@ -148,7 +164,7 @@ def logging_to(file: Path | None, *, verbose: bool = False) -> Iterator[None]:
     before = LOG.level
     if file is not None:
         try:
-            added.append(logging.FileHandler(file, encoding="utf-8", errors="replace"))
+            added.append(_ToFile(file, encoding="utf-8", errors="replace"))
         except OSError as error:
             raise UserError(f"--log-file {file} cannot be written ({error.strerror}). Choose another file.") from None
         added[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -92,6 +92,7 @@ def test_one_job_file_serves_all_commands(asked: Any) -> None:
     assert (named.study, named.script) == ("mine", ["train.py"])
     assert asked("study: mine\n", "--", "other.py", command="launch").script == ["other.py"]
     assert asked("hang-timeout: 5m\n", "mine", "a.py", command="launch").study == "mine"
+    assert "names no study" in asked("script: train.py --x\n", command="launch")
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,14 @@ def test_mlflow_has_a_run_per_trial_below_that_of_the_call(tmp_path: Path, offli
     assert (tags["mlflow.parentRunId"], tags["outcome"]) == (runs["mine"], "ok")
 
 
-def test_wandb_has_a_run_per_trial_offline(tmp_path: Path, offline: None) -> None:
+@pytest.mark.parametrize("mode", ["offline", None])
+def test_wandb_has_a_run_per_trial_offline_also_without_credentials(
+    mode: str | None, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
+    if mode is None:
+        monkeypatch.delenv("WANDB_MODE")
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     assert tracked("wandb", tmp_path) == []
     runs = [path for path in (tmp_path / "wandb").iterdir() if path.name.startswith("offline-run")]
     assert len(runs) == 3, "two trials and the winner, none of them the run that the shell names"

@@ -50,3 +50,10 @@ def test_errors_are_in_the_log_file_and_a_wrong_file_is_one_line(
     assert "cannot be written (Is a directory)" in err
     with pytest.raises(UserError, match="--log-file"), logging_to(tmp_path / "no" / "x.log"):
         pass
+
+
+def test_a_full_disk_under_the_log_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with logging_to(Path("/dev/full")):
+        LOG.info("first")
+        LOG.info("second")
+    assert capsys.readouterr().err == "autotune: --log-file is incomplete: [Errno 28] No space left on device\n"

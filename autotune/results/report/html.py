@@ -20,6 +20,7 @@ import jinja2
 from markupsafe import Markup
 
 from autotune._version import __version__
+from autotune.problem.job import sync_note
 from autotune.results.console import code_legend, config_sentence, knob_words
 from autotune.results.output_files import check_out
 from autotune.results.plan import (
@@ -312,6 +313,9 @@ def _card(plan: Plan) -> Card:
     one = outlook.prediction
     lines = [f"limited by {limits(one)}"]
     lines += filter(None, [given_back(one.peak_bytes, one.needed_bytes, hardware.ceiling_bytes)])
+    if hardware.reserve_bytes:
+        free_bytes = hardware.capacity_bytes - one.peak_bytes
+        lines.append(f"weight sync: {sync_note(outlook.job, one.candidate.stage, free_bytes)}")
     if one.host_bytes:
         lines.append(f"{format_bytes(outlook.host_bytes)} of main memory a node for what is offloaded")
     if plan.loading_bytes:
