@@ -24,6 +24,7 @@ from typing import Any
 
 SECONDS = 30  # for one way
 MOST_BYTES = 1 << 24  # compared of a file, with its size and times
+PR_SET_PDEATHSIG = 1
 GET_FLAGS = 0x80086601  # ioctl_iflags(2)
 SOURCES = {
     "home/.bashrc": "alias",
@@ -145,6 +146,7 @@ class Runner:
         self.outside = os.fork()
         if not self.outside:
             os.setsid()
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed test leaves no process
             os.dup2(keep, 9)
             os.chdir(project)
             time.sleep(1e6)
