@@ -25,7 +25,7 @@ def models(as_json: Json = False) -> None:
 
 
 def doctor(
-    nvme_path: Annotated[Path | None, option("Folder for NVMe offload.")] = None,
+    nvme_path: Annotated[Path | None, option("Folder for NVMe offload.", metavar="PATH")] = None,
     python: Python = None,
     as_json: Json = False,
 ) -> None:

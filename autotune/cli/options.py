@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from autotune.commands.request import STORAGE_VARIABLE, Parameter, Request, flag_of, parameters
 from autotune.errors import ExitCode, MachineTrouble, UserError, one_line
@@ -130,17 +130,14 @@ def of_a_database(error: Exception) -> tuple[str, ExitCode]:
 
 # -- help --------------------------------------------------------------------------------------------------------------
 
-_VALUES = {int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}  # of options without a metavar
-
 
 @cache
 def _shown(param: Any) -> Any:
-    """Return a copy of a parameter whose help has a word for its value. A switch and an argument have none."""
-    found, words = copy.copy(param), dict[str, Any]()
+    """Return a copy of a parameter for the help: an argument's metavar is its name, and `--help` has no value."""
+    words: dict[str, Any] = {"metavar": "" if getattr(param, "is_flag", False) else param.metavar}
     if isinstance(param, TyperArgument):
-        words = {"display_type_rich": lambda ctx: None}  # its metavar is its name
-    elif isinstance(param, TyperOption) and param.metavar is None:
-        words = {"metavar": "" if param.is_flag else _VALUES.get(param.type_descriptor.annotation, "TEXT")}
+        words = {"display_type_rich": lambda ctx: None}
+    found = copy.copy(param)
     vars(found).update(words)
     return found
 
@@ -224,9 +221,17 @@ def completer(kind: str) -> Callable[[str], list[str]]:
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def option(help: str, *names: str) -> Any:
-    """Declare an option of one command, with its help and names."""
-    return typer.Option(*names, help=help)
+_VALUES: dict[Any, str] = {
+    int: "NUMBER",
+    float: "NUMBER",
+    str: "TEXT",
+    Path: "PATH",
+}  # words of options without a metavar
+
+
+def option(help: str, *names: str, metavar: str = "") -> Any:
+    """Declare an option of one command, with its help, its names, and a word for its value; a switch has none."""
+    return typer.Option(*names, help=help, metavar=metavar)
 
 
 def shared(name: str) -> Any:
@@ -236,7 +241,8 @@ def shared(name: str) -> Any:
 
 def _declared(parameter: Parameter, panel: str | None) -> Any:
     option = parameter.option
-    shown: dict[str, Any] = {"metavar": parameter.metavar, "help": parameter.help}
+    words = [_VALUES[kind] for kind in parameter.types if kind in _VALUES]
+    shown: dict[str, Any] = {"metavar": parameter.metavar or (words or [""])[0], "help": parameter.help}
     if option.complete:
         shown["autocompletion"] = completer(option.complete)
     if option.is_argument:

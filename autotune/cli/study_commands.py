@@ -32,7 +32,9 @@ from autotune.util.units import counted
 @readable("the study")
 def show(
     study: StudyArgument,
-    trial: Annotated[int | None, option("Show everything stored of this trial: outcome, evidence, logs.")] = None,
+    trial: Annotated[
+        int | None, option("Show everything stored of this trial: outcome, evidence, logs.", metavar="NUMBER")
+    ] = None,
     storage: Storage = None,
     as_json: Json = False,
 ) -> None:
@@ -86,7 +88,9 @@ def diff(
 @readable("the study")
 def report(
     study: StudyArgument,
-    out: Annotated[Path | None, option("File to write; default: NAME.html in the study's folder.")] = None,
+    out: Annotated[
+        Path | None, option("File to write; default: NAME.html in the study's folder.", metavar="PATH")
+    ] = None,
     show_it: Annotated[bool, option("Open the page in the browser.", "--open")] = False,
     storage: Storage = None,
     as_json: Json = False,
@@ -107,9 +111,11 @@ def report(
 @readable("the study")
 def export(
     study: StudyArgument,
-    style: Annotated[str, option("deepspeed, accelerate, hf, fsdp or sbatch.", "--format")] = "deepspeed",
-    out: Annotated[Path | None, option("File to write; default: in the study's folder.")] = None,
-    trial: Annotated[int | None, option("Number of a trial to export instead of the winner.")] = None,
+    style: Annotated[
+        str, option("deepspeed, accelerate, hf, fsdp or sbatch.", "--format", metavar="TEXT")
+    ] = "deepspeed",
+    out: Annotated[Path | None, option("File to write; default: in the study's folder.", metavar="PATH")] = None,
+    trial: Annotated[int | None, option("Number of a trial to export instead of the winner.", metavar="NUMBER")] = None,
     storage: Storage = None,
     as_json: Json = False,
 ) -> None:
@@ -129,7 +135,9 @@ def export(
 @readable("the study")
 def record(
     study: StudyArgument,
-    out: Annotated[Path | None, option("Table to write; default: NAME.table.csv.gz in the study's folder.")] = None,
+    out: Annotated[
+        Path | None, option("Table to write; default: NAME.table.csv.gz in the study's folder.", metavar="PATH")
+    ] = None,
     storage: Storage = None,
     as_json: Json = False,
 ) -> None:
@@ -153,7 +161,9 @@ gallery_app = typer.Typer(cls=Group, help="List and check results of other users
 @readable("the study")
 def share(
     study: StudyArgument,
-    out: Annotated[Path | None, option("File to write; default: share.json in the study's folder.")] = None,
+    out: Annotated[
+        Path | None, option("File to write; default: share.json in the study's folder.", metavar="PATH")
+    ] = None,
     storage: Storage = None,
     as_json: Json = False,
 ) -> None:
