@@ -1,9 +1,15 @@
 """Executor interface. The search loop does not depend on the implementation.
 
-To add an executor, implement `Executor` and `Session`; `executors/replay.py` is the shortest example. Create it in
-`first_executor` (`commands/run.py`), accept its name in `_what_is_tuned` (`commands/setup.py`), and name it in the help of
-`Request.executor` (`commands/request.py`). An executor that only starts ranks elsewhere is a `LaunchTarget` of
-`LocalExecutor` instead.
+To add an executor, implement `Executor` and `Session`; `executors/replay.py` is the shortest example.
+
+1. Accept its name in `_what_is_tuned` (`commands/setup.py`), and keep what it needs in `Setup`.
+2. Create it in `first_executor` (`commands/run.py`). `--parallel` creates only local executors (`executors_beside`).
+3. Without rank processes, follow the checks for a replay in `commands/run.py`: `local` and `setup.landscape is None`.
+4. Name it in the help of `Request.executor` (`commands/request.py`).
+
+A scheduler or a connection to nodes is no executor. `LocalExecutor` starts its ranks through a `LaunchTarget`, which
+is a `Cluster` for `--hostfile`, `--executor slurm` and `--executor ray`. `CONTRIBUTING.md` ("How to add a transport")
+has the steps.
 """
 
 from __future__ import annotations
@@ -63,7 +69,11 @@ class Session(Protocol):
     def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
         """Return the candidate's outcome within the deadline plus one kill grace period.
 
-        A failed trial never raises.
+        A failed trial is an outcome and does not raise.
+
+        Raises:
+            Unusable: the user's script cannot be tuned with any candidate.
+            UserError: the call cannot continue, such as a replay's table without the candidate.
         """
 
     def close(self) -> None:

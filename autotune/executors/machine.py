@@ -82,7 +82,7 @@ class LocalMachine:
         """Return the launcher.
 
         Raises:
-            RuntimeError: The station is not open.
+            RuntimeError: `open` was not called.
         """
         if self.opened_launcher is None:
             raise RuntimeError("open() comes first")

@@ -115,11 +115,9 @@ class Columns:
     packed: Floats
     many_lengths: Floats  # 1 if batches differ in length and the allocator's segments cannot grow
     tokens: Floats  # mean of a row, padding included
-    accumulated: (
-        Floats  # bytes per element of accumulated gradients; the next two: of gradients sent, of master weights
-    )
-    communicated: Floats
-    master: Floats
+    accumulated: Floats  # bytes per element of accumulated gradients
+    communicated: Floats  # bytes per element of gradients that are sent
+    master: Floats  # bytes per element of master weights
     state_share: Floats  # size of an optimizer's states relative to 32 bits; plain torch's are as wide as its weights
     secondary: Floats  # ranks over which hpZ keeps a second set of parameters; 1 for none
     offload_ratio: Floats  # share of the sub-groups whose states are on the host if the optimizer is offloaded

@@ -299,7 +299,7 @@ def traced_predictor(
     """Return a predictor that traces what it has to; `widening` as in `Predictor`, `cancelled` as in `trace_job`.
 
     Raises:
-        UserError: the job names no model that could be built, or is a study's (`problem.recorded`) and was not accepted.
+        UserError: the job names no model that could be built, or is a study's (`script.recorded`) and was not accepted.
     """
     tracer = functools.partial(trace_job, cancelled=cancelled)
     known = trace if trace is not None else tracer(job, device=hardware.device)

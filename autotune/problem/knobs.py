@@ -236,12 +236,8 @@ def engine_compile(value: Value, c: Circumstances) -> str:
     return "" if c.compiles or c.job.compiled else "needs --compile, or the knob compile"
 
 
-FATAL: tuple[Need, ...] = (
-    cuda,
-    adam,
-    mics_init,
-    whole_if_quantized,
-)  # without these DeepSpeed fails; without the others nothing is gained
+# Needs without which DeepSpeed fails. If another need is missing, the knob only gains nothing.
+FATAL: tuple[Need, ...] = (cuda, adam, mics_init, whole_if_quantized)
 OF_PACKAGES: tuple[Need, ...] = (its_package, liger_kernel, a_compiler)
 
 

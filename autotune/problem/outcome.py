@@ -82,7 +82,8 @@ class Measurement:
     steps: int
     samples_per_second: float  # over all ranks
     tokens_per_second: float  # over all ranks
-    peak_bytes: int  # bytes, comparable to capacity: NVML's on CUDA, RLIMIT_DATA's on CPU
+    # bytes, comparable to capacity: maximum of NVML's figure and the ranks' own on CUDA, bytes of RLIMIT_DATA on CPU
+    peak_bytes: int
     # s; share of the step that was predicted: communication with nodes missing in a node slice
     predicted_seconds: float | None = None
     micro_step_seconds: float | None = None  # s; forward and backward, except at the accumulation boundary
@@ -90,7 +91,7 @@ class Measurement:
     extrapolated: bool = False  # computed from micro-steps and boundary steps of a shortened accumulation
     torch_allocated_bytes: int | None = None
     torch_reserved_bytes: int | None = None
-    nvml_peak_bytes: int | None = None
+    nvml_peak_bytes: int | None = None  # bytes; if NVML hides the ranks' processes, growth of the whole GPU
     live_tensor_bytes: dict[str, int] = field(default_factory=dict)  # bytes; peak by phase, if tensors were counted
     alloc_retries: int = 0
     host_peak_bytes: int | None = None  # bytes; highest RSS of one rank
@@ -120,7 +121,8 @@ class Outcome:
     source: Source | None = None
     missing_bytes: int | None = None  # bytes that a failed allocation lacked, if the allocator reported them
     capacity_bytes: int | None = None  # bytes of the device or main memory that ran out; None: as much as today
-    peak_bytes: int | None = None  # bytes; the largest that the memory monitor saw, also in a failed trial
+    # bytes; the measurement's peak, or in a failed trial the highest that was sampled or that a rank reported
+    peak_bytes: int | None = None
     rank: int | None = None  # the rank that failed first
     log: str | None = None
     seconds: float = 0.0  # s; wall time of the trial

@@ -1,6 +1,11 @@
 """Rank of real training under `autotune launch`: run the user's script to its end under the candidate.
 
-Run as `python -m autotune.rank.train_rank ADDRESS NUMBER`, or `become` in a child of the fork server.
+Run as `python -m autotune.rank.train_rank ADDRESS NUMBER`, or `become` in a child of the fork server. `autotune launch`
+uses cold starts only.
+
+This process is the user's training. `TrainRank.run` installs the hooks (`rank/hooks/`), then runs the script. A
+training that the user starts without `launch` contains no code of this package, except a `StudyCallback` that the
+script adds (`recovery/trainer_callback.py`).
 """
 
 from __future__ import annotations

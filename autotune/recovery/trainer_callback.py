@@ -1,6 +1,9 @@
 """A Trainer callback that records real training in a study, so that later tuning has more evidence.
 
 trainer = Trainer(..., callbacks=[StudyCallback("my-study")])
+
+The callback runs in the user's own training process, without `autotune launch`. Unlike a rank, this process needs the
+tuner's packages, because the callback opens the study with Optuna.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class Proposer:
         Args:
             candidate: the tried candidate.
             outcome: its outcome.
-            outdated: the failure is retryable and excludes nothing.
+            outdated: the outcome excludes nothing, because the failure is retryable or the exhausted memory has grown.
         """
         if not outcome.kind.is_attributable_to_candidate:
             return
@@ -203,7 +203,9 @@ class Proposer:
     def raise_fit_threshold(
         self, candidate: Candidate, outcome: Outcome, searched: Measurement | None, share: float
     ) -> None:
-        """Lower the memory limits after a verification needed more memory than available.
+        """Lower the memory limit of the stage, and require a higher probability of fitting.
+
+        The verification needed more memory than available. An OOM also excludes candidates.
 
         Args:
             candidate: the verified candidate.
@@ -426,7 +428,10 @@ class Proposer:
         return self._advised() if goes_on else None
 
     def _small_gain(self, turn: Turn) -> Stop | None:
-        """Stop if no allowed candidate promises enough."""
+        """Stop, because no earlier rule found an allowed candidate with enough predicted gain.
+
+        Without an allowed candidate, `_decide` stops with ALL_TRIED.
+        """
         return StopReason.SMALL_GAIN.stop(percent=100 * self.tolerance) if turn.any_allowed else None
 
     def _is_worthwhile(self, turn: Turn) -> bool:

@@ -1,4 +1,8 @@
-"""Exclusion of candidates by measurements, each with its reason."""
+"""Exclusion of candidates by outcomes of trials, each with its reason.
+
+A device OOM excludes through `Dominance`, a host OOM through the engine, `HostDominance` and `SharedCauseDetector`.
+Predictions exclude nothing here: the proposer applies them at each proposal (`Proposer._worth`).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from autotune.problem.outcome import Outcome, OutcomeKind, Source
 
 # -- candidate pool ----------------------------------------------------------------------------------------------------
 #
-# Pool of candidates that may still be tried, and the reasons that exclude the others. Only measurements exclude.
+# Pool of candidates that may still be tried, and the reasons that exclude the others. Only outcomes of trials exclude.
 
 
 class CandidatePool:
@@ -77,7 +81,11 @@ class CandidatePool:
         return more
 
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Close the candidate, and exclude the candidates that its outcome speaks against."""
+        """Close the candidate, and exclude other candidates by its outcome.
+
+        The first host OOM of a candidate in parallel trials does not arrive here: `downgrade_first_timeout`
+        (`search/tuner.py`) has it retried alone.
+        """
         self.close(candidate)
         if outcome.kind is OutcomeKind.OK:
             self._worked.append(candidate)
@@ -119,7 +127,10 @@ class CandidatePool:
         return np.zeros_like(self.open_mask) if at is None else self.family == self.family[at]
 
     def at_least_as_large(self, candidate: Candidate, kind: OutcomeKind) -> Flags:
-        """Return whether each candidate needs at least as much of the exhausted memory as the given one, (n,)."""
+        """Return whether each candidate needs at least as much of the exhausted memory as the given one, (n,).
+
+        This method excludes nothing. The caller deprioritizes these candidates after a failed verification.
+        """
         if kind is OutcomeKind.OOM_DEVICE:
             return self._dominance.at_least_as_large(candidate)
         return self.alike(candidate) | self._host.at_least_as_large(candidate)
@@ -142,6 +153,7 @@ class CandidatePool:
             self.rule_out(np.array([alike(other) for other in self.candidates], dtype=bool), reason[:160])
 
     def _rule_out_larger(self, candidate: Candidate) -> None:
+        """Exclude candidates that need at least as much device memory as one with a device OOM."""
         at = self.index.get(candidate)
         if at is None or self.too_large[at]:  # the OOM that excluded it has already excluded all larger candidates
             return
@@ -159,6 +171,7 @@ class CandidatePool:
             )
 
     def _blame_place(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Exclude the settings that this failed engine shares with other failed ones."""
         if (at := self.index.get(candidate)) is not None:
             blamed = self._shared_causes.record_failure(at, int(self.family[at]))
             self.rule_out(blamed, f"first-order settings like those of {candidate} and others: {outcome.kind.value}")
@@ -378,7 +391,8 @@ def _offload_ratio(candidate: Candidate) -> float:
 
 # -- shared causes -----------------------------------------------------------------------------------------------------
 #
-# Find settings that failed engines have in common: hangs, signals and host OOM.
+# Find settings that failed engines have in common: hangs, crashes, host OOM, and trials that the tuner did not
+# survive.
 #
 # A single failure excludes only its engine. If several engines fail, their shared settings are excluded, and nothing
 # wider. A wider exclusion requires more failed engines, and no candidate in it may have worked. If all failed engines

@@ -15,26 +15,31 @@ from autotune.util.units import counted
 
 # -- reasons -----------------------------------------------------------------------------------------------------------
 #
-# One member per reason, so that no control flow compares sentences.
+# One member per reason, so that no control flow compares sentences. The exception is `no_winner_lines`
+# (`results/console.py`): it compares the stored sentence, and words the end of a call without a winner.
 
 
 class StopReason(Enum):
     """Reason for the end of a search; the value is its sentence, with fields for `stop`.
 
-    Limits of the call come from `SearchLoop.why_stop` (`search/tuner.py`), and an error that ends it from `Tuner.run`. All
-    others come from the rules of `Proposer` (`search/proposer.py`). The study keeps the sentence; `autotune show` prints it.
+    Limits of the call come from `SearchLoop.why_stop` (`search/tuner.py`). `Tuner.run` replaces any reason by
+    INTERRUPTED if the user stopped the call, and stores an error that ends it. All others come from `Proposer` and
+    `FallbackSchedule` (`search/proposer.py`). With `--parallel`, the reason of the first worker counts.
+
+    `StudyStore.update_call` stores the sentence with the call, and `autotune show` prints that of the last call. A
+    killed call has none. A call that ends before `Tuner.run`, such as in a script's probe run, is not stored.
     """
 
-    # limits of the call: SearchLoop.why_stop
+    # limits of the call: SearchLoop.why_stop, which reads Budget, Blame and SearchWorkers
     INTERRUPTED = "interrupted"
     BUDGET_USED = "budget used"
     MAX_TRIALS = "--max-trials {count} reached"
     WORKER_FAILED = "stopped: a trial beside it failed"
     MACHINE_FAILED = "the machine failed {count} times in a row"
-    # an error of a trial: Tuner.run
+    # an error that ends the call: Blame.take or the executor raises it, Tuner.run stores it
     JOB_FAILS = "stopped: the job fails"
     MACHINE_FAILS = "stopped: the machine fails"
-    # rules of the search: Proposer.next
+    # rules of the search: Proposer._decide and _small_gain; the last two: FallbackSchedule.stop
     ALL_TRIED = "every candidate is tried or ruled out"
     NOTHING_BETTER = "nothing better in {count} trials, of which half were the sampler's (--exhaustive goes on)"
     SMALL_GAIN = "the predicted gain of going on is below {percent:g} % (--exhaustive goes on)"

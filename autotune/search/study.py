@@ -109,8 +109,8 @@ class StudyStore:
             hardware: this machine.
             space: the search space.
             force: resume even if the fingerprint differs.
-            shared: peer tuners may be active. The stored machine is kept until `search.alike` has compared it with this
-                one.
+            shared: peer tuners may be active. The stored machine is kept until `search.fingerprint` has compared it
+                with this one.
 
         Returns:
             The study, and whether it existed.

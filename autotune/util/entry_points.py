@@ -2,6 +2,10 @@
 
 Launchers take a module's name from here only. `python -m MODULE` starts each of them; the fork server also starts ranks, by the
 module's `become`.
+
+The tracker and the Ray driver run in the tuner's Python. All others run in the ranks' Python, which may be that of
+the user's training environment (`util/interpreter.py`). Only TRAIN_RANK is the user's real training. The agent of a
+node is the command `autotune agent`.
 """
 
 from __future__ import annotations

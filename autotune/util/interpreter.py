@@ -1,9 +1,8 @@
 """Python of ranks, the fork server and the tracer: the tuner's own, or that of the user's training environment.
 
 `commands/environment.py` selects it once per call, and `use_interpreter` sets it for this process. Code that starts a
-process or needs a
-version calls `current()`. The user's Python sees only this package from the tuner's environment, in a folder without any other:
-neither a rank nor its children see optuna, or another torch.
+process or needs a version calls `current()`. The user's Python sees only this package from the tuner's environment,
+in a folder without any other: neither a rank nor its children see optuna, or another torch.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _LAUNCHERS = {
     "deepspeed": "deepspeed.launcher.runner",
     "accelerate": "accelerate.commands.accelerate_cli",
 }
-NVML_FILE = "AUTOTUNE_NVML"  # variable with the path of nvidia-ml-py's one file, for ranks; see `problem.gpus`
+NVML_FILE = "AUTOTUNE_NVML"  # variable with the path of nvidia-ml-py's one file, for ranks; see `problem.nvml`
 _PACKAGE = Path(__file__).parents[1]
 _INSTALLED = ("site-packages", "dist-packages")
 # A user's file in the current folder, like random.py, must not replace a library's. Option -P needs Python 3.11.

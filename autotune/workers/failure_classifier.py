@@ -315,7 +315,7 @@ class MemorySnapshot:
 
     @classmethod
     def of(cls, text: str, numbers: dict[str, Any] | None = None) -> MemorySnapshot:
-        """Build from an error's text and the rank's figures (`rank.numbers`). The text is closer to the failure and wins."""
+        """Build from an error's text, which is closer to the failure and wins, and from `rank.base.collect`."""
         counted = {key: value for key, value in (numbers or {}).items() if isinstance(value, int) and value >= 0}
         allocated, unallocated = _find(_ALLOCATED, text), _find(_UNALLOCATED, text)
         reserved = _find(_RESERVED, text)

@@ -4,10 +4,17 @@ Growth of a device since before the launch belongs to the ranks, except for the 
 the ranks' processes, the owners are known. In a container that hides them, the ranks' own figures decide
 (`rank/devices.py`). Memory that a device lost between two groups always belongs to other processes.
 
-A peak reaches the database in these steps. `NvmlMeter.sample` raises `MemoryPeaks.used`, called by a thread
-(`workers/memory_monitor.py`). `WorkerGroup.peaks` returns it, also from other nodes. `measurement_of` copies
-`MemoryPeaks.worst` to `Measurement.nvml_peak_bytes` (`executors/local.py`). `trials.end` stores the outcome's JSON as a user
-attribute of the Optuna trial (`search/trials.py`).
+A peak reaches the database in these steps:
+
+1. The thread of `MemoryMonitor` (`workers/memory_monitor.py`) calls `NvmlMeter.sample`. The sample increases
+   `MemoryPeaks.used`, and `MemoryPeaks.grown` for hidden processes.
+2. `WorkerGroup.peaks` (`workers/group.py`) merges the peaks of all nodes.
+3. `measurement_of` (`executors/local.py`) copies `MemoryPeaks.worst` to `Measurement.nvml_peak_bytes`. Decisions use
+   `Measurement.peak_bytes`, the maximum of `MemoryPeaks.used` and the ranks' own figures.
+4. A failed trial has no Measurement. `WorkerGroup.evidence` takes its peaks, and `_peak_of` (`executors/local.py`) sets
+   `Outcome.peak_bytes`.
+5. `TrialRecorder.end` (`search/tuner.py`) passes the Outcome to `StudyStore.finish` (`search/study.py`). `trials.end`
+   (`search/trials.py`) stores its JSON as the user attribute `outcome` of the Optuna trial.
 """
 
 from __future__ import annotations

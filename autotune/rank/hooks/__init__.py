@@ -4,13 +4,13 @@ The script runs unchanged and unaware. A candidate's keys are merged into its De
 dict, TrainingArguments, accelerate's plugin). Batch sizes are set in arguments and data loaders, and a `TrainingObserver`
 observes the trained engine.
 
-Each module hooks one library.
+Each module hooks one library, in ranks that measure (`script_rank.py`) and in the user's training (`train_rank.py`).
 
 | module | what is hooked |
 | --- | --- |
 | `config` | argparse: flags that carry knobs, and the rank |
 | `process_group` | torch.distributed: the script's process group is the rank's own; sockets: ports that are still in use |
-| `deepspeed` | `deepspeed.initialize`, `deepspeed.zero.Init`, ops, checkpointing, steps of every engine that trains |
+| `deepspeed` | `deepspeed.initialize`, `deepspeed.zero.Init`, Lightning, ops, checkpointing, steps of training engines |
 | `accelerate` | its DeepSpeed config and plugin, the loader that `prepare` is given |
 | `transformers` | TrainingArguments, tokenizers; saves, evaluations and resumes, which a measurement leaves out |
 | `launchers` | subprocess, `os.exec...`, torch's launcher, torch.multiprocessing: a script that starts its ranks itself |

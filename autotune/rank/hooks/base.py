@@ -49,7 +49,7 @@ class TrainingObserver(Protocol):
     def built(self, engine: Any, facts: dict[str, Any]) -> None:
         """Receive the engine that trains, and its facts (`deepspeed.engine_facts`).
 
-        Called again if another engine turns out to be the one that trains (`hooks.election`). All earlier observations
+        Called again if another engine turns out to be the one that trains (`hooks.deepspeed`). All earlier observations
         are then void.
         """
 
@@ -179,11 +179,11 @@ class Context:
     zero_init: bool = False  # True if the script's own code builds its model under `deepspeed.zero.Init`
     relaunched: int = 0  # number of ranks that the script would have started; 1 if unknown
     flags: set[str] = field(default_factory=set)  # flags of `script.script.FLAGS` that the script's parsers have
-    spellings: dict[str, list[str | None]] = field(default_factory=dict)  # flag -> [no, yes], see `hooks.arguments`
+    spellings: dict[str, list[str | None]] = field(default_factory=dict)  # flag -> [no, yes], see `hooks.config`
     integers: dict[str, int] = field(default_factory=dict)  # positive integers of the script's parsers, by flag
     said: dict[str, list[int]] = field(default_factory=dict)  # values in the script's arguments and loaders, by knob
     beside: list[Any] = field(default_factory=list)  # engines with an optimizer, made after the one that trains
-    earlier: list[Any] = field(default_factory=list)  # engines made before the one that trains, see `hooks.election`
+    earlier: list[Any] = field(default_factory=list)  # engines made before the one that trains, see `hooks.deepspeed`
     rivals: list[Any] = field(default_factory=list)  # entries of `beside` that may turn out to train, in a probe run
     trained: bool = False  # True once the engine that trains has had a backward
     trained_steps: int = 0  # optimizer steps of the engine that trains

@@ -123,7 +123,7 @@ def install_tokenizers(context: Context) -> None:
 
 
 def install_saving(context: Context) -> None:
-    """Hook accelerate if the context is quiet; see `keep_trainer_from_it` for Trainer."""
+    """Hook accelerate if the context is quiet; see `keep_trainer_from_saving` for Trainer."""
     if not context.quiet or (accelerator_class := imported("accelerate", "Accelerator")) is None:
         return
 
@@ -201,7 +201,7 @@ _DEEPSPEEDS = (
 
 
 def install_resuming(context: Context) -> None:
-    """Hook DeepSpeed's engines and accelerate if the context is quiet; see `keep_trainer_from_it` for Trainer."""
+    """Hook DeepSpeed's engines and accelerate if the context is quiet; see `keep_trainer_from_resuming` for Trainer."""
     if not context.quiet:
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
