@@ -408,7 +408,7 @@ class LocalSession:
         """Send a request to every rank and wait for all answers."""
         group, world = self._running(), self._executor.hardware.processes
         self._answers = {}
-        group.tell(verb, **request)
+        group.send(verb, **request)
         return group.watch(lambda: len(self._answers) == world, deadline)
 
     def _failed(self, stop: WatchEnd) -> Outcome:

@@ -93,7 +93,7 @@ class BaseRank(ABC):
         self.phase = Phase.START
         self.steps = 0  # optimizer steps so far
         self.device: Device | None = None
-        self.pulse = Pulse(channel)
+        self.heartbeat = Heartbeat(channel)
         self.written = ["."]  # folders that the training may write to
         self._last_progress = 0.0
 
@@ -112,7 +112,7 @@ class BaseRank(ABC):
         if (port := self.meeting.open()) is not None:
             self.channel.send("store", port=port, scripts_port=self.spec["port"])
         self.enter(Phase.START)
-        self.pulse.start()
+        self.heartbeat.start()
         self.job = Job.from_json(self.spec["job"])
         self._set_environment()
         import torch
@@ -459,7 +459,7 @@ _COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py
 _INNERMOST = 4  # innermost frames that are searched for a collective
 
 
-class Pulse:
+class Heartbeat:
     """Send `pulse` messages until `stop`. A main thread without progress is reported once.
 
     A message has `moved` (the main thread made progress since the last one), `where` (its position), `waits` (a
@@ -470,7 +470,7 @@ class Pulse:
         self._channel = channel
         self._main = threading.main_thread().ident
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="autotune-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="autotune-heartbeat", daemon=True)
 
     def start(self) -> None:
         """Start the heartbeat thread."""

@@ -78,7 +78,7 @@ class TrainRank(BaseRank):
 
     def _leave_group(self) -> None:
         """Destroy the process group, whose threads sometimes abort the interpreter's exit if it stays open."""
-        self.pulse.stop()
+        self.heartbeat.stop()
         if self.torch.distributed.is_initialized():
             self.torch.distributed.destroy_process_group()
 

@@ -249,7 +249,7 @@ class Proposer:
 
     def exclude_alike(self, candidate: Candidate, alike: Callable[[Candidate], bool], reason: str) -> None:
         """Exclude the candidates that train something else for the same reason as this one."""
-        self._pool.rule_out_alike(candidate, alike, reason)
+        self._pool.exclude_alike(candidate, alike, reason)
 
     def give_up(self, candidate: Candidate) -> None:
         """Exclude the candidate for this call."""

@@ -92,24 +92,24 @@ class CandidatePool:
             if (at := self.index.get(candidate)) is not None:
                 self._shared_causes.record_success(at)
         elif outcome.kind is OutcomeKind.OOM_DEVICE:
-            self._rule_out_larger(candidate)
+            self._exclude_larger(candidate)
         elif outcome.source is Source.DEATH:
-            self.rule_out(self.alike(candidate), f"same engine as {candidate}, which the tuner did not survive")
-            self._blame_place(candidate, outcome)
+            self.exclude(self.alike(candidate), f"same engine as {candidate}, which the tuner did not survive")
+            self._exclude_shared_cause(candidate, outcome)
         elif outcome.source is Source.STEPS:
-            self._rule_out_larger_batches(candidate)
-        elif outcome.source is Source.TRACE:  # `rule_out_alike` excludes what shares the cause
+            self._exclude_larger_batches(candidate)
+        elif outcome.source is Source.TRACE:  # `exclude_alike` excludes what shares the cause
             return
         elif outcome.kind is OutcomeKind.INVALID:
             self._learn_refusal(candidate, outcome.reason, "DeepSpeed refuses")
         elif outcome.kind is OutcomeKind.CRASH and outcome.source is Source.EXCEPTION:
             self._learn_refusal(candidate, outcome.reason, "crashes")
-            self._blame_place(candidate, outcome)
+            self._exclude_shared_cause(candidate, outcome)
         else:  # a hang, a signal or a host OOM would recur in the same engine
             if outcome.kind is OutcomeKind.OOM_HOST:
-                self._rule_out_hungrier(candidate)
-            self.rule_out(self.alike(candidate), f"same engine as {candidate}: {outcome.kind.value}")
-            self._blame_place(candidate, outcome)
+                self._exclude_hungrier(candidate)
+            self.exclude(self.alike(candidate), f"same engine as {candidate}: {outcome.kind.value}")
+            self._exclude_shared_cause(candidate, outcome)
 
     def forgive(self, candidate: Candidate, outcome: Outcome) -> None:
         """Keep a candidate open whose failure is retryable.
@@ -140,43 +140,41 @@ class CandidatePool:
         if (at := self.index.get(candidate)) is not None:
             self.open_mask[at] = False
 
-    def rule_out(self, mask: Flags, reason: str) -> None:
+    def exclude(self, mask: Flags, reason: str) -> None:
         """Exclude the open candidates in a mask, and count them under the reason."""
         if count := int((mask & self.open_mask).sum()):
             self.open_mask &= ~mask
             self.skipped[reason] += count
 
-    def rule_out_alike(self, candidate: Candidate, alike: Callable[[Candidate], bool], reason: str) -> None:
+    def exclude_alike(self, candidate: Candidate, alike: Callable[[Candidate], bool], reason: str) -> None:
         """Exclude all candidates of a test, or only this one if a candidate of the test has worked."""
         self.close(candidate)
         if not any(map(alike, self._worked)):
-            self.rule_out(np.array([alike(other) for other in self.candidates], dtype=bool), reason[:160])
+            self.exclude(np.array([alike(other) for other in self.candidates], dtype=bool), reason[:160])
 
-    def _rule_out_larger(self, candidate: Candidate) -> None:
+    def _exclude_larger(self, candidate: Candidate) -> None:
         """Exclude candidates that need at least as much device memory as one with a device OOM."""
         at = self.index.get(candidate)
         if at is None or self.too_large[at]:  # the OOM that excluded it has already excluded all larger candidates
             return
         larger = self._dominance.at_least_as_large(candidate)
         self.too_large |= larger
-        self.rule_out(larger, f"needs no less memory than {candidate}, which ran out")
+        self.exclude(larger, f"needs no less memory than {candidate}, which ran out")
 
-    def _rule_out_hungrier(self, candidate: Candidate) -> None:
+    def _exclude_hungrier(self, candidate: Candidate) -> None:
         """Exclude candidates that offload at least as much as one with a host OOM, unless one of them has worked."""
         hungrier = self._host.at_least_as_large(candidate)
         if not any(hungrier[self.index[one]] for one in self._worked if one in self.index):
             self.too_large |= hungrier
-            self.rule_out(
-                hungrier, f"offloads no less to the host than {candidate}, for which its memory was too small"
-            )
+            self.exclude(hungrier, f"offloads no less to the host than {candidate}, for which its memory was too small")
 
-    def _blame_place(self, candidate: Candidate, outcome: Outcome) -> None:
+    def _exclude_shared_cause(self, candidate: Candidate, outcome: Outcome) -> None:
         """Exclude the settings that this failed engine shares with other failed ones."""
         if (at := self.index.get(candidate)) is not None:
-            blamed = self._shared_causes.record_failure(at, int(self.family[at]))
-            self.rule_out(blamed, f"first-order settings like those of {candidate} and others: {outcome.kind.value}")
+            excluded = self._shared_causes.record_failure(at, int(self.family[at]))
+            self.exclude(excluded, f"first-order settings like those of {candidate} and others: {outcome.kind.value}")
 
-    def _rule_out_larger_batches(self, candidate: Candidate) -> None:
+    def _exclude_larger_batches(self, candidate: Candidate) -> None:
         """Exclude batches that are at least as large as one that left too few steps of data.
 
         Nothing is excluded if such a batch has worked.
@@ -187,7 +185,7 @@ class CandidatePool:
 
         if not any(map(no_smaller, self._worked)):
             larger = np.array([no_smaller(other) for other in self.candidates])
-            self.rule_out(larger, f"its batch is no smaller than that of {candidate}, which left too few steps")
+            self.exclude(larger, f"its batch is no smaller than that of {candidate}, which left too few steps")
 
     def _learn_refusal(self, candidate: Candidate, reason: str, how: str) -> None:
         """Exclude every candidate with the settings that all failures with this message share, whatever its numbers.
@@ -208,7 +206,7 @@ class CandidatePool:
         if (len(refused) == 1 and not named) or any(shared <= set(one.family) for one in self._worked):
             shared = set(candidate.family)
         alike = np.array([shared <= set(other.family) for other in self.candidates])
-        self.rule_out(alike, f"{how}: {reason[:160]}")
+        self.exclude(alike, f"{how}: {reason[:160]}")
 
 
 _NUMBERS = re.compile(r"\d+")  # sizes and addresses differ between failures with one cause
@@ -430,7 +428,7 @@ class SharedCauseDetector:
         """
         self._failed.setdefault(engine, at)
         failed_places = list(self._failed.values())
-        failed, blamed = self._settings[failed_places], np.zeros(len(self._worked), dtype=bool)
+        failed, excluded = self._settings[failed_places], np.zeros(len(self._worked), dtype=bool)
         width = self._settings.shape[1]
         for size in range(width + 1):
             for shared in map(list, itertools.combinations(range(width), size)):
@@ -444,5 +442,5 @@ class SharedCauseDetector:
                 if self._offloads[failed_places][sharing].all():
                     alike &= self._offloads
                 if not (alike & self._worked).any():
-                    blamed |= alike
-        return blamed
+                    excluded |= alike
+        return excluded

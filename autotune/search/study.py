@@ -149,7 +149,7 @@ class StudyStore:
         if store.attributes.get("space") != space.text:
             store._set("space", space.text)
         if store.study.metric_names is None:  # made by an earlier version
-            store.study.set_metric_names([METRIC])
+            _name_metric(store.study)
         if not shared:
             store.note_hardware(hardware)
         if store.attributes.get("python") != other_python():
@@ -568,9 +568,15 @@ def write_study_metadata(study: optuna.Study, mark: dict[str, Any], hardware: Ha
         space: its search space.
     """
     first = {"fingerprint": mark, "hardware": hardware.to_json(), "space": space.text, "python": other_python()}
-    study.set_metric_names([METRIC])
+    _name_metric(study)
     for key, value in {**first, _LAST: "samples per second, all ranks"}.items():
         set_attribute(study, key, value)
+
+
+def _name_metric(study: optuna.Study) -> None:
+    with warnings.catch_warnings():  # the function is marked as experimental
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        study.set_metric_names([METRIC])
 
 
 def wait_for_study_metadata(study: optuna.Study) -> bool:

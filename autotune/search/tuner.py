@@ -78,10 +78,10 @@ class Tuner:
         self.observer: Observer = observer or NullObserver()
         self.leaderboard = Leaderboard(hardware, proposer.job, proposer.candidates)
         self.clock = Budget(executor, proposer, verify_effort, budget_seconds, spent_seconds, self._best)
-        blame = Blame(proposer, self.leaderboard, space)
+        failures = CallFailures(proposer, self.leaderboard, space)
         workers = workers or SearchWorkers()
         self.trials = TrialRecorder(
-            store, proposer, space, hardware, self.leaderboard, self.clock, blame, workers, self.observer, cancelled
+            store, proposer, space, hardware, self.leaderboard, self.clock, failures, workers, self.observer, cancelled
         )
         self.loop = SearchLoop(self.trials, [executor, *beside], search_effort, max_trials)
         self.verifier = Verifier(self.trials, executor, verify_effort)
@@ -250,8 +250,8 @@ class SearchLoop:
             return StopReason.WORKER_FAILED.stop()
         if self.max_trials is not None and self._tried + len(self.workers.at_work) >= self.max_trials:
             return StopReason.MAX_TRIALS.stop(count=self.max_trials)
-        if trials.blame.machine_fails:
-            return StopReason.MACHINE_FAILED.stop(count=trials.blame.machine_failures)
+        if trials.failures.machine_fails:
+            return StopReason.MACHINE_FAILED.stop(count=trials.failures.machine_failures)
         least = clock.least_trial_seconds if trials.leaderboard.measured else 0.0
         return StopReason.BUDGET_USED.stop() if clock.left_seconds <= clock.reserve_seconds + least else None
 
@@ -307,13 +307,13 @@ class TrialRecorder:
         hardware: Hardware,
         leaderboard: Leaderboard,
         clock: Budget,
-        blame: Blame,
+        failures: CallFailures,
         workers: SearchWorkers,
         observer: Observer,
         cancelled: Callable[[], bool],
     ) -> None:
         self.store, self.proposer, self.space, self.hardware = store, proposer, space, hardware
-        self.leaderboard, self.clock, self.blame, self.workers = leaderboard, clock, blame, workers
+        self.leaderboard, self.clock, self.failures, self.workers = leaderboard, clock, failures, workers
         self.observer, self.cancelled = observer, cancelled
         self.certifier = Certifier(proposer.job)
         self.peers = PeerTrials(store)
@@ -373,7 +373,7 @@ class TrialRecorder:
         self.counts[outcome.kind.value] += 1
         self.clock.note(candidate, outcome, role)
         self._learn(number, candidate, outcome, role)
-        self.blame.take(candidate, outcome)
+        self.failures.take(candidate, outcome)
         return outcome
 
     def _replay_outcome(self, record: Record, outcome: Outcome, mended: bool = False) -> None:
@@ -421,7 +421,7 @@ class Verifier:
     def __init__(self, trials: TrialRecorder, executor: Executor, verify_effort: Effort) -> None:
         self.trials, self.executor, self.verify_effort = trials, executor, verify_effort
         self.store, self.proposer, self.leaderboard = trials.store, trials.proposer, trials.leaderboard
-        self.clock, self.blame, self.peers = trials.clock, trials.blame, trials.peers
+        self.clock, self.failures, self.peers = trials.clock, trials.failures, trials.peers
         self.observer, self.cancelled = trials.observer, trials.cancelled
 
     def run(self) -> tuple[Record | None, bool]:
@@ -461,7 +461,7 @@ class Verifier:
 
     def _to_verify(self) -> Candidate | None:
         """Return the next candidate to verify; None if the verified ones are good enough or no time is left."""
-        if self.cancelled() or self.clock.left_seconds < 1.0 or self.blame.machine_fails:
+        if self.cancelled() or self.clock.left_seconds < 1.0 or self.failures.machine_fails:
             return None
         if self.leaderboard.passed() and not self.clock.time_for_another:
             return None
@@ -621,7 +621,7 @@ def apply_verification_result(
 MACHINE_FAILURES = 3  # consecutive failures of any candidates that are attributed to the machine
 
 
-class Blame:
+class CallFailures:
     """Failures of one call."""
 
     def __init__(self, proposer: Proposer, leaderboard: Leaderboard, space: SearchSpace) -> None:
@@ -658,7 +658,7 @@ class Blame:
             if (
                 len({one.family for one in crashed}) >= 2
                 and not self._leaderboard.measured
-                and not self._blames_the_model(crashed)
+                and not self._model_is_the_cause(crashed)
             ):
                 where = f"{outcome.log}/rank{outcome.rank or 0}.log"
                 raise UserError(
@@ -666,7 +666,7 @@ class Blame:
                     f"traceback in {where})"
                 )
 
-    def _blames_the_model(self, crashed: set[Candidate]) -> bool:
+    def _model_is_the_cause(self, crashed: set[Candidate]) -> bool:
         """Return True if all crashed candidates share the model settings and the space has other ones."""
         ways = {tuple(one.get(knob) for knob in MODEL_KNOBS) for one in crashed}
         return len(ways) == 1 and any(

@@ -54,7 +54,7 @@ class FailureVerdict:
 _INVALID_TYPES = ("DeepSpeedConfigError", "pydantic_core._pydantic_core.ValidationError", "ZeRORuntimeException")
 _MACHINE_TYPES = ("DistStoreError", "DistNetworkError", "DistBackendError")
 _RUNTIME_TYPES = ("builtins.RuntimeError", "builtins.OSError", "builtins.MemoryError")  # includes their subclasses
-# Exceptions by which DeepSpeed refuses a config. A text about the machine in one of these does not blame the machine.
+# Exceptions by which DeepSpeed refuses a config. A text about the machine in one of these does not concern the machine.
 _REFUSALS = ("ValueError", "AssertionError", "NotImplementedError", "KeyError", "TypeError", "AttributeError")
 _HOST_LOW = 0.03  # share of main memory below which the kernel kills
 _TRACEBACK_CHARACTERS = 4000  # length of its end
@@ -64,7 +64,7 @@ _ABORT = re.compile(r"terminate called after throwing an instance of '[^'\n]*'\s
 
 def classify_failure(evidence: FailureEvidence) -> FailureVerdict:
     """Return the class of a failed trial, and the evidence that decided it."""
-    if evidence.unreachable:  # the lost ranks and those that waited for them do not blame the candidate
+    if evidence.unreachable:  # the lost ranks and those that waited for them say nothing of the candidate
         why = "the stream of that machine's agent"
         return FailureVerdict(OutcomeKind.INFRASTRUCTURE, evidence.phase, evidence.unreachable, why, Source.NODE)
     if evidence.peaks.lost:  # overrides the ranks' errors, which differ in their words

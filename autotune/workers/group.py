@@ -253,10 +253,10 @@ class WorkerGroup:
         self._on_message(rank, message)
         return True
 
-    def tell(self, verb: str, **fields: Any) -> None:
+    def send(self, verb: str, **fields: Any) -> None:
         """Send a message to every rank."""
         for host in self._hosts:
-            host.tell(verb, **fields)
+            host.send(verb, **fields)
 
     def enter(self, phase: Phase) -> None:
         """Set the phase of all ranks, which has its own time limit and its own duration."""
@@ -411,7 +411,7 @@ class WorkerGroup:
             return
         self._ended = True
         done = self._policy.may_exit and self.greeted and self.all_succeeded
-        self.tell("stop")
+        self.send("stop")
         self._on_all_hosts(lambda host: host.end(done=done))
 
     def _on_all_hosts(self, ask: Callable[[HostWorkers], T]) -> list[T]:

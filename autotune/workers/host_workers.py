@@ -75,7 +75,7 @@ class HostWorkers(Protocol):
     def begin(self, workers: Sequence[int]) -> None:
         """Start the memory monitor with the ranks' own process ids."""
 
-    def tell(self, verb: str, **fields: Any) -> None:
+    def send(self, verb: str, **fields: Any) -> None:
         """Send a message to every rank."""
 
     def statuses(self) -> dict[int, int]:
@@ -247,7 +247,7 @@ class LocalWorkers:
             return []
         return [(int(hello["rank"]), hello)]
 
-    def tell(self, verb: str, **fields: Any) -> None:
+    def send(self, verb: str, **fields: Any) -> None:
         """Send a message to all ranks."""
         for channel in self._channels.values():
             channel.send(verb, **fields)

@@ -37,10 +37,10 @@ LIVELY_SECONDS = 120.0  # a folder with a more recent change may be building on 
 _LOOK_SECONDS = 0.1
 _KILL_SECONDS = 5.0  # time for a killed compiler to be reaped
 
-Tell = Callable[..., None]  # receives `op`, `state` (waiting, building, loading, done, failed) and details
+ProgressCallback = Callable[..., None]  # receives `op`, `state` (waiting, building, loading, done, failed) and details
 
 
-def load_ops(names: list[str], tell: Tell = lambda **said: None) -> dict[str, str]:
+def load_ops(names: list[str], report: ProgressCallback = lambda **said: None) -> dict[str, str]:
     """Load the DeepSpeed ops of the named builders, and build missing ones. Return the failed builders with reasons."""
     from deepspeed.accelerator import get_accelerator
 
@@ -52,11 +52,11 @@ def load_ops(names: list[str], tell: Tell = lambda **said: None) -> dict[str, st
             builder = get_accelerator().create_op_builder(name)
             if builder is None or not _wanted(name, builder):
                 continue
-            built = _load(name, builder, folder, tell)
-            tell(op=name, state="done", built=built, seconds=time.monotonic() - began)
+            built = _load(name, builder, folder, report)
+            report(op=name, state="done", built=built, seconds=time.monotonic() - began)
         except Exception as error:
             failed[name] = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-            tell(op=name, state="failed", seconds=time.monotonic() - began)
+            report(op=name, state="failed", seconds=time.monotonic() - began)
     return failed
 
 
@@ -65,7 +65,7 @@ def _wanted(name: str, builder: Any) -> bool:
     return name != "ShareMemCommBuilder" or bool(builder.is_compatible(False))
 
 
-def _load(name: str, builder: Any, folder: Path, tell: Tell) -> bool:
+def _load(name: str, builder: Any, folder: Path, report: ProgressCallback) -> bool:
     """Load an op. Return True if this process, or another one during the wait, has built it."""
     if _is_prebuilt(builder.name):
         builder.load(verbose=False)
@@ -74,11 +74,11 @@ def _load(name: str, builder: Any, folder: Path, tell: Tell) -> bool:
     before = _written_ns(library)
     seconds = last_seconds(name, folder)
     with hold_build_lock(
-        folder, builder.name, lambda: tell(op=name, state="waiting", last_seconds=seconds)
+        folder, builder.name, lambda: report(op=name, state="waiting", last_seconds=seconds)
     ) as going_on:
         ours = _written_ns(library)
         state = "loading" if ours else "building"
-        tell(op=name, state=state, last_seconds=seconds, going_on=going_on)
+        report(op=name, state=state, last_seconds=seconds, going_on=going_on)
         began = time.monotonic()
         builder.load(verbose=False)
         took = time.monotonic() - began if _written_ns(library) != ours else None

@@ -170,12 +170,12 @@ class ForkLauncher:
             self.begin()
         self._await("ready", IMPORT_SECONDS, lambda message: None)
 
-    def load_ops(self, names: list[str], tell: Callable[[Message | None], None]) -> Message:
+    def load_ops(self, names: list[str], report: Callable[[Message | None], None]) -> Message:
         """Make the server load DeepSpeed's ops, with minutes of building if necessary, for all later ranks.
 
         Args:
             names: names of the builders.
-            tell: called with progress per op, see `autotune.workers.jit_ops.Tell`, or with None if nothing is new.
+            report: called with progress per op, see `autotune.workers.jit_ops.ProgressCallback`, or with None if nothing is new.
 
         Returns:
             `failed`: builder -> reason; `folder`: location of the ops; `fork_safe`: True if the server can still fork.
@@ -185,13 +185,13 @@ class ForkLauncher:
             Stopped: the wait was cancelled.
         """
         self._channel.send("ops", names=names)
-        return self._await("ops", _BUILDING_SECONDS, tell)
+        return self._await("ops", _BUILDING_SECONDS, report)
 
-    def _await(self, verb: str, seconds: float, tell: Callable[[Message | None], None]) -> Message:
-        """Return the server's message of this verb; call `tell` with earlier ones, and with None while there are none."""
+    def _await(self, verb: str, seconds: float, report: Callable[[Message | None], None]) -> Message:
+        """Return the server's message of this verb; call `report` with earlier ones, and with None while there are none."""
         until, self._busy = time.monotonic() + seconds, True
         while (message := self._channel.receive(_LOOK_SECONDS)) is None or message["type"] != verb:
-            tell(message)
+            report(message)
             if message is not None:
                 until = time.monotonic() + seconds
             elif self._channel.closed:

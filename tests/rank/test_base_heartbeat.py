@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from autotune.rank import base
-from autotune.rank.base import Pulse, describe, waits
+from autotune.rank.base import Heartbeat, describe, waits
 from autotune.workers.protocol import Channel, Message
 from tests.conftest import wait_until
 
@@ -48,7 +48,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
 def beats(work: Callable[[], None]) -> list[Message]:
     """What a pulse sends while this thread works."""
     ours, theirs = Channel.pair()
-    beating = Pulse(Channel(theirs))
+    beating = Heartbeat(Channel(theirs))
     beating.start()
     work()
     beating.stop()

@@ -88,7 +88,7 @@ def test_candidates_that_train_otherwise_for_one_reason_are_excluded_together(wo
     if worked:  # so it was not the stage
         pool.observe(make_candidate(2, 2, 1), Outcome(OutcomeKind.OK))
     pool.observe(otherwise, Outcome(OutcomeKind.INVALID, reason="update is 0.26x of yours", source=Source.TRACE))
-    pool.rule_out_alike(otherwise, lambda other: other.stage == 2, "update is 0.26x of yours")
+    pool.exclude_alike(otherwise, lambda other: other.stage == 2, "update is 0.26x of yours")
     gone = {otherwise, make_candidate(2, 2, 1)} if worked else {one for one in CANDIDATES if one.stage == 2}
     assert set(left(pool)) == set(CANDIDATES) - gone
     assert worked or pool.skipped == {"update is 0.26x of yours": 3}

@@ -187,7 +187,7 @@ def test_leaving_by_itself_is_a_trainings_end_and_a_trials_failure(fakes: Fakes,
     group, stop = fakes.run(policy(may_leave))
     assert stop is WatchEnd.ARRIVED
     assert group.statuses() == {}
-    group.tell("leave")
+    group.send("leave")
     assert group.watch(lambda: may_leave and group.all_succeeded) is (
         WatchEnd.ARRIVED if may_leave else WatchEnd.FAILED
     )
@@ -214,7 +214,7 @@ def test_what_a_finished_training_leaves_running_was_meant_to(fakes: Fakes, what
     """The upload of its last checkpoint."""
     group, stop = fakes.run(policy(may_leave=True), {"where": "init", "what": what})
     assert stop is WatchEnd.ARRIVED
-    group.tell("leave")
+    group.send("leave")
     assert group.watch(lambda: group.all_succeeded) is WatchEnd.ARRIVED
     group.end()
     left = fakes.left()
@@ -403,7 +403,7 @@ def test_what_the_kernel_does_not_let_go_is_said(fakes: Fakes, monkeypatch: pyte
             patch.setattr(process_tree, name, 0.1)
         patch.setattr(process_tree.os, "killpg", lambda pid, number: None)
         patch.setattr(psutil.Process, "kill", lambda process: None)
-        patch.setattr(group, "tell", lambda kind: None)
+        patch.setattr(group, "send", lambda kind: None)
         patch.setattr(Channel, "close", lambda channel: None)
         group.end()
     assert len(fakes.said) == 2

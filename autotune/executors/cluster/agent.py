@@ -71,7 +71,7 @@ class Agent:
         self._home = SocketFolder("autotune-agent-")  # the next agent deletes the folder of a killed one
         self.folder = self._home.path
         self._kept = ExitStack()  # locks, and the ranks' Python
-        ops = Ops(lambda text: self._tell("say", text=text), lambda text: self._tell("show", text=text))
+        ops = Ops(lambda text: self._send("say", text=text), lambda text: self._send("show", text=text))
         self.machine = LocalMachine(self.folder, ops, lambda: self._ending.is_set())
         self.needs: RankRequirements | None = None
         self.hardware: Hardware | None = None
@@ -87,7 +87,7 @@ class Agent:
         """Handle requests until the tuner is gone."""
         for what in (self._read, self._beat):
             threading.Thread(target=what, daemon=True).start()
-        self._tell(GREETING, protocol=PROTOCOL, version=__version__, pid=os.getpid(), python=sys.executable)
+        self._send(GREETING, protocol=PROTOCOL, version=__version__, pid=os.getpid(), python=sys.executable)
         try:
             while not self._ending.is_set():
                 sources = self.host_workers.sources() if self.host_workers is not None else []
@@ -121,9 +121,9 @@ class Agent:
 
     def _beat(self) -> None:
         while not self._ending.wait(BEAT_SECONDS):
-            self._tell("beat")
+            self._send("beat")
 
-    def _tell(self, verb: str, **fields: Any) -> None:
+    def _send(self, verb: str, **fields: Any) -> None:
         self._stream.send(verb, **fields)
 
     # -- what the ranks do -------------------------------------------------------------------------------------------
@@ -138,12 +138,12 @@ class Agent:
             if rank not in self._sent_statuses:
                 self._forward_messages(workers)  # the rank's last messages
                 self._sent_statuses[rank] = status
-                self._tell("exited", rank=rank, status=status)
+                self._send("exited", rank=rank, status=status)
         if workers.has_closed_channel and not self._hung_up:
             self._hung_up = True
-            self._tell("hung_up")
+            self._send("hung_up")
         if workers.lost_device:
-            self._tell("lost", text=workers.lost_device)
+            self._send("lost", text=workers.lost_device)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -161,9 +161,9 @@ class Agent:
         except Exception as error:  # the tuner knows the node's name and decides
             answer = {"failure": "agent", "text": f"{type(error).__name__}: {error}"}
         if number is not None:
-            self._tell("answer", to=number, **answer)
+            self._send("answer", to=number, **answer)
         elif verb == "brief" and "failure" in answer:  # the ranks would wait forever
-            self._tell("failed", text=answer["text"])
+            self._send("failed", text=answer["text"])
 
     def on_compare(self, *, manifest: dict[str, Any], lasting: bool) -> dict[str, Any]:
         """Return whether this node has an identical copy of a folder at the same path."""
@@ -214,7 +214,7 @@ class Agent:
         self.machine.close()
         if self.hardware is None:
             self.hardware = Hardware.from_json(hardware)
-            self._kept.enter_context(lock_gpus(self.hardware, who, lambda text: self._tell("say", text=text)))
+            self._kept.enter_context(lock_gpus(self.hardware, who, lambda text: self._send("say", text=text)))
             self.meter = make_meter(self.hardware)
         self.needs = RankRequirements(**self._path_map.all_of(needs))
         self.machine.open(self.needs)
@@ -233,7 +233,7 @@ class Agent:
         assert self.hardware is not None
         self._end_workers(done=False)
         meter = self.meter if gauged else None
-        say = lambda text: self._tell("say", text=text)  # noqa: E731
+        say = lambda text: self._send("say", text=text)  # noqa: E731
         workers = LocalWorkers(self.machine.launcher, self.hardware, meter, say, (node[0], node[1]))
         self.host_workers, self._sent_statuses, self._hung_up = workers, {}, False
         deadline = float("inf") if left_seconds is None else time.monotonic() + left_seconds
@@ -279,7 +279,7 @@ class Agent:
     def on_pass_on(self, *, what: str, fields: dict[str, Any]) -> None:
         """Forward a message to all ranks of this node."""
         if self.host_workers is not None:
-            self.host_workers.tell(what, **self._path_map.all_of(fields))
+            self.host_workers.send(what, **self._path_map.all_of(fields))
 
     def on_look_anew(self) -> None:
         """Restart the liveness check of the ranks."""
@@ -336,14 +336,14 @@ class Agent:
         workers, self.host_workers = self.host_workers, None
         if workers is not None:
             self._forward_messages(workers)
-            workers.tell("stop")
+            workers.send("stop")
             workers.end(done=done)
             remove_scratch(self.folder)
 
     def _forward_messages(self, workers: LocalWorkers) -> None:
         back = self._path_map.back
         for rank, message in workers.receive():
-            self._tell("said", rank=rank, message=back.all_of(message))
+            self._send("said", rank=rank, message=back.all_of(message))
 
     def close(self) -> None:
         """End everything that this agent started."""

@@ -220,7 +220,7 @@ class Cluster:
             return
         data = parcel.archive
         for at in range(0, len(data), CHUNK_BYTES):
-            node.connection.tell("part", data=base64.b64encode(data[at : at + CHUNK_BYTES]).decode())
+            node.connection.send("part", data=base64.b64encode(data[at : at + CHUNK_BYTES]).decode())
         answer = self._await_answer(node, node.connection.begin("unpack", **about), _SURVEY_SECONDS)
         self.say(f"sent to {node.name}, into {answer['folder']}: {parcel}{_kept_files_note(answer)}")
 

@@ -112,7 +112,7 @@ class OutputForwarder:
 #
 # Protocol between the tuner and the agents of its nodes: timing, and conversion to JSON.
 #
-# The tuner sends numbered requests (`ask`), which the agent answers in order, and messages without an answer (`tell`).
+# The tuner sends numbered requests (`ask`), which the agent answers in order, and messages without an answer (`send`).
 # The agent sends answers, messages of ranks (`said`), exit codes (`exited`) and lines for the user (`say`). Both sides
 # send heartbeats (`beat`). A side without input for `SILENT_SECONDS` treats the peer as gone. The agent then ends all
 # that it has started, as at the end of its standard input.
@@ -356,7 +356,7 @@ class AgentConnection:
             found.append(self._events.popleft())
         return found
 
-    def tell(self, verb: Verb, **fields: Any) -> None:
+    def send(self, verb: Verb, **fields: Any) -> None:
         """Send a message that has no answer."""
         if not self.failure:
             self._stream.send(verb, **fields)
@@ -370,7 +370,7 @@ class AgentConnection:
         with self._changed:
             self._asked += 1
             number = self._asked
-        self.tell(verb, ask=number, **fields)
+        self.send(verb, ask=number, **fields)
         return number
 
     def finish(
@@ -561,11 +561,11 @@ class RemoteWorkers:
 
     def begin(self, workers: Sequence[int]) -> None:
         """Send the stored spec to the node's ranks."""
-        self._connection.tell("brief", spec=self._spec, workers=list(workers), logs=self._logs is not None)
+        self._connection.send("brief", spec=self._spec, workers=list(workers), logs=self._logs is not None)
 
-    def tell(self, verb: str, **fields: Any) -> None:
+    def send(self, verb: str, **fields: Any) -> None:
         """Send a message to the node's ranks."""
-        self._connection.tell("pass_on", what=verb, fields=fields)
+        self._connection.send("pass_on", what=verb, fields=fields)
 
     def statuses(self) -> dict[int, int]:
         """Return the exit status of each rank that has ended."""
@@ -573,7 +573,7 @@ class RemoteWorkers:
 
     def reset_liveness_baseline(self) -> None:
         """Restart the liveness check of the ranks."""
-        self._connection.tell("look_anew")
+        self._connection.send("look_anew")
 
     def is_progressing(self, waiting: set[int]) -> bool:
         """Return True if the ranks make progress, given the ranks that others wait for."""
@@ -584,7 +584,7 @@ class RemoteWorkers:
 
     def register_device(self, rank: int, device: str) -> None:
         """Register the device of a rank."""
-        self._connection.tell("place", rank=rank, device=device)
+        self._connection.send("place", rank=rank, device=device)
 
     def peaks(self) -> MemoryPeaks:
         """Return the peaks of the node's ranks: zeros if the node is lost."""
@@ -593,7 +593,7 @@ class RemoteWorkers:
 
     def reset_peaks(self) -> None:
         """Reset the peaks of the node's ranks."""
-        self._connection.tell("reset_peaks")
+        self._connection.send("reset_peaks")
 
     def log_tails(self, greeted: bool) -> dict[int, str]:
         """Return the end of each rank's log: empty if the node is lost."""
@@ -615,8 +615,8 @@ class RemoteWorkers:
     def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
         """Send a signal to ranks of the node."""
         said = {"number": int(number), "pids": list(pids)}
-        # Sent by another thread, because a signal handler may have interrupted a `tell` that holds the stream's lock.
-        threading.Thread(target=self._connection.tell, args=("signal",), kwargs=said, daemon=True).start()
+        # Sent by another thread, because a signal handler may have interrupted a `send` that holds the stream's lock.
+        threading.Thread(target=self._connection.send, args=("signal",), kwargs=said, daemon=True).start()
 
     def end(self, *, done: bool) -> None:
         """End the node's ranks and collect the ends of their logs."""

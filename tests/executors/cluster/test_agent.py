@@ -340,7 +340,7 @@ def test_a_wire_does_not_hang_where_nobody_reads(tmp_path: Path, monkeypatch: py
     deaf = 'print(\'{"type": "agent", "version": "", "protocol": 1}\', flush=True); import time; time.sleep(600)'
     wire = AgentConnection("n1", [python, "-c", deaf], tmp_path / "log")
     wire.greet(60)
-    wire.tell("much", text="x" * 2**21)
+    wire.send("much", text="x" * 2**21)
     assert wire._process.poll() is None, "what nobody has read was not waited for"
     wait_until(lambda: wire.failure, "the silence to be noticed")
     assert wire.failure.startswith("n1: ")

@@ -118,7 +118,7 @@ def is_heard(wire: AgentConnection) -> None:
     with closing(wire):
         wire.greet(60)
         wire.start_echo()
-        wire.tell("go")
+        wire.send("go")
         heard: list[str] = []
         wait_until(lambda: heard.extend(event["type"] for event in wire.events()) or "written" in heard, "its agent")
         assert not wire.failure
