@@ -122,7 +122,7 @@ def test_where_the_address_comes_from_and_a_python_without_ray(monkeypatch: pyte
     assert ray_address(None, {"RAY_ADDRESS": "b:2"}) == "b:2"
     assert ray_address(None, {}) == "auto"
     monkeypatch.setattr(ray_transport.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"no package ray in .*: install the cluster's own version there"):
+    with pytest.raises(UserError, match=r"no package ray in .*Install the cluster's version of it there"):
         ray_address(None, {})
 
 
