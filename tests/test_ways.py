@@ -64,7 +64,6 @@ LEFT = {
     "constant_batch": "gave 16 rows a step where 8 were asked for",
     "loss_backward_of_its_own_batch": "gave 8 rows a step where 4 were asked for",
     "from_yaml": "a step where",
-    "from_a_setting batch=6": "gave 24 rows a step where 12 were asked for",
     "time_first": "gave 32 rows a step where 16 were asked for",
     "time_first_of_35": "a step where",
     "without_positions": "a step where",
@@ -125,6 +124,14 @@ def test_a_batch_that_cannot_be_changed_is_left(scripts: Scripts, tmp_path: Path
     assert batch_of_the_engine(tmp_path) == last, "as its config says"
     told = scripts.measure(found, own.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))
     assert (told.kind, told.source) == (OutcomeKind.INVALID, Source.BATCH), "measured on another batch than it was told"
+
+
+def test_a_setting_that_carries_the_batch_is_found(scripts: Scripts, tmp_path: Path) -> None:
+    found = scripts.probe(command("from_a_setting batch=6"), folder_of(tmp_path))
+    own = own_candidate(found.script)
+    assert (own.micro_batch, own.accumulation) == (6, 2), "the config says 4"
+    assert scripts.measure(found, own.but(**{MICRO_BATCH: 3, ACCUMULATION: 4})).ok
+    assert batch_of_the_engine(tmp_path) == (3, 4)
 
 
 def test_a_script_that_fails_at_another_batch_keeps_its_own(scripts: Scripts, tmp_path: Path) -> None:
