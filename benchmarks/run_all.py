@@ -150,7 +150,7 @@ EXEMPT = {
     "docs/writing.py": "imported by docs/figures.py: how a figure is written",
     "gpu/gpu_acceptance.py": "`make gpu-acceptance`: names its results for the GPU; tests of its own rehearse it",
 }
-# Commands that ask whether the code can be trusted, and go on where they were stopped: `make flakes`, `mutants`, `faults`.
+# Commands that ask whether the code can be trusted, and go on where they were stopped: `make flakes`, `mutants`, `faults`, `planted`.
 OF_THE_TESTS = ("reliability/flakes.py", "reliability/mutants.py", "reliability/faults.py", "training/planted.py")
 
 

@@ -126,6 +126,7 @@ def test_a_batch_that_cannot_be_changed_is_left(scripts: Scripts, tmp_path: Path
     assert (told.kind, told.source) == (OutcomeKind.INVALID, Source.BATCH), "measured on another batch than it was told"
 
 
+@pytest.mark.slow
 def test_a_setting_that_carries_the_batch_is_found(scripts: Scripts, tmp_path: Path) -> None:
     found = scripts.probe(command("from_a_setting batch=6"), folder_of(tmp_path))
     own = own_candidate(found.script)
