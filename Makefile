@@ -125,6 +125,7 @@ faults: setup  # an hour and a half; goes on where it was stopped
 	$(BIN)/python benchmarks/reliability/faults.py --json benchmarks/results/faults.json
 
 planted: setup  # ten minutes; goes on where it was stopped
+	mkdir -p build
 	$(BIN)/python benchmarks/training/planted.py --traces build/planted.jsonl --json benchmarks/results/planted.json
 
 gallery: setup  # docs/gallery.md, gallery/schema.json and what predictions begin with, of what lies in gallery/entries
