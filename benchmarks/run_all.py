@@ -112,6 +112,7 @@ EXEMPT = {
     "trials/framework_environments.py": "makes the frameworks' environments: `make test-frameworks`, frameworks.py",
     "trials/framework_commands.py": "imported by frameworks.py: the commands, and the files that they name",
     "trials/framework_inputs.py": "started by frameworks.py in a framework's environment: model, tokenizer, data",
+    "predict/loading.py": "holds what `plan` says of a loading checkpoint against two ranks' memory; docs/plan-output.md has its figures",
     "predict/live_error.py": "imported by predictor.py and live_tensors.py: predictions beside what was counted",
     "reliability/planting.py": "imported by faults.py: faults of a study's trials",
     "reliability/__init__.py": "makes the folder a package",
