@@ -112,7 +112,7 @@ EXEMPT = {
     "trials/framework_environments.py": "makes the frameworks' environments: `make test-frameworks`, frameworks.py",
     "trials/framework_commands.py": "imported by frameworks.py: the commands, and the files that they name",
     "trials/framework_inputs.py": "started by frameworks.py in a framework's environment: model, tokenizer, data",
-    "predict/loading.py": "holds what `plan` says of a loading checkpoint against two ranks' memory; docs/plan-output.md has its figures",
+    "predict/loading.py": "memory of ranks that load a checkpoint; docs/plan-output.md has its figures",
     "predict/live_error.py": "imported by predictor.py and live_tensors.py: predictions beside what was counted",
     "reliability/planting.py": "imported by faults.py: faults of a study's trials",
     "reliability/__init__.py": "makes the folder a package",
@@ -151,7 +151,7 @@ EXEMPT = {
     "docs/writing.py": "imported by docs/figures.py: how a figure is written",
     "gpu/gpu_acceptance.py": "`make gpu-acceptance`: names its results for the GPU; tests of its own rehearse it",
 }
-# Commands that ask whether the code can be trusted, and go on where they were stopped: `make flakes`, `mutants`, `faults`, `planted`.
+# Commands that ask whether the code can be trusted, and go on where they stopped: `make flakes`, `mutants`, `faults`, `planted`.
 OF_THE_TESTS = ("reliability/flakes.py", "reliability/mutants.py", "reliability/faults.py", "training/planted.py")
 
 
