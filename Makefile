@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test test-all cluster-tests tracker-tests test-oldest test-oldest-first test-frameworks lint setup coverage flakes mutants faults planted gallery clean gpu-acceptance
+.PHONY: run test test-all test-every cluster-tests tracker-tests test-oldest test-oldest-first test-frameworks lint setup coverage flakes mutants faults planted gallery clean gpu-acceptance
 
 # Where there is no GPU, DeepSpeed's CPU ops are built with the rest: the first trial that offloads would do it in the study's
 # time, and of three workers of the tests two would wait for the third.
@@ -25,6 +25,9 @@ test: $(READY)
 
 test-all: $(READY)
 	$(PYTEST) --hypothesis-profile thorough
+
+test-every: $(READY)
+	AUTOTUNE_EVERY_TEST=1 $(PYTEST) --hypothesis-profile thorough
 
 setup: $(VENV)/.installed
 

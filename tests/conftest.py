@@ -127,6 +127,9 @@ settings.register_profile(  # `make mutants`: thousands of short runs that must 
 settings.load_profile("quick")
 
 
+EVERY_TEST = "AUTOTUNE_EVERY_TEST"  # variable that also runs what is marked `rare`
+
+
 def has_cuda() -> bool:
     import torch
 
@@ -141,6 +144,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         used = SERVERS & set(getattr(item, "fixturenames", ()))
         group = DEAR.get(item.nodeid.partition("::")[0])
         assert not used or group, f"{item.nodeid} uses {used.pop()}: give its file a line in DEAR"
+    if not os.environ.get(EVERY_TEST):
+        for item in items:
+            if item.get_closest_marker("rare"):
+                item.add_marker(pytest.mark.skip(reason=f"{EVERY_TEST}=1 runs it, as `make test-every` does"))
     if any(item.get_closest_marker("gpu") for item in items) and not has_cuda():
         for item in items:
             if item.get_closest_marker("gpu"):

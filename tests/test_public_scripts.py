@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -34,13 +33,11 @@ PUBLIC: dict[str, tuple[str, dict[str, str], str, tuple[int, ...]]] = {
 }
 
 
-EVERY = bool(os.environ.get("AUTOTUNE_EVERY_SCRIPT"))
-USUAL = {"minrf", "controlnet", "cifar_moe", "imagenet", "tokens", "scaled_by_hand"}
-_SKIPPED = pytest.mark.skipif(not EVERY, reason="AUTOTUNE_EVERY_SCRIPT=1 runs it")
+USUAL = {"minrf", "tokens", "scaled_by_hand"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [way if way in USUAL else pytest.param(way, marks=_SKIPPED) for way in PUBLIC])
+@pytest.mark.parametrize("way", [way if way in USUAL else pytest.param(way, marks=pytest.mark.rare) for way in PUBLIC])
 def test_a_public_script_is_tuned_or_says_why_not(scripts: Scripts, tmp_path: Path, way: str) -> None:
     words, flags, note, otherwise = PUBLIC[way]
     (tmp_path / "x.yaml").write_text("dataset: {train: {kwargs: {batch_size: 4}}}\naccelerate: {accumulation: 2}\n")
