@@ -150,13 +150,12 @@ class Hardware:
         Raises:
             UserError: nothing is left for a rank.
         """
-        found = dataclasses.replace(self, reserve_bytes=reserve_bytes)
-        if found.capacity_bytes < LEAST_MEMORY_BYTES:
+        if reserve_bytes and self.memory_bytes - reserve_bytes < LEAST_MEMORY_BYTES:
             raise UserError(
                 f"--reserve {format_bytes(reserve_bytes)} leaves too little of {format_bytes(self.memory_bytes)} a rank "
                 f"on {self.name}: give less"
             )
-        return found
+        return dataclasses.replace(self, reserve_bytes=reserve_bytes)
 
     @property
     def ceiling_bytes(self) -> int:

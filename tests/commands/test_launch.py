@@ -160,7 +160,7 @@ def test_the_best_of_a_plan(
         (("launch", "none", "--", "train.py"), "no study 'none'"),
         (("launch", "s", "--max-restarts", "-1", "--", "train.py"), "expected 0 or more"),
         (("launch", "s", "--hang-timeout", "soon", "--", "train.py"), "is no duration"),
-        (("launch", "s"), "no script after `--`"),
+        (("launch", "s"), "needs the script to train"),
         (("launch", "s", "--", "missing.py"), "no script missing.py"),
     ],
 )

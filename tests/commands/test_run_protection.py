@@ -75,7 +75,7 @@ def test_a_named_model_and_a_replay_need_none(setup: Any, tmp_path: Path, offer:
 @pytest.mark.parametrize(
     ("protection", "level", "said"),
     [
-        (Protection.OVERLAY, "good", "layers of an overlay"),
+        (Protection.OVERLAY, "good", "an overlay, which is deleted with them"),
         (Protection.LANDLOCK, "warn", "Landlock"),
         (Protection.NONE, "warn", "no protection"),
     ],
