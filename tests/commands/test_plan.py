@@ -128,7 +128,7 @@ def test_positions_can_be_extended() -> None:
     for positions, said in ((8192, "takes at most 8192 tokens"), (0, "--max-positions")):
         with pytest.raises(UserError, match=said):
             plans(Request("gemma-2-2b", 8, seq_len=16384, max_positions=positions), ["h100"])
-    with pytest.raises(UserError, match="no limit of its own"):
+    with pytest.raises(UserError, match="has no limit to extend"):
         plans(Request("t5-small", 1, max_positions=4096), ["h100"])
 
 
