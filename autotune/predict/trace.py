@@ -69,6 +69,11 @@ def _tracer_environment(sees_gpus: bool = False) -> dict[str, str]:
     return {**current().environment(), **seen, **_ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
 
 
+def missing_packages() -> list[str]:
+    """Return the packages that a trace needs and the ranks' environment lacks."""
+    return [name for name in RUNS_IT if current().version(name) is None]
+
+
 def trace_job(
     job: Job,
     *,
@@ -101,7 +106,7 @@ def trace_job(
     own, (job, replaced) = job, runnable(job)
     if (known := known_trace(job, loss, device)) is not None:
         return known
-    if missing := [name for name in RUNS_IT if current().version(name) is None]:
+    if missing := missing_packages():
         return closed_form_trace(
             own, f"{' and '.join(missing)} not installed; --python names an environment that has them"
         )

@@ -183,7 +183,7 @@ def test_a_training_under_faults_with_ranks_that_train_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [0, 8])  # seeds
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.rare), 8])  # seeds
 def test_thirty_faults_leave_nothing_and_lose_nothing(tmp_path: Path, first: int) -> None:
     path = tmp_path / "faults.json"
     words = [

@@ -32,8 +32,16 @@ def run_small(command: str, *options: str) -> str:
     return done.stdout
 
 
+RARE = {
+    "frameworks-cpu",
+    "vs-deepspeed-cpu",
+    "scripts-cpu",
+    "recovery-cpu",
+}  # a minute each; other tests run their parts
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.rare] * (name in RARE)) for name in SMALL])
 def test_the_small_form_gives_a_table_and_the_full_result_s_columns(name: str, tmp_path: Path) -> None:
     command, *options = SMALL[name]
     path = tmp_path / "result.json"
