@@ -67,7 +67,7 @@ def measured_figures(outcome: Outcome) -> dict[str, float]:
 def entry_of(
     number: int, candidate: Candidate, role: str, outcome: Outcome, predicted: Mapping[str, float]
 ) -> TrialEntry:
-    """Return the entry of a finished trial, with predicted figures beside the measured ones, and without secrets."""
+    """Return the entry of a finished trial, with predicted and measured figures, and without secrets."""
     reason = {"reason": masked(outcome.reason)[:500]} if outcome.reason else {}
     return TrialEntry(
         number,

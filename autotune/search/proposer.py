@@ -58,9 +58,8 @@ DOUBTLESS_SIGMAS = 3.0  # a level this many sigmas below the best is not tried
 # trials without improvement, half of them random: 60 miss the best 5 % once in 20 (Bergstra and Bengio 2012)
 STALE = 120
 WORTHWHILE = 0.25  # share of the tolerance; a smaller predicted gain is ignored
-TURN_SHARE = 0.2  # share of the remaining budget, at most, for turning each knob of the best candidate once
 LOOSE_BOUND = 0.05  # speed that may be left; above it, the candidates that make the bound so high are measured
-DOUBT_SHARE = 0.2  # share of the remaining budget, at most, for measuring them
+CHECK_SHARE = 0.2  # share of the remaining budget, at most, for each kind of check before an early end
 FIRST_TRIALS = 4  # measured candidates that a short budget must hold
 FIRST_SHARE = 0.25  # share of the budget, at most, that one of them is predicted to take
 
@@ -113,8 +112,7 @@ class Proposer:
         self._audited = 0  # surrogate proposals since then
         self._bold_tries = 0
         self._most_first = math.inf  # seconds that one of the first trials may take
-        self._turning_seconds = 0.0  # predicted for all proposed turns of knobs
-        self._doubting_seconds = 0.0  # predicted for all candidates proposed because of a loose bound
+        self._turns, self._doubts = CheckBudget(), CheckBudget()  # for turns of knobs, and for a loose bound
         self._seed, self._answers = seed, dict[int, Answer]()
         self._start: Start | None = None
         self.stopped: Stop | None = None  # reason for the latest None of `next`
@@ -381,7 +379,7 @@ class Proposer:
     def _untested_knob(self, turn: Turn) -> Proposal | None:
         """Turn each knob of the best candidate once before the search ends early.
 
-        The cheapest turn comes first, and all together take at most TURN_SHARE of the remaining budget.
+        The cheapest turn comes first, and all together take at most CHECK_SHARE of the remaining budget.
         """
         if self._model.predictor_rejected or self.exhaustive:
             return None
@@ -389,10 +387,8 @@ class Proposer:
         if not ways:
             return None
         way = min(ways, key=lambda one: float(seconds[one.at]))
-        cost = float(seconds[way.at])
-        if self._turning_seconds + cost > TURN_SHARE * (turn.left_seconds + self._turning_seconds):
+        if not self._turns.allows(float(seconds[way.at]), turn.left_seconds):
             return None
-        self._turning_seconds += cost
         return Proposal(self.candidates[way.at], f"{way.knob} was not turned at the best")
 
     def _doubtful_knob(self, turn: Turn) -> Proposal | None:
@@ -409,17 +405,15 @@ class Proposer:
     def _loose_bound(self, turn: Turn) -> Proposal | None:
         """Measure the candidate that makes the bound of the speed left so high.
 
-        Its gain is unlikely, but large. All of them together take at most DOUBT_SHARE of the remaining budget.
+        Its gain is unlikely, but large. All of them together take at most CHECK_SHARE of the remaining budget.
         """
         if not self.speed or self._model.predictor_rejected or self.exhaustive:
             return None
         left, at = self._bound()
         if at is None or math.expm1(left) <= LOOSE_BOUND:
             return None
-        cost = float(self._trial_costs()[at])
-        if self._doubting_seconds + cost > DOUBT_SHARE * (turn.left_seconds + self._doubting_seconds):
+        if not self._doubts.allows(float(self._trial_costs()[at]), turn.left_seconds):
             return None
-        self._doubting_seconds += cost
         return Proposal(self.candidates[at], f"up to {100 * math.expm1(left):.0f} % may be left")
 
     def _sampler_goes_on(self, turn: Turn) -> Proposal | None:
@@ -696,6 +690,20 @@ class Turn:
     def best(self) -> int:
         """Place of the candidate with the highest gain per second."""
         return int(self._values[0].argmax())
+
+
+class CheckBudget:
+    """Predicted seconds that one kind of check has used of CHECK_SHARE of the remaining budget."""
+
+    def __init__(self) -> None:
+        self._used_seconds = 0.0
+
+    def allows(self, seconds: float, left_seconds: float) -> bool:
+        """Return True if another check of so many seconds is within the share, and count it."""
+        if self._used_seconds + seconds > CHECK_SHARE * (left_seconds + self._used_seconds):
+            return False
+        self._used_seconds += seconds
+        return True
 
 
 class Start:
