@@ -33,6 +33,7 @@ STEPS = (
         "a trial; true OOM without a cap in forward, backward, step and init, a trial after each",
         is_first=True,
     ),
+    Step("launch", 100, 40, 55, "launch goes on after a true OOM of the GPU", is_first=True),
     Step(
         "study", 235, 190, 143, "autotune run of smollm2-360m, 150 s, to a verified winner", is_first=True, timed=True
     ),
