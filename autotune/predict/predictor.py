@@ -99,7 +99,7 @@ class Predictor:
         self._refused: dict[tuple[object, ...], str] = {}
         widen = 1.0 if self.trace.exact else UNTRACED
         self._unread = unread_keys(job.base_config)
-        self._newer = unknown_newer()
+        self._newer = unknown_newer(job.interpreter)
         if not stepper(job).known:
             self._unread.append(f"optimizer {job.optimizer_kind}")
         self._memory_priors = memory_priors(job, hardware, widen, bool(self._unread or self._newer))
@@ -628,7 +628,7 @@ class Prepared:
         cls, job: Job, hardware: Hardware, trace: Trace, candidates: Sequence[Candidate], *, guessed: bool = False
     ) -> Prepared:
         """Prepare candidates that share this trace. `guessed`: the trace is an estimate, while the job's own is exact."""
-        c = columns_of(candidates, job, installed_deepspeed())
+        c = columns_of(candidates, job, installed_deepspeed(job.interpreter))
         b = bill(job, trace, c, hardware.device)
         uneven, spread = uneven_shares(job, c, b.activations.max(axis=0))
         doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)

@@ -35,6 +35,7 @@ from autotune.problem.nvml import (
     unseen_gpu,
 )
 from autotune.problem.outcome import OutcomeKind
+from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import GIB, LEAST_MEMORY_BYTES, format_bytes
 
 __all__ = [
@@ -225,7 +226,14 @@ def named_hardware(
     return Hardware("cuda", row.name, count, memory, None, host, row.name, headroom, row.bf16, nodes=nodes)
 
 
-def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None, headroom: float = 0.05) -> Hardware:
+def detect(
+    device: str,
+    gpus: int | None,
+    *,
+    memory_cap_bytes: int | None = None,
+    headroom: float = 0.05,
+    interpreter: Interpreter = OWN,
+) -> Hardware:
     """Detect this machine's devices; `gpus=None` takes all GPUs, or two CPU ranks if there is no GPU.
 
     Raises:
@@ -241,8 +249,8 @@ def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None
     except GpuError as error:
         raise UserError(f"{error}; try --device cpu, or `autotune doctor`") from None
     if not visible and device != "cpu" and (device == "cuda" or gpus is not None):
-        raise UserError(_no_gpu(device, gpus))
-    if not visible and device == "auto" and (why := unseen_gpu()):
+        raise UserError(_no_gpu(device, gpus, interpreter))
+    if not visible and device == "auto" and (why := unseen_gpu(interpreter)):
         raise UserError(
             f"found no GPU that can be used: {why}; repair it (`autotune doctor`), or pass --device cpu for CPU ranks"
         )
@@ -250,9 +258,9 @@ def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None
     return dataclasses.replace(found, headroom=headroom).capped(memory_cap_bytes)
 
 
-def _no_gpu(device: str, gpus: int | None) -> str:
+def _no_gpu(device: str, gpus: int | None, interpreter: Interpreter) -> str:
     trouble = driver_trouble()
-    unseen = f"NVIDIA's driver does not answer: {trouble}" if trouble else unseen_gpu()
+    unseen = f"NVIDIA's driver does not answer: {trouble}" if trouble else unseen_gpu(interpreter)
     why = f" ({unseen})" if unseen else ""
     if device == "cuda":
         return f"--device cuda: no GPU found{why or ' (NVML sees none)'}; try --device cpu, or `autotune doctor`"

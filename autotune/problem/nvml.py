@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.problem.host_memory import host_available_bytes, host_total_bytes
-from autotune.util.interpreter import NVML_FILE, current
+from autotune.util.interpreter import NVML_FILE, OWN, Interpreter
 from autotune.util.linux import name_of, runs
 from autotune.util.units import MIB, format_bytes
 
@@ -438,10 +438,13 @@ _MOST_CARDS = 4096
 _DRIVER_NOT_LOADED, _LIBRARY_NOT_FOUND = 9, 12
 
 
-def unseen_gpu() -> str:
+def unseen_gpu(interpreter: Interpreter = OWN) -> str:
     """Return why a GPU of this machine cannot be used; called if CUDA shows no GPU.
 
     The result is empty if there is no GPU, or if CUDA_VISIBLE_DEVICES hides all of them, as `""` and `-1` do.
+
+    Args:
+        interpreter: of the ranks, whose torch may be for AMD's GPUs.
     """
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is not None and _hides_all(wanted):
@@ -457,7 +460,7 @@ def unseen_gpu() -> str:
         return f"{sign} is there, but not NVML's library (a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
     if sign:
         return f"{sign} is there, but NVIDIA's driver does not answer ({error})"
-    if (_ROOT / "dev/kfd").exists() and _torch_is_for_rocm():
+    if (_ROOT / "dev/kfd").exists() and _torch_is_for_rocm(interpreter):
         return "/dev/kfd is there, an AMD GPU, and only NVIDIA's are tuned"
     return ""
 
@@ -493,10 +496,10 @@ def _nvidia_sign(with_bus: bool) -> str:
     return ""
 
 
-def _torch_is_for_rocm() -> bool:
+def _torch_is_for_rocm(interpreter: Interpreter) -> bool:
     """Check that torch is neither for CPUs nor for CUDA: a Ryzen's integrated graphics have /dev/kfd, too."""
-    version = current().version("torch")
-    return version is not None and current().cuda is None and not version.endswith("+cpu")
+    version = interpreter.version("torch")
+    return version is not None and interpreter.cuda is None and not version.endswith("+cpu")
 
 
 def _says(file: Path) -> str:

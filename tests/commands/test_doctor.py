@@ -11,7 +11,7 @@ import pytest
 from autotune.commands import doctor
 from autotune.problem import host_memory
 from autotune.problem.hardware import detect
-from autotune.util.interpreter import interpreter_at, use_interpreter
+from autotune.util.interpreter import OWN, interpreter_at
 from autotune.util.linux import MainMemory
 from autotune.util.units import GIB, MIB
 from autotune.workers.gpu_locks import lock_gpus
@@ -298,11 +298,10 @@ def test_where_runs_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 
 def test_in_which_python_ranks_run(tmp_path: Path) -> None:
-    (own,) = doctor._python()
+    (own,) = doctor._python(OWN)
     assert (own.level, sys.executable in own.found, "beside" in own.found) == ("good", True, False)
     python = stand_in(tmp_path / "bin/python", versions={"torch": "1.13.1"})
-    with use_interpreter(interpreter_at(str(python), "--python")):
-        (found,) = doctor._python()
+    (found,) = doctor._python(interpreter_at(str(python), "--python"))
     assert found.level == "bad"
     assert found.found == f"3.12.1 ({python}), apart from autotune's own ({sys.executable})"
     assert "torch 1.13.1 (expected 2.6 or newer)" in found.cost
