@@ -141,14 +141,14 @@ def test_a_probe_that_dies_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
     monkeypatch.setattr(doctor, "APART", "")
     monkeypatch.setattr(doctor, "_EXAMINATION", "import sys; print('DOING this'); sys.exit('Segmentation fault')")
-    assert "Segmentation fault" in by_name(doctor._libraries(heard.append))["libraries"].found
+    assert "Segmentation fault" in by_name(doctor._libraries(heard.append, OWN))["libraries"].found
     assert heard == ["this"], "each step is said as it begins"
 
     monkeypatch.setattr(doctor, "_BUILD_SECONDS", 1.0)
     compiles = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
     monkeypatch.setattr(doctor, "_EXAMINATION", compiles)
     began = time.monotonic()
-    found = by_name(doctor._libraries(heard.append))["libraries"]
+    found = by_name(doctor._libraries(heard.append, OWN))["libraries"]
     assert found.level == "bad"
     assert "no answer within 1.0 s" in found.found
     assert time.monotonic() - began < 60, "a compiler that holds the output open does not keep it waiting"
