@@ -22,14 +22,17 @@ from autotune.problem.faults import known_faults
 from autotune.problem.hardware import facts_for, usable_cpus
 from autotune.problem.host_memory import host_available_bytes, host_total_bytes
 from autotune.problem.nvml import (
+    ARCHITECTURES,
     Gpu,
     GpuError,
     all_cards,
+    architectures_to_set,
     driver_trouble,
     holders_text,
     open_nvml,
     order_to_set,
     telling,
+    unreadable_architectures,
     unseen_gpu,
     visible_gpus,
 )
@@ -104,6 +107,12 @@ def _gpus(interpreter: Interpreter = OWN) -> Iterator[Finding]:
         cost = "CUDA's own order is by speed, unlike that of nvidia-smi"
         fix = f"nothing: trials and the printed command set {setting}"
         yield Finding("good", "GPU order", f"unlike GPUs: {names}", cost, fix)
+    if unreadable := unreadable_architectures():
+        setting = " ".join(f"{key}={value}" for key, value in architectures_to_set().items())
+        cost = f"DeepSpeed cannot read {', '.join(unreadable)}, so a training that builds or loads its ops fails"
+        fix = f"set {setting or f'{ARCHITECTURES} to numbers like 9.0'} for your training, or unset it"
+        fix += "; trials, `autotune launch` and the printed command do so" if setting else ""
+        yield Finding("warn", "GPU architectures", f"{ARCHITECTURES}={os.environ[ARCHITECTURES]}", cost, fix)
 
 
 def _no_driver(interpreter: Interpreter) -> Finding:

@@ -15,7 +15,7 @@ from autotune.errors import UserError
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, threads_per_rank, usable_cpus
 from autotune.problem.job import Job
-from autotune.problem.nvml import visible_gpus
+from autotune.problem.nvml import ARCHITECTURES, unreadable_architectures, visible_gpus
 from autotune.rank.ds_config import DISPENSABLE, needed_ops
 from autotune.rank.sandbox import Protection, Sandbox, available_protection, remove
 from autotune.script.argument_files import output_folder
@@ -214,6 +214,10 @@ class Ops:
             Stopped: the user cancelled.
         """
         new = [name for name in dict.fromkeys(names) if name not in self._names]
+        unreadable = unreadable_architectures() if ARCHITECTURES in env else []
+        if new and unreadable and not self._names:
+            done = f"ranks and builds get {ARCHITECTURES}={env[ARCHITECTURES]}"
+            self._say(f"{done}: DeepSpeed cannot read {', '.join(unreadable)}")
         self._names += new
         if isinstance(launcher, ForkLauncher):
             if launcher is not self._server:  # another server loaded the earlier ops

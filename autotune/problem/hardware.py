@@ -27,6 +27,7 @@ from autotune.problem.nvml import (
     ORDER,
     Gpu,
     GpuError,
+    architectures_to_set,
     driver_trouble,
     order_is_unknown,
     order_to_set,
@@ -83,7 +84,9 @@ class Hardware:
     rates: dict[str, Any] | None = None  # GpuFacts given directly, if no row of the table applies
     taken_bytes: int = 0  # bytes of one device that the driver and other processes held at detection
     gpus: tuple[str, ...] = ()  # UUIDs of the devices, by rank; empty for CPU ranks and named GPUs
-    environment: dict[str, str] = field(default_factory=dict)  # variables that give a training exactly these devices
+    environment: dict[str, str] = field(
+        default_factory=dict
+    )  # variables that a training needs to run as the trials did
     nodes: int = 1
     threads: int | None = None  # CPU threads per rank, as reported by the nodes; None: a share of this machine's
     unified: bool = False  # GPU memory is main memory, so that offloading to the CPU frees nothing
@@ -311,7 +314,7 @@ def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
         rates=dataclasses.asdict(rates) if rates else None,
         taken_bytes=memory - min(one.free_bytes for one in used),
         gpus=tuple(one.uuid for one in used),
-        environment=order_to_set(),
+        environment={**order_to_set(), **architectures_to_set()},
         unified=any(one.unified for one in used),
     )
 

@@ -507,3 +507,30 @@ def _says(file: Path) -> str:
         return file.read_text(encoding="utf-8").strip()
     except OSError:
         return ""
+
+
+# -- architectures of builds -------------------------------------------------------------------------------------------
+#
+# DeepSpeed's builders split every entry of torch's list of architectures at its dot and convert both parts to integers
+# (deepspeed 0.19.8, ops/op_builder/builder.py, `compute_capability_args`). Entries that torch accepts, like "9.0a", "10.0f"
+# and "Hopper", end the build, and also the loading of an op that is already built.
+
+ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
+_READABLE = re.compile(r"\d+\.\d+(\+PTX)?")
+
+
+def unreadable_architectures() -> list[str]:
+    """Return the entries of the user's list of architectures that DeepSpeed's builders cannot read."""
+    entries = os.environ.get(ARCHITECTURES, "").replace(";", " ").split()
+    return [entry for entry in entries if not _READABLE.fullmatch(entry)]
+
+
+def architectures_to_set() -> dict[str, str]:
+    """Return a list of architectures that DeepSpeed reads, in place of the user's if that is one that it cannot read.
+
+    The list has the visible GPUs. Without a driver it has the numbers of the user's entries.
+    """
+    if not unreadable_architectures():
+        return {}
+    found = compute_capabilities() or sorted(set(re.findall(r"\d+\.\d+", os.environ[ARCHITECTURES])))
+    return {ARCHITECTURES: ";".join(found)} if found else {}

@@ -18,7 +18,7 @@ import psutil
 
 from autotune.errors import Stopped, UserError
 from autotune.problem.candidate import Candidate
-from autotune.problem.nvml import BY_BUS, ORDER, compute_capabilities
+from autotune.problem.nvml import ARCHITECTURES, BY_BUS, ORDER, architectures_to_set, compute_capabilities
 from autotune.util.entry_points import FORK_SERVER
 from autotune.util.interpreter import OWN, Interpreter, bound_command
 from autotune.workers.failure_classifier import log_tail
@@ -307,7 +307,6 @@ class ForkLauncher:
 # quiet. No allocator variables are set, because a trial must be as fast and as large as training.
 
 THREADS = "OMP_NUM_THREADS"
-ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 
 
 def training_environment(device: str, threads: int, interpreter: Interpreter = OWN) -> dict[str, str]:
@@ -329,7 +328,7 @@ def training_environment(device: str, threads: int, interpreter: Interpreter = O
         # set before any OpenMP library loads: the only way to reach a second one next to torch's
         THREADS: str(threads),
     }
-    return env | {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else env
+    return env | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else architectures_to_set())
 
 
 def trial_environment(device: str, threads: int, interpreter: Interpreter = OWN) -> dict[str, str]:

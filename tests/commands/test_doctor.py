@@ -208,6 +208,19 @@ def test_unlike_gpus_and_who_counts_them_how(driver: Driver, monkeypatch: pytest
     assert "GPU order" not in found_of(driver, *unlike)
 
 
+def test_an_architecture_list_that_deepspeed_cannot_read_is_named(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hopper = Card("H100", 80, capability=(9, 0))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a")
+    finding = found_of(driver, hopper)["GPU architectures"]
+    assert finding.level == "warn"
+    assert "cannot read 9.0a" in finding.cost
+    assert "set TORCH_CUDA_ARCH_LIST=9.0 for your training" in finding.fix
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0+PTX")
+    assert "GPU architectures" not in found_of(driver, hopper)
+
+
 def test_gpus_that_are_hidden_from_cuda(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,0")
     assert found_of(driver, Card(RTX_3090, 24))["GPU"].found == "1 here, none for CUDA (CUDA_VISIBLE_DEVICES=0,0)"
