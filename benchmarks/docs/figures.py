@@ -186,7 +186,8 @@ def gpu_ooms() -> str:
     right = [row for row in provoked if row["outcome"] == "oom_device"]
     after = [row for row in rows if row["what"] == "a trial after it"]
     fine = [row for row in after if row["outcome"] == "ok"]
-    return f"{len(right)} of {len(provoked)} true OOMs were recorded as such, and {len(fine)} of {len(after)} trials after them ran"
+    text = f"{len(right)} of {len(provoked)} true OOMs were recorded as such"
+    return f"{text}, and {len(fine)} of {len(after)} trials after them ran"
 
 
 def _gpu_predictions(*steps: str) -> str:

@@ -4,8 +4,8 @@ out for real, and the training goes on with a smaller micro-batch, each sample t
 At micro-batch 8 the logits of a long batch are 8 x 4096 x 8192 x 4 bytes = 1 GiB, and their gradient another: above the cap
 of 2 GiB with the context. At 1 they are 128 MiB.
 
-An attempt took 13 to 16 s on an H100: 2 s until CUDA is up, 10 s of imports (Trainer, accelerate, DeepSpeed) and of making
-the engine, since ranks of a training start cold; the steps took 2 s.
+An attempt took 13 to 26 s on an H100: 2 s until CUDA is up, 10 s of imports (Trainer, accelerate, DeepSpeed) and of making
+the engine, since ranks of a training start cold. Its steps took 2 to 10 s.
 """
 
 from __future__ import annotations
