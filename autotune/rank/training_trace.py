@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autotune.problem.training_trace import MOST_STEPS
+from autotune.problem.training_trace import LEAST_STEPS, MOST_STEPS
 from autotune.rank.random_state import RandomState
 
 _SAMPLED = 16  # parameters, evenly spaced over the model's trained ones
@@ -134,7 +134,8 @@ class TraceRecorder:
             self._skipped = int(getattr(engine, "skipped_steps", 0))
             self._step["rates"] = [float(group["lr"]) for group in engine.optimizer.param_groups]
             self._own_norm = None
-            if _has_no_norm(engine):
+            known = sum(step["norm"] is not None and not step["skipped"] for step in self._steps)
+            if _has_no_norm(engine) and known < LEAST_STEPS:  # reads all gradients, so not in every step
                 norm = _gradient_norm(engine.module)
                 self._own_norm = norm / _loss_scale(engine) if norm is not None else None
             self._before = self._weights(engine)
@@ -157,8 +158,7 @@ class TraceRecorder:
         with _Timed(self, alone=True):
             step, self._step = self._step, _new_step()
             self._in_backward = False
-            norm = engine.get_global_grad_norm() if self._own_norm is None else self._own_norm
-            step["norm"] = norm
+            step["norm"] = self._own_norm if _has_no_norm(engine) else engine.get_global_grad_norm()
             step["skipped"] = int(getattr(engine, "skipped_steps", 0)) > self._skipped
             after = self._weights(engine) if self._before else None
             if self._before and after:
