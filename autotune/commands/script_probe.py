@@ -19,7 +19,7 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH,
 from autotune.problem.faults import own_facts, warnings
 from autotune.problem.job import Job, Script
 from autotune.problem.knobs import Circumstances, steps_on_gpu
-from autotune.problem.outcome import Outcome, OutcomeKind, Source
+from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
 from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, given, integers_in_words, said
@@ -303,38 +303,29 @@ def _refuse_unless_run(executor: Executor, outcome: Outcome, *, reached: bool) -
     log = f"{outcome.log}/rank{outcome.rank or 0}.log"
     said = log_tail(Path(log)).strip()
     tail = "\n".join(f"  {line}" for line in said.splitlines()[-12:])
-    limits = _limits(outcome, executor.hardware.limit_bytes, said)
+    limits = _limits(outcome, executor.hardware.limit_bytes)
     who = "the script fails by itself" if not limits else "the script fails"
     raise UserError(f"{who}, before anything is tuned ({outcome.reason}){limits}:\n{tail}\n  log: {log}")
 
 
-# types of exceptions by which a failed allocation, mapping or thread shows
-_OF_MEMORY = {"builtins.MemoryError", "builtins.RuntimeError", "builtins.OSError", "builtins.SystemError"}
-_OF_MEMORY |= {"builtins.ImportError"}
 _NEAR_CAP = 0.7  # share of the cap from which a rank's peak may have reached it between two samples
-# texts of the errors EACCES, EPERM and EROFS, and of SQLite for them
-_REFUSED = re.compile(
-    r"permission denied|operation not permitted|read-only file system|readonly database|unable to open database file",
-    re.IGNORECASE,
-)
 
 
-def _limits(outcome: Outcome, cap_bytes: int | None, said: str) -> str:
+def _limits(outcome: Outcome, cap_bytes: int | None) -> str:
     """Return which limit of autotune may have made a script fail, and the remedy; empty if none can have.
 
     Args:
         outcome: of the probe run.
         cap_bytes: cap of a rank's memory; None without one.
-        said: end of the rank's log.
     """
-    raised, found = set(outcome.exceptions), []
+    found = []
     if cap_bytes is not None:
         near = outcome.peak_bytes is None or outcome.peak_bytes >= _NEAR_CAP * cap_bytes
-        if near or not raised or raised & _OF_MEMORY:
+        if near or not outcome.exceptions or Limit.MEMORY_CAP in outcome.limits:
             cap = format_bytes(cap_bytes)
             remedy = "raise --memory-cap or lower --reserve, or leave it out"
             found.append(f"the cap of {cap} a rank may be the cause: {remedy}")
-    if "builtins.PermissionError" in raised or _REFUSED.search(f"{outcome.reason}\n{said}"):
+    if Limit.SANDBOX in outcome.limits:
         found.append("the protection of your files may be the cause: run it on a copy of the folder with --unprotected")
     return "".join(f"; {one}" for one in found)
 
