@@ -382,8 +382,7 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
                 store.finish(number, own_outcome)
     _announce(setup, store, observer, resumed, closed)
     leaderboard = Leaderboard(setup.hardware, setup.job, setup.candidates)
-    for record in store.records() if resumed else ():
-        leaderboard.replay(record)
+    leaderboard.replay_calls(store.records() if resumed else ())
     leaderboard.begin_call()
     observer.begin_study(leaderboard)
     if not resumed:  # trials known before the search: a script's own config
