@@ -127,7 +127,8 @@ def run_study(
         NothingFits: no candidate is feasible.
         Stopped: the user stopped the tuner before the search began.
     """
-    began, local = time.monotonic(), not request.executor.startswith("replay")
+    clock, local = CallClock(), not request.executor.startswith("replay")
+    confirm, ask = clock.stopped_by(confirm), clock.stopped_by(ask)
     needed = () if not local else TRAINING if request.script or request.workload else NAMED_MODEL
 
     def say(text: str) -> None:
@@ -140,11 +141,11 @@ def run_study(
         ranks_python(request.python, say, needed=needed, remembered=known),
         named_nodes(request, say, request.budget) as nodes,
     ):
-        return _run(accepted_table(run_setup(request, nodes), request, ask), began, console, quiet, confirm)
+        return _run(accepted_table(run_setup(request, nodes), request, ask), clock, console, quiet, confirm)
 
 
 def _run(
-    setup: Setup, began: float, console: Console, quiet: bool, confirm: Callable[[str], bool] | None
+    setup: Setup, clock: CallClock, console: Console, quiet: bool, confirm: Callable[[str], bool] | None
 ) -> RunSummary:
     if setup.found_no_gpu:
         console.print("no GPU found: running CPU ranks", style="yellow")
@@ -179,7 +180,7 @@ def _run(
         with closing(first_executor(setup, work, cancelled, observer.doing)) as first:
             opening = first.now()
             if setup.landscape is None:  # a replay's clock is simulated
-                opening -= time.monotonic() - began
+                opening -= clock.seconds
             deadline.begin(first, opening)
             first.begin()  # its imports run while the study is opened
             probed = None
@@ -283,6 +284,32 @@ def stop_on_signals() -> Iterator[threading.Event]:
 def _open(executor: Executor, say: Callable[[str], None]) -> None:
     executor.open(say)
     executor.check(say)
+
+
+class CallClock:
+    """Seconds of a call so far, without those in which the user answers a question."""
+
+    def __init__(self) -> None:
+        self._began, self._answering = time.monotonic(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds that count."""
+        return time.monotonic() - self._began - self._answering
+
+    def stopped_by(self, ask: Ask | None) -> Ask | None:
+        """Return the question, with the clock stopped until it is answered; None without a terminal."""
+        if ask is None:
+            return None
+
+        def asked(question: str) -> bool:
+            began = time.monotonic()
+            try:
+                return ask(question)
+            finally:
+                self._answering += time.monotonic() - began
+
+        return asked
 
 
 class StartupDeadline:
