@@ -443,12 +443,23 @@ class StudyFacts:
             return "it needs less memory than those that measured faster"
         return "it is verified" if self.verified else "it is the least likely to fail verification"
 
+    def _named(self, rival: Rival) -> str:
+        """Return a tied config, with the memory that it would save."""
+        assert self.winner is not None
+        assert self.winner.outcome is not None
+        assert self.winner.outcome.measurement is not None
+        peak_bytes = self.winner.outcome.measurement.peak_bytes
+        if rival.peak_bytes >= THRIFT * peak_bytes:
+            return str(rival.candidate)
+        unverified = "" if rival.verified else ", not verified"
+        return f"{rival.candidate} ({format_bytes(peak_bytes - rival.peak_bytes)} less memory{unverified})"
+
     def comparison(self) -> list[str]:
         """Return sentences that compare the winner with the other configs that may win; empty without any."""
         lines = []
         if self.tied:
             others = "1 other" if len(self.tied) == 1 else f"{len(self.tied)} others"
-            named = ", ".join(str(rival.candidate) for rival in self.tied[:2]) + (", …" if len(self.tied) > 2 else "")
+            named = ", ".join(map(self._named, self.tied[:2])) + (", …" if len(self.tied) > 2 else "")
             lines.append(f"tied with {others} (difference below noise): {named}; chosen because {self._why_chosen()}")
         if self.next_best is not None:
             count = 1 + len(self.tied) + len(self.slower)
@@ -456,7 +467,7 @@ class StudyFacts:
             beyond = " that is not tied" if self.tied else ""
             lines.append(
                 f"{100 * (self.next_best.ratio.times - 1):+.1f} % against the next best{beyond} "
-                f"({self.next_best.candidate}), {slowest:.1f}x the slowest of {count} that fit"
+                f"({self.next_best.candidate}), {slowest:.1f}x the slowest of {count} measured that fit"
             )
         for rival in self.faster[:3]:
             gain = 100 * (1 / rival.ratio.times - 1)

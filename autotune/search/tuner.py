@@ -492,19 +492,19 @@ class Verifier:
             return True
         if not self.clock.tries_resuming:
             self.observer.say(
-                "whether it goes on from a checkpoint was not tried: writing and reading one may take "
+                "resuming from a checkpoint was not tested: writing and reading one may take "
                 f"{self.clock.checkpoint_seconds / 60:.0f} min of the budget"
             )
             return True
         if self.cancelled() or self.clock.left_seconds < self.clock.resume_seconds:
-            self.observer.say("whether it goes on from a checkpoint was not tried: the budget is used")
+            self.observer.say("resuming from a checkpoint was not tested: the budget is used")
             return True
         outcome = self._verification(candidate, RESUME)
         if why := self.leaderboard.why_not(candidate):
             self.observer.say(f"{candidate}: {why}")
             return False
         if not outcome.ok:
-            self.observer.say(f"whether it goes on from a checkpoint is not known: {outcome.reason}")
+            self.observer.say(f"it is not known if it resumes from a checkpoint: {outcome.reason}")
         return True
 
     def _verification(self, candidate: Candidate, role: str) -> Outcome:
