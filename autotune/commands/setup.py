@@ -124,6 +124,12 @@ class LaunchSetup:
 # -- from a request to its setup -----------------------------------------------------------------------------------------
 
 
+def unit_taken(budget: str) -> list[str]:
+    """Return a warning if a budget has no unit."""
+    text = budget.strip()
+    return [f"--budget {text} is {text} seconds; write {text}m for minutes"] if text.isdigit() else []
+
+
 def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpreter = OWN) -> Setup:
     """Return the Setup of `autotune run`, on this machine or on `nodes`, which are reached first.
 
@@ -150,7 +156,7 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         space=tuned.space,
         candidates=tuple(tuned.candidates),
         notes=(*tuned.notes, *edits),
-        warnings=tuple(tuned.warnings),
+        warnings=(*unit_taken(request.budget), *tuned.warnings),
         landscape=tuned.landscape,
         nodes=nodes.cluster if nodes is not None else None,
         name=name,
