@@ -36,7 +36,8 @@ class TorchEngine:
         self._clipping = float(config.get("gradient_clipping", 0.0))
         self._autocast = partial(torch.autocast, device.type, DTYPES[job.precision], enabled=job.precision != "fp32")
         self._is_mixed, self._boundary, self._micro_batch, self._accumulation = job.precision != "fp32", True, 1, 1
-        self._steps, self._norm = 0, None
+        self._steps = 0
+        self._norm: Any = None  # of the last step's gradients
         # The base weights of an adapter stay as they are loaded. All trained weights are fp32, like DeepSpeed's masters.
         loaded = job if job.lora is not None else dataclasses.replace(job, precision="fp32")
         shard = partial(_shard, job=job, device=device) if self._stage == 3 else None
@@ -110,8 +111,7 @@ class TorchEngine:
 
     def get_global_grad_norm(self) -> Any:
         """Return the norm of the last step's gradients, before clipping. Every rank must call this."""
-        norm: Any = self._norm
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return self._norm.full_tensor() if hasattr(self._norm, "full_tensor") else self._norm
 
     def zero_optimization_stage(self) -> int:
         """Return the stage that shards alike: 0 for DDP, 3 for FSDP2."""

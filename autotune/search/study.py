@@ -501,7 +501,8 @@ class StudyStore:
     @property
     def references(self) -> list[Record]:
         """Trials without DeepSpeed in order, with numbers of their own."""
-        stored = [value for key, value in sorted(self.attributes.items()) if key.startswith(_REFERENCE)]
+        named = sorted((key, value) for key, value in self.attributes.items() if key.startswith(_REFERENCE))
+        stored = [value for _, value in named if isinstance(value, dict)]  # others are pieces of a long one
         return [
             Record(
                 number,
@@ -512,7 +513,6 @@ class StudyStore:
                 started=one["started"],
             )
             for number, one in enumerate(stored)
-            if not isinstance(one, str)  # a piece of a long value
         ]
 
     @property

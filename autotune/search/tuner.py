@@ -590,9 +590,12 @@ class References:
         for stage in self._stages:
             name, spent = reference_name(stage, self.proposer.job), self.clock.used_seconds - began
             left = min(REFERENCE_SHARE * self.clock.budget_seconds - spent, self.clock.left_seconds)
-            if self.trials.cancelled() or self.clock.reference_seconds > left:
+            if self.trials.cancelled():
+                break
+            if (needed := self.clock.reference_seconds) > left:
                 self._say(
-                    f"{name} was not measured for comparison: it takes over a tenth of the budget, or none is left"
+                    f"{name} was not measured for comparison: it may take {format_duration(needed)}, and "
+                    f"{format_duration(max(0.0, left))} of the budget are left for it"
                 )
                 continue
             if (candidate := self._chosen(stage, name, winner)) is not None:

@@ -25,9 +25,7 @@ def traced(parent: Parent, folder: Path, candidate: Candidate, **job: Any) -> Tr
     for rank in ranks:
         rank.wait_for("phase", phase="ready")
     for rank in ranks:
-        rank.channel.send(
-            "measure", micro_batch=candidate.micro_batch, accumulation=candidate.accumulation, **REQUEST
-        )
+        rank.channel.send("measure", micro_batch=candidate.micro_batch, accumulation=candidate.accumulation, **REQUEST)
     answers = [rank.wait_for("measured") for rank in ranks]
     for rank in ranks:
         rank.channel.send("stop")
@@ -46,10 +44,10 @@ def test_ddp_and_fsdp2_train_what_zero_trains(
     parent: Parent, tmp_path: Path, precision: str, config: dict[str, Any]
 ) -> None:
     job: dict[str, Any] = {"precision": precision, "base_config": config}
-    own, wider = make_candidate(2, 2, 2), make_candidate(0, 4, 1, activation_checkpointing=True)
+    own, plain = make_candidate(2, 2, 2), make_candidate(0, 2, 2, activation_checkpointing=True)
     zero = traced(parent, tmp_path / "zero", own, **job)
     assert zero.weights is not None
-    for name, candidate in (("ddp", wider), ("fsdp2", make_candidate(3, 2, 2))):
+    for name, candidate in (("ddp", plain), ("fsdp2", make_candidate(3, 2, 2))):
         trace = traced(parent, tmp_path / name, candidate, torch_alone=True, **job)
         found = compare(zero, own, trace, candidate, is_users=False)
         assert found.verdict is Verdict.SAME, f"{name}: {found.text}"
@@ -73,7 +71,11 @@ def test_ddp_and_fsdp2_train_what_zero_trains(
         ({"precision": "fp16"}, 0, "fp16"),
         ({"workload": "mine:build"}, 0, "named models"),
         ({"base_config": {"gradient_clipping": 1.0, "bf16": {"enabled": True}}}, 3, ""),
-        ({"base_config": {"scheduler": {"type": "WarmupLR", "params": {}}, "optimizer": {"type": "SGD"}}}, 0, "scheduler"),
+        (
+            {"base_config": {"scheduler": {"type": "WarmupLR", "params": {}}, "optimizer": {"type": "SGD"}}},
+            0,
+            "scheduler",
+        ),
         ({"base_config": {"data_types": {"grad_accum_dtype": "bf16"}}}, 0, "data_types"),
     ],
 )
@@ -86,7 +88,10 @@ def test_a_job_that_torch_cannot_run_alike_has_no_reference(changes: dict[str, A
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ({"type": "AdamW", "params": {"lr": 1.0, "torch_adam": True, "fused": True}}, ("AdamW", {"lr": 1.0, "fused": True})),
+        (
+            {"type": "AdamW", "params": {"lr": 1.0, "torch_adam": True, "fused": True}},
+            ("AdamW", {"lr": 1.0, "fused": True}),
+        ),
         ({"type": "Adam", "params": {"adam_w_mode": False, "torch_adam": True}}, ("Adam", {})),
         ({"type": "Adam", "params": {"torch_adam": True}}, ("AdamW", {})),
         ({"type": "adamw", "params": {"lr": 2.0}}, ("AdamW", {"lr": 2.0, "weight_decay": 0.0, "fused": True})),
