@@ -401,6 +401,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
 def after_probe(setup: Setup, probed: Probe) -> Setup:
     """Return the setup of a script after its probe run: its real job, and the remaining space and candidates."""
     job = job_of(probed.script, setup.hardware, setup.global_batch_size, free=setup.free_batch)
+    job = dataclasses.replace(job, interpreter=setup.job.interpreter)
     space, notes = fitted(setup.space, job, setup.hardware)
     notes = [*warnings_after_probe(setup, job), *notes]
     own, candidates = own_candidate(probed.script), tuple(space.candidates(job))

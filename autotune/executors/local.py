@@ -140,7 +140,13 @@ class LocalExecutor:
         modules = [self.rank_module, *(heavy_imports(self.job.script) if self.job.script else [])]
         model = self.job.model.config.get("model_type")
         return RankRequirements(
-            self.hardware.device, self.threads, self.isolation, modules, model, variables=self._variables
+            self.hardware.device,
+            self.threads,
+            self.isolation,
+            modules,
+            model,
+            variables=self._variables,
+            interpreter=self.job.interpreter,
         )
 
     def load_ops(self, candidates: list[Candidate], *names: str, job: Job | None = None) -> None:
