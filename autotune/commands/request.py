@@ -348,6 +348,9 @@ class Request:
     )
     seed: int = _option(0, "Random seed for the sampler and the data.", Panel.SEARCH, "run")
     no_gallery: bool = _option(False, "Do not start from the results of the gallery.", Panel.SEARCH, "run")
+    no_references: bool = _option(
+        False, "Do not measure DDP and FSDP2 without DeepSpeed for comparison.", Panel.SEARCH, "run"
+    )
     tokens: str | None = _option(
         None,
         "Tokens of the whole training, for its hours and cost: 1e9, 2B, 500M, 1T; default: 1B.",

@@ -97,6 +97,7 @@ class Setup:
     force: bool
     unprotected: bool = False  # user code runs without a sandbox on machines that offer none
     gallery: bool = True  # the search may start from the gallery
+    references: bool = True  # DDP and FSDP2 are measured for comparison
     command: str = ""  # as typed, to repeat the call; empty if nothing was typed
     job_text: str = ""  # job file that repeats the call
     trackers: tuple[str, ...] = ()  # names
@@ -179,6 +180,7 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         seed=request.seed,
         force=request.force,
         unprotected=request.unprotected,
+        references=not request.no_references,
         gallery=not request.no_gallery and tuned.landscape is None,  # an entry may be from the same table
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -161,6 +162,13 @@ class Predictor:
             return None
         residuals = self._time_residuals(self.prepare(list(ran)), list(ran.values()))
         return CalibrationEvidence.of(self._time_priors, fit(self._time_priors, residuals, noise=ELSEWHERE))
+
+    def for_torch_alone(self) -> Predictor:
+        """Return a predictor for the job without DeepSpeed, with this one's traces and calibration so far."""
+        self.calibrate()
+        found = copy.copy(self)
+        found.job = dataclasses.replace(self.job, torch_alone=True)
+        return found
 
     def calibrate(self) -> None:
         """Fit the constants to all observed Outcomes."""
