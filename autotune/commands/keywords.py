@@ -54,6 +54,8 @@ class RunOptions(TypedDict, total=False):
     lengths: str | PurePath | None
     # LoRA adapters: r=16,targets=all-linear (or q_proj+v_proj),alpha=32.
     lora: str | float | PurePath | None
+    # full, chunked (from slices of the vocabulary: no logits as a whole) or liger (its kernel alone).
+    loss: str | float | PurePath | None
     # KNOB=--FLAG: flag of your script that sets a knob; repeatable.
     maps: Sequence[str] | None
     # Stop after this many trials of this call.
@@ -145,6 +147,8 @@ class PlanOptions(TypedDict, total=False):
     lengths: str | PurePath | None
     # LoRA adapters: r=16,targets=all-linear (or q_proj+v_proj),alpha=32.
     lora: str | float | PurePath | None
+    # full, chunked (from slices of the vocabulary: no logits as a whole) or liger (its kernel alone).
+    loss: str | float | PurePath | None
     # Longest sequence of the model after scaling its positions (rope scaling).
     max_positions: int | None
     # Device memory that one rank may use, like 24GiB.

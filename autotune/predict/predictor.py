@@ -43,7 +43,7 @@ from autotune.predict.step_time import Spent, Work, dense_shape, host_limit_byte
 from autotune.predict.trace_cache import loss_bytes
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import SUMS, TABLES, Bill, bill, stepper, unread_keys, unread_knobs
-from autotune.problem.candidate import ATTENTION, LIGER, TRACED_KNOBS, Candidate, job_with_candidate
+from autotune.problem.candidate import ATTENTION, LIGER, LOSS, TRACED_KNOBS, Candidate, job_with_candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
@@ -420,7 +420,7 @@ class Predictor:
 
 def _way(job: Job, knobs: Candidate | Mapping[str, object]) -> tuple[object, ...]:
     """Return a key for the way of making the model with these knobs, limited to knobs that a trace depends on."""
-    own = {ATTENTION: job.attention, LIGER: job.liger}
+    own = {ATTENTION: job.attention, LIGER: job.liger, LOSS: job.loss}
     return tuple(knobs.get(knob, own.get(knob)) for knob in TRACED_KNOBS)
 
 
@@ -633,7 +633,10 @@ class Prepared:
         uneven, spread = uneven_shares(job, c, b.activations.max(axis=0))
         doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)
         features = np.hstack([features_of(c), np.tile(job_features(job, hardware, trace), (len(candidates), 1))])
-        loss = loss_bytes(job) * c.micro_batch
+        made = (
+            job_with_candidate(job, candidates[0]) if candidates else job
+        )  # a trace is of one way to compute the loss
+        loss = loss_bytes(made) * c.micro_batch
         return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven, loss)
 
     @classmethod
@@ -753,6 +756,7 @@ def features_of(c: Columns) -> Floats:
         0.2 * np.log2(1 + c.lora),
         1.5 * c.packed,
         1.5 * c.liger,
+        1.5 * c.loss,
     ]
     rows: Floats = np.array(columns, dtype=np.float64)
     return np.asarray(rows.T)
