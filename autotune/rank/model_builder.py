@@ -224,19 +224,25 @@ def draw_weights(part: torch.Tensor, number: int, start: int, elements: int, dev
 
 
 def replace_loss(model: torch.nn.Module, job: Job) -> None:
-    """Replace the loss as the job says, or all modules by Liger's kernels, as Trainer's `use_liger_kernel` does.
-
-    transformers has a function for the kernels only since version 5.
+    """Replace the loss as the job says, or all modules that Liger's kernels can replace.
 
     Raises:
         ValueError: the model's loss cannot be computed without its logits.
     """
     if job.liger or job.loss == LIGER_LOSS:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-        _apply_liger_kernel_to_instance(model=without_adapters(model), **({} if job.liger else LIGER_LOSS_ALONE))
+        use_liger(model, **({} if job.liger else LIGER_LOSS_ALONE))
     elif job.loss == CHUNKED:
         use_chunked_loss(model)
+
+
+def use_liger(model: torch.nn.Module, **options: bool) -> None:
+    """Replace modules by Liger's kernels, as Trainer's `use_liger_kernel` does, with its `liger_kernel_config` as options.
+
+    transformers has a function for this only since version 5.
+    """
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=without_adapters(model), **options)
 
 
 def without_adapters(model: Any) -> Any:
