@@ -66,8 +66,10 @@ class RunOptions(TypedDict, total=False):
     model: str | float | PurePath | None
     # Do not start from the results of the gallery.
     no_gallery: bool | None
-    # Machines to use of the hostfile, of Slurm or of Ray. Without them, this machine is tuned as a slice of
-    # so many equal machines.
+    # Do not measure DDP and FSDP2 without DeepSpeed for comparison.
+    no_references: bool | None
+    # Machines to use, of those in the hostfile, in Slurm's allocation or in Ray's cluster. If there are none,
+    # this machine is tuned as one of so many equal ones.
     nodes: int | None
     # adamw, adam, fused_adam, lion, sgd or adagrad.
     optimizer: str | float | PurePath | None
@@ -226,7 +228,7 @@ class LaunchOptions(TypedDict, total=False):
     memory_cap: str | float | PurePath | None
     # Model to plan for. It replaces the study.
     model: str | float | PurePath | None
-    # Machines to use of the hostfile, of Slurm or of Ray.
+    # Machines to use, of those in the hostfile, in Slurm's allocation or in Ray's cluster.
     nodes: int | None
     # bf16, fp16 or fp32; default: the best that the device has.
     precision: str | float | PurePath | None

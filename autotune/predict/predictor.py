@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -99,7 +100,7 @@ class Predictor:
         self._refused: dict[tuple[object, ...], str] = {}
         widen = 1.0 if self.trace.exact else UNTRACED
         self._unread = unread_keys(job.base_config)
-        self._newer = unknown_newer()
+        self._newer = unknown_newer(job.interpreter)
         if not stepper(job).known:
             self._unread.append(f"optimizer {job.optimizer_kind}")
         self._memory_priors = memory_priors(job, hardware, widen, bool(self._unread or self._newer))
@@ -161,6 +162,13 @@ class Predictor:
             return None
         residuals = self._time_residuals(self.prepare(list(ran)), list(ran.values()))
         return CalibrationEvidence.of(self._time_priors, fit(self._time_priors, residuals, noise=ELSEWHERE))
+
+    def for_torch_alone(self) -> Predictor:
+        """Return a predictor for the job without DeepSpeed, with this one's traces and calibration so far."""
+        self.calibrate()
+        found = copy.copy(self)
+        found.job = dataclasses.replace(self.job, torch_alone=True)
+        return found
 
     def calibrate(self) -> None:
         """Fit the constants to all observed Outcomes."""
@@ -276,6 +284,14 @@ class Predictor:
         parts = [self._prepare(self._traces[way], [candidates[i] for i in at]) for way, at in ways.items()]
         return Prepared.joined(parts, list(ways.values()))
 
+    def prepare_like(self, candidates: Sequence[Candidate], like: Prepared) -> Prepared:
+        """Prepare candidates with the sizes of `like`: the same ones of the same job on another machine of this device."""
+        ways = {_way(self.job, candidate): candidate for candidate in candidates}
+        traces = [self._trace(way, candidate) for way, candidate in ways.items()]
+        if len(traces) != 1:
+            return self.prepare(candidates)
+        return like.on(self.job, self.hardware, traces[0])
+
     def _prepare(self, trace: Trace, candidates: Sequence[Candidate]) -> Prepared:
         guessed = self.trace.exact and not trace.exact
         return Prepared.of(self.job, self.hardware, trace, candidates, guessed=guessed)
@@ -387,7 +403,12 @@ class Predictor:
     def predict_many(self, candidates: Sequence[Candidate]) -> list[Prediction]:
         """Predict each candidate, with its breakdowns."""
         prepared = self.prepare(candidates)
-        table = self.prepared_table(prepared)
+        return self.prepared_predictions(candidates, prepared, self.prepared_table(prepared))
+
+    def prepared_predictions(
+        self, candidates: Sequence[Candidate], prepared: Prepared, table: Table
+    ) -> list[Prediction]:
+        """Return the predictions of prepared candidates, with their breakdowns; `table` is that of `prepared_table`."""
         spent = self._spent(prepared, self._time.mean)
         breakdowns = Breakdowns(
             hardware=self.hardware,
@@ -628,16 +649,24 @@ class Prepared:
         cls, job: Job, hardware: Hardware, trace: Trace, candidates: Sequence[Candidate], *, guessed: bool = False
     ) -> Prepared:
         """Prepare candidates that share this trace. `guessed`: the trace is an estimate, while the job's own is exact."""
-        c = columns_of(candidates, job, installed_deepspeed())
+        c = columns_of(candidates, job, installed_deepspeed(job.interpreter))
         b = bill(job, trace, c, hardware.device)
         uneven, spread = uneven_shares(job, c, b.activations.max(axis=0))
         doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)
-        features = np.hstack([features_of(c), np.tile(job_features(job, hardware, trace), (len(candidates), 1))])
-        made = (
-            job_with_candidate(job, candidates[0]) if candidates else job
-        )  # a trace is of one way to compute the loss
+        features = _features(c, job, hardware, trace)
+        made = job_with_candidate(job, candidates[0]) if candidates else job  # all compute the loss the same way
         loss = loss_bytes(made) * c.micro_batch
         return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven, loss)
+
+    def on(self, job: Job, hardware: Hardware, trace: Trace) -> Prepared:
+        """Return the same candidates of the same job on another machine of the same device: no size depends on it."""
+        c = self.columns
+        return dataclasses.replace(
+            self,
+            work=work(job, hardware, trace, c),
+            quirks=quirks_of(c, hardware.nodes),
+            features=_features(c, job, hardware, trace),
+        )
 
     @classmethod
     def joined(cls, parts: list[Prepared], at: list[list[int]]) -> Prepared:
@@ -670,6 +699,10 @@ class Prepared:
         b = dataclasses.replace(self.bill, **sums, **tables)
         beside = tuple(one[chosen] for one in (self.quirks, self.features, self.doubt, self.uneven, self.loss))
         return Prepared(columns, b, w, *beside)
+
+
+def _features(c: Columns, job: Job, hardware: Hardware, trace: Trace) -> Floats:
+    return np.hstack([features_of(c), np.tile(job_features(job, hardware, trace), (len(c), 1))])
 
 
 def _diagonal(tables: list[Floats]) -> Floats:
@@ -870,17 +903,28 @@ def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats
     step = np.array([float(name == "step") for name in b.moments])[:, None]
     if hardware.device != "cuda":
         return np.asarray(held + passing), np.asarray(cached), np.zeros_like(cached)
-    whole = k["uneven"] * factor * p.uneven * b.activations + _elsewhere(b)
+    whole = k["uneven"] * factor * p.uneven * b.activations + _closed(p)
     return np.asarray(held + passing), np.asarray(cached + step * b.left + b.holes), np.asarray(k["scale"] * whole)
 
 
-def _elsewhere(b: Bill) -> Floats:
-    """Return (moments, n) bytes that FSDP gathers and reduces at other moments.
+# Share of the largest block of a loss: logits in 32 bits, beside those in 16 and the softmax (10 bytes per entry in all).
+_LARGEST_OF_LOSS = 0.4
 
-    A stream's cached blocks are closed to other streams (torch 2.13, CUDACachingAllocator.cpp, get_free_block;
-    torch/distributed/fsdp, _runtime_utils.py).
+
+def _closed(p: Prepared) -> Floats:
+    """Return (moments, n) bytes of whole segments that other moments have made and this one cannot use.
+
+    FSDP gathers and reduces in streams, whose cached blocks are closed to other streams (torch 2.13, CUDACachingAllocator.cpp,
+    get_free_block; torch/distributed/fsdp, _runtime_utils.py). The first step of DeepSpeed's optimizers takes new segments for
+    flat tensors that are larger than every block that backward has left, which are of the loss: free blocks of different
+    segments are never merged. Qwen2.5 1.5B at stages 1 and 3 on an H100 reserved 8.8 and 8.9 GiB more than it had
+    allocated, of which those flat tensors are 8.6 and 7.3.
     """
-    return np.asarray(b.sent.max(axis=0) - b.sent)
+    b = p.bill
+    largest = _LARGEST_OF_LOSS * p.loss
+    blocks = sum(np.where(size > largest, size, 0.0) for size in (b.flat, b.cast, b.norm))
+    passes = np.array([float(name in ("forward", "backward")) for name in b.moments])[:, None]
+    return np.asarray(b.sent.max(axis=0) - b.sent + passes * blocks)
 
 
 def moments(p: Prepared, hardware: Hardware, constants: Floats) -> Floats:
@@ -910,7 +954,7 @@ def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, 
     every, again = np.arange(allocated.shape[1]), p.columns.checkpointing > 0
     states = b.parameters + b.gradients + b.optimizer
     on_gpu = hardware.device == "cuda"
-    left, elsewhere = p.uneven * on_gpu, _elsewhere(b) * on_gpu
+    left, closed = p.uneven * on_gpu, _closed(p) * on_gpu
     found = []
     for shown in (True, False):
         at = (allocated + cached + whole if shown else allocated).argmax(axis=0)
@@ -925,7 +969,7 @@ def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, 
             "scale": k["states"] * states
             + kept * in_passing
             + kept_activations * of_activations
-            + shown * elsewhere[at, every],
+            + shown * closed[at, every],
             "states": k["scale"] * states,
             "activations": k["scale"] * kept_activations * activations,
             "recomputed": k["scale"] * kept_activations * np.where(again, of_activations / k["recomputed"], 0.0),

@@ -19,7 +19,7 @@ from autotune.script.argument_files import value_at
 from autotune.script.profile import OPS
 from autotune.script.source_digests import SOURCES, edited, sources_of
 from autotune.util import inquiry
-from autotune.util.interpreter import current
+from autotune.util.interpreter import OWN, Interpreter
 
 THREADS, ENVIRONMENT, VERSIONS = "threads_per_rank", "environment", "versions"
 BESIDES = "watched_besides"  # names of variables that fingerprints without this key did not record
@@ -39,7 +39,8 @@ _WATCHED_PREFIXES = (
     *("CUDA_DEVICE_MAX_", "CUDA_LAUNCH_", "CUDA_MODULE_"),
     *("OMP_PROC_", "OMP_PLACES", "OMP_WAIT_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "MALLOC_"),
 )
-_UNWATCHED_PREFIXES = ("NCCL_DEBUG", "TORCH_NCCL_DUMP", "TORCH_NCCL_TRACE")  # they only control logging
+# They only control logging. Images of NVIDIA set NCCL_VERSION to the version of a package, and NCCL does not read it.
+_UNWATCHED_PREFIXES = ("NCCL_DEBUG", "TORCH_NCCL_DUMP", "TORCH_NCCL_TRACE", "NCCL_VERSION")
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # a variable's name, as a shell accepts it before a command
 _SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)
 
@@ -58,15 +59,19 @@ def identity(job: Job, hardware: Hardware) -> dict[str, Any]:
         machine["sliced"] = True
     if hardware.device == "cpu" or hardware.unified:
         del machine["memory_bytes"]  # main memory, which differs slightly between boots
-    return {"job": job.to_json(), "hardware": machine, VERSIONS: {**package_versions(), _TUNERS: _NAMED_BY}}
+    return {
+        "job": job.to_json(),
+        "hardware": machine,
+        VERSIONS: {**package_versions(job.interpreter), _TUNERS: _NAMED_BY},
+    }
 
 
 def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
     """Return the identity, plus digests of the user's files, the driver, CPU threads per rank and watched variables."""
     found = identity(job, hardware)
-    found[VERSIONS] |= package_versions()
+    found[VERSIONS] |= package_versions(job.interpreter)
     if hardware.device == "cuda":
-        found[VERSIONS] |= driver_versions()
+        found[VERSIONS] |= driver_versions(job.interpreter)
     known = sources_of(job)
     return {
         **found,
@@ -76,24 +81,24 @@ def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def package_versions() -> dict[str, str]:
+def package_versions(interpreter: Interpreter = OWN) -> dict[str, str]:
     """Return versions of the packages on which measurements depend.
 
     The ranks' Python provides them, except for the version of the tuner's package.
     """
-    theirs = {package: current().version(package) or "missing" for package in ("torch", "deepspeed", "transformers")}
+    theirs = {package: interpreter.version(package) or "missing" for package in ("torch", "deepspeed", "transformers")}
     return {**theirs, _TUNERS: inquiry.version(_TUNERS) or "missing"}
 
 
-def driver_versions() -> dict[str, str]:
+def driver_versions(interpreter: Interpreter = OWN) -> dict[str, str]:
     """Return versions of the driver, torch's CUDA and its NCCL, without unknown ones."""
     found: dict[str, str | None] = {}
     with suppress(Exception):  # other checks report a driver that does not answer
         if (lib := open_nvml()) is not None:
             driver = lib.nvmlSystemGetDriverVersion()
             found["driver"] = driver.decode() if isinstance(driver, bytes) else str(driver)
-    if current().cuda is not None:
-        found |= {"cuda": current().cuda, "nccl": current().nccl}
+    if interpreter.cuda is not None:
+        found |= {"cuda": interpreter.cuda, "nccl": interpreter.nccl}
     return {name: version for name, version in found.items() if version}
 
 
@@ -141,13 +146,14 @@ def other_variables(mark: dict[str, Any]) -> dict[str, tuple[str | None, str | N
 
 
 def _knowing_alike(*marks: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return two fingerprints without the variables that only one of them watched."""
+    """Return two fingerprints without variables that only one of them watched, or that are no longer watched."""
     one, other = ({*mark.get(BESIDES, ())} for mark in marks)
     alike = []
     for mark in marks:
         kept = {name: value for name, value in mark.items() if name != BESIDES}
         if ENVIRONMENT in mark:
-            kept[ENVIRONMENT] = {name: value for name, value in mark[ENVIRONMENT].items() if name not in one ^ other}
+            known = mark[ENVIRONMENT].items()
+            kept[ENVIRONMENT] = {name: value for name, value in known if name not in one ^ other and _is_watched(name)}
         alike.append(kept)
     return alike
 
