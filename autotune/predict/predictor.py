@@ -44,7 +44,7 @@ from autotune.predict.step_time import Spent, Work, dense_shape, host_limit_byte
 from autotune.predict.trace_cache import loss_bytes
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import SUMS, TABLES, Bill, bill, stepper, unread_keys, unread_knobs
-from autotune.problem.candidate import ATTENTION, LIGER, TRACED_KNOBS, Candidate, job_with_candidate
+from autotune.problem.candidate import ATTENTION, LIGER, LOSS, TRACED_KNOBS, Candidate, job_with_candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
@@ -441,7 +441,7 @@ class Predictor:
 
 def _way(job: Job, knobs: Candidate | Mapping[str, object]) -> tuple[object, ...]:
     """Return a key for the way of making the model with these knobs, limited to knobs that a trace depends on."""
-    own = {ATTENTION: job.attention, LIGER: job.liger}
+    own = {ATTENTION: job.attention, LIGER: job.liger, LOSS: job.loss}
     return tuple(knobs.get(knob, own.get(knob)) for knob in TRACED_KNOBS)
 
 
@@ -654,7 +654,8 @@ class Prepared:
         uneven, spread = uneven_shares(job, c, b.activations.max(axis=0))
         doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)
         features = _features(c, job, hardware, trace)
-        loss = loss_bytes(job) * c.micro_batch
+        made = job_with_candidate(job, candidates[0]) if candidates else job  # all compute the loss the same way
+        loss = loss_bytes(made) * c.micro_batch
         return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven, loss)
 
     def on(self, job: Job, hardware: Hardware, trace: Trace) -> Prepared:
@@ -788,6 +789,7 @@ def features_of(c: Columns) -> Floats:
         0.2 * np.log2(1 + c.lora),
         1.5 * c.packed,
         1.5 * c.liger,
+        1.5 * c.loss,
     ]
     rows: Floats = np.array(columns, dtype=np.float64)
     return np.asarray(rows.T)
