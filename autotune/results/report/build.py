@@ -323,7 +323,9 @@ def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: 
         lines.append("Its step is extrapolated from a shortened accumulation.")
     lines += [f"{line[0].upper()}{line[1:]}." for line in certificate_lines(job, list(records), winner)]
     lines += [f"It {line}." for line in lossy_settings(winner.candidate, job)]
-    lines += [f"The clock of a GPU was limited: {', '.join(measured.clock_limits)}."] if measured.clock_limits else []
+    if measured.clock_limits:  # seen in at least one sample
+        median = f"; its median was {measured.sm_clock_mhz} MHz" if measured.sm_clock_mhz else ""
+        lines.append(f"The clock of a GPU was limited at times: {', '.join(measured.clock_limits)}{median}.")
     return tuple(lines)
 
 
