@@ -123,8 +123,9 @@ class Work:
     """Work of a candidate's step, in seconds at full rates; one entry per candidate.
 
     Per micro-batch: products, their tail (products per token: the waste of small batches), moved (other operators), starts
-    (the processor's work to start kernels), hooks (of ZeRO-3, part of starts), gather_micro and reduce_micro (communication), pcie_micro. Per step: step_starts,
-    gather_step, reduce_step, optimizer, cpu_adam, pcie_step, nvme, collectives, loop (data and the training loop).
+    (the processor's work to start kernels), hooks (of ZeRO-3, part of starts), gather_micro and reduce_micro (communication),
+    pcie_micro. Per step: step_starts, gather_step, reduce_step, optimizer, cpu_adam, pcie_step, nvme, collectives, loop (data
+    and the training loop).
     """
 
     forward_share: Floats  # share of products, without recomputation
