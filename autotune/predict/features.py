@@ -147,6 +147,7 @@ class Columns:
     adam_beside: Floats  # DeepSpeed's CPU Adam steps sub-groups during backward (SuperOffload)
     liger: Floats  # Liger's kernels replace parts of the model
     loss: Floats  # index in LOSSES
+    expandable: Floats  # the allocator's segments can grow, and their free blocks merge
 
     def __len__(self) -> int:
         return len(self.stage)
@@ -285,7 +286,7 @@ def _placement(raws: list[dict[str, Any]], job: Job, deepspeed: Release) -> dict
 
 
 def _sending(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
-    """Return the columns of how and when data travels, of Liger, and of the loss."""
+    """Return the columns of how and when data travels, of Liger, of the loss, and of the allocator."""
     zero = "zero_optimization."
     own, default = value_at(job.base_config, zero + "allgather_bucket_size"), ZERO_DEFAULTS["allgather_bucket_size"]
     sizes = [raw.get("allgather_bucket_size", own) for raw in raws]
@@ -298,6 +299,7 @@ def _sending(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
         "adam_beside": _flags(raws, job, SUPER_OFFLOAD),
         "liger": np.array([float(knows and raw.get(LIGER, job.liger)) for raw in raws]),
         "loss": np.array([float(LOSSES.index(raw.get(LOSS, job.loss))) for raw in raws]),
+        "expandable": np.array([float(bool(raw.get(EXPANDABLE))) for raw in raws]),
     }
 
 
