@@ -75,3 +75,38 @@ def test_commands_pass_all_that_objects_need_to_their_constructors() -> None:
                 assert ast.unparse(node.value) == "self", f"{path}:{node.lineno} sets {ast.unparse(node)}"
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
                 assert "Executor" not in ast.unparse(node.args[1]), f"{path}:{node.lineno} asks for an executor's class"
+
+
+def _takes_interpreter(function: ast.FunctionDef) -> int | None:
+    """Return the position of an optional parameter that is an interpreter or its path; None if there is none."""
+    arguments = function.args
+    for at, one in enumerate([*arguments.args, *arguments.kwonlyargs]):
+        if one.annotation is not None and (one.arg, ast.unparse(one.annotation)) == ("interpreter", "Interpreter"):
+            return at if at < len(arguments.args) else 1000
+    return None
+
+
+def test_every_call_in_the_package_passes_the_interpreter() -> None:
+    """The tuner's own Python is only the default of callers outside of the package, such as tests."""
+    trees = {f"autotune.{name[:-3].replace('/', '.')}": ast.parse(path.read_text()) for name, path in MODULES.items()}
+    optional = {
+        (module, node.name): at
+        for module, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and (at := _takes_interpreter(node)) is not None
+    }
+    assert ("autotune.problem.hardware", "detect") in optional
+    omitted = []
+    for module, tree in trees.items():
+        names = {name: at for (home, name), at in optional.items() if home == module}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                found = {one.name: optional.get((str(node.module), one.name)) for one in node.names}
+                names |= {name: at for name, at in found.items() if at is not None}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and (name := node.func.id) in names:
+                passed = any(one.arg == "interpreter" for one in node.keywords)
+                passed |= any(isinstance(one, ast.Starred) for one in node.args)
+                if not passed and len(node.args) <= names[name]:
+                    omitted.append(f"{module}:{node.lineno} {name}")
+    assert omitted == []

@@ -36,8 +36,9 @@ def doctor(
     from autotune.results.console import make_observer
 
     findings: list[Finding] = []
-    with ranks_python(python, say, judge=False), make_observer(shown, quiet=as_json) as view:
-        for finding in examine(nvme_path, view.doing):
+    ranks = ranks_python(python, say, judge=False)
+    with make_observer(shown, quiet=as_json) as view:
+        for finding in examine(nvme_path, view.doing, ranks):
             findings.append(finding)
             view.say(f"{finding.level:5} {finding.what}: {finding.found}")
             if finding.cost:

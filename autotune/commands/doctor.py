@@ -22,20 +22,23 @@ from autotune.problem.faults import known_faults
 from autotune.problem.hardware import facts_for, usable_cpus
 from autotune.problem.host_memory import host_available_bytes, host_total_bytes
 from autotune.problem.nvml import (
+    ARCHITECTURES,
     Gpu,
     GpuError,
     all_cards,
+    architectures_to_set,
     driver_trouble,
     holders_text,
     open_nvml,
     order_to_set,
     telling,
+    unreadable_architectures,
     unseen_gpu,
     visible_gpus,
 )
 from autotune.rank.sandbox import Protection
 from autotune.util.file_systems import file_system_of
-from autotune.util.interpreter import APART, OwnInterpreter, current
+from autotune.util.interpreter import APART, OWN, Interpreter
 from autotune.util.units import GIB, MIB, format_bytes
 from autotune.versions import Versions, complaint, dotted, newer, release
 from autotune.workers.gpu_locks import lock_holder
@@ -58,28 +61,29 @@ class Finding:
     fix: str = ""
 
 
-def examine(nvme_path: Path | None, doing: Callable[[str], None]) -> Iterator[Finding]:
+def examine(nvme_path: Path | None, doing: Callable[[str], None], interpreter: Interpreter = OWN) -> Iterator[Finding]:
     """Run all checks, and yield each finding as it is found. DeepSpeed's CPU Adam is built if it is missing.
 
     Args:
         nvme_path: folder that nvme offload would use.
         doing: receives the current slow operation.
+        interpreter: of the ranks.
     """
     doing("looking at the driver, memory and disk")
-    yield from _gpus()
+    yield from _gpus(interpreter)
     yield from _memory()
     yield from _disk(nvme_path)
     doing("checking how trials can be kept from changing your files")
-    yield _protection()
+    yield _protection(interpreter)
     doing("reading the versions of the ranks' packages")
-    yield from _python()
-    yield from _libraries(doing)
+    yield from _python(interpreter)
+    yield from _libraries(doing, interpreter)
 
 
-def _gpus() -> Iterator[Finding]:
+def _gpus(interpreter: Interpreter = OWN) -> Iterator[Finding]:
     lib = open_nvml()
     if lib is None:
-        yield _no_driver()
+        yield _no_driver(interpreter)
         return
     try:
         with telling("NVIDIA's driver"):
@@ -103,15 +107,21 @@ def _gpus() -> Iterator[Finding]:
         cost = "CUDA's own order is by speed, unlike that of nvidia-smi"
         fix = f"nothing: trials and the printed command set {setting}"
         yield Finding("good", "GPU order", f"unlike GPUs: {names}", cost, fix)
+    if unreadable := unreadable_architectures():
+        setting = " ".join(f"{key}={value}" for key, value in architectures_to_set().items())
+        cost = f"DeepSpeed cannot read {', '.join(unreadable)}, so a training that builds or loads its ops fails"
+        fix = f"set {setting or f'{ARCHITECTURES} to numbers like 9.0'} for your training, or unset it"
+        fix += "; trials, `autotune launch` and the printed command do so" if setting else ""
+        yield Finding("warn", "GPU architectures", f"{ARCHITECTURES}={os.environ[ARCHITECTURES]}", cost, fix)
 
 
-def _no_driver() -> Finding:
+def _no_driver(interpreter: Interpreter) -> Finding:
     cost = "only CPU ranks can be tuned"
     if trouble := driver_trouble():
         fix = "reboot, or reload its kernel module, which an update has left in its old version"
         return Finding("bad", "driver", f"NVIDIA's driver does not answer: {trouble}", cost, fix)
     fix = "install NVIDIA's driver, or run the container with --gpus all"
-    if why := unseen_gpu():
+    if why := unseen_gpu(interpreter):
         return Finding("bad", "GPU", why, cost, fix)
     return Finding("warn", "GPU", "NVML finds no driver", cost, fix)
 
@@ -193,10 +203,10 @@ def _disk(nvme_path: Path | None) -> Iterator[Finding]:
         yield _nvme(nvme_path)
 
 
-def _protection() -> Finding:
+def _protection(interpreter: Interpreter) -> Finding:
     """Return how a trial of a script keeps its writes from the user's files."""
     with tempfile.TemporaryDirectory(dir="runs" if os.access("runs", os.W_OK) else None) as folder:
-        found = protection_of(Path.cwd(), Path(folder), unprotected=True)
+        found = protection_of(Path.cwd(), Path(folder), unprotected=True, interpreter=interpreter)
     if found is Protection.OVERLAY:
         return Finding("good", "your files", "trials write into an overlay, which is deleted with them")
     if found is Protection.LANDLOCK:
@@ -287,12 +297,11 @@ _OPS = {  # the consequence if the op is missing
 _TRAIN_THERE = f"--python PATH of the environment that you train in, or {install_command('train')}"
 
 
-def _python() -> Iterator[Finding]:
+def _python(ranks: Interpreter) -> Iterator[Finding]:
     """Check the Python of the ranks, and that the versions of its packages are supported."""
-    ranks = current()
     found = f"{'.'.join(map(str, ranks.python))} ({ranks.path})"
     if ranks.is_other:
-        found += f", apart from autotune's own ({OwnInterpreter().path})"
+        found += f", apart from autotune's own ({OWN.path})"
     try:
         check_versions(versions_of(ranks))
     except UserError as error:
@@ -301,9 +310,9 @@ def _python() -> Iterator[Finding]:
         yield Finding("good", "Python", found)
 
 
-def _libraries(doing: Callable[[str], None]) -> Iterator[Finding]:
+def _libraries(doing: Callable[[str], None], interpreter: Interpreter) -> Iterator[Finding]:
     device = "cuda" if visible_gpus() else "cpu"
-    facts, last = _examination(device, doing)
+    facts, last = _examination(device, doing, interpreter)
     if facts is not None:
         yield from judge_libraries(facts, device)
     elif last is None:
@@ -313,12 +322,15 @@ def _libraries(doing: Callable[[str], None]) -> Iterator[Finding]:
         yield Finding("bad", "libraries", f"the probe died: {last[:160]}", "nothing can be measured", "reinstall torch")
 
 
-def _examination(device: str, doing: Callable[[str], None]) -> tuple[dict[str, Any] | None, str | None]:
+def _examination(
+    device: str, doing: Callable[[str], None], interpreter: Interpreter
+) -> tuple[dict[str, Any] | None, str | None]:
     """Run the examination in the Python of the ranks.
 
     Args:
         device: "cuda" or "cpu".
         doing: receives each step as it begins.
+        interpreter: of the ranks.
 
     Returns:
         The facts, or None; and the last line of its errors, or None if it hung.
@@ -331,8 +343,8 @@ def _examination(device: str, doing: Callable[[str], None]) -> tuple[dict[str, A
 
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         child = subprocess.Popen(
-            [current().path, "-c", APART + _EXAMINATION, *_OPS],
-            env={**trial_environment(device, usable_cpus()), MARK: mark},
+            [interpreter.path, "-c", APART + _EXAMINATION, *_OPS],
+            env={**trial_environment(device, usable_cpus(), interpreter), MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -35,7 +35,7 @@ from autotune.executors.cluster.transports import (
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Script
 from autotune.util import inquiry
-from autotune.util.interpreter import Interpreter, OwnInterpreter, interpreter_at, use_interpreter
+from autotune.util.interpreter import OWN, Interpreter, interpreter_at
 from autotune.util.units import parse_duration
 from autotune.versions import complaint
 
@@ -49,7 +49,6 @@ TRAINING = ("torch", "deepspeed")  # required by every rank
 NAMED_MODEL = (*TRAINING, "transformers")
 
 
-@contextmanager
 def ranks_python(
     typed: str | None,
     say: Callable[[str], None],
@@ -58,8 +57,8 @@ def ranks_python(
     named: Sequence[str] | None = None,
     remembered: str | None = None,
     judge: bool = True,
-) -> Iterator[Interpreter]:
-    """Select the ranks' Python for the body of the `with`.
+) -> Interpreter:
+    """Select the ranks' Python.
 
     Args:
         typed: `--python`; without it AUTOTUNE_PYTHON counts, then `remembered`, then the tuner's own, then an active one.
@@ -79,7 +78,7 @@ def ranks_python(
             check_versions(versions_of(found))
         except UserError as error:
             say(f"{error}: it is not used")
-            found, said = OwnInterpreter(), ""
+            found, said = OWN, ""
     elif said and named is not None:
         needed = named
     if judge and needed:
@@ -88,8 +87,7 @@ def ranks_python(
             check_versions(versions_of(found))
         except UserError as error:
             raise UserError(f"{said or found.path}: {error}") from None
-    with use_interpreter(found):
-        yield found
+    return found
 
 
 def _was_named(typed: str | None) -> bool:
@@ -127,11 +125,10 @@ def _found(typed: str | None, say: Callable[[str], None], remembered: str | None
             return interpreter_at(remembered, name), f"{name} {remembered}"
         except UserError as error:
             raise UserError(f"{error}; {OPTION} names another") from None
-    own = OwnInterpreter()
-    if own.version("torch") is None and (active := _active()) is not None:
+    if OWN.version("torch") is None and (active := _active()) is not None:
         say(f"ranks run in {active.path}, of the active environment; {OPTION} names another")
         return active, f"the active environment's {active.path}"
-    return own, ""
+    return OWN, ""
 
 
 def _active() -> Interpreter | None:
@@ -190,6 +187,7 @@ class Nodes:
     variables: tuple[str, ...] = ()
     sync: bool = False
     lasting: bool = False  # see `NodeRequirements`
+    interpreter: Interpreter = OWN  # of the ranks
     folders: tuple[Path, ...] = ()  # folders of scripts that are outside of the folder of the call
     cluster: Cluster | None = None
 
@@ -241,14 +239,19 @@ class Nodes:
         sent = (self._parcels(path), preamble(PACKAGE) if self.sync else b"", self.lasting)
         hosts = self.place(self.count or count, per_node, device)
         about = (device, headroom, memory_cap_bytes, path, self.interface, self.variables)
-        requirements = NodeRequirements(*about, *sent)
+        requirements = NodeRequirements(*about, *sent, self.interpreter)
         self.cluster = Cluster(hosts, self.transport, requirements, self.folder, say=self.say)
         return self.cluster.reach()
 
 
 @contextmanager
 def named_nodes(
-    named: Request, say: Callable[[str], None], budget: str | None = None, *, lasting: bool = False
+    named: Request,
+    say: Callable[[str], None],
+    budget: str | None = None,
+    *,
+    lasting: bool = False,
+    interpreter: Interpreter = OWN,
 ) -> Iterator[Nodes | None]:
     """Yield the named nodes before any is reached, and end each agent at the end. None: this machine is used.
 
@@ -256,6 +259,7 @@ def named_nodes(
         budget: as typed; an allocation must last as long. None: nothing is measured, so that this machine cannot stand for
             several.
         lasting: files that ranks write into sent folders are kept, as for a training.
+        interpreter: of the ranks.
 
     Raises:
         UserError: the hostfile or a filter is wrong, or an option needs a hostfile.
@@ -283,7 +287,7 @@ def named_nodes(
             assert named.hostfile is not None
             hosts = read_hostfile(named.hostfile, named.include, named.exclude)
             place, transport = _evenly(hosts, str(named.hostfile)), Ssh(sync=named.sync)
-        asked = (named.nodes, named.interface, tuple(named.exports), named.sync, lasting)
+        asked = (named.nodes, named.interface, tuple(named.exports), named.sync, lasting, interpreter)
         made = Nodes(place, transport, folder, say, *asked)
         try:
             yield made

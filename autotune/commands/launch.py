@@ -77,21 +77,20 @@ def launch_training(request: Request, say: Callable[[str], None] = print, *, ask
         raise UserError("--model plans a training without a study. Remove --model, or the study.")
     known = remembered(request, ask)
     request = dataclasses.replace(request, maps=known.maps_under(request.maps))
-    with (
-        ranks_python(request.python, say, needed=TRAINING, remembered=known.python),
-        named_nodes(request, say, lasting=True) as nodes,
-    ):
-        return _launch(launch_setup(request, nodes), nodes, known.job, say)
+    python = ranks_python(request.python, say, needed=TRAINING, remembered=known.python)
+    with named_nodes(request, say, lasting=True, interpreter=python) as nodes:
+        return _launch(launch_setup(request, nodes, python), nodes, known.job, say)
 
 
 def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: Callable[[str], None]) -> LaunchSummary:
     if setup.study is not None:
-        store = StudyStore.load(setup.study, setup.storage)  # raises if there is none
+        store = StudyStore.load(setup.study, setup.storage, interpreter=setup.interpreter)  # raises if there is none
         assert accepted is not None
+        accepted = dataclasses.replace(accepted, interpreter=setup.interpreter)
         training = _from_study(setup, store, accepted, say)
     else:
         training = _from_plan(setup)
-    found = _machines(training.hardware, setup.memory_cap_bytes, nodes)
+    found = _machines(training.job, training.hardware, setup.memory_cap_bytes, nodes)
     who = f"launch of {setup.script.target}"
     ground = nodes.cluster if nodes is not None else None
     if training.job.script is not None and (half := half_told(training.job.script, training.ladder[0].candidate)):
@@ -119,7 +118,7 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: 
     return summary
 
 
-def _machines(tuned: Hardware, memory_cap_bytes: int | None, nodes: Nodes | None) -> Hardware:
+def _machines(job: Job, tuned: Hardware, memory_cap_bytes: int | None, nodes: Nodes | None) -> Hardware:
     """Return the hardware for the training, equal in size to the hardware for which it was tuned or planned.
 
     Raises:
@@ -131,7 +130,13 @@ def _machines(tuned: Hardware, memory_cap_bytes: int | None, nodes: Nodes | None
                 f"the study was tuned on {tuned.nodes} nodes with {tuned.per_node} devices each. Add --hostfile FILE, --executor "
                 "slurm or --executor ray"
             )
-        return detect(tuned.device, tuned.count, memory_cap_bytes=memory_cap_bytes, headroom=tuned.headroom)
+        return detect(
+            tuned.device,
+            tuned.count,
+            memory_cap_bytes=memory_cap_bytes,
+            headroom=tuned.headroom,
+            interpreter=job.interpreter,
+        )
     if nodes.cluster is None:
         path = str(Path.cwd())
         found = nodes.reach(tuned.device, tuned.per_node, memory_cap_bytes, tuned.headroom, path, tuned.nodes)

@@ -55,14 +55,14 @@ def plans(request: Request, gpus: Sequence[str | None], say: Callable[[str], Non
         raise UserError("--compare names no GPU: expected several, like rtx4090,a100-80gb,h100")
     made: list[Plan] = []
     traces: dict[str, Trace] = {}  # by precision: one trace serves all GPUs
-    with ranks_python(request.python, say, named=NAMED_MODEL):  # without torch the plan is less exact
-        for setup in (with_plausible_batch(one, request) for one in plan_setups(request, gpus)):
-            check_data_parallel(setup.job.base_config, request.ds_config)
-            trace = traces.get(setup.job.precision)
-            with nullcontext() if trace is not None else _tracing(setup, say):
-                predictor = traced_predictor(setup.job, setup.hardware, trace, published_widening)
-            traces[setup.job.precision] = predictor.trace
-            made.append(make_plan(setup, predictor, elsewhere=len(gpus) == 1))
+    python = ranks_python(request.python, say, named=NAMED_MODEL)  # without torch the plan is less exact
+    for setup in (with_plausible_batch(one, request) for one in plan_setups(request, gpus, python)):
+        check_data_parallel(setup.job.base_config, request.ds_config)
+        trace = traces.get(setup.job.precision)
+        with nullcontext() if trace is not None else _tracing(setup, say):
+            predictor = traced_predictor(setup.job, setup.hardware, trace, published_widening)
+        traces[setup.job.precision] = predictor.trace
+        made.append(make_plan(setup, predictor, elsewhere=len(gpus) == 1))
     return made
 
 
@@ -71,7 +71,7 @@ def _tracing(setup: PlanSetup, say: Callable[[str], None]) -> Iterator[None]:
     """Say what is waited for if no trace of the job is known: one line, and a clock in a terminal."""
     job = setup.job
     known = job.script is not None or known_trace(runnable(job)[0], device=setup.hardware.device) is not None
-    if known or missing_packages():
+    if known or missing_packages(job.interpreter):
         yield
         return
     say(f"tracing {job.model.name}: once for this model, task and length, maybe a minute")

@@ -136,11 +136,9 @@ def run_study(
             console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
     known = remembered_python(request, ask) if local else None
-    with (
-        ranks_python(request.python, say, needed=needed, remembered=known),
-        named_nodes(request, say, request.budget) as nodes,
-    ):
-        return _run(accepted_table(run_setup(request, nodes), request, ask), began, console, quiet, confirm)
+    python = ranks_python(request.python, say, needed=needed, remembered=known)
+    with named_nodes(request, say, request.budget, interpreter=python) as nodes:
+        return _run(accepted_table(run_setup(request, nodes, python), request, ask), began, console, quiet, confirm)
 
 
 def _run(
@@ -359,7 +357,7 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
         store, resumed = StudyStore.create_or_resume(*of, force=setup.force, shared=shared)
     failing.ask(partial(store.measured_here.what_is_left, store.study.study_name, storage))
     if setup.landscape is None:
-        grant([*named_by(setup.job, other_python()), *knob_names(setup.candidates)])
+        grant([*named_by(setup.job, other_python(setup.job.interpreter)), *knob_names(setup.candidates)])
     if shared:
         store.share(observer.say)
         agree_on_memory(store, setup.hardware, force=setup.force)
@@ -491,7 +489,7 @@ def _summary(
         given = (store.threads, environment_of(store, found.winner.candidate))
         nodes, hostfile = store.hardware.nodes, None if store.hardware.sliced else hostfile_of(setup.folder)
         about = (found.winner.candidate, store.job, store.name, files[0], *given)
-        lines += train_with(*about, nodes=nodes, hostfile=hostfile, python=other_python()).lines()
+        lines += train_with(*about, nodes=nodes, hostfile=hostfile, python=other_python(store.interpreter)).lines()
         if setup.storage is not None:
             told = hide_password(setup.storage)
             lines.append(f"  the study is in {told}: launch, report and export need AUTOTUNE_STORAGE or --storage, too")
@@ -590,7 +588,9 @@ def with_agreed_protection(setup: Setup, work: Path, confirm: Callable[[str], bo
     if not user_code or setup.nodes is not None:  # each node answers for itself
         return setup
     cwd = Path(setup.job.script.cwd) if setup.job.script is not None else Path.cwd()
-    found = protection_of(cwd, work, unprotected=setup.unprotected or confirm is not None)
+    found = protection_of(
+        cwd, work, unprotected=setup.unprotected or confirm is not None, interpreter=setup.job.interpreter
+    )
     if found is not Protection.NONE or setup.unprotected or confirm is None:
         return setup
     if not confirm(f"{UNPROTECTED}. Go on?"):

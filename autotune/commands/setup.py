@@ -19,13 +19,14 @@ from autotune.executors.cluster.cluster import Cluster
 from autotune.executors.machine import Slot, slots
 from autotune.executors.replay import Landscape, load_landscape
 from autotune.predict.calibration import overhead_prior
+from autotune.predict.features import installed_deepspeed
 from autotune.problem.candidate import Candidate
 from autotune.problem.ds_config import global_batch_of, load_ds_config
 from autotune.problem.faults import facts_of, own_facts, removed_keys, warnings
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.job import Job, Lora, Script, load_lengths, longest_sequence, parse_lora, with_positions
-from autotune.problem.knobs import READ, missing_package, not_quantized
+from autotune.problem.knobs import missing_package, not_quantized
 from autotune.problem.models import ModelSpec, image_size_of, resolve_model, task_of, workload_spec
 from autotune.problem.nvml import visible_gpus
 from autotune.problem.space import SearchSpace, fitted, load_space
@@ -38,9 +39,8 @@ from autotune.script.script import named_configs
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
 from autotune.search.fingerprint import identity
 from autotune.util.bounds import MOST, shown, whole_number
-from autotune.util.interpreter import current
+from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import GIB, format_bytes, parse_count, parse_duration, parse_memory, parse_share
-from autotune.versions import release
 
 DEFAULT_HEADROOM = "5%"
 
@@ -118,12 +118,13 @@ class LaunchSetup:
     max_restarts: int
     silent_seconds: float
     convert: bool
+    interpreter: Interpreter = OWN  # of the ranks
 
 
 # -- from a request to its setup -----------------------------------------------------------------------------------------
 
 
-def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
+def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpreter = OWN) -> Setup:
     """Return the Setup of `autotune run`, on this machine or on `nodes`, which are reached first.
 
     Raises:
@@ -138,7 +139,7 @@ def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
     if request.isolation not in ("fork", "spawn"):
         raise UserError(f"--isolation {request.isolation}: expected fork or spawn")
     batch = parse_global_batch(request.global_batch_size)
-    tuned = _what_is_tuned(request, nodes)
+    tuned = _what_is_tuned(request, nodes, interpreter)
     asked_batch = FREE if request.global_batch_size == FREE else batch
     name, edits = request.study or study_name(tuned.job, tuned.hardware, asked_batch), list[str]()
     if not (request.study or request.force):
@@ -176,7 +177,7 @@ def run_setup(request: Request, nodes: Nodes | None = None) -> Setup:
     )
 
 
-def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]:
+def plan_setups(request: Request, gpus: Sequence[str | None], interpreter: Interpreter = OWN) -> list[PlanSetup]:
     """Return the setup of `autotune plan` for each named GPU; None is the machine's own.
 
     Raises:
@@ -193,17 +194,18 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
         raise UserError("--price cannot be combined with --compare. Remove one of them.")
     setups = []
     for name in gpus:
-        hardware = roomy(planned_hardware(name, *per_node, headroom, host, cap).reserving(_reserve(request)))
-        job = _named_job(request, hardware)
+        hardware = planned_hardware(name, *per_node, headroom, host, cap, interpreter)
+        hardware = roomy(hardware.reserving(_reserve(request)))
+        job = _named_job(request, hardware, interpreter)
         space = fitted(load_space(request.space or "default"), job, hardware).space
-        faults = [f"{one.told(_deepspeed())}: left out" for one in space.faults]
+        faults = [f"{one.told(installed_deepspeed(interpreter))}: left out" for one in space.faults]
         known = price_table().get(hardware.facts or "")
         setups.append(
             PlanSetup(
                 job=job,
                 hardware=hardware,
                 space=space,
-                faults=(*warnings(own_facts(job), _deepspeed()), *faults),
+                faults=(*warnings(own_facts(job), installed_deepspeed(interpreter)), *faults),
                 tokens=tokens,
                 price=known if request.price is None else Price(request.price, "yours", "", "--price"),
                 host_assumed=name is not None and request.host_memory is None,
@@ -213,13 +215,13 @@ def plan_setups(request: Request, gpus: Sequence[str | None]) -> list[PlanSetup]
     return setups
 
 
-def launch_setup(request: Request, nodes: Nodes | None = None) -> LaunchSetup:
+def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpreter = OWN) -> LaunchSetup:
     """Return the setup of `autotune launch`: from `request.study`, or from a plan for `request.model` on `nodes`.
 
     Raises:
         UserError: bad input.
     """
-    typed = typed_command(request.script, request.maps)
+    typed = typed_command(request.script, request.maps, interpreter=interpreter)
     script = typed.script
     if nodes is not None:
         nodes.also_send(typed.variables)
@@ -236,8 +238,8 @@ def launch_setup(request: Request, nodes: Nodes | None = None) -> LaunchSetup:
         own = str(request.ds_config.resolve()) if request.ds_config else None
         script = dataclasses.replace(script, ds_config=own or script.ds_config)
         request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed, request.device))
-        hardware = _machine(request, nodes)
-        job = _named_job(request, hardware)
+        hardware = _machine(request, nodes, interpreter)
+        job = _named_job(request, hardware, interpreter)
         plan = PlanSetup(job=job, hardware=hardware, space=fitted(_space(request, hardware), job, hardware).space)
         folder = study_folder(request.runs, f"launch-{script.name}")
     return LaunchSetup(
@@ -253,6 +255,7 @@ def launch_setup(request: Request, nodes: Nodes | None = None) -> LaunchSetup:
         max_restarts=request.max_restarts,
         silent_seconds=silent_seconds,
         convert=request.convert,
+        interpreter=interpreter,
     )
 
 
@@ -272,7 +275,7 @@ class _Tuned(NamedTuple):
     slots: Sequence[Slot] = ()
 
 
-def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
+def _what_is_tuned(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> _Tuned:
     kind, _, table = request.executor.partition(":")
     if kind == "replay" and request.parallel != 1:
         raise UserError("--parallel cannot be combined with --executor replay, which reads a table. Remove --parallel.")
@@ -291,52 +294,48 @@ def _what_is_tuned(request: Request, nodes: Nodes | None) -> _Tuned:
         # A table's rows end at the memory limit itself, so that no headroom is taken off.
         headroom = parse_share(request.headroom) if request.headroom else 0.0
         rows = sorted(landscape.rows, key=str)
-        return _Tuned(landscape.job(), landscape.hardware(headroom), landscape.space(), rows, landscape=landscape)
+        job = landscape.job(interpreter)
+        return _Tuned(job, landscape.hardware(headroom), landscape.space(), rows, landscape=landscape)
     if request.executor not in ("local", *SCHEDULERS):
         raise UserError(f"--executor {request.executor}: expected local, slurm, ray or replay:TABLE")
     if request.script:
-        typed = typed_command(request.script, request.maps, request.worst_case, request.ds_config)
+        typed = typed_command(request.script, request.maps, request.worst_case, request.ds_config, interpreter)
         request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed, request.device))
         if nodes is not None:
             nodes.also_send(typed.variables)
             nodes.also_sync(typed.script)
-    places = _slots(request, nodes)
-    hardware = places[0].hardware if places else _machine(request, nodes)
+    places = _slots(request, nodes, interpreter)
+    hardware = places[0].hardware if places else _machine(request, nodes, interpreter)
     space = _space(request, hardware)
     if request.script:
-        job = _script_job(request, typed.script, hardware)
-        configs = [_own_config(path, "the DeepSpeed config") for path in named_configs(typed.script)]
-        said = warnings(facts_of(configs[0]), _deepspeed()) if len(configs) == 1 else []
+        job = dataclasses.replace(_script_job(request, typed.script, hardware), interpreter=interpreter)
+        configs = [_own_config(path, interpreter, "the DeepSpeed config") for path in named_configs(typed.script)]
+        said = warnings(facts_of(configs[0]), installed_deepspeed(interpreter)) if len(configs) == 1 else []
         notes = own_variables_note(typed)
         return _Tuned(job, hardware, space, first_candidates(typed.script), notes, said, slots=places)
     _refuse(request, "maps worst_case", "needs a training script after `--`, like `-- train.py`")
-    job = _named_job(request, hardware)
-    if missing_package(job.lora) == "bitsandbytes":
+    job = _named_job(request, hardware, interpreter)
+    if missing_package(job.lora, interpreter) == "bitsandbytes":
         raise UserError("--quantize needs the package bitsandbytes. Install it, or remove --quantize.")
     space, notes = fitted(space, job, hardware)
     notes = [*batch_note(request.global_batch_size, job, request.ds_config), *notes]
-    said = warnings(own_facts(job), _deepspeed())
+    said = warnings(own_facts(job), installed_deepspeed(interpreter))
     return _Tuned(job, hardware, space, space.candidates(job), notes, said, slots=places)
 
 
-def _deepspeed() -> tuple[int, ...]:
-    """Return the DeepSpeed that ranks will have, or the one whose source was read if none is installed."""
-    return release(current().version("deepspeed")) or READ
-
-
-def _own_config(path: Path, said: str = "--ds-config") -> dict[str, Any]:
+def _own_config(path: Path, interpreter: Interpreter, said: str = "--ds-config") -> dict[str, Any]:
     """Return the user's own config, in current names.
 
     Raises:
         UserError: see `load_ds_config`; or it has a key that the installed DeepSpeed refuses by its presence.
     """
     config = load_ds_config(path, said)
-    for key, why in removed_keys(config, _deepspeed()):
+    for key, why in removed_keys(config, installed_deepspeed(interpreter)):
         raise UserError(f"{path}: {key}: {why}")
     return config
 
 
-def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
+def _slots(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> tuple[Slot, ...]:
     """Return the slots of `--parallel`; empty if one candidate is measured at a time."""
     if request.parallel == 1:
         return ()
@@ -348,7 +347,13 @@ def _slots(request: Request, nodes: Nodes | None) -> tuple[Slot, ...]:
         raise UserError("--parallel cannot be combined with --nodes. Remove one of them.")
     cap, headroom = _limits(request)
     asked = (request.parallel, request.device, request.gpus)
-    found = slots(*asked, memory_cap_bytes=cap, headroom=headroom, offload_beside=request.parallel_offload)
+    found = slots(
+        *asked,
+        memory_cap_bytes=cap,
+        headroom=headroom,
+        offload_beside=request.parallel_offload,
+        interpreter=interpreter,
+    )
     reserve = _reserve(request)
     return tuple(dataclasses.replace(one, hardware=roomy(one.hardware.reserving(reserve))) for one in found)
 
@@ -367,13 +372,15 @@ def _reserve(request: Request) -> int:
     return parse_memory(request.reserve, "--reserve") if request.reserve else 0
 
 
-def _machine(request: Request, nodes: Nodes | None = None) -> Hardware:
+def _machine(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> Hardware:
     """Return this machine's devices, or those of nodes, which must have the folder of a script or of a workload's module."""
     cap, headroom = _limits(request)
     if nodes is not None:
         path = str(Path.cwd()) if request.script or request.workload else ""
         return roomy(nodes.reach(request.device, request.gpus, cap, headroom, path).reserving(_reserve(request)))
-    here = detect(request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom).reserving(_reserve(request))
+    here = detect(
+        request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom, interpreter=interpreter
+    ).reserving(_reserve(request))
     return roomy(slice_of(request.nodes, here))
 
 
@@ -409,10 +416,10 @@ def _script_job(request: Request, script: Script, hardware: Hardware) -> Job:
 # -- the job of a named model --------------------------------------------------------------------------------------------
 
 
-def _named_job(request: Request, hardware: Hardware) -> Job:
+def _named_job(request: Request, hardware: Hardware, interpreter: Interpreter) -> Job:
     """Return the Job of a model or a workload on this hardware."""
-    model = _model(request)
-    own = _own_config(request.ds_config) if request.ds_config else {}
+    model = _model(request, interpreter)
+    own = _own_config(request.ds_config, interpreter) if request.ds_config else {}
     precision, base = precision_of(request.precision, own, hardware)
     lengths = load_lengths(request.lengths) if request.lengths else ()
     task = task_of(model.config, request.task, model.name)
@@ -432,10 +439,11 @@ def _named_job(request: Request, hardware: Hardware) -> Job:
         workload=request.workload,
         task=task,
         image_size=image_size_of(model.config, task, request.image_size, model.name),
+        interpreter=interpreter,
     )
     adapters = dataclasses.replace(job.lora, quantize="") if job.lora else None  # only ranks need bitsandbytes
     for option, value in (("--lora", adapters), ("--attn", job.attention)):
-        if package := missing_package(value):
+        if package := missing_package(value, interpreter):
             raise UserError(f"{option} {value} needs the package {package}. Install it, or remove {option}.")
     return job
 
@@ -457,12 +465,12 @@ def _lora(request: Request, model: ModelSpec) -> Lora | None:
     return lora
 
 
-def _model(request: Request) -> ModelSpec:
+def _model(request: Request, interpreter: Interpreter) -> ModelSpec:
     if request.workload:
         _refuse(request, _OF_A_MODEL, "cannot be combined with --workload, whose function makes model and batches")
-        return workload_spec(request.workload)
+        return workload_spec(request.workload, interpreter)
     if request.model:
-        found = resolve_model(request.model, trust_remote_code=request.trust_remote_code)
+        found = resolve_model(request.model, trust_remote_code=request.trust_remote_code, interpreter=interpreter)
         return found if request.max_positions is None else with_positions(found, request.max_positions)
     others = "a folder, or a Hub id; or --workload, or your script after `--`"
     raise UserError(f"--model is missing: give a shipped name (`autotune models`), {others}")
@@ -495,14 +503,18 @@ def check_early(seed: int, out: Path | None, max_trials: int | None) -> None:
 
 
 def typed_command(
-    words: Sequence[str], maps: Sequence[str], worst_case: bool = False, ds_config: Path | None = None
+    words: Sequence[str],
+    maps: Sequence[str],
+    worst_case: bool = False,
+    ds_config: Path | None = None,
+    interpreter: Interpreter = OWN,
 ) -> Typed:
     """Parse the words typed after `--`, and set their variables in this process, as a shell sets them for the command.
 
     Raises:
         UserError: see `read_command`.
     """
-    typed = read_command(words, maps, worst_case, ds_config)
+    typed = read_command(words, maps, worst_case, ds_config, interpreter)
     os.environ.update(typed.variables)
     return typed
 
@@ -736,12 +748,14 @@ def planned_hardware(
     headroom: float,
     host_memory_bytes: int | None = None,
     memory_cap_bytes: int | None = None,
+    interpreter: Interpreter = OWN,
 ) -> Hardware:
     """Return `gpus_per_node` of the named GPU, or of the machine's own, in each of `nodes` machines.
 
     Args:
         host_memory_bytes: of each machine; None: as measured, or that of a common cloud machine.
         memory_cap_bytes: limit for one rank on its GPU.
+        interpreter: of the ranks.
 
     Raises:
         UserError: impossible counts, or no such GPU.
@@ -758,7 +772,7 @@ def planned_hardware(
     if name is None:
         if not visible_gpus():
             raise UserError("found no GPU on this machine: name one to predict for, like --gpu h100 --gpus 8")
-        found = detect("auto", gpus_per_node, headroom=headroom)
+        found = detect("auto", gpus_per_node, headroom=headroom, interpreter=interpreter)
         hardware = dataclasses.replace(found, count=count, nodes=nodes)
     else:
         hardware = named_hardware(name.strip(), count, headroom=headroom, nodes=nodes)

@@ -15,12 +15,12 @@ from autotune.errors import UserError
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, threads_per_rank, usable_cpus
 from autotune.problem.job import Job
-from autotune.problem.nvml import visible_gpus
+from autotune.problem.nvml import ARCHITECTURES, unreadable_architectures, visible_gpus
 from autotune.rank.ds_config import DISPENSABLE, needed_ops
 from autotune.rank.sandbox import Protection, Sandbox, available_protection, remove
 from autotune.script.argument_files import output_folder
 from autotune.script.argument_writer import output_folders, write_trial_files
-from autotune.util.interpreter import bound_command, current
+from autotune.util.interpreter import OWN, Interpreter, bound_command
 from autotune.util.units import counted, format_duration
 from autotune.workers.jit_ops import FOLDER
 from autotune.workers.launchers import ForkLauncher, Launcher, SpawnLauncher, training_environment, trial_environment
@@ -46,6 +46,7 @@ class RankRequirements:
         training: ranks train to the end in the user's own environment, instead of being measured.
         cwd: working directory of the ranks; None: this process's.
         variables: additional environment variables of the ranks.
+        interpreter: of the ranks.
     """
 
     device: str
@@ -56,11 +57,12 @@ class RankRequirements:
     training: bool = False
     cwd: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
+    interpreter: Interpreter = OWN
 
     def environment(self) -> dict[str, str]:
         """Return a rank's initial environment."""
         make = training_environment if self.training else trial_environment
-        return {**make(self.device, self.threads), **self.variables}
+        return {**make(self.device, self.threads, self.interpreter), **self.variables}
 
 
 class LocalMachine:
@@ -97,6 +99,7 @@ class LocalMachine:
                 needs.environment(),
                 self.folder / "server.log",
                 cancelled=self.cancelled,
+                python=needs.interpreter.path,
                 model_type=needs.model_type,
                 modules=list(needs.modules),
             )
@@ -118,11 +121,12 @@ class LocalMachine:
             self.opened_launcher = server
         else:
             log = None if needs.training else self.folder / "spawn.log"
-            self.opened_launcher = SpawnLauncher(needs.environment(), log, needs.cwd)
+            self.opened_launcher = SpawnLauncher(needs.environment(), log, needs.cwd, needs.interpreter.path)
 
     def load_ops(self, names: Sequence[str], needs: RankRequirements) -> bool:
         """Build and load DeepSpeed's ops; return whether ranks may still be forked. See `Ops.load`."""
-        return self.ops.load(self.launcher, names, needs.environment(), self.folder / "server.log", self.cancelled)
+        log, python = self.folder / "server.log", needs.interpreter.path
+        return self.ops.load(self.launcher, names, needs.environment(), log, self.cancelled, python)
 
     @property
     def broken(self) -> bool:
@@ -187,6 +191,7 @@ class Ops:
         env: Mapping[str, str],
         log: Path,
         cancelled: Callable[[], bool] = lambda: False,
+        python: str = OWN.path,
     ) -> bool:
         """Make these ops and the earlier ones available to the launcher's ranks.
 
@@ -199,6 +204,7 @@ class Ops:
             env: environment of the separate process, as for ranks.
             log: log file of that process.
             cancelled: True if the user cancelled.
+            python: executable of the separate process.
 
         Returns:
             True if a fork server may still be forked.
@@ -208,6 +214,10 @@ class Ops:
             Stopped: the user cancelled.
         """
         new = [name for name in dict.fromkeys(names) if name not in self._names]
+        unreadable = unreadable_architectures() if ARCHITECTURES in env else []
+        if new and unreadable and not self._names:
+            done = f"ranks and builds get {ARCHITECTURES}={env[ARCHITECTURES]}"
+            self._say(f"{done}: DeepSpeed cannot read {', '.join(unreadable)}")
         self._names += new
         if isinstance(launcher, ForkLauncher):
             if launcher is not self._server:  # another server loaded the earlier ops
@@ -216,7 +226,8 @@ class Ops:
             return self._load(launcher, new) if new else True
         if new:
             try:
-                with closing(ForkLauncher(env, log, cancelled=cancelled, model_type=None, modules=[])) as server:
+                made = ForkLauncher(env, log, cancelled=cancelled, python=python, model_type=None, modules=[])
+                with closing(made) as server:
                     server.open()
                     self._load(server, new)
             except BaseException:
@@ -318,6 +329,7 @@ def slots(
     memory_cap_bytes: int | None = None,
     headroom: float = 0.05,
     offload_beside: bool = False,
+    interpreter: Interpreter = OWN,
 ) -> tuple[Slot, ...]:
     """Return equal slots for `parallel` jobs.
 
@@ -339,10 +351,11 @@ def slots(
         raise UserError(f"--parallel {parallel}: say with --gpus how many devices each of the {parallel} jobs has")
     gpus = visible_gpus() if device != "cpu" else []
     if not gpus:
-        return _on_cpus(parallel, detect(device, ranks, headroom=headroom), memory_cap_bytes)
+        return _on_cpus(parallel, detect(device, ranks, headroom=headroom, interpreter=interpreter), memory_cap_bytes)
     if len(gpus) < parallel * ranks:
         raise _too_many(parallel, f"{len(gpus)} GPUs", ranks, len(gpus) // ranks)
-    whole = detect(device, parallel * ranks, memory_cap_bytes=memory_cap_bytes, headroom=headroom)
+    count = parallel * ranks
+    whole = detect(device, count, memory_cap_bytes=memory_cap_bytes, headroom=headroom, interpreter=interpreter)
     if " + " in whole.name:
         raise UserError(
             f"--parallel {parallel}: these GPUs are unlike ({whole.name}), and so would be what they measure; choose alike ones "
@@ -386,19 +399,20 @@ UNPROTECTED = (
 )
 
 
-def protection_of(cwd: Path, folder: Path, *, unprotected: bool) -> Protection:
+def protection_of(cwd: Path, folder: Path, *, unprotected: bool, interpreter: Interpreter = OWN) -> Protection:
     """Return the protection of trials whose script runs in `cwd` and whose folders are in `folder`.
 
     Args:
         cwd: the script's working directory.
         folder: the folder of the trials.
         unprotected: run without protection if this machine has none.
+        interpreter: of the trials' ranks.
 
     Raises:
         UserError: the machine has none, and `unprotected` is false.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    found = _available(cwd, folder.resolve(), current().path)
+    found = _available(cwd, folder.resolve(), interpreter)
     if found is Protection.NONE and not unprotected:
         raise UserError(
             f"{UNPROTECTED}. Copy the folder and pass --unprotected, or use a machine whose kernel has one of them"
@@ -407,9 +421,9 @@ def protection_of(cwd: Path, folder: Path, *, unprotected: bool) -> Protection:
 
 
 @cache
-def _available(cwd: Path, folder: Path, python: str) -> Protection:
-    command = lambda module, *words: bound_command(python, module, *words)  # noqa: E731
-    return available_protection(cwd, folder, command, current().environment())
+def _available(cwd: Path, folder: Path, interpreter: Interpreter) -> Protection:
+    command = lambda module, *words: bound_command(interpreter.path, module, *words)  # noqa: E731
+    return available_protection(cwd, folder, command, interpreter.environment())
 
 
 def trial_sandbox(
@@ -433,7 +447,7 @@ def trial_sandbox(
         OSError: the disk is full, or the folder cannot be written.
     """
     cwd = Path(job.script.cwd if job.script else os.getcwd())
-    protection = protection_of(cwd, folder, unprotected=unprotected)
+    protection = protection_of(cwd, folder, unprotected=unprotected, interpreter=job.interpreter)
     kept = [*kept, *_swap_folders(job, candidate)]
     for one in kept:
         os.makedirs(one, exist_ok=True)

@@ -8,6 +8,7 @@ A table is `NAME.csv.gz` (or `NAME.csv`) with one row per candidate: its knobs, 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import gzip
 import io
 import json
@@ -29,6 +30,7 @@ from autotune.problem.space import Domain, SearchSpace
 from autotune.script.recorded import recorded_job
 from autotune.util.bounds import parse_json, read_text
 from autotune.util.files import cannot_write, remove_file, write_atomically
+from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import GIB
 
 RESULTS = ("peak_gib", "step_seconds", "startup_seconds", "outcome")
@@ -68,13 +70,16 @@ class Landscape:
         assert row.step_seconds is not None
         return row.step_seconds / (candidate.micro_batch * candidate.accumulation * int(self.facts["n_gpus"]))
 
-    def job(self) -> Job:
-        """Return the job that the table was recorded for."""
+    def job(self, interpreter: Interpreter = OWN) -> Job:
+        """Return the job that the table was recorded for, in this interpreter."""
         facts = self.facts
         if "job" in facts:
-            return recorded_job(facts["job"])
+            return dataclasses.replace(recorded_job(facts["job"]), interpreter=interpreter)
         config, name = facts.get("model_config"), str(facts["model"])
-        model = ModelSpec(name, config, "the table's JSON") if isinstance(config, dict) else resolve_model(name)
+        if isinstance(config, dict):
+            model = ModelSpec(name, config, "the table's JSON")
+        else:
+            model = resolve_model(name, interpreter=interpreter)
         batch = facts.get("global_batch_size")
         return Job(
             model,
@@ -85,6 +90,7 @@ class Landscape:
             int(batch) if batch else None,
             task=str(facts.get("task", CAUSAL)),
             image_size=facts.get("image_size"),
+            interpreter=interpreter,
         )
 
     def hardware(self, headroom: float = 0.0) -> Hardware:

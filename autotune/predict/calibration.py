@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from autotune.predict.features import Floats
-from autotune.predict.step_time import host_limit_bytes
+from autotune.predict.step_time import cores_of, host_limit_bytes
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Outcome
@@ -234,7 +234,8 @@ MEMORY_CONSTANTS = ("overhead", *MEMORY)  # in the order of a fit
 # kernels loaded (transformers' guide to training on one GPU, on a V100 in 2022 and 2023: rows of
 # huggingface/transformers).
 _CONTEXT_GIB = {"cuda": Prior(0.75, 0.4), "cpu": Prior(0.40, 0.1)}
-_HOPPER_ON, _HOPPER_GIB = ("h100", "h200", "b200"), 0.1
+# An H100 with torch 2.11 for CUDA 13 and driver 580 had 1.29 GiB in every trial (benchmarks/results/gpu-h100.json).
+_HOPPER_ON, _HOPPER_GIB = ("h100", "h200", "b200"), 0.4
 # NCCL's buffers grow with its channels, and channels depend on the link. The number of ranks in a node hardly matters
 # beyond two (its maintainer in NVIDIA/nccl issue 986). Measured: 0.53 GiB between two and 0.67 among four A100 on
 # NVLink (issue 964); 0.99 with the context on 8 H100 before an all-to-all, which ZeRO does not use (issue 1685). Few
@@ -248,7 +249,7 @@ TIME = {
     "products": Prior(np.log(1 / 0.86), 0.07),
     "tail": Prior(np.log(1.4), 0.5),
     "moved": Prior(np.log(1 / 0.8), 0.12),
-    "starts": Prior(0.0, 0.2),
+    "starts": Prior(0.0, 0.3),
     "comm": Prior(np.log(1 / 0.7), 0.4),
     "reduce": Prior(np.log(0.8), 0.4),
     "hidden": Prior(0.4, 0.8),
@@ -258,6 +259,7 @@ TIME = {
     "collectives": Prior(0.0, 0.8),
     "loop": Prior(0.0, 0.7),
 }
+_KNOWN_CORES = Prior(np.log(1 / 0.85), 0.35)  # `cpu_adam`, if the number of cores is known
 # Constants that depend on the parameters alone. Their sizes may be known without a trace.
 _OF_PARAMETERS = ("comm", "reduce", "pcie", "cpu_adam", "optimizer", "collectives")
 _OF_THE_CARD = ("products", "tail", "moved", "comm", "pcie", "optimizer")  # constants that depend on the card's rates
@@ -341,9 +343,11 @@ def time_priors(hardware: Hardware, widen: float, untraced: bool = False, counte
         wider = UNTRACED if untraced and not (counted and name in _OF_PARAMETERS) else widen
         return float(np.hypot(max(TIME[name].sigma, least[name]) * wider, doubt.get(name, 0.0)))
 
-    rates = [Prior(prior.mean, sigma(name)) for name, prior in TIME.items()]
+    rates = {name: Prior(prior.mean, sigma(name)) for name, prior in TIME.items()}
+    if facts is not None and cores_of(hardware):
+        rates["cpu_adam"] = Prior(_KNOWN_CORES.mean, _KNOWN_CORES.sigma * widen)
     quirks = {name: Prior(0.0, sigma) for name, sigma in QUIRKS.items()} | (_CPU_QUIRKS if facts is None else {})
-    return [*rates, *quirks.values()]
+    return [*rates.values(), *quirks.values()]
 
 
 # -- host memory constants ---------------------------------------------------------------------------------------------

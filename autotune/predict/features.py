@@ -16,7 +16,7 @@ from autotune.problem.knobs import READ as READ
 from autotune.problem.knobs import SUPER_OFFLOAD
 from autotune.problem.knobs import Release as Release
 from autotune.problem.models import is_known
-from autotune.util.interpreter import current
+from autotune.util.interpreter import OWN, Interpreter
 from autotune.versions import newer, release
 
 # -- DeepSpeed versions ------------------------------------------------------------------------------------------------
@@ -27,9 +27,9 @@ from autotune.versions import newer, release
 # A version has the format of `versions.release`.
 
 
-def installed_deepspeed() -> Release:
+def installed_deepspeed(interpreter: Interpreter = OWN) -> Release:
     """Return the ranks' DeepSpeed version, or the version these formulas are based on if none is installed."""
-    return release(current().version("deepspeed")) or READ
+    return release(interpreter.version("deepspeed")) or READ
 
 
 def sums_in_32_bits(deepspeed: Release) -> bool:
@@ -73,9 +73,9 @@ def has_low_masters(deepspeed: Release) -> bool:
     return deepspeed >= (0, 18, 3)
 
 
-def unknown_newer() -> list[str]:
+def unknown_newer(interpreter: Interpreter) -> list[str]:
     """Return a line for each library that is newer than the tested versions and that memory and time depend on."""
-    return newer({name: current().version(name) for name in ("torch", "deepspeed", "transformers")})
+    return newer({name: interpreter.version(name) for name in ("torch", "deepspeed", "transformers")})
 
 
 # -- feature columns ---------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def _sending(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
     zero = "zero_optimization."
     own, default = value_at(job.base_config, zero + "allgather_bucket_size"), ZERO_DEFAULTS["allgather_bucket_size"]
     sizes = [raw.get("allgather_bucket_size", own) for raw in raws]
-    knows = is_known(job.model.config.get("model_type"), current().version("liger_kernel"))
+    knows = is_known(job.model.config.get("model_type"), job.interpreter.version("liger_kernel"))
     return {
         "allgather_bucket": np.array([float(one) if isinstance(one, int | float) else default for one in sizes]),
         "multi_rank": _flags(raws, job, zero + "use_multi_rank_bucket_allreduce", True),

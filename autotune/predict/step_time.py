@@ -12,7 +12,7 @@ from autotune.predict.features import Columns, Floats
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import NF4_BYTES, kept_at_turn, persistent, quantized_sizes, staying, stepper
 from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import GpuFacts, Hardware
+from autotune.problem.hardware import GpuFacts, Hardware, threads_per_rank
 from autotune.problem.job import Job
 from autotune.problem.models import CAUSAL, DECODED, IMAGE_TEXT, MASKED, SEQ2SEQ, told_image_size
 from autotune.util.units import GIB
@@ -27,9 +27,9 @@ from autotune.util.units import GIB
 CPU_TFLOPS, CPU_MEMORY_GB_PER_S, CPU_LINK_GB_PER_S = 0.2, 12.0, 1.0
 # The host's memory limits DeepSpeed's CPU Adam: it reads and writes masters and states, reads a gradient and writes a
 # weight (30 bytes per element in 16 bits). 1e9 parameters took 0.23 s on the two sockets of a DGX-2 (Ren et al. 2021,
-# ZeRO-Offload, table 4). With few cores per rank, as with OMP_NUM_THREADS=1, it takes many times as long, so the
-# prior is wide.
-HOST_MEMORY_GB_PER_S = 120.0
+# ZeRO-Offload, table 4). Few cores cannot use all of it: 16 virtual cores beside an H100 reached 64 GB/s for 3.6e8
+# parameters and 84 GB/s for 1.5e9 (benchmarks/results/gpu-h100.json). If the number is unknown, the prior is wide.
+HOST_MEMORY_GB_PER_S, CORE_GB_PER_S = 120.0, 5.0
 # A causal mask lets fused attention skip half of its work, at about 0.7 of a plain product's efficiency (Dao 2023,
 # FlashAttention-2, figures 4 and 6).
 ATTENTION_SHARE = 0.5 / 0.7
@@ -63,10 +63,19 @@ REDUCED_SECONDS = 2.5e-5  # per gradient at ZeRO-1 and 2: the hook that puts it 
 # Share of an eager model's kernels, and of the bytes they move, that remains when compiled: each chain of pointwise
 # operators (norms, rotation, activation and gate) becomes one kernel.
 COMPILED_STARTS, COMPILED_MOVED = 0.3, 0.45
-# Seconds of data and loop per micro-batch (collating, copying, reading the loss, as transformers' Trainer checks that
-# it is finite every time) and per step (clipping, the schedule, zero_grad). The last two are the optimizer's Python
-# per tensor (same measurement: plain data parallel 60 us, ZeRO's flat parts 20).
-MICRO_SECONDS, STEP_SECONDS, TENSOR_SECONDS, PART_SECONDS = 4e-3, 1e-2, 6e-5, 2e-5
+# Seconds of data and loop per micro-batch: collating, copying, reading the loss, as transformers' Trainer checks that it
+# is finite every time.
+MICRO_SECONDS = 4e-3
+# Operators that the host starts in a step besides its micro-batches: clipping, the schedule, zero_grad and the loop; per
+# tensor at stage 0; per tensor of ZeRO's flat parts. On a GPU, DeepSpeed starts kernels to copy, cast, measure and scale each
+# tensor. Measured: 71 ms at stage 0 and 50 to 59 ms at stages 1 and 2 for 290 tensors on an H100 whose host took 26 us per
+# operator (benchmarks/results/gpu-h100.json: boundary less micro-step). Without a GPU, or with torch's own optimizers and
+# clipping (`foreach`), it is 60 and 20 us per tensor on a core of an EPYC.
+_STEP_OPERATORS, _OF_DEEPSPEED, _OF_TORCH = 500.0, (8.0, 5.0), (3.0, 1.0)
+# Bytes per element that DeepSpeed's step moves around the optimizer's own. Stage 0: to 32 bits, norm, scaling. ZeRO's
+# parts: flattened, norm in 64 bits, to 32 bits, scaling (deepspeed 0.19.8, fp16/unfused_optimizer.py and
+# runtime/zero/stage_1_and_2.py, `get_grad_norm_direct`, `unscale_and_clip_grads`).
+_GRADIENT_BYTES = {0: 18.0, 1: 36.0}
 
 
 @dataclass(frozen=True)
@@ -113,8 +122,8 @@ class Work:
     """Work of a candidate's step, in seconds at full rates; one entry per candidate.
 
     Per micro-batch: products, their tail (products per token: the waste of small batches), moved (other operators), starts
-    (the processor's work to start kernels), gather_micro and reduce_micro (communication), pcie_micro. Per step: gather_step,
-    reduce_step, optimizer, cpu_adam, pcie_step, nvme, collectives, loop (the training loop's own work).
+    (the processor's work to start kernels), gather_micro and reduce_micro (communication), pcie_micro. Per step: step_starts,
+    gather_step, reduce_step, optimizer, cpu_adam, pcie_step, nvme, collectives, loop (data and the training loop).
     """
 
     forward_share: Floats  # share of products, without recomputation
@@ -123,6 +132,7 @@ class Work:
     tail: Floats
     moved: Floats
     starts: Floats
+    step_starts: Floats
     gather_micro: Floats
     gather_step: Floats
     reduce_micro: Floats
@@ -164,9 +174,8 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         tail=either(*whole_pass) / job.seq_len * job.element_bytes / 2 / rates.memory,
         moved=moved * np.where(c.fused_by_compiling, COMPILED_MOVED, 1.0),
         starts=_starts(trace, c, rates),
-        loop=c.accumulation * MICRO_SECONDS
-        + STEP_SECONDS
-        + len(trace.parameters) * np.where(c.stage == 0, TENSOR_SECONDS, PART_SECONDS),
+        step_starts=_step_operators(job, hardware, trace, c) * rates.operator_seconds,
+        loop=c.accumulation * MICRO_SECONDS,
         hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage; otherwise both use one stream
         queued=np.full(len(c), float(hardware.device == "cuda")),
         **_sent(job, hardware, trace, c, rates),
@@ -230,6 +239,8 @@ def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Devi
     step_bytes = (
         2 * np.where(low, 2 + states * c.state_share, 4 + states) + 4 + 2 * width
     )  # bytes per element: master and states read and written, gradient read, weight written
+    if not job.plain and not job.torch_alone:
+        step_bytes = step_bytes + np.where(c.stage == 0, _GRADIENT_BYTES[0], _GRADIENT_BYTES[1])
     host_bytes = 2 * (c.master + states * c.state_share) + 4 + width
     back = np.where(two | three, width * part, 0.0)  # gradients leave the device every micro-batch
     accumulating = np.where(two & (c.accumulation > 1), 2.0, 1.0)  # stage 2 fetches the sum back to add to it
@@ -237,7 +248,7 @@ def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Devi
         "pcie_micro": (leaves * back * accumulating + np.where(parameters_out, 2 * width * held, 0.0)) / rates.pcie,
         "pcie_step": leaves * (width * part + np.where(one, width * part, 0.0)) / rates.pcie,
         "optimizer": (1 - leaves) * elements * step_bytes / rates.memory,
-        "cpu_adam": leaves * total / hardware.nodes * host_bytes / (HOST_MEMORY_GB_PER_S * 1e9),
+        "cpu_adam": leaves * total / hardware.nodes * host_bytes / host_memory_rate(hardware),
         "adam_beside": c.adam_beside,
         "nvme": ((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * held)
         / (NVME_GB_PER_S * 1e9),
@@ -251,6 +262,26 @@ def _hops_seconds(hardware: Hardware) -> float:
     """
     extra = hardware.nodes - 1
     return extra * (NODE_HOP_SECONDS + (hardware.per_node - 1) * HOP_SECONDS)
+
+
+def _step_operators(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Floats:
+    """Return the operators that the host starts in a step, besides those of its micro-batches."""
+    deepspeeds = hardware.device == "cuda" and not job.plain and not job.torch_alone
+    per_tensor, per_part = _OF_DEEPSPEED if deepspeeds else _OF_TORCH
+    return _STEP_OPERATORS + len(trace.parameters) * np.where(c.stage == 0, per_tensor, per_part)
+
+
+def cores_of(hardware: Hardware) -> int | None:
+    """Return the CPU cores of a node that its ranks compute with; None if they are unknown, as of a named GPU."""
+    if hardware.threads is None and not hardware.gpus:
+        return None
+    return hardware.per_node * (hardware.threads or threads_per_rank(hardware.per_node))
+
+
+def host_memory_rate(hardware: Hardware) -> float:
+    """Return the bytes per second at which the ranks of a node read and write its main memory."""
+    cores = cores_of(hardware)
+    return min(HOST_MEMORY_GB_PER_S, CORE_GB_PER_S * cores if cores else np.inf) * 1e9
 
 
 def _starts(trace: Trace, c: Columns, rates: DeviceRates) -> Floats:
@@ -327,7 +358,7 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
         communication=exposed + k["collectives"] * w.collectives,
         optimizer=k["optimizer"] * w.optimizer,
         offload=offload,
-        loop=k["loop"] * w.loop,
+        loop=k["loop"] * w.loop + k["starts"] * w.step_starts,  # the host reads the norm, so nothing hides its work
         launch_bound=np.where(starts > products + moved, 1.0, 0.0),
         moved_share=moved / np.maximum(products + moved, np.finfo(float).tiny),
     )

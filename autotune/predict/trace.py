@@ -31,7 +31,7 @@ from autotune.problem.job import Job
 from autotune.problem.models import IMAGE_TEXT
 from autotune.util.entry_points import TRACER
 from autotune.util.files import write_atomically
-from autotune.util.interpreter import current, module_command
+from autotune.util.interpreter import Interpreter, module_command
 from autotune.workers.launchers import IMPORT_SECONDS
 
 __all__ = ["LOSSES", "Trace", "trace_job", "trace_jobs", "traced_predictor"]
@@ -64,14 +64,14 @@ _NO_GPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def _tracer_environment(sees_gpus: bool = False) -> dict[str, str]:
+def _tracer_environment(interpreter: Interpreter, sees_gpus: bool = False) -> dict[str, str]:
     seen = {} if sees_gpus else _NO_GPU
-    return {**current().environment(), **seen, **_ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
+    return {**interpreter.environment(), **seen, **_ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
 
 
-def missing_packages() -> list[str]:
+def missing_packages(interpreter: Interpreter) -> list[str]:
     """Return the packages that a trace needs and the ranks' environment lacks."""
-    return [name for name in RUNS_IT if current().version(name) is None]
+    return [name for name in RUNS_IT if interpreter.version(name) is None]
 
 
 def trace_job(
@@ -106,7 +106,7 @@ def trace_job(
     own, (job, replaced) = job, runnable(job)
     if (known := known_trace(job, loss, device)) is not None:
         return known
-    if missing := missing_packages():
+    if missing := missing_packages(job.interpreter):
         return closed_form_trace(
             own, f"{' and '.join(missing)} not installed; --python names an environment that has them"
         )
@@ -158,13 +158,13 @@ def trace_jobs(jobs: Sequence[tuple[Job, str]], told: Callable[[int, int], None]
             missing[path] = {"job": job.order(), "options": _loss_options(loss)}
     if not missing:
         return
-    paths = list(missing)
+    paths, interpreter = list(missing), jobs[0][0].interpreter  # one tracer serves all
     with subprocess.Popen(
-        module_command(current().path, TRACER, "--many"),
+        module_command(interpreter.path, TRACER, "--many"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=_tracer_environment(),
+        env=_tracer_environment(interpreter),
         text=True,
         encoding="utf-8",
     ) as tracing:
@@ -201,7 +201,7 @@ def _ask_tracer(job: Job, options: list[str], timeout_seconds: float, cancelled:
     are requested, as some models do not load without one.
     """
     try:
-        said, complaint = _run_tracer(options, json.dumps(job.order()), timeout_seconds, cancelled)
+        said, complaint = _run_tracer(options, json.dumps(job.order()), timeout_seconds, cancelled, job.interpreter)
     except _TooLong as error:
         late = {"late_seconds": timeout_seconds} if error.worked else {}
         return {"untraceable": str(error), **late, **_last_answer(error.said)}
@@ -223,7 +223,7 @@ def _last_answer(said: str) -> dict[str, Any]:
 
 
 def _run_tracer(
-    options: list[str], asked: str, timeout_seconds: float, cancelled: Callable[[], bool]
+    options: list[str], asked: str, timeout_seconds: float, cancelled: Callable[[], bool], interpreter: Interpreter
 ) -> tuple[str, str]:
     """Run a tracer with these options and a job, and return its stdout and stderr.
 
@@ -231,11 +231,11 @@ def _run_tracer(
         TimeoutError: it does not end, or the caller cancelled; the message is one line.
     """
     with subprocess.Popen(
-        module_command(current().path, TRACER, *options),
+        module_command(interpreter.path, TRACER, *options),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=_tracer_environment(sees_gpus="--sizes" in options),
+        env=_tracer_environment(interpreter, sees_gpus="--sizes" in options),
         text=True,
         encoding="utf-8",
     ) as tracing:

@@ -21,7 +21,6 @@ from autotune.predict.trace_data import BACKWARD, FORWARD, Pass, Trace
 from autotune.problem.job import Job
 from autotune.problem.models import CAUSAL, IMAGE_TEXT, SEQ2SEQ, loss_in_kernel
 from autotune.util.files import cache_root
-from autotune.util.interpreter import current
 
 # -- trace cache -------------------------------------------------------------------------------------------------------
 #
@@ -44,9 +43,9 @@ def cache_key(job: Job, loss: str = "own", device: str = "cuda", versions: Mappi
     """Return a hash of all that decides a trace: model, sequence length, precision, task, and the versions of what runs it.
 
     Args:
-        versions: of torch and transformers, as a study records them; None: those of the current Python.
+        versions: of torch and transformers, as a study records them; None: those of the job's interpreter.
     """
-    versions_of_runner = {name: versions.get(name) if versions else current().version(name) for name in RUNS_IT}
+    versions_of_runner = {name: versions.get(name) if versions else job.interpreter.version(name) for name in RUNS_IT}
     parts = {
         "model": asdict(job.model),
         "seq_len": job.seq_len,
@@ -61,7 +60,7 @@ def cache_key(job: Job, loss: str = "own", device: str = "cuda", versions: Mappi
         **({"attention": job.attention} if job.attention else {}),
         **({"task": job.task} if job.task != CAUSAL else {}),
         **({"image_size": job.image_size} if job.image_size else {}),
-        **({"liger": current().version("liger_kernel")} if job.liger else {}),
+        **({"liger": job.interpreter.version("liger_kernel")} if job.liger else {}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
@@ -118,7 +117,7 @@ def known_trace(
     if (found := cached(cache_path(job, loss, device, versions))) is not None:
         return found
     made_by, traces = _shipped()
-    mine = {name: versions.get(name) if versions else current().version(name) for name in RUNS_IT}
+    mine = {name: versions.get(name) if versions else job.interpreter.version(name) for name in RUNS_IT}
     if all(mine.values()) and _public(mine) != _public(made_by):
         return None
     data = traces.get(shipped_key(job, loss, device, made_by))
@@ -173,7 +172,7 @@ def untraced_note(why: str, counted: bool = False) -> str:
 def _of_the_loss(job: Job, text: dict[str, Any]) -> tuple[float, bool]:
     """Return (bytes kept per logit, whether forward makes the head's gradient and keeps it until backward)."""
     width, trains_head = job.element_bytes, not job.lora or "lm_head" in job.lora.saved
-    installed = current().version("liger_kernel")
+    installed = job.interpreter.version("liger_kernel")
     loss = loss_in_kernel(text.get("model_type"), installed) if job.liger and job.task == CAUSAL else "own"
     copies = {"own": width + 4 + 4, "fused32": width + 4}  # copies of the logits: in 32 bits, and the log-softmax
     return float(copies.get(loss, 0)), trains_head and loss not in copies

@@ -37,7 +37,7 @@ COMPILED_KEPT = 0.75
 REDUCE_ELEMENTS = 5e8  # most elements of a flat copy in which stage 0 reduces (engine.py, allreduce_gradients)
 
 # fields of a Bill with one entry per candidate
-SUMS = ("parameters", "gradients", "optimizer", "host", "left", "holes")
+SUMS = ("parameters", "gradients", "optimizer", "host", "left", "holes", "flat", "cast", "norm")
 TABLES = ("buckets", "gathered", "temporaries", "activations", "sent")  # fields of a Bill of (moments, candidates)
 
 
@@ -61,6 +61,11 @@ class Bill:
     # Blocks that the optimizer's step has freed and cannot reuse: flat 16-bit gradients, smaller than their 32-bit
     # copy and torch's intermediates. The allocator keeps the blocks.
     left: Floats
+    # Blocks that the optimizer's step takes at once: gradients as one flat tensor, in the master's precision, and in 64 bits
+    # for their norm. They need new segments unless backward has left a free block of their size.
+    flat: Floats
+    cast: Floats
+    norm: Floats
     holes: Floats  # between partitions of frozen parameters, left by the whole parameters while the model was made
 
     def peaks(self) -> Floats:
@@ -171,7 +176,7 @@ def bill(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> Bill:
     parameters, gradients, optimizer = _resident(terms)
     _add_passes(terms, moments)
     _add_step(terms, moments, gradients)
-    kept = {"host": _host(terms), "left": _left(terms), "holes": _holes(terms)}
+    kept = {"host": _host(terms), "left": _left(terms), "holes": _holes(terms), **_step_blocks(terms)}
     return Bill(parameters, gradients, optimizer, tuple(moments.names), **moments.tables(), **kept)
 
 
@@ -315,6 +320,20 @@ def _left(t: _Terms) -> Floats:
     of_sub_group = np.where(t.accumulated != t.master, t.accumulated, 0.0) * t.sub_group
     left = np.select([t.two & ~t.bf16_optimizer & ~t.out, t.three & ~t.out], [of_part, of_sub_group], 0.0)
     return np.where(t.master > 0, left, 0.0)
+
+
+def _step_blocks(t: _Terms) -> dict[str, Floats]:
+    """Return the sizes of the largest blocks of a step with DeepSpeed's own optimizers on the device, as fields of a Bill.
+
+    Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py (`step`: flatten, cast, get_grad_norm_direct) and stage3.py
+    (`_prepare_fp32_grad_for_sub_group`).
+    """
+    mine = (t.two | t.three) & ~t.out & ~t.bf16_optimizer & ~t.fsdp & (t.master > 0)
+    at_once = np.where(t.three, t.sub_group, t.part)
+    flat = np.where(t.three, t.accumulated, t.own) * at_once
+    cast = np.where(t.master != np.where(t.three, t.accumulated, t.own), t.master * at_once, 0.0)
+    norm = np.full(len(t.columns), 8.0 * min(t.largest, t.part))
+    return {name: np.where(mine, size, 0.0) for name, size in (("flat", flat), ("cast", cast), ("norm", norm))}
 
 
 def _holes(t: _Terms) -> Floats:

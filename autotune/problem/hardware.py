@@ -27,6 +27,7 @@ from autotune.problem.nvml import (
     ORDER,
     Gpu,
     GpuError,
+    architectures_to_set,
     driver_trouble,
     order_is_unknown,
     order_to_set,
@@ -34,6 +35,7 @@ from autotune.problem.nvml import (
     unseen_gpu,
 )
 from autotune.problem.outcome import OutcomeKind
+from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import GIB, LEAST_MEMORY_BYTES, format_bytes
 
 __all__ = [
@@ -82,7 +84,9 @@ class Hardware:
     rates: dict[str, Any] | None = None  # GpuFacts given directly, if no row of the table applies
     taken_bytes: int = 0  # bytes of one device that the driver and other processes held at detection
     gpus: tuple[str, ...] = ()  # UUIDs of the devices, by rank; empty for CPU ranks and named GPUs
-    environment: dict[str, str] = field(default_factory=dict)  # variables that give a training exactly these devices
+    environment: dict[str, str] = field(
+        default_factory=dict
+    )  # variables that a training needs to run as the trials did
     nodes: int = 1
     threads: int | None = None  # CPU threads per rank, as reported by the nodes; None: a share of this machine's
     unified: bool = False  # GPU memory is main memory, so that offloading to the CPU frees nothing
@@ -222,7 +226,14 @@ def named_hardware(
     return Hardware("cuda", row.name, count, memory, None, host, row.name, headroom, row.bf16, nodes=nodes)
 
 
-def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None, headroom: float = 0.05) -> Hardware:
+def detect(
+    device: str,
+    gpus: int | None,
+    *,
+    memory_cap_bytes: int | None = None,
+    headroom: float = 0.05,
+    interpreter: Interpreter = OWN,
+) -> Hardware:
     """Detect this machine's devices; `gpus=None` takes all GPUs, or two CPU ranks if there is no GPU.
 
     Raises:
@@ -238,8 +249,8 @@ def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None
     except GpuError as error:
         raise UserError(f"{error}; try --device cpu, or `autotune doctor`") from None
     if not visible and device != "cpu" and (device == "cuda" or gpus is not None):
-        raise UserError(_no_gpu(device, gpus))
-    if not visible and device == "auto" and (why := unseen_gpu()):
+        raise UserError(_no_gpu(device, gpus, interpreter))
+    if not visible and device == "auto" and (why := unseen_gpu(interpreter)):
         raise UserError(
             f"found no GPU that can be used: {why}; repair it (`autotune doctor`), or pass --device cpu for CPU ranks"
         )
@@ -247,9 +258,9 @@ def detect(device: str, gpus: int | None, *, memory_cap_bytes: int | None = None
     return dataclasses.replace(found, headroom=headroom).capped(memory_cap_bytes)
 
 
-def _no_gpu(device: str, gpus: int | None) -> str:
+def _no_gpu(device: str, gpus: int | None, interpreter: Interpreter) -> str:
     trouble = driver_trouble()
-    unseen = f"NVIDIA's driver does not answer: {trouble}" if trouble else unseen_gpu()
+    unseen = f"NVIDIA's driver does not answer: {trouble}" if trouble else unseen_gpu(interpreter)
     why = f" ({unseen})" if unseen else ""
     if device == "cuda":
         return f"--device cuda: no GPU found{why or ' (NVML sees none)'}; try --device cpu, or `autotune doctor`"
@@ -303,7 +314,7 @@ def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
         rates=dataclasses.asdict(rates) if rates else None,
         taken_bytes=memory - min(one.free_bytes for one in used),
         gpus=tuple(one.uuid for one in used),
-        environment=order_to_set(),
+        environment={**order_to_set(), **architectures_to_set()},
         unified=any(one.unified for one in used),
     )
 

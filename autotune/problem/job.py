@@ -15,6 +15,7 @@ from autotune.errors import UserError
 from autotune.masking import learn_data, learn_words
 from autotune.problem.models import CAUSAL, SEQ2SEQ, TASKS, ModelSpec
 from autotune.util.bounds import parse_json, read_text, shown, whole_number
+from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import format_bytes
 
 # -- job ---------------------------------------------------------------------------------------------------------------
@@ -220,6 +221,7 @@ class Job:
     image_size: int | None = None  # pixels of an image's height and width, if the configuration does not give them
     # plain torch without DeepSpeed: stage 0 is DistributedDataParallel, stage 3 FullyShardedDataParallel
     torch_alone: bool = False
+    interpreter: Interpreter = field(default=OWN, repr=False)  # of the ranks and of the tracer; not part of the JSON
 
     def __post_init__(self) -> None:
         learn_data(self.base_config)
@@ -252,6 +254,7 @@ class Job:
     def to_json(self) -> dict[str, Any]:
         """Return the job as JSON data, without unused fields."""
         data = dataclasses.asdict(self)
+        del data["interpreter"]
         unused = "script workload lora attention compiled lengths packed liger image_size torch_alone"
         for name in unused.split():
             if not data[name]:
@@ -272,8 +275,8 @@ class Job:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:
-        """Return the job of JSON data; ignore unknown keys."""
-        known = {f.name for f in dataclasses.fields(cls)}
+        """Return the job of JSON data, in the reader's own interpreter; ignore unknown keys."""
+        known = {f.name for f in dataclasses.fields(cls)} - {"interpreter"}
         values = {key: value for key, value in data.items() if key in known}
         script = Script.from_json(values["script"]) if values.get("script") else None
         lora = Lora.from_json(values["lora"]) if values.get("lora") else None

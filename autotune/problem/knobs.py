@@ -13,7 +13,7 @@ from autotune.problem.import_time_env import ALLOCATOR_VARIABLES, settings_in
 from autotune.problem.job import ATTENTIONS, Job, Lora, parse_lora, script_text
 from autotune.problem.models import DECODED, FAILS_WITH_IMAGES, IMAGE_TEXT, LIGER_READ, NEEDS_TRANSFORMERS, since
 from autotune.util.bounds import MOST, shown, trouble
-from autotune.util.interpreter import current, which
+from autotune.util.interpreter import OWN, Interpreter, which
 from autotune.versions import dotted, release
 
 # -- requirements ------------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ class Circumstances:
     @classmethod
     def of(cls, job: Job, hardware: Hardware, lossy: bool = False, compiles: bool = False) -> Circumstances:
         """Return the circumstances with the DeepSpeed that ranks will have."""
-        return cls(job, hardware, lossy, compiles, release(current().version("deepspeed")) or READ)
+        return cls(job, hardware, lossy, compiles, release(job.interpreter.version("deepspeed")) or READ)
 
 
 Need = Callable[[Value, Circumstances], str]  # returns what is missing, or an empty text
@@ -168,8 +168,12 @@ def memory_of_its_own(value: Value, c: Circumstances) -> str:
 def a_compiler(value: Value, c: Circumstances) -> str:
     """Return what torch.compile lacks to build its kernels."""
     if c.hardware.device == "cuda":
-        return "" if current().has("triton") else "needs the package triton, which is not installed"
-    return "" if any(map(which, ("g++", "clang++", "c++"))) else "needs a C++ compiler (g++), which is not installed"
+        return "" if c.job.interpreter.has("triton") else "needs the package triton, which is not installed"
+    return (
+        ""
+        if any(which(one, c.job.interpreter) for one in ("g++", "clang++", "c++"))
+        else "needs a C++ compiler (g++), which is not installed"
+    )
 
 
 def a_script(value: Value, c: Circumstances) -> str:
@@ -186,24 +190,24 @@ def mics_init(value: Value, c: Circumstances) -> str:
 
 def its_package(value: Value, c: Circumstances) -> str:
     """Return the missing package of an attention kernel or of adapters."""
-    package = missing_package(value)
+    package = missing_package(value, c.job.interpreter)
     return f"needs the package {package}, which is not installed" if package else ""
 
 
-def missing_package(choice: object) -> str | None:
+def missing_package(choice: object, interpreter: Interpreter = OWN) -> str | None:
     """Return the package that an attention kernel or adapters (`r=16,…`) need and the ranks' environment lacks, or None."""
     if choice in (None, "none"):
         return None
     package = "peft" if str(choice).startswith("r=") else KERNELS.get(str(choice))
-    if package == "peft" and parse_lora(str(choice)).quantize and current().has(package):
+    if package == "peft" and parse_lora(str(choice)).quantize and interpreter.has(package):
         package = "bitsandbytes"
-    return package if package and not current().has(package) else None
+    return package if package and not interpreter.has(package) else None
 
 
 def liger_kernel(value: Value, c: Circumstances) -> str:
     """Check for the package in a version that supports the model's type, and a transformers with which it can be imported."""
-    own, theirs = (current().version(package) for package in ("liger_kernel", "transformers"))
-    if not current().has("liger_kernel"):
+    own, theirs = (c.job.interpreter.version(package) for package in ("liger_kernel", "transformers"))
+    if not c.job.interpreter.has("liger_kernel"):
         return "needs the package liger_kernel, which is not installed"
     for newer, least in NEEDS_TRANSFORMERS.items():
         if release(own) >= newer and release(theirs) < least:

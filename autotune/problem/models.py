@@ -16,7 +16,7 @@ from typing import Any
 from autotune.errors import UserError, near
 from autotune.util.bounds import parse_json, read_text, shown
 from autotune.util.entry_points import HUB_READER
-from autotune.util.interpreter import current, module_command
+from autotune.util.interpreter import OWN, Interpreter, module_command
 from autotune.versions import release
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def shipped_models() -> dict[str, ModelSpec]:
     return dict(sorted(found.items()))
 
 
-def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelSpec:
+def resolve_model(name: str, *, trust_remote_code: bool = False, interpreter: Interpreter = OWN) -> ModelSpec:
     """Resolve a shipped name, a folder with `config.json`, a `config.json`, or a Hub id.
 
     Raises:
@@ -68,7 +68,7 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelSpec:
         return by_source[name.lower()]
     if "/" not in name:
         raise UserError(f"unknown model {name!r}{near(name, shipped)} (`autotune models` lists the names)")
-    return _from_hub(name, trust_remote_code)
+    return _from_hub(name, trust_remote_code, interpreter)
 
 
 def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
@@ -90,11 +90,11 @@ def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
     return ModelSpec(name, config, str(file.resolve()), trust_remote_code=trust_remote_code)
 
 
-def _from_hub(name: str, trust_remote_code: bool) -> ModelSpec:
+def _from_hub(name: str, trust_remote_code: bool, interpreter: Interpreter) -> ModelSpec:
     """Read the configuration in a subprocess: this process never imports transformers."""
     flags = ["--trust-remote-code"] if trust_remote_code else []
-    command = module_command(current().path, HUB_READER, *flags, name)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=current().environment(), encoding="utf-8")
+    command = module_command(interpreter.path, HUB_READER, *flags, name)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=interpreter.environment(), encoding="utf-8")
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
@@ -107,7 +107,7 @@ def _from_hub(name: str, trust_remote_code: bool) -> ModelSpec:
     return ModelSpec(name.split("/")[-1], answer["config"], name, None, trust_remote_code)
 
 
-def workload_spec(reference: str) -> ModelSpec:
+def workload_spec(reference: str, interpreter: Interpreter = OWN) -> ModelSpec:
     """Return a user's function `package.module:function` as a model.
 
     Its source holds a hash of the file, so that an edit makes another model.
@@ -118,7 +118,7 @@ def workload_spec(reference: str) -> ModelSpec:
     name, colon, function = reference.partition(":")
     if not colon or not name or not function:
         raise UserError(f"--workload {reference}: expected package.module:function")
-    found = current().origin(name)
+    found = interpreter.origin(name)
     if found is None:
         raise UserError(f"--workload {reference}: no module {name} here or installed")
     text = Path(found).read_bytes()

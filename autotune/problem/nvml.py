@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.problem.host_memory import host_available_bytes, host_total_bytes
-from autotune.util.interpreter import NVML_FILE, current
+from autotune.util.interpreter import NVML_FILE, OWN, Interpreter
 from autotune.util.linux import name_of, runs
 from autotune.util.units import MIB, format_bytes
 
@@ -438,10 +438,13 @@ _MOST_CARDS = 4096
 _DRIVER_NOT_LOADED, _LIBRARY_NOT_FOUND = 9, 12
 
 
-def unseen_gpu() -> str:
+def unseen_gpu(interpreter: Interpreter = OWN) -> str:
     """Return why a GPU of this machine cannot be used; called if CUDA shows no GPU.
 
     The result is empty if there is no GPU, or if CUDA_VISIBLE_DEVICES hides all of them, as `""` and `-1` do.
+
+    Args:
+        interpreter: of the ranks, whose torch may be for AMD's GPUs.
     """
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is not None and _hides_all(wanted):
@@ -457,7 +460,7 @@ def unseen_gpu() -> str:
         return f"{sign} is there, but not NVML's library (a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
     if sign:
         return f"{sign} is there, but NVIDIA's driver does not answer ({error})"
-    if (_ROOT / "dev/kfd").exists() and _torch_is_for_rocm():
+    if (_ROOT / "dev/kfd").exists() and _torch_is_for_rocm(interpreter):
         return "/dev/kfd is there, an AMD GPU, and only NVIDIA's are tuned"
     return ""
 
@@ -493,10 +496,10 @@ def _nvidia_sign(with_bus: bool) -> str:
     return ""
 
 
-def _torch_is_for_rocm() -> bool:
+def _torch_is_for_rocm(interpreter: Interpreter) -> bool:
     """Check that torch is neither for CPUs nor for CUDA: a Ryzen's integrated graphics have /dev/kfd, too."""
-    version = current().version("torch")
-    return version is not None and current().cuda is None and not version.endswith("+cpu")
+    version = interpreter.version("torch")
+    return version is not None and interpreter.cuda is None and not version.endswith("+cpu")
 
 
 def _says(file: Path) -> str:
@@ -504,3 +507,30 @@ def _says(file: Path) -> str:
         return file.read_text(encoding="utf-8").strip()
     except OSError:
         return ""
+
+
+# -- architectures of builds -------------------------------------------------------------------------------------------
+#
+# DeepSpeed's builders split every entry of torch's list of architectures at its dot and convert both parts to integers
+# (deepspeed 0.19.8, ops/op_builder/builder.py, `compute_capability_args`). Entries that torch accepts, like "9.0a", "10.0f"
+# and "Hopper", end the build, and also the loading of an op that is already built.
+
+ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
+_READABLE = re.compile(r"\d+\.\d+(\+PTX)?")
+
+
+def unreadable_architectures() -> list[str]:
+    """Return the entries of the user's list of architectures that DeepSpeed's builders cannot read."""
+    entries = os.environ.get(ARCHITECTURES, "").replace(";", " ").split()
+    return [entry for entry in entries if not _READABLE.fullmatch(entry)]
+
+
+def architectures_to_set() -> dict[str, str]:
+    """Return a list of architectures that DeepSpeed reads, in place of the user's if that is one that it cannot read.
+
+    The list has the visible GPUs. Without a driver it has the numbers of the user's entries.
+    """
+    if not unreadable_architectures():
+        return {}
+    found = compute_capabilities() or sorted(set(re.findall(r"\d+\.\d+", os.environ[ARCHITECTURES])))
+    return {ARCHITECTURES: ";".join(found)} if found else {}

@@ -122,7 +122,7 @@ def _compatible(top: Candidate, space: SearchSpace, job: Job, convert: bool) -> 
     sizes = [size for size in range(1, total + 1) if total % size == 0]
     if job.script is not None and job.script.profile.get("batch_note"):
         sizes = [top.micro_batch]  # the script ignores any other batch size
-    own, others, deepspeed = top.ds_config(job), _others(dict(top.family)), installed_deepspeed()
+    own, others, deepspeed = top.ds_config(job), _others(dict(top.family)), installed_deepspeed(job.interpreter)
     mine = layout(own)
     found = []
     for family in [dict(top.family), *space.families()]:

@@ -30,7 +30,6 @@ from autotune.script.argument_writer import write_trial_files
 from autotune.search.certificate import iterations_line, structure_differs
 from autotune.util.entry_points import TRAIN_RANK
 from autotune.util.files import write_atomically
-from autotune.util.interpreter import current
 from autotune.util.linux import NOTICES
 from autotune.util.units import counted, format_bytes, format_duration
 from autotune.workers.failure_classifier import classify_failure
@@ -122,13 +121,15 @@ class Supervisor:
         self._silent_seconds = silent_seconds
         self._policy = GroupPolicy(HELLO_SECONDS, lambda phase: silent_seconds, SETTLE_SECONDS, may_exit=True)
         self.threads = threads or hardware.threads or threads_per_rank(job.ranks)
-        self._env = training_environment(hardware.device, self.threads)
+        self._env = training_environment(hardware.device, self.threads, job.interpreter)
         self._ops = Ops(self.say)
-        self._own_launcher = SpawnLauncher(self._env, cwd=job.script.cwd)
+        self._own_launcher = SpawnLauncher(self._env, cwd=job.script.cwd, python=job.interpreter.path)
         self._launcher = launcher or self._own_launcher
         self._ground: LaunchTarget | None = None
         self._opened = False
-        self._needs = RankRequirements(hardware.device, self.threads, training=True, cwd=job.script.cwd)
+        self._needs = RankRequirements(
+            hardware.device, self.threads, training=True, cwd=job.script.cwd, interpreter=job.interpreter
+        )
         self._signal: signal.Signals | None = None
         self._group: WorkerGroup | None = None
         self._earlier: dict[str, dict[str, Any]] = {}  # last messages about Trainer's output folders
@@ -299,10 +300,11 @@ class Supervisor:
         folder = Path(os.environ.get(FOLDER) or own_folder(device))
         needed = all_ops([rung.candidate], self.job, device)
         # Only the launcher knows the ops folder of an environment next to this one.
-        missing = [name for name in needed if current().is_other or not is_built(name, folder)]
+        missing = [name for name in needed if self.job.interpreter.is_other or not is_built(name, folder)]
         if missing:
             log = self.folder / "server.log"
-            self._ops.load(self._launcher, missing, self._env, log, lambda: self._signal is not None)
+            stopped, python = lambda: self._signal is not None, self.job.interpreter.path
+            self._ops.load(self._launcher, missing, self._env, log, stopped, python)
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 

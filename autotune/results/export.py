@@ -29,6 +29,7 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, under_lightning
 from autotune.problem.knobs import is_off, lossy_of
 from autotune.problem.models import CAUSAL
+from autotune.problem.nvml import ARCHITECTURES
 from autotune.problem.outcome import Measurement
 from autotune.rank.ds_config import all_ops
 from autotune.results.output_files import beside, check_out, secrets_note
@@ -522,12 +523,14 @@ def export_store(store: StudyStore, style: str, out: Path | None, trial: int | N
 def environment_of(store: StudyStore, candidate: Candidate) -> dict[str, str]:
     """Return the environment variables that a training needs.
 
-    These are the variables of the measurement, those that select the study's GPUs, and the folder of DeepSpeed's ops if
-    the config needs some.
+    These are the variables of the measurement, those that select the study's GPUs, and if the config needs some of
+    DeepSpeed's ops, their folder and architectures.
     """
-    ops = store.extensions and all_ops([candidate], store.job, store.hardware.device)
+    needed = all_ops([candidate], store.job, store.hardware.device)
     theirs = {**measured_under(store.fingerprint), **store.hardware.environment}
-    return {**theirs, **({FOLDER: store.extensions} if ops else {})}
+    if not needed:
+        theirs.pop(ARCHITECTURES, None)
+    return {**theirs, **({FOLDER: store.extensions} if needed and store.extensions else {})}
 
 
 def export_record(store: StudyStore, record: Record, out: Path, style: str, verified: bool) -> list[Path]:

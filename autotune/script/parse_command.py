@@ -18,7 +18,7 @@ from autotune.script.argument_writer import argument_files, read_file
 from autotune.script.command_line import ACCELERATE, FRAMEWORKS, CommandLine, framework_of, several_nodes, take_apart
 from autotune.script.script import KNOWN_FLAGS
 from autotune.util.bounds import MOST_RANKS, whole_number
-from autotune.util.interpreter import current, which
+from autotune.util.interpreter import OWN, Interpreter, which
 
 # -- typed command -----------------------------------------------------------------------------------------------------
 #
@@ -43,7 +43,11 @@ class Typed(NamedTuple):
 
 
 def read_command(
-    words: Sequence[str], maps: Sequence[str], worst_case: bool = False, ds_config: Path | None = None
+    words: Sequence[str],
+    maps: Sequence[str],
+    worst_case: bool = False,
+    ds_config: Path | None = None,
+    interpreter: Interpreter = OWN,
 ) -> Typed:
     """Parse the words typed after `--`.
 
@@ -51,7 +55,7 @@ def read_command(
         UserError: nothing that can be started here, a file that does not parse, several machines, or an invalid mapping.
     """
     line = take_apart(words)
-    script = make_script(words, maps, worst_case, ds_config)
+    script = make_script(words, maps, worst_case, ds_config, interpreter)
     ranks, said = _ranks(line, script)
     variables = dict(line.environment)
     gpus = line.gpus or next((str(ids) for file in script.files if (ids := _gpu_ids(file))), None)
@@ -62,13 +66,17 @@ def read_command(
 
 
 def make_script(
-    words: Sequence[str], maps: Sequence[str], worst_case: bool = False, ds_config: Path | None = None
+    words: Sequence[str],
+    maps: Sequence[str],
+    worst_case: bool = False,
+    ds_config: Path | None = None,
+    interpreter: Interpreter = OWN,
 ) -> Script:
     """Return the script of a command line; see `read_command`."""
     line = take_apart(words)
     if line.kind == ACCELERATE:
-        check_module("accelerate")
-    argv, program = _target(line)
+        check_module("accelerate", interpreter)
+    argv, program = _target(line, interpreter)
     if ds_config is not None and not is_ds_config(ds_config):
         raise UserError(f"--ds-config {ds_config}: expected a DeepSpeed config JSON")
     cwd = Path.cwd()
@@ -89,7 +97,7 @@ def make_script(
     )
 
 
-def _target(line: CommandLine) -> tuple[tuple[str, ...], Path | None]:
+def _target(line: CommandLine, interpreter: Interpreter) -> tuple[tuple[str, ...], Path | None]:
     """Return the words to run, and the file of an installed command if they name one."""
     argv = line.target
     if not argv:
@@ -99,7 +107,7 @@ def _target(line: CommandLine) -> tuple[tuple[str, ...], Path | None]:
     if argv[0] == "-m":
         if len(argv) < 2:
             raise UserError("`-- -m`: expected a module's name after it")
-        check_module(argv[1])
+        check_module(argv[1], interpreter)
         return argv, None
     if (shell := shell_script(argv)) is not None:
         raise UserError(no_script(argv[0], training_line(shell)))
@@ -112,7 +120,7 @@ def _target(line: CommandLine) -> tuple[tuple[str, ...], Path | None]:
         return argv, None
     if line.python or path.suffix == ".py" or "/" in argv[0]:
         raise UserError(f"no script {argv[0]}: expected a Python file, or `-m` and a module")
-    return argv, program_file(argv[0])
+    return argv, program_file(argv[0], interpreter)
 
 
 def _mapping(text: str) -> tuple[str, str]:
@@ -230,13 +238,13 @@ def _ranks(line: CommandLine, script: Script) -> tuple[int | None, str]:
 # Commands installed by a package (`trl`, `llamafactory-cli`): Python files in an environment's folder of programs.
 
 
-def program_file(name: str) -> Path:
+def program_file(name: str, interpreter: Interpreter = OWN) -> Path:
     """Return the Python file of an installed command. The ranks' environment takes precedence over PATH.
 
     Raises:
         UserError: the command is missing, is no Python program, or belongs to another environment.
     """
-    python, found = current().path, which(name)
+    python, found = interpreter.path, which(name, interpreter)
     known = next((one for one in FRAMEWORKS if name in one.programs), None)
     if found is None and known is not None:
         raise UserError(
@@ -245,12 +253,12 @@ def program_file(name: str) -> Path:
         )
     if found is None:
         raise UserError(f"no script {name}: expected a Python file, `-m` and a module, or an installed command")
-    interpreter = interpreter_of(Path(found))
-    if interpreter is None:
+    theirs = interpreter_of(Path(found))
+    if theirs is None:
         raise UserError(no_script(name))
-    if _other(interpreter, python):
+    if _other(theirs, python):
         raise UserError(
-            f"`-- {name} …`: {found} is of {_environment(interpreter)}, and ranks run in {_environment(python)}: "
+            f"`-- {name} …`: {found} is of {_environment(theirs)}, and ranks run in {_environment(python)}: "
             f"install it there, or give the Python that has it"
         )
     return Path(found)
@@ -268,19 +276,19 @@ def no_script(name: str, started: str = "") -> str:
     return f"`-- {name} …`: a shell script: give what it starts{filled}: `-- {started}`"
 
 
-def check_module(name: str) -> None:
+def check_module(name: str, interpreter: Interpreter = OWN) -> None:
     """Check that a module can be found, if the ranks' interpreter is this one. Another interpreter is not checked.
 
     Raises:
         UserError: the module was not found.
     """
     top = name.partition(".")[0]
-    if current().is_other or os.path.isdir(top) or os.path.isfile(f"{top}.py"):
+    if interpreter.is_other or os.path.isdir(top) or os.path.isfile(f"{top}.py"):
         return
     if importlib.util.find_spec(top) is None:
         known = next((one for one in FRAMEWORKS if top in one.packages), None)
         install = f": `pip install {known.package}` there, or give the Python that has it" if known else ""
-        raise UserError(f"`-- -m {name} …`: no module {top} here, nor in {_environment(current().path)}{install}")
+        raise UserError(f"`-- -m {name} …`: no module {top} here, nor in {_environment(interpreter.path)}{install}")
 
 
 def interpreter_of(program: Path) -> str | None:

@@ -19,7 +19,7 @@ from autotune.script.argument_files import value_at
 from autotune.script.profile import OPS
 from autotune.script.source_digests import SOURCES, edited, sources_of
 from autotune.util import inquiry
-from autotune.util.interpreter import current
+from autotune.util.interpreter import OWN, Interpreter
 
 THREADS, ENVIRONMENT, VERSIONS = "threads_per_rank", "environment", "versions"
 BESIDES = "watched_besides"  # names of variables that fingerprints without this key did not record
@@ -58,15 +58,19 @@ def identity(job: Job, hardware: Hardware) -> dict[str, Any]:
         machine["sliced"] = True
     if hardware.device == "cpu" or hardware.unified:
         del machine["memory_bytes"]  # main memory, which differs slightly between boots
-    return {"job": job.to_json(), "hardware": machine, VERSIONS: {**package_versions(), _TUNERS: _NAMED_BY}}
+    return {
+        "job": job.to_json(),
+        "hardware": machine,
+        VERSIONS: {**package_versions(job.interpreter), _TUNERS: _NAMED_BY},
+    }
 
 
 def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
     """Return the identity, plus digests of the user's files, the driver, CPU threads per rank and watched variables."""
     found = identity(job, hardware)
-    found[VERSIONS] |= package_versions()
+    found[VERSIONS] |= package_versions(job.interpreter)
     if hardware.device == "cuda":
-        found[VERSIONS] |= driver_versions()
+        found[VERSIONS] |= driver_versions(job.interpreter)
     known = sources_of(job)
     return {
         **found,
@@ -76,24 +80,24 @@ def fingerprint(job: Job, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def package_versions() -> dict[str, str]:
+def package_versions(interpreter: Interpreter = OWN) -> dict[str, str]:
     """Return versions of the packages on which measurements depend.
 
     The ranks' Python provides them, except for the version of the tuner's package.
     """
-    theirs = {package: current().version(package) or "missing" for package in ("torch", "deepspeed", "transformers")}
+    theirs = {package: interpreter.version(package) or "missing" for package in ("torch", "deepspeed", "transformers")}
     return {**theirs, _TUNERS: inquiry.version(_TUNERS) or "missing"}
 
 
-def driver_versions() -> dict[str, str]:
+def driver_versions(interpreter: Interpreter = OWN) -> dict[str, str]:
     """Return versions of the driver, torch's CUDA and its NCCL, without unknown ones."""
     found: dict[str, str | None] = {}
     with suppress(Exception):  # other checks report a driver that does not answer
         if (lib := open_nvml()) is not None:
             driver = lib.nvmlSystemGetDriverVersion()
             found["driver"] = driver.decode() if isinstance(driver, bytes) else str(driver)
-    if current().cuda is not None:
-        found |= {"cuda": current().cuda, "nccl": current().nccl}
+    if interpreter.cuda is not None:
+        found |= {"cuda": interpreter.cuda, "nccl": interpreter.nccl}
     return {name: version for name, version in found.items() if version}
 
 

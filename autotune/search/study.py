@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Container, Mapping
@@ -52,7 +53,7 @@ from autotune.search.trials import (
     what_was_kept,
     withdraw,
 )
-from autotune.util.interpreter import other_python
+from autotune.util.interpreter import OWN, Interpreter, other_python
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -70,8 +71,10 @@ warnings.filterwarnings("ignore", module=r"optuna\.|autotune\.search", category=
 class StudyStore:
     """One study in its database. All writes go to storage first, so memory never holds the only copy."""
 
-    def __init__(self, study: optuna.Study, folder: Path | None, name: str = "") -> None:
-        self.study, self.folder = study, folder
+    def __init__(
+        self, study: optuna.Study, folder: Path | None, name: str = "", interpreter: Interpreter = OWN
+    ) -> None:
+        self.study, self.folder, self.interpreter = study, folder, interpreter
         self.name = name or study.study_name  # the folder's, which may have been renamed, if the study is a file in it
         self._lock: Any = None
         self._records = Records()
@@ -83,7 +86,7 @@ class StudyStore:
     def in_memory(cls, job: Job, hardware: Hardware, space: SearchSpace) -> StudyStore:
         """Create a study that ends with the process. Replays need no database."""
         store = cls(optuna.create_study(direction="maximize", sampler=optuna.samplers.RandomSampler()), None)
-        write_study_metadata(store.study, fingerprint(job, hardware), hardware, space)
+        write_study_metadata(store.study, fingerprint(job, hardware), hardware, space, other_python(job.interpreter))
         return store
 
     @classmethod
@@ -119,17 +122,17 @@ class StudyStore:
             UserError: the study belongs to another job, machine or package set and `force` is not given.
         """
         database, here = open_storage(storage), optuna.samplers.RandomSampler()
-        mark, shown = fingerprint(job, hardware), name
+        mark, shown, python = fingerprint(job, hardware), name, other_python(job.interpreter)
         name = name if shared else _stored_name(name, database)
         if name not in optuna.get_all_study_names(database):
             # one of several tuners that start together creates it
             with suppress(optuna.exceptions.DuplicatedStudyError):
                 made = optuna.create_study(study_name=name, storage=database, direction="maximize", sampler=here)
-                write_study_metadata(made, mark, hardware, space)
-                return cls(made, folder), False
-        store = cls(optuna.load_study(study_name=name, storage=database, sampler=here), folder, shown)
+                write_study_metadata(made, mark, hardware, space, python)
+                return cls(made, folder, interpreter=job.interpreter), False
+        store = cls(optuna.load_study(study_name=name, storage=database, sampler=here), folder, shown, job.interpreter)
         if not wait_for_study_metadata(store.study):  # the creator died before it wrote the metadata
-            write_study_metadata(store.study, mark, hardware, space)
+            write_study_metadata(store.study, mark, hardware, space, python)
             return store, False
         before = store.attributes.get("fingerprint")
         if before is None:
@@ -152,18 +155,21 @@ class StudyStore:
             _name_metric(store.study)
         if not shared:
             store.note_hardware(hardware)
-        if store.attributes.get("python") != other_python():
-            store._set("python", other_python())
+        if store.attributes.get("python") != python:
+            store._set("python", python)
         return store, True
 
     @classmethod
-    def load(cls, name: str, storage: str | None = None, runs: Path = Path("runs")) -> Self:
+    def load(
+        cls, name: str, storage: str | None = None, runs: Path = Path("runs"), interpreter: Interpreter = OWN
+    ) -> Self:
         """Load an existing study by name or by the folder of its run, which may be read-only.
 
         Args:
             name: the study's name, or its folder.
             storage: URL of its database; None: the file in its folder.
             runs: folder of the studies.
+            interpreter: of the ranks, if the caller starts any.
 
         Raises:
             UserError: no study has this name.
@@ -183,7 +189,7 @@ class StudyStore:
         except KeyError:
             known = optuna.get_all_study_names(database)
             raise UserError(f"no study {name!r} in {hide_password(storage)}{near(name, known)}") from None
-        store = cls(study, folder, name)
+        store = cls(study, folder, name, interpreter)
         check_founded(study, f"study {name!r} in {hide_password(storage)}")
         return store
 
@@ -199,8 +205,8 @@ class StudyStore:
 
     @property
     def job(self) -> Job:
-        """Return the recorded job."""
-        return recorded_job(self.fingerprint["job"])
+        """Return the recorded job, in this call's interpreter."""
+        return dataclasses.replace(recorded_job(self.fingerprint["job"]), interpreter=self.interpreter)
 
     @property
     def hardware(self) -> Hardware:
@@ -558,7 +564,9 @@ METRIC = "samples per second"  # name of the objective in Optuna's dashboard and
 _FOUNDING_SECONDS = 3.0  # within which the creator of a new study writes its metadata
 
 
-def write_study_metadata(study: optuna.Study, mark: dict[str, Any], hardware: Hardware, space: SearchSpace) -> None:
+def write_study_metadata(
+    study: optuna.Study, mark: dict[str, Any], hardware: Hardware, space: SearchSpace, python: str | None = None
+) -> None:
     """Store a study's metadata.
 
     Args:
@@ -566,8 +574,9 @@ def write_study_metadata(study: optuna.Study, mark: dict[str, Any], hardware: Ha
         mark: its fingerprint.
         hardware: its machine.
         space: its search space.
+        python: path of the ranks' Python; None: the tuner's own.
     """
-    first = {"fingerprint": mark, "hardware": hardware.to_json(), "space": space.text, "python": other_python()}
+    first = {"fingerprint": mark, "hardware": hardware.to_json(), "space": space.text, "python": python}
     _name_metric(study)
     for key, value in {**first, _LAST: "samples per second, all ranks"}.items():
         set_attribute(study, key, value)

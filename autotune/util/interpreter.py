@@ -1,8 +1,8 @@
 """Python of ranks, the fork server and the tracer: the tuner's own, or that of the user's training environment.
 
-`commands/environment.py` selects it once per call, and `use_interpreter` sets it for this process. Code that starts a
-process or needs a version calls `current()`. The user's Python sees only this package from the tuner's environment,
-in a folder without any other: neither a rank nor its children see optuna, or another torch.
+`commands/environment.py` selects it once per call, and a `Job` holds it. Functions that have no job, and start a process or
+need a version, receive it as an argument. The user's Python sees only this package from the tuner's environment, in a folder
+without any other: neither a rank nor its children see optuna, or another torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,6 +73,9 @@ class Interpreter(Protocol):
     def nccl(self) -> str | None:
         """NCCL version that came with its torch."""
 
+    def __hash__(self) -> int:
+        """Return a hash: interpreters are keys of caches."""
+
     def version(self, package: str) -> str | None:
         """Return the version of one of `inquiry.PACKAGES`, or None if it is missing."""
 
@@ -86,6 +89,7 @@ class Interpreter(Protocol):
         """Return this process's environment, in which `python -m autotune.…` finds this package even if it is not installed."""
 
 
+@dataclass(frozen=True)
 class OwnInterpreter:
     """The tuner's own Python."""
 
@@ -172,28 +176,12 @@ class OtherInterpreter:
         return found
 
 
-_current: Interpreter = OwnInterpreter()
+OWN = OwnInterpreter()
 
 
-def current() -> Interpreter:
-    """Return the Python of this process's ranks, tracers and lookups."""
-    return _current
-
-
-def other_python() -> str | None:
-    """Return the current Python's path if it is not the tuner's own. A study stores it, so that a later call uses it too."""
-    return _current.path if _current.is_other else None
-
-
-@contextmanager
-def use_interpreter(interpreter: Interpreter) -> Iterator[Interpreter]:
-    """Make this interpreter the current one for the body of the `with`."""
-    global _current
-    before, _current = _current, interpreter
-    try:
-        yield interpreter
-    finally:
-        _current = before
+def other_python(interpreter: Interpreter) -> str | None:
+    """Return an interpreter's path if it is not the tuner's own. A study stores it, so that a later call uses it too."""
+    return interpreter.path if interpreter.is_other else None
 
 
 def module_command(python: str, module: str, *arguments: str) -> list[str]:
@@ -206,9 +194,9 @@ def bound_command(python: str, module: str, *arguments: str) -> list[str]:
     return [python, "-c", APART + _BOUND + _RUN, str(os.getpid()), module, *arguments]
 
 
-def which(command: str) -> str | None:
-    """Return a console script of the user's environment: next to the current interpreter, else in PATH."""
-    beside = Path(current().path).parent / command
+def which(command: str, interpreter: Interpreter = OWN) -> str | None:
+    """Return a console script of the user's environment: next to its interpreter, else in PATH."""
+    beside = Path(interpreter.path).parent / command
     if os.sep not in command and os.path.isfile(beside) and os.access(beside, os.X_OK):
         return str(beside)
     return shutil.which(command)
@@ -256,8 +244,8 @@ def interpreter_at(typed: str, said_by: str) -> Interpreter:
     python = tuple(int(part) for part in version.split("."))
     # Later calls skip a shim of pyenv or a wrapper script, which would be an extra process in between.
     path = found["executable"] or executable
-    if Path(found["prefix"]).resolve() == Path(sys.prefix).resolve() and python == OwnInterpreter().python:
-        return OwnInterpreter()
+    if Path(found["prefix"]).resolve() == Path(sys.prefix).resolve() and python == OWN.python:
+        return OWN
     return OtherInterpreter(path, python, found["prefix"], found["versions"], found["cuda"], found["nccl"])
 
 

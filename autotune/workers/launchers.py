@@ -18,9 +18,9 @@ import psutil
 
 from autotune.errors import Stopped, UserError
 from autotune.problem.candidate import Candidate
-from autotune.problem.nvml import BY_BUS, ORDER, compute_capabilities
+from autotune.problem.nvml import ARCHITECTURES, BY_BUS, ORDER, architectures_to_set, compute_capabilities
 from autotune.util.entry_points import FORK_SERVER
-from autotune.util.interpreter import bound_command, current
+from autotune.util.interpreter import OWN, Interpreter, bound_command
 from autotune.workers.failure_classifier import log_tail
 from autotune.workers.process_tree import (
     REAP_SECONDS,
@@ -75,10 +75,13 @@ class SpawnLauncher:
         env: environment of a rank, see `autotune.workers.launchers`.
         log: receives the ranks' output; None keeps this process's output.
         cwd: folder of the ranks; None uses this process's.
+        python: executable of the ranks' Python.
     """
 
-    def __init__(self, env: Mapping[str, str], log: Path | None = None, cwd: str | None = None) -> None:
-        self.log, self._env, self._cwd = log, env, cwd
+    def __init__(
+        self, env: Mapping[str, str], log: Path | None = None, cwd: str | None = None, python: str = OWN.path
+    ) -> None:
+        self.log, self._env, self._cwd, self._python = log, env, cwd, python
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._mark = uuid.uuid4().hex  # inherited by all descendants of a rank
 
@@ -87,7 +90,7 @@ class SpawnLauncher:
         output = self.log.open("ab") if self.log is not None else None
         try:
             process = subprocess.Popen(
-                bound_command(current().path, entry, address, str(rank)),
+                bound_command(self._python, entry, address, str(rank)),
                 env={**self._env, MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -130,12 +133,20 @@ class ForkLauncher:
         preload: modules that the server imports, see `autotune.workers.fork_server.preload`.
         cancelled: polled several times a second during imports and builds, which end within a second once it returns
             True.
+        python: executable of the server's Python.
     """
 
     def __init__(
-        self, env: Mapping[str, str], log: Path, *, cancelled: Callable[[], bool] = lambda: False, **preload: Any
+        self,
+        env: Mapping[str, str],
+        log: Path,
+        *,
+        cancelled: Callable[[], bool] = lambda: False,
+        python: str = OWN.path,
+        **preload: Any,
     ) -> None:
         self.log, self._env, self._preload, self._cancelled = log, env, preload, cancelled
+        self._python = python
         self._mark = uuid.uuid4().hex  # inherited by the compilers that it starts
         self._pids: dict[str, int] = {}  # ticket -> pid of a launched rank
         self._refusals: dict[str, OSError] = {}  # by ticket
@@ -147,7 +158,7 @@ class ForkLauncher:
         self._channel, theirs = Channel.pair()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                bound_command(current().path, FORK_SERVER, str(theirs.fileno())),
+                bound_command(self._python, FORK_SERVER, str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 env={**self._env, MARK: self._mark},
                 stdin=subprocess.DEVNULL,
@@ -296,19 +307,19 @@ class ForkLauncher:
 # quiet. No allocator variables are set, because a trial must be as fast and as large as training.
 
 THREADS = "OMP_NUM_THREADS"
-ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 
 
-def training_environment(device: str, threads: int) -> dict[str, str]:
+def training_environment(device: str, threads: int, interpreter: Interpreter = OWN) -> dict[str, str]:
     """Return the environment of a rank that trains, or of a process that builds for ranks.
 
     Args:
         device: `cuda` or `cpu`.
         threads: number of CPU threads for computing.
+        interpreter: of the process.
     """
-    beside = os.path.dirname(current().path)
+    beside = os.path.dirname(interpreter.path)
     env = {
-        **current().environment(),
+        **interpreter.environment(),
         # torch looks for ninja in PATH. pip installs it next to this Python, whose environment may not be activated.
         # All builds must find one ninja, because another version's log would make it rebuild every op.
         "PATH": os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]),
@@ -317,13 +328,13 @@ def training_environment(device: str, threads: int) -> dict[str, str]:
         # set before any OpenMP library loads: the only way to reach a second one next to torch's
         THREADS: str(threads),
     }
-    return env | {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else env
+    return env | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else architectures_to_set())
 
 
-def trial_environment(device: str, threads: int) -> dict[str, str]:
+def trial_environment(device: str, threads: int, interpreter: Interpreter = OWN) -> dict[str, str]:
     """Return the environment of a rank that is measured: a training's, but quiet and safe to fork."""
     return {
-        **training_environment(device, threads),
+        **training_environment(device, threads, interpreter),
         **_architectures(device),
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() must not initialize the driver
         "TOKENIZERS_PARALLELISM": "false",

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 if not __package__:
@@ -24,14 +25,16 @@ from autotune.workers.launchers import trial_environment
 from benchmarks.gpu.ground import Row
 from benchmarks.gpu.runner import EXIT_REFUSED, Call, run_steps, show, summary
 from benchmarks.gpu.steps import FIRST, Step, chosen
+from benchmarks.trials.ranks import end_tree
 
 _LARGEST_BYTES = 4 * 2**20  # of a file that is packed
+_OPS = ("FusedAdamBuilder", "CPUAdamBuilder")
 _BUILD = """
-import time
+import os, sys, time
 began = time.time()
 from autotune.workers.jit_ops import load_ops
-for name in ("CPUAdamBuilder", "FusedAdamBuilder"):
-    print(name, load_ops([name]), round(time.time() - began, 1), flush=True)
+asked = os.environ.get("TORCH_CUDA_ARCH_LIST")
+print(sys.argv[1], "for", asked, load_ops(sys.argv[1:]) or "loaded", round(time.time() - began, 1), flush=True)
 """
 
 
@@ -50,34 +53,53 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    steps = chosen(arguments.steps.split(","), f"--steps {arguments.steps}", arguments.work)
+    steps = chosen(arguments.steps.split(","), f"--steps {arguments.steps}")
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    call = Call(out / "first.json", arguments.work.resolve(), arguments.seconds, rehearse=arguments.rehearse)
+    with Builds(out / "ops.txt", () if arguments.rehearse else _OPS) as builds:
+        call = Call(
+            out / "first.json",
+            arguments.work.resolve(),
+            arguments.seconds,
+            rehearse=arguments.rehearse,
+            await_builds=builds.wait,
+        )
 
-    def after(step: Step, found: Row) -> None:
-        show(step, found)
-        pack(call.work, out / "logs.tgz", "*.log")
-        pack(call.work / "study" / "runs", out / "study.tgz", "*")
+        def after(step: Step, found: Row) -> None:
+            show(step, found)
+            pack(call.work, out / "logs.tgz", "*.log")
+            pack(call.work / "study" / "runs", out / "study.tgz", "*")
 
-    with build_ops(out / "ops.txt", arguments.rehearse):
         return summary(steps, run_steps(steps, call, after), call.path)
 
 
-@contextmanager
-def build_ops(log: Path, rehearse: bool) -> Iterator[None]:
-    """Build DeepSpeed's ops beside the first trials, which need none: the study then finds CPUAdam."""
-    if rehearse:
-        yield
-        return
-    with log.open("wb") as file:
-        builder = subprocess.Popen(
-            [sys.executable, "-c", _BUILD], env=trial_environment("cuda", 8), stdout=file, stderr=file
-        )
-    try:
-        yield
-    finally:
-        builder.kill()
+class Builds:
+    """Builds of DeepSpeed's ops beside the first steps, which time nothing. Steps that time wait for their end."""
+
+    def __init__(self, log: Path, ops: Sequence[str]) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        with log.open("ab") as file:
+            for op in ops:
+                command = [sys.executable, "-c", _BUILD, op]
+                environment = trial_environment("cuda", 8)
+                self._processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
+
+    def __enter__(self) -> Builds:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                end_tree(process)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the builds' ends, for so many seconds at most."""
+        until, began = time.monotonic() + seconds, time.monotonic()
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0.0, until - time.monotonic()))
+        if (waited := time.monotonic() - began) > 1.0:
+            print(f"waited {waited:.0f} s until the ops were built", flush=True)
 
 
 def pack(folder: Path, into: Path, pattern: str) -> None:

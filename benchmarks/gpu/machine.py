@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distributions, version
 from typing import Any
@@ -38,6 +40,7 @@ def child(arguments: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     found: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": arguments["device"]}
+    found |= host_speed(torch, arguments["device"])
     if arguments["device"] == "cuda":
         properties = torch.cuda.get_device_properties(0)
         free, total = torch.cuda.mem_get_info()
@@ -49,6 +52,42 @@ def child(arguments: dict[str, Any]) -> dict[str, Any]:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "cudnn": torch.backends.cudnn.version(),
         }
+    return found
+
+
+def host_speed(torch: Any, device: str) -> dict[str, float]:
+    """Return microseconds of one thread for a Python call, and for an operator of torch on CPU and on the device.
+
+    The device's work is not waited for: it is the host that is measured, which limits steps of small kernels.
+    """
+    torch.set_num_threads(1)
+    small = {"cpu": torch.ones(8, 8), "device": torch.ones(8, 8, device=device)}
+    weight = {name: one.clone().requires_grad_() for name, one in small.items()}
+
+    def nothing() -> None:
+        return None
+
+    def passes(name: str) -> None:
+        for _ in range(20):
+            (small[name] @ weight[name]).mul(
+                2.0
+            ).sum().backward()  # 3 operators, and 4 of backward with the sum of gradients
+
+    def best(work: Callable[[], object], count: int, rounds: int = 7) -> float:
+        seconds = []
+        for _ in range(rounds):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(count):
+                work()
+            seconds.append(time.perf_counter() - began)
+        return 1e6 * min(seconds) / count
+
+    found = {"Python call us": best(nothing, 20_000)}
+    for name, one in small.items():
+        found |= {f"add us, {name}": best(lambda one=one: one.add(1.0), 500)}  # type: ignore[misc]
+        found |= {f"20 passes us, {name}": best(lambda name=name: passes(name), 5)}  # type: ignore[misc]
     return found
 
 

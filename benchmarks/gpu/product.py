@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator
 
+from autotune.executors.base import Effort
+from autotune.problem.candidate import Candidate
+from autotune.problem.hardware import Hardware
+from autotune.problem.job import Job
 from autotune.search.study import StudyStore
 from benchmarks.gpu.gain import tuned
 from benchmarks.gpu.ground import EXPECTED, Ground, Row
 from benchmarks.trials.fidelity import EFFORT, RATIO_TARGET, SMALL_EFFORT, measured, trained
-from benchmarks.trials.ranks import opened
+from benchmarks.trials.ranks import WARMUP_STEPS, opened
 
 MODEL, BUDGET = "gemma-2-2b", "5m"
 STUDY_TARGET = 0.05  # of a study's figure: it was measured minutes before
+LEAST_STEPS = 3  # of a training that are counted, and of a trial's
 
 
 def run(ground: Ground) -> Iterator[Row]:
@@ -21,33 +27,48 @@ def run(ground: Ground) -> Iterator[Row]:
     row, done = tuned(ground, MODEL, "product", ground.choose(BUDGET, "90s"))
     yield {**row, EXPECTED: bool(done.report.get("verified"))}
     if done.code == 0:
-        yield from against_torchrun(ground, StudyStore.load("product"), steps=12, max_seconds=EFFORT.max_seconds)
+        store = StudyStore.load("product")
+        assert store.winner is not None
+        assert store.winner.outcome is not None
+        assert store.winner.outcome.measurement is not None
+        known = store.winner.outcome.measurement.samples_per_second
+        yield from against_torchrun(ground, store.job, store.hardware, store.winner.candidate, known, seconds=12.0)
 
 
-def against_torchrun(ground: Ground, store: StudyStore, steps: int, max_seconds: float) -> Iterator[Row]:
-    """Yield samples a second of the study's winner over those of plain torchrun: the study's own figure, and those of a trial
-    between two trainings, which is to agree with their mean within 3 %.
+def against_torchrun(
+    ground: Ground, job: Job, hardware: Hardware, one: Candidate, known: float | None, seconds: float
+) -> Iterator[Row]:
+    """Yield samples a second of a candidate's trials over those of plain torchrun between them.
+
+    The trial after the training, and the mean of both trials, are to agree with it within 3 %.
 
     Args:
-        steps: of each training, after its warm-up.
-        max_seconds: of the trial's measurement.
+        known: the speed that a study has measured; None: a trial before the training measures it.
+        seconds: of the measured steps of each training and trial. Long steps are at least LEAST_STEPS.
     """
-    assert store.winner is not None
-    winner, outcome = store.winner.candidate, store.winner.outcome
-    assert outcome is not None
-    assert outcome.measurement is not None
-    steps = ground.choose(steps, 2)
-    effort = ground.choose(dataclasses.replace(EFFORT, max_seconds=max_seconds), SMALL_EFFORT)
-    first, _ = trained(store.job, winner, steps, store.hardware.device)
-    found = outcome.measurement.samples_per_second
-    yield _ratio(ground, "the study's figure / torchrun", str(winner), found, first, STUDY_TARGET)
-    with opened(store.job, store.hardware, ground.folder / "again", [winner]) as executor:
-        (now,) = measured(executor, winner, effort)
-    yield {"what": "a trial now", "candidate": str(winner), "samples/s": now}
-    second, _ = trained(store.job, winner, steps, store.hardware.device)
-    what = "a trial now / the mean of both torchruns"
-    row = _ratio(ground, what, str(winner), now, (first + second) / 2, RATIO_TARGET)
-    yield {**row, "torchrun, second / first": second / first}
+    with opened(job, hardware, ground.folder / "again", [one]) as executor:
+        samples = job.ranks * one.micro_batch * one.accumulation
+        if known is None:
+            (before,) = measured(executor, one, effort(ground, seconds))
+            yield {"what": "a trial before", "candidate": str(one), "samples/s": before}
+        else:
+            before = known
+        steps = max(LEAST_STEPS, math.ceil(seconds * before / samples))
+        steps, warmup = ground.choose(steps, 2), max(2, min(WARMUP_STEPS, steps // 2))
+        plain, _ = trained(job, one, steps, hardware.device, warmup)
+        what, target = ("a trial before", RATIO_TARGET) if known is None else ("the study's figure", STUDY_TARGET)
+        row = _ratio(ground, f"{what} / torchrun", str(one), before, plain, target)
+        yield {**row, "torchrun steps": steps, "torchrun warm-up": warmup}
+        (after,) = measured(executor, one, effort(ground, seconds))
+    yield _ratio(ground, "a trial after / torchrun", str(one), after, plain, RATIO_TARGET)
+    if known is None:
+        yield _ratio(ground, "the mean of both trials / torchrun", str(one), (before + after) / 2, plain, RATIO_TARGET)
+
+
+def effort(ground: Ground, seconds: float) -> Effort:
+    """Return the effort of a trial whose measured steps take so many seconds."""
+    real = dataclasses.replace(EFFORT, min_steps=LEAST_STEPS, min_seconds=seconds / 2, max_seconds=seconds)
+    return ground.choose(real, SMALL_EFFORT)
 
 
 def _ratio(ground: Ground, what: str, candidate: str, speed: float, torchrun: float, target: float) -> Row:

@@ -41,9 +41,10 @@ class Call:
 
     Args:
         path: the file of results; an earlier call's is added to.
-        work: folders of steps, which later steps and calls may read.
+        work: folders of steps, which later steps and calls may read: `fidelity` that of `study`.
         seconds: of the whole call.
         step_seconds: of a step, at most.
+        await_builds: waits until no op is being built, for so many seconds at most.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class Call:
     seconds: float
     step_seconds: float = float("inf")
     rehearse: bool = False
+    await_builds: Callable[[float], None] = lambda seconds: None
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -80,11 +82,11 @@ def run_steps(steps: list[Step], call: Call, after: Callable[[Step, Row], None])
         write_atomically(call.path, json.dumps(results, indent=1, default=str) + "\n")
 
     for step in steps:
-        if step.needs and not (call.work / step.needs).exists():
-            found: Row = {"purpose": step.purpose, "rows": [], "error": f"not begun: {step.needs} has not run here"}
-        elif call.left_seconds < step.least_seconds:
+        if step.timed:
+            call.await_builds(call.left_seconds - step.least_seconds)
+        if call.left_seconds < step.least_seconds:
             left = f"{max(0.0, call.left_seconds):.0f} s of the call are left, it needs {step.least_seconds:.0f} s"
-            found = {"purpose": step.purpose, "rows": [], "error": f"not begun: {left}"}
+            found: Row = {"purpose": step.purpose, "rows": [], "error": f"not begun: {left}"}
         else:
             found = gather(step, call, lambda found, step=step: keep(step, found))  # type: ignore[misc]
         found = {"seconds": 0.0, **found}

@@ -26,7 +26,7 @@ from autotune.predict.trace import trace_jobs
 from autotune.predict.trace_cache import RUNS_IT, VERSION, cache_path, cached, runnable, shipped_key
 from autotune.problem.job import Job
 from autotune.problem.models import CAUSAL, shipped_models
-from autotune.util.interpreter import current
+from autotune.util.interpreter import OWN
 
 SHIPPED = Path(__file__).parents[2] / "autotune" / "data" / "traces.json"
 CARD = "h100"  # any card with bf16: a trace does not depend on it
@@ -45,7 +45,7 @@ def jobs(names: Sequence[str]) -> Iterator[tuple[Job, str]]:
 
 def shipped(names: Sequence[str], kept: dict[str, Any]) -> dict[str, Any]:
     """The content of the file: `kept`, and the traces of these models from the cache or made now."""
-    versions = {name: current().version(name) or "" for name in RUNS_IT}
+    versions = {name: OWN.version(name) or "" for name in RUNS_IT}
     asked = list(jobs(names))
     trace_jobs(asked, _told)
     traces = dict(kept["traces"]) if kept["versions"] == versions and kept["version"] == VERSION else {}

@@ -39,7 +39,7 @@ from autotune.problem.outcome import OutcomeKind
 from autotune.problem.space import load_space
 from autotune.results.export import deepspeed_config
 from autotune.script.profile import job_of, unknown_job
-from autotune.util.interpreter import current
+from autotune.util.interpreter import OWN
 from autotune.util.units import GIB
 from benchmarks.common import HERE, command_line, parse, print_table, write_json
 from benchmarks.trials.ranks import (
@@ -313,7 +313,7 @@ def record(recipe: Recipe, out: Path, rounds: int, most: int | None, steps: int)
         "measurements": sum(map(len, found.values())),
         "slowest over fastest of a candidate, median": round(disagreement, 4),
         "by torchrun": round(plain, 4),
-        "versions": {name: current().version(name) for name in ("torch", "deepspeed", "transformers")},
+        "versions": {name: OWN.version(name) for name in ("torch", "deepspeed", "transformers")},
     }
     write_landscape(out / f"{recipe.name}.csv.gz", facts, rows)
     return described(out / recipe.name)

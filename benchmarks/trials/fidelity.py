@@ -44,9 +44,8 @@ from autotune.search.study import StudyStore
 from autotune.workers.launchers import variables_of
 from benchmarks.common import command_line, parse, print_table, write_json
 from benchmarks.predict.rows import spearman
-from benchmarks.trials.ranks import LocalExecutor, opened, plain_words, train_plainly
+from benchmarks.trials.ranks import WARMUP_STEPS, LocalExecutor, opened, plain_words, train_plainly
 
-WARMUP_STEPS = 5  # of train_plain.py
 SEQ_LEN, ROWS_PER_RANK = 64, 8  # micro-batch x accumulation
 RATIO_TARGET, ORDER_TARGET = 0.03, 0.95
 EFFORT = Effort(full=True, min_steps=8, max_steps=60, min_seconds=4.0)
@@ -167,11 +166,15 @@ def in_turn(rows: list[Row], ways: dict[tuple[str, ...], Way], rounds: int) -> N
         print(row.job.model.name, row.job.ranks, row.candidate, said, file=sys.stderr, flush=True)
 
 
-def trained(job: Job, candidate: Candidate, steps: int, device: str) -> list[float]:
-    """Samples a second of a training without autotune, by the median of its steps and as a script's are taken."""
+def trained(job: Job, candidate: Candidate, steps: int, device: str, warmup: int = WARMUP_STEPS) -> list[float]:
+    """Samples a second of a training without autotune, by the median of its steps and as a script's are taken.
+
+    Args:
+        steps: after those of the warm-up.
+    """
     variables = variables_of(candidate, threads_per_rank(job.ranks), watched_variables())
     config = deepspeed_config(candidate, job)
-    found = train_plainly(job, config, candidate.checkpointing, steps + WARMUP_STEPS, device, variables)
+    found = train_plainly(job, config, candidate.checkpointing, steps, device, variables, warmup=warmup)
     samples = job.ranks * candidate.micro_batch * candidate.accumulation
     return [found["samples_per_second"], samples / pace_of(found["each"]).seconds]
 

@@ -31,6 +31,7 @@ from autotune.workers.launchers import training_environment
 __all__ = ["Deadlines", "LaunchSummary", "LocalExecutor", "median_spread"]
 
 HERE = Path(__file__).parent
+WARMUP_STEPS = 5  # of a training by train_plain.py, which are not counted
 TRAINING_SECONDS = 1800.0  # of a training by torchrun, at most
 TRAINING_RANK = "autotune.rank.train_rank"  # in the command line of a rank of `autotune launch`
 
@@ -145,11 +146,13 @@ def train_plainly(
     device: str,
     variables: Mapping[str, str] | None = None,
     seconds: float = TRAINING_SECONDS,
+    warmup: int = WARMUP_STEPS,
 ) -> dict[str, Any]:
     """Trains with `config` under torchrun, in this process's own environment and with what autotune prints before the
     command.
 
     Args:
+        steps: after those of the warm-up.
         variables: what is printed; None: the CPU threads alone.
         seconds: after which the training is ended.
 
@@ -157,8 +160,14 @@ def train_plainly(
         RuntimeError: the training failed, or was ended; with the end of its standard error.
     """
     with tempfile.TemporaryDirectory() as folder:
-        words = plain_words(job, config, steps, Path(folder))
-        command = [*torchrun_words(job.ranks), *words, *(["--checkpointing"] if checkpointing else [])]
+        words = plain_words(job, config, steps + warmup, Path(folder))
+        command = [
+            *torchrun_words(job.ranks),
+            *words,
+            "--warmup",
+            str(warmup),
+            *(["--checkpointing"] if checkpointing else []),
+        ]
         env = {**plain_environment(device, job.ranks), **(variables or {})}
         done = run_limited(command, seconds, env=env)
     line = next((line for line in done.stdout.splitlines() if line.startswith("TRAINED ")), None)

@@ -1,6 +1,6 @@
 """A plain DeepSpeed training, without autotune: `torchrun train_plain.py CONFIG MODEL_CONFIG SEQ_LEN STEPS`.
 
-Prints one JSON line with the seconds of its steps after the first five, their median, and samples per second by it.
+Prints one JSON line with the seconds of its steps after `--warmup`, their median, and samples per second by it.
 """
 
 import argparse
@@ -28,6 +28,7 @@ parser.add_argument("config")
 parser.add_argument("model_config")
 parser.add_argument("seq_len", type=int)
 parser.add_argument("steps", type=int)
+parser.add_argument("--warmup", type=int, default=5, help="how many of the steps are not counted")
 parser.add_argument("--checkpointing", action="store_true")
 parser.add_argument("--precision", default="fp32")
 parser.add_argument("--task", choices=HEADS, default="causal-lm")
@@ -77,7 +78,7 @@ for _ in range(arguments.steps):
     if engine.device.type == "cuda":
         torch.cuda.synchronize()
     times.append(time.perf_counter() - began)
-kept = times[5:]
+kept = times[arguments.warmup :]
 if torch.distributed.get_rank() == 0:
     step = statistics.median(kept)
     samples = micro * accumulation * torch.distributed.get_world_size() / step

@@ -95,14 +95,11 @@ def test_every_step_has_a_module_and_fits_a_lent_machine() -> None:
     for step in STEPS:
         assert 0 < step.least_seconds <= step.limit_seconds <= 600 - 60
         assert 0 < step.expected_seconds <= step.limit_seconds
-        assert not step.needs or list(BY_NAME).index(step.needs) < list(BY_NAME).index(step.name)
     assert list(BY_NAME)[: len(FIRST)] == list(FIRST), "what is worth most comes first"
 
 
-def test_a_needed_step_is_added_unless_its_folder_is_there(tmp_path: Path) -> None:
-    assert [step.name for step in chosen(["fidelity", "facts"], "--only")] == ["facts", "study", "fidelity"]
-    (tmp_path / "study").mkdir()
-    assert [step.name for step in chosen(["fidelity"], "--steps", tmp_path)] == ["fidelity"]
+def test_steps_run_in_the_order_of_worth() -> None:
+    assert [step.name for step in chosen(["fidelity", "study", "facts"], "--only")] == ["facts", "study", "fidelity"]
 
 
 # -- the command -----------------------------------------------------------------------------------------------------------

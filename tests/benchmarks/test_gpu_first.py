@@ -37,7 +37,7 @@ def test_steps_without_time_leave_a_file_that_says_so(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     found = json.loads((out / "first.json").read_text())
     assert found["rehearsal"]
-    assert list(found["steps"]) == ["facts", "trials", "study", "fidelity", "predictions", "launch"]
+    assert list(found["steps"]) == ["facts", "trials", "launch", "study", "fidelity", "predictions", "held_back"]
     assert all("not begun: " in step["error"] for step in found["steps"].values())
 
 

@@ -11,7 +11,7 @@ import pytest
 from autotune.commands import doctor
 from autotune.problem import host_memory
 from autotune.problem.hardware import detect
-from autotune.util.interpreter import interpreter_at, use_interpreter
+from autotune.util.interpreter import OWN, interpreter_at
 from autotune.util.linux import MainMemory
 from autotune.util.units import GIB, MIB
 from autotune.workers.gpu_locks import lock_gpus
@@ -141,14 +141,14 @@ def test_a_probe_that_dies_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
     monkeypatch.setattr(doctor, "APART", "")
     monkeypatch.setattr(doctor, "_EXAMINATION", "import sys; print('DOING this'); sys.exit('Segmentation fault')")
-    assert "Segmentation fault" in by_name(doctor._libraries(heard.append))["libraries"].found
+    assert "Segmentation fault" in by_name(doctor._libraries(heard.append, OWN))["libraries"].found
     assert heard == ["this"], "each step is said as it begins"
 
     monkeypatch.setattr(doctor, "_BUILD_SECONDS", 1.0)
     compiles = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
     monkeypatch.setattr(doctor, "_EXAMINATION", compiles)
     began = time.monotonic()
-    found = by_name(doctor._libraries(heard.append))["libraries"]
+    found = by_name(doctor._libraries(heard.append, OWN))["libraries"]
     assert found.level == "bad"
     assert "no answer within 1.0 s" in found.found
     assert time.monotonic() - began < 60, "a compiler that holds the output open does not keep it waiting"
@@ -206,6 +206,19 @@ def test_unlike_gpus_and_who_counts_them_how(driver: Driver, monkeypatch: pytest
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in found_of(driver, *unlike)["GPU order"].fix
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     assert "GPU order" not in found_of(driver, *unlike)
+
+
+def test_an_architecture_list_that_deepspeed_cannot_read_is_named(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hopper = Card("H100", 80, capability=(9, 0))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a")
+    finding = found_of(driver, hopper)["GPU architectures"]
+    assert finding.level == "warn"
+    assert "cannot read 9.0a" in finding.cost
+    assert "set TORCH_CUDA_ARCH_LIST=9.0 for your training" in finding.fix
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0+PTX")
+    assert "GPU architectures" not in found_of(driver, hopper)
 
 
 def test_gpus_that_are_hidden_from_cuda(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,11 +298,10 @@ def test_where_runs_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 
 def test_in_which_python_ranks_run(tmp_path: Path) -> None:
-    (own,) = doctor._python()
+    (own,) = doctor._python(OWN)
     assert (own.level, sys.executable in own.found, "beside" in own.found) == ("good", True, False)
     python = stand_in(tmp_path / "bin/python", versions={"torch": "1.13.1"})
-    with use_interpreter(interpreter_at(str(python), "--python")):
-        (found,) = doctor._python()
+    (found,) = doctor._python(interpreter_at(str(python), "--python"))
     assert found.level == "bad"
     assert found.found == f"3.12.1 ({python}), apart from autotune's own ({sys.executable})"
     assert "torch 1.13.1 (expected 2.6 or newer)" in found.cost

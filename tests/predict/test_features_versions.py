@@ -71,7 +71,7 @@ def test_a_newer_library_makes_predictions_wider_and_is_said(monkeypatch: pytest
     job, hardware = make_job(model="llama-3.2-1b", precision="bf16"), named_hardware("rtx4090", 2)
     candidates = [make_candidate(2), make_candidate(3)]
     known = traced_predictor(job, hardware)
-    monkeypatch.setattr(predicting, "unknown_newer", lambda: ["deepspeed 0.20.0 is newer than 0.19"])
+    monkeypatch.setattr(predicting, "unknown_newer", lambda interpreter: ["deepspeed 0.20.0 is newer than 0.19"])
     unknown = Predictor(job, hardware, known.trace)
     ours, theirs = known.table(candidates), unknown.table(candidates)
     assert np.all(theirs.peak_sigma > 1.1 * ours.peak_sigma)

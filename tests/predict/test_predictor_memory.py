@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotune.predict.predictor import Predictor, peaks, slopes
+from autotune.predict.predictor import Predictor, moments, peaks, slopes
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
@@ -100,3 +100,23 @@ def test_what_torch_measured_teaches_what_torch_allocates() -> None:
     after, was = predictor.predict(like), predictor_on(card(200 * GIB)).predict(like)
     assert 1.01 < after.allocated_bytes / was.allocated_bytes < 1.1
     assert after.peak_interval[1] - after.peak_interval[0] < was.peak_interval[1] - was.peak_interval[0]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_flat_gradients_that_no_block_of_the_loss_can_hold_take_new_segments(stage: int) -> None:
+    """Free blocks of different segments are never merged, so the first step reserves more than backward has left."""
+    job = make_job(precision="bf16", seq_len=SEQ_LEN)
+    predictor = Predictor(job, card(200 * GIB), recorded_trace(job))
+    prepared = predictor.prepare([make_candidate(stage, batch) for batch in (1, 4096)])
+    bill, largest = prepared.bill, 0.4 * prepared.loss
+    sizes = np.array([bill.flat, bill.cast, bill.norm])
+    assert (sizes > largest)[1, 0], "the logits of one sequence are smaller than the flat gradients"
+    assert not (sizes > largest)[:, 1].any(), "those of many sequences leave blocks that hold them"
+    without = replace(prepared, bill=replace(bill, flat=np.zeros(2), cast=np.zeros(2), norm=np.zeros(2)))
+    found, bare = (moments(one, predictor.hardware, predictor._memory.mean) for one in (prepared, without))
+    taken = np.where(sizes > largest, sizes, 0.0).sum(axis=0)
+    passes = [name in ("forward", "backward") for name in bill.moments]
+    assert found[passes] - bare[passes] == pytest.approx(np.tile(taken, (sum(passes), 1)))
+    assert found[~np.array(passes)] == pytest.approx(bare[~np.array(passes)])
+    offloaded = predictor.prepare([make_candidate(2, 1, offload_optimizer="cpu")]).bill
+    assert (offloaded.flat[0], offloaded.cast[0], offloaded.norm[0]) == (0, 0, 0)

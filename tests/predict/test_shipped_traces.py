@@ -14,10 +14,10 @@ from autotune.predict import trace_cache
 from autotune.predict.trace import trace_job
 from autotune.predict.trace_cache import RUNS_IT, known_trace, shipped_key
 from autotune.problem.job import Job
-from autotune.util.interpreter import current
+from autotune.util.interpreter import OWN
 from benchmarks.predict import shipped_traces
 
-MADE_BY = {name: current().version(name) for name in RUNS_IT}
+MADE_BY = {name: OWN.version(name) for name in RUNS_IT}
 
 
 @pytest.fixture

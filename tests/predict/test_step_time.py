@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autotune.predict import step_time
-from autotune.predict.calibration import TIME
+from autotune.predict.calibration import TIME, time_priors
 from autotune.predict.features import columns_of
 from autotune.predict.predictor import Predictor
 from autotune.predict.step_time import DeviceRates, Spent, Work, spend, work
@@ -104,10 +104,35 @@ def test_the_loop_costs_a_micro_batch_and_a_step() -> None:
     hardware = named_hardware("a100", 1)
     one, four = (work_of({"gradient_accumulation_steps": n}, hardware).loop[0] for n in (1, 4))
     assert four - one == pytest.approx(3 * step_time.MICRO_SECONDS)
-    spent = spent_of({}, hardware)
-    assert spent.loop[0] == pytest.approx(one)
+    spent, loop = spent_of({}, hardware), one + work_of({}, hardware).step_starts[0]
+    assert spent.loop[0] == pytest.approx(loop)
     parts = (spent.forward, spent.backward, spent.recompute, spent.communication, spent.optimizer, spent.offload)
-    assert spent.step[0] == pytest.approx(float(sum(part[0] for part in parts) + one))
+    assert spent.step[0] == pytest.approx(float(sum(part[0] for part in parts) + loop))
+
+
+def test_a_step_starts_kernels_for_each_tensor() -> None:
+    """Stage 0 handles each tensor, ZeRO its flat parts; torch alone handles many tensors at once."""
+    hardware = named_hardware("a100", 1)
+    each = step_time.OPERATOR_SECONDS * len(TRACE.parameters)
+    plain, parts = (work_of({"zero_stage": stage}, hardware).step_starts[0] for stage in (0, 2))
+    assert plain - parts == pytest.approx(3 * each)
+    alone = work_of({"zero_stage": 0}, hardware, torch_alone=True).step_starts[0]
+    assert plain - alone == pytest.approx(5 * each)
+
+
+def test_cpu_adam_follows_the_number_of_cores() -> None:
+    """16 cores beside an H100 stepped 1.5e9 parameters in about 0.55 s; two sockets reach the limit of their memory."""
+    out, one = {"zero_stage": 2, "offload_optimizer": "cpu"}, named_hardware("h100", 1)
+    few, many, most = (
+        work_of(out, dataclasses.replace(one, threads=threads)).cpu_adam[0] for threads in (16, 24, 96)
+    )
+    assert few == pytest.approx(1.5 * many)
+    assert many == pytest.approx(most)
+    assert work_of(out, one).cpu_adam[0] == pytest.approx(most), "unknown cores"
+    known = time_priors(dataclasses.replace(one, threads=16), 1.0)[list(TIME).index("cpu_adam")]
+    unknown = time_priors(one, 1.0)[list(TIME).index("cpu_adam")]
+    assert known.sigma < unknown.sigma
+    assert known.mean < unknown.mean
 
 
 def test_between_nodes_a_ring_is_as_fast_as_the_network() -> None:

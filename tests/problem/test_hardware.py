@@ -36,7 +36,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.setattr(hardware, "settled_gpus", lambda count: [])
     monkeypatch.setattr(hardware, "driver_trouble", str)
-    monkeypatch.setattr(hardware, "unseen_gpu", str)
+    monkeypatch.setattr(hardware, "unseen_gpu", lambda interpreter: "")
     monkeypatch.setattr(hardware, "Path", lambda file: tmp_path / str(file).lstrip("/"))
     monkeypatch.setattr(hardware, "host_available_bytes", lambda: 64 * GIB)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)

@@ -8,6 +8,7 @@ from autotune.commands import doctor
 from autotune.errors import UserError
 from autotune.problem import nvml
 from autotune.problem.hardware import detect
+from autotune.util.interpreter import OWN, Interpreter, OtherInterpreter
 from tests.fake_driver import DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH, Card, Driver, Slice
 
 CPU = "; repair it (`autotune doctor`), or pass --device cpu for CPU ranks"
@@ -48,9 +49,9 @@ def failing(driver: Driver, code: int) -> None:
     driver.write()
 
 
-def refused() -> str:
+def refused(interpreter: Interpreter = OWN) -> str:
     with pytest.raises(UserError) as caught:
-        detect("auto", None)
+        detect("auto", None, interpreter=interpreter)
     return str(caught.value)
 
 
@@ -115,36 +116,30 @@ def test_a_device_without_nvml(no_library: Path, files: list[str], sign: str) ->
         detect("cuda", None)
 
 
-class _Ranks:
-    def __init__(self, torch: str | None, cuda: str | None = None) -> None:
-        self.torch, self.cuda = torch, cuda
-
-    def version(self, package: str) -> str | None:
-        return self.torch
+def _ranks(torch: str | None, cuda: str | None = None) -> Interpreter:
+    """An environment with this torch."""
+    return OtherInterpreter("/other/bin/python", (3, 12, 1), "/other", {"torch": torch} if torch else {}, cuda, None)
 
 
 @pytest.mark.parametrize(
     ("ranks", "tuned"),
     [
-        (_Ranks("2.8.0+rocm6.4"), False),
-        (_Ranks("2.6.0a0+git8d4926e"), False),  # as AMD builds it
-        (_Ranks("2.8.0+cpu"), True),
-        (_Ranks("2.8.0+cu128", "12.8"), True),
-        (_Ranks(None), True),
+        (_ranks("2.8.0+rocm6.4"), False),
+        (_ranks("2.6.0a0+git8d4926e"), False),  # as AMD builds it
+        (_ranks("2.8.0+cpu"), True),
+        (_ranks("2.8.0+cu128", "12.8"), True),
+        (_ranks(None), True),
     ],
 )
-def test_an_amd_gpu_that_training_would_use(
-    no_library: Path, monkeypatch: pytest.MonkeyPatch, ranks: _Ranks, tuned: bool
-) -> None:
+def test_an_amd_gpu_that_training_would_use(no_library: Path, ranks: Interpreter, tuned: bool) -> None:
     """A Ryzen's graphics have /dev/kfd, too: what torch is built for decides."""
-    monkeypatch.setattr(nvml, "current", lambda: ranks)
-    assert detect("auto", None).device == "cpu", "no such device"
+    assert detect("auto", None, interpreter=ranks).device == "cpu", "no such device"
     there(no_library, "dev/kfd")
     if tuned:
-        assert detect("auto", None).device == "cpu"
+        assert detect("auto", None, interpreter=ranks).device == "cpu"
     else:
         assert (
-            refused()
+            refused(ranks)
             == f"found no GPU that can be used: /dev/kfd is there, an AMD GPU, and only NVIDIA's are tuned{CPU}"
         )
 

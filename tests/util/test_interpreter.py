@@ -1,5 +1,6 @@
 """Another Python than the tuner's: what it is asked, and how one that is of no use is refused."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -11,20 +12,20 @@ from typing import Any
 import pytest
 
 from autotune.errors import UserError
+from autotune.problem.job import Job
 from autotune.util import interpreter
 from autotune.util.interpreter import (
+    OWN,
     OtherInterpreter,
     OwnInterpreter,
     bound_command,
-    current,
     interpreter_at,
     launch_command,
     module_command,
     other_python,
-    use_interpreter,
     which,
 )
-from tests.conftest import pid_lives, wait_until
+from tests.conftest import make_job, pid_lives, wait_until
 
 FACTS = {
     "executable": None,
@@ -54,8 +55,7 @@ def stand_in(path: Path, version: str = "3.12.1", **facts: object) -> Path:
 
 
 def test_the_tuners_own_is_no_other(tmp_path: Path) -> None:
-    assert isinstance(current(), OwnInterpreter)
-    assert other_python() is None
+    assert other_python(OWN) is None
     assert isinstance(interpreter_at(sys.executable, "--python"), OwnInterpreter)
     assert isinstance(interpreter_at(str(Path(sys.prefix)), "--python"), OwnInterpreter), (
         "the folder of its environment"
@@ -126,12 +126,14 @@ def test_a_process_whose_parent_is_killed_while_it_begins_imports_nothing(tmp_pa
     assert subprocess.run(behind_a_script, env=env, capture_output=True).returncode == 1, "its parent's parent lives"
 
 
-def test_it_is_the_current_one_for_as_long_as_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_job_carries_its_interpreter_and_does_not_store_it(tmp_path: Path) -> None:
     found = interpreter_at(str(stand_in(tmp_path / "bin/python")), "--python")
-    with use_interpreter(found):
-        assert current() is found
-        assert other_python() == str(tmp_path / "bin/python")
-    assert isinstance(current(), OwnInterpreter)
+    assert other_python(found) == str(tmp_path / "bin/python")
+    there = make_job(interpreter=found)
+    assert there.to_json() == make_job().to_json()
+    recorded = {**there.to_json(), "interpreter": {"path": "/tmp/evil"}}
+    assert Job.from_json(recorded).interpreter is OWN, "a stored job names no program to run"
+    assert dataclasses.replace(there, seq_len=8).interpreter is found
 
 
 # -- what its processes see ------------------------------------------------------------------------------------------------
@@ -194,11 +196,11 @@ def test_a_launcher_is_printed_as_a_shell_finds_it(tmp_path: Path, monkeypatch: 
 def test_a_command_is_looked_for_beside_the_interpreter_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     first = program(tmp_path / "path/trl", "")
-    with use_interpreter(interpreter_at(str(stand_in(tmp_path / "bin/python")), "--python")):
-        assert which("trl") == str(first)
-        beside = program(tmp_path / "bin/trl", "")
-        assert which("trl") == str(beside)
-        assert which("nothing-of-that-name") is None
+    found = interpreter_at(str(stand_in(tmp_path / "bin/python")), "--python")
+    assert which("trl", found) == str(first)
+    beside = program(tmp_path / "bin/trl", "")
+    assert which("trl", found) == str(beside)
+    assert which("nothing-of-that-name", found) is None
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------------

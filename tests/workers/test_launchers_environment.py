@@ -40,6 +40,38 @@ def test_builders_of_ops_need_not_ask_cuda(driver: Driver, monkeypatch: pytest.M
     assert trial_environment("cuda", 1)["TORCH_CUDA_ARCH_LIST"] == "7.5", "the user's own word"
 
 
+@pytest.mark.parametrize(
+    ("own", "visible", "none_visible"),
+    [
+        ("9.0a", "9.0", "9.0"),
+        ("8.0;9.0a+PTX", "9.0", "8.0;9.0"),
+        ("10.0f 9.0", "9.0", "10.0;9.0"),
+        ("Hopper", "9.0", None),
+        ("8.0 9.0+PTX", None, None),
+        ("8.0;9.0;", None, None),
+    ],
+)
+def test_an_architecture_list_that_deepspeed_cannot_read_is_replaced(
+    own: str, visible: str | None, none_visible: str | None, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a list ends the build of an op, and also the loading of a built one: in trials and in trainings alike."""
+    deepspeeds = own.replace(" ", ";").split(";")
+    try:  # deepspeed 0.19.8, ops/op_builder/builder.py, compute_capability_args
+        sorted((cc for cc in deepspeeds if cc.strip()), key=lambda cc: [int(p.split("+")[0]) for p in cc.split(".")])
+        readable = True
+    except ValueError:
+        readable = False
+    assert readable == (visible is None)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", own)
+    for cards, expected in (([Card("H100", 80, capability=(9, 0))], visible), ([], none_visible)):
+        driver.cards = cards
+        driver.write()
+        found = {**os.environ, **training_environment("cuda", 1)}["TORCH_CUDA_ARCH_LIST"]
+        assert found == (expected or own)
+        assert {**os.environ, **trial_environment("cuda", 1)}["TORCH_CUDA_ARCH_LIST"] == found
+    assert training_environment("cpu", 1)["TORCH_CUDA_ARCH_LIST"] == own
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_trial_is_quiet_and_allocates_as_training_does(device: str) -> None:
     trial, training = trial_environment(device, 2), training_environment(device, 2)

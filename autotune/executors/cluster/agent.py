@@ -38,7 +38,7 @@ from autotune.problem.nvml import open_nvml
 from autotune.script.argument_writer import write_trial_files
 from autotune.util.files import SocketFolder, cache_root
 from autotune.util.inquiry import PACKAGES
-from autotune.util.interpreter import current, interpreter_at, use_interpreter
+from autotune.util.interpreter import OWN, Interpreter, interpreter_at
 from autotune.util.linux import NOTICES, adopt_orphans
 from autotune.workers.failure_classifier import log_tail
 from autotune.workers.gpu_locks import lock_gpus, lock_holder
@@ -70,7 +70,8 @@ class Agent:
             os.set_blocking(descriptor, False)
         self._home = SocketFolder("autotune-agent-")  # the next agent deletes the folder of a killed one
         self.folder = self._home.path
-        self._kept = ExitStack()  # locks, and the ranks' Python
+        self._kept = ExitStack()  # locks
+        self.interpreter: Interpreter = OWN  # of the ranks
         ops = Ops(lambda text: self._send("say", text=text), lambda text: self._send("show", text=text))
         self.machine = LocalMachine(self.folder, ops, lambda: self._ending.is_set())
         self.needs: RankRequirements | None = None
@@ -205,8 +206,8 @@ class Agent:
         with suppress(OSError):
             os.chdir(self._path_map.path(cwd))
         if python is not None:
-            self._kept.enter_context(use_interpreter(interpreter_at(python, "--python")))
-        return survey(path=self._path_map.path(path), **asked)
+            self.interpreter = interpreter_at(python, "--python")
+        return survey(path=self._path_map.path(path), **asked, interpreter=self.interpreter)
 
     def on_open(self, *, needs: dict[str, Any], hardware: dict[str, Any], env: dict[str, str], who: str) -> None:
         """Hold the node's devices and prepare for starting ranks."""
@@ -216,7 +217,7 @@ class Agent:
             self.hardware = Hardware.from_json(hardware)
             self._kept.enter_context(lock_gpus(self.hardware, who, lambda text: self._send("say", text=text)))
             self.meter = make_meter(self.hardware)
-        self.needs = RankRequirements(**self._path_map.all_of(needs))
+        self.needs = RankRequirements(**self._path_map.all_of(needs), interpreter=self.interpreter)
         self.machine.open(self.needs)
 
     def on_ops(self, *, names: list[str]) -> dict[str, Any]:
@@ -262,7 +263,8 @@ class Agent:
 
     def _make_files(self, spec: Message, home: Path) -> None:
         """Create the ranks' files on this machine's disk, and add their location to the spec."""
-        job, candidate = Job.from_json(spec["job"]), Candidate.of(spec.get("candidate") or {})
+        job = dataclasses.replace(Job.from_json(spec["job"]), interpreter=self.interpreter)
+        candidate = Candidate.of(spec.get("candidate") or {})
         if "sandbox" in spec:
             how = {"unprotected": spec["unprotected"], "kept": spec["kept"]}
             sandbox = trial_sandbox(self.folder, job, candidate, self.folder, **how)
@@ -422,7 +424,9 @@ _ADDRESS_OF_SSH = "SSH_CONNECTION"  # client's address and port, then the server
 _ADDRESS_OF_RAY = "AUTOTUNE_REACHED_AT"  # see ray_driver.Carrier
 
 
-def survey(*, device: str, count: int, headroom: float, memory_cap_bytes: int | None, path: str) -> dict[str, Any]:
+def survey(
+    *, device: str, count: int, headroom: float, memory_cap_bytes: int | None, path: str, interpreter: Interpreter = OWN
+) -> dict[str, Any]:
     """Return all values that the tuner compares, as JSON.
 
     Args:
@@ -431,11 +435,12 @@ def survey(*, device: str, count: int, headroom: float, memory_cap_bytes: int | 
         headroom: share of capacity left free.
         memory_cap_bytes: limit per rank.
         path: the script's folder, which must exist; empty without a script.
+        interpreter: of the ranks.
 
     Raises:
         UserError: the node has too few devices, the path is missing, or a required folder cannot be written.
     """
-    hardware = detect(device, count, memory_cap_bytes=memory_cap_bytes, headroom=headroom)
+    hardware = detect(device, count, memory_cap_bytes=memory_cap_bytes, headroom=headroom, interpreter=interpreter)
     if path and not Path(path).exists():
         raise UserError(f"no {path} there; expected what is trained in the same place on every node, or --sync")
     for folder in (Path(tempfile.gettempdir()), cache_root()):
@@ -443,10 +448,10 @@ def survey(*, device: str, count: int, headroom: float, memory_cap_bytes: int | 
     held = [f"{gpu} is in use by autotune ({who})" for gpu in hardware.gpus if (who := lock_holder(gpu))]
     if held:
         raise UserError(f"{held[0]}: wait for it, or leave the node out")
-    versions = {package: found for package in PACKAGES if (found := current().version(package))}
+    versions = {package: found for package in PACKAGES if (found := interpreter.version(package))}
     return {
         "hardware": hardware.to_json(),
-        "versions": {**versions, "cuda": current().cuda, "nccl": current().nccl, "driver": _driver()},
+        "versions": {**versions, "cuda": interpreter.cuda, "nccl": interpreter.nccl, "driver": _driver()},
         "threads": threads_per_rank(count),
         "clock": time.time(),
         "addresses": addresses(),

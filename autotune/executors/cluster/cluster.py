@@ -27,7 +27,7 @@ from autotune.executors.cluster.sync import CHUNK_BYTES, Parcel
 from autotune.executors.cluster.transports import Host, Transport
 from autotune.executors.machine import Ops, RankRequirements
 from autotune.problem.hardware import Hardware
-from autotune.util.interpreter import current, other_python
+from autotune.util.interpreter import OWN, Interpreter, other_python
 from autotune.workers.host_workers import HostWorkers, MultiHostLaunch
 from autotune.workers.protocol import Message
 
@@ -90,6 +90,7 @@ class NodeRequirements:
         parcels: folders to send to nodes that lack them.
         preamble: first bytes of the stream for a transport that syncs, see `transports.py`.
         lasting: files that ranks write into sent folders are kept, as for a training.
+        interpreter: of the ranks here, whose path and versions the nodes must have.
     """
 
     device: str = "auto"
@@ -101,6 +102,7 @@ class NodeRequirements:
     parcels: tuple[Parcel, ...] = ()
     preamble: bytes = b""
     lasting: bool = False
+    interpreter: Interpreter = OWN
 
 
 def _kept_files_note(answer: Message) -> str:
@@ -206,7 +208,7 @@ class Cluster:
                 "path": requirements.path,
             }
             cap = requirements.memory_cap_bytes
-            ranks = {"python": other_python(), "cwd": str(Path.cwd())}
+            ranks = {"python": other_python(requirements.interpreter), "cwd": str(Path.cwd())}
             number = node.connection.begin("survey", env=env, memory_cap_bytes=cap, **ranks, **what)
             asked.append((node, number))
         for node, number in asked:
@@ -230,7 +232,7 @@ class Cluster:
 
     def _compare(self) -> Hardware:
         names, surveys = [node.name for node in self.nodes], [node.survey for node in self.nodes]
-        ours = {package: current().version(package) for package in COMPARED}
+        ours = {package: self.requirements.interpreter.version(package) for package in COMPARED}
         check_versions_and_clocks(names, surveys, ours, [survey["came"] for survey in surveys])
         self._rendezvous = rendezvous_network(names, surveys, self.requirements.interface)
         threads = min(int(survey["threads"]) for survey in surveys)
@@ -278,7 +280,8 @@ class Cluster:
             env = self._interface_variables(self.nodes.index(node))
             if self.echo:
                 node.connection.start_echo()
-            what = {"needs": dataclasses.asdict(self._needs), "hardware": node.hardware.to_json()}
+            needs = {key: value for key, value in dataclasses.asdict(self._needs).items() if key != "interpreter"}
+            what = {"needs": needs, "hardware": node.hardware.to_json()}  # the agent has the node's interpreter
             asked.append((node, node.connection.begin("open", **what, env=env, who=self.who)))
         for node, number in asked:
             self._await_answer(node, number, _OPEN_SECONDS, self._event_handler(node))
