@@ -123,9 +123,7 @@ def test_a_step_starts_kernels_for_each_tensor() -> None:
 def test_cpu_adam_follows_the_number_of_cores() -> None:
     """16 cores beside an H100 stepped 1.5e9 parameters in about 0.55 s; two sockets reach the limit of their memory."""
     out, one = {"zero_stage": 2, "offload_optimizer": "cpu"}, named_hardware("h100", 1)
-    few, many, most = (
-        work_of(out, dataclasses.replace(one, threads=threads)).cpu_adam[0] for threads in (16, 24, 96)
-    )
+    few, many, most = (work_of(out, dataclasses.replace(one, threads=threads)).cpu_adam[0] for threads in (16, 24, 96))
     assert few == pytest.approx(1.5 * many)
     assert many == pytest.approx(most)
     assert work_of(out, one).cpu_adam[0] == pytest.approx(most), "unknown cores"
