@@ -22,6 +22,7 @@ from autotune.problem.knobs import Circumstances, steps_on_gpu
 from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
+from autotune.results.console import speed
 from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, given, integers_in_words, said
 from autotune.script.argument_writer import integers_in_files, with_declared_files
 from autotune.script.profile import (
@@ -77,6 +78,9 @@ _UNREACHED = re.compile(  # types of exceptions
 
 
 _OWN_STEPS = "own_steps"  # key of facts: a run with minimal memory had the script's own batch
+_UNFINISHED = (
+    "probe-unfinished.json"  # file in a study's folder: a measured first run, before the checks that follow it
+)
 _FIRST_RUN = "first run"  # kind of a grant: this user wrote the stored findings of a probe run
 
 
@@ -109,9 +113,55 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
             baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
             ran_out = Outcome.from_json(known["ran_out"]) if known.get("ran_out") else None
             return Probe(_mapped(script, profile), baseline, ran_out=ran_out)
-    say(f"running {script.name} without changes, to learn what it trains")
-    baseline, facts = _run_with_ops(executor, Candidate(()), "probe", seconds)
-    _refuse_unless_run(executor, baseline, reached=bool(facts))
+    baseline, facts = _unfinished(folder, key, script.cwd) or (None, {})
+    if baseline is not None and baseline.measurement is not None:
+        say(f"{script.name} as it is, from an earlier call: {speed(baseline.measurement)}")
+    else:
+        say(f"running {script.name} without changes, to learn what it trains")
+        baseline, facts = _run_with_ops(executor, Candidate(()), "probe", seconds)
+        _refuse_unless_run(executor, baseline, reached=bool(facts))
+    try:
+        return _checked(executor, script, baseline, facts, key, seconds, say)
+    except Stopped:
+        if baseline.measurement is not None:
+            sources = digests([*([script.path] if script.path else []), *facts.get(SOURCES, ())], script.cwd)
+            kept = {"key": key, "baseline": baseline.to_json(), "facts": facts, SOURCES: sources}
+            _keep(folder / _UNFINISHED, json.dumps(kept, indent=1))
+            say(f"{script.name} as it is: {speed(baseline.measurement)}; kept, and the same command goes on from there")
+        raise
+
+
+def _unfinished(folder: Path, key: str, cwd: str | Path) -> tuple[Outcome, dict[str, Any]] | None:
+    """Return the measurement and facts of a first run whose call ended before the checks; None if there is none to use."""
+    if not (folder / _UNFINISHED).exists():
+        return None
+    text = (folder / _UNFINISHED).read_text(encoding="utf-8")
+    known = json.loads(text)
+    if known["key"] != key or not is_granted(RecordedItem(_FIRST_RUN, text)) or edited_since(known[SOURCES], cwd):
+        return None
+    return Outcome.from_json(known["baseline"]), known["facts"]
+
+
+def _checked(
+    executor: Executor,
+    script: Script,
+    baseline: Outcome,
+    facts: dict[str, Any],
+    key: str,
+    seconds: float,
+    say: Callable[[str], None],
+) -> Probe:
+    """Return the findings of a first run, and of the runs that follow it: noise, flags, another batch.
+
+    Args:
+        executor: runs the script.
+        script: the script.
+        baseline: outcome of the first run.
+        facts: report of the first run.
+        key: of the stored findings.
+        seconds: limit of each run.
+        say: receives lines for display.
+    """
     measured = None if baseline.kind.is_oom else baseline
     ran_out = baseline if measured is None and "micro_batch" in facts else None
     if measured is None:
@@ -170,8 +220,14 @@ def remember(probed: Probe, folder: Path) -> None:
     This happens after the study accepted them, so that a refusal changes nothing.
     """
     if probed.kept:
-        write_atomically(folder / MEMORY, probed.kept, private=True)
-        grant([RecordedItem(_FIRST_RUN, probed.kept)])
+        _keep(folder / MEMORY, probed.kept)
+        (folder / _UNFINISHED).unlink(missing_ok=True)
+
+
+def _keep(path: Path, text: str) -> None:
+    """Store findings of a probe run, and that this user made them."""
+    write_atomically(path, text, private=True)
+    grant([RecordedItem(_FIRST_RUN, text)])
 
 
 def _at_its_thriftiest(executor: Executor, script: Script, facts: dict[str, Any], seconds: float) -> dict[str, Any]:

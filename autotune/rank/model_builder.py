@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from autotune.problem.job import Job
 from autotune.problem.models import ANSWERS, CAUSAL, CLASSIFICATION, IMAGE_TEXT, MASKED, SEQ2SEQ, TOKENS, ModelSpec
+from autotune.rank.training_trace import local_part
 from autotune.rank.versions import in_dtype, no_init_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -105,8 +107,14 @@ def adapted(model: Any, job: Job) -> Any:
     return get_peft_model(model, config, autocast_adapter_dtype=job.lora.fp32 and job.plain)
 
 
-def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> torch.nn.Module:
-    """Build a named model on the device with random weights. At stage 3 it is partitioned during construction."""
+def build_model(
+    job: Job, device: torch.device, ds_config: dict[str, Any], shard: Callable[[Any], None] | None = None
+) -> torch.nn.Module:
+    """Build a named model on the device with random weights. At stage 3 it is partitioned during construction.
+
+    Args:
+        shard: shards the model, which is on the host, over the ranks' devices before its weights are drawn.
+    """
     import deepspeed
 
     config = transformers_config(job.model)
@@ -119,7 +127,7 @@ def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> to
             # operator-precedence bug in `_set_dtype`). Without one, it follows the config.
             stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config))
         else:
-            stack.enter_context(device)
+            stack.enter_context(device if shard is None else torch.device("cpu"))
         stack.enter_context(no_init_weights())
         model = task_model(config, job)
     keep_cache(model, False)
@@ -128,7 +136,9 @@ def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> to
         fill_weights(model, device)  # before their values become codes
         quantize(model, job, device)
     model = adapted(model, job)
-    if stage != 3:
+    if shard is not None:
+        shard(model)
+    elif stage != 3:
         model.to(device)
     fill_weights(model, device)
     model.train()
@@ -176,21 +186,24 @@ def fill_weights(model: torch.nn.Module, device: torch.device) -> None:
         device: device on which the values are drawn.
     """
     for number, (name, parameter) in enumerate(model.named_parameters()):
-        tensor = getattr(parameter, "ds_tensor", parameter)
+        tensor, start = _part(parameter)
         shape = getattr(parameter, "ds_shape", parameter.shape)
         if not parameter.is_floating_point():
             continue  # codes of quantized weights
         if len(shape) > 1:
-            draw_weights(tensor.data.view(-1), number, _offset(parameter), math.prod(shape), device)
+            draw_weights(tensor.data.view(-1), number, start, math.prod(shape), device)
         else:
             tensor.data.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
 
 
-def _offset(parameter: Any) -> int:
-    """Return the index of the first element that this rank holds of a parameter."""
-    if not hasattr(parameter, "ds_tensor") or parameter.ds_tensor.numel() >= parameter.ds_numel:
-        return 0
-    return torch.distributed.get_rank(group=parameter.ds_process_group) * int(parameter.ds_tensor.numel())
+def _part(parameter: Any) -> tuple[torch.Tensor, int]:
+    """Return what this rank holds of a parameter, and the index of its first element."""
+    if hasattr(parameter, "device_mesh"):
+        return local_part(parameter)
+    part = getattr(parameter, "ds_tensor", parameter)
+    if part is parameter or part.numel() >= parameter.ds_numel:
+        return part, 0
+    return part, torch.distributed.get_rank(group=parameter.ds_process_group) * int(part.numel())
 
 
 def draw_weights(part: torch.Tensor, number: int, start: int, elements: int, device: torch.device) -> None:

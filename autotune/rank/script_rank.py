@@ -75,9 +75,13 @@ _RUNS = (
 )
 
 
-def quiet_trackers() -> None:
-    """Disable trackers and uploads of this process, and forget the runs that the user's shell names."""
+def quiet_trackers(folder: str) -> None:
+    """Disable trackers and uploads of this process, and forget the runs that the user's shell names.
+
+    MLflow has no switch for a script's own calls: they write into `folder` in place of the user's server.
+    """
     os.environ.update(_QUIET_ENVIRONMENT)
+    os.environ["MLFLOW_TRACKING_URI"] = os.environ["MLFLOW_REGISTRY_URI"] = f"file://{folder}/mlruns"
     for name in _RUNS:
         os.environ.pop(name, None)
 
@@ -114,11 +118,11 @@ class ScriptRank(BaseRank):
 
     def run(self) -> None:
         """Run the script under hooks and measure its steps on request of the tuner."""
-        quiet_trackers()
+        sandbox = Sandbox.from_json(self.spec["sandbox"])
+        quiet_trackers(str(sandbox.files))
         self.begin()
         assert self.job.script is not None
         self.script = self.job.script
-        sandbox = Sandbox.from_json(self.spec["sandbox"])
         context = Context(
             self.job, self.candidate, self, self.spec["device"], sandbox.files, quiet=True, sandbox=sandbox
         )

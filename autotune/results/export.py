@@ -569,6 +569,9 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
     )
     if lines := certificate_lines(store.job, store.records(), record):
         data["training"] = lines
+    facts = store.facts()
+    if facts.references and facts.winner is not None and facts.winner.candidate == record.candidate:
+        data["references"] = [one.to_json(record.candidate) for one in facts.references]
     if store.hardware.sliced:
         data["slice"] = slice_line(record.outcome.measurement, store.hardware)
     device, nodes = store.hardware.device, store.hardware.nodes
