@@ -13,7 +13,7 @@ import yaml
 
 from autotune._version import __version__
 from autotune.errors import UserError, near
-from autotune.masking import masked, masked_data, names_secret, shell_text
+from autotune.masking import masked, masked_data, masked_words, names_secret, shell_text
 from autotune.problem.candidate import (
     ACCUMULATION,
     CHECKPOINTING,
@@ -472,13 +472,16 @@ def _config_json(data: dict[str, Any]) -> str:
 # -- of a study ----------------------------------------------------------------------------------------------------------
 
 
-def usage_lines(style: str, files: Sequence[Path], job: Job) -> list[str]:
-    """Return lines that say how to use an exported file."""
-    file = shlex.quote(str(files[0]))
-    script = "" if style == "sbatch" and job.script is not None else " YOUR_SCRIPT.py ITS_ARGUMENTS"
+def usage_lines(style: str, files: Sequence[Path], store: StudyStore, trial: int | None) -> list[str]:
+    """Return lines that say how to use an exported file. The command of a script's study has its flags for the batch."""
+    file, script, takes = shlex.quote(str(files[0])), " YOUR_SCRIPT.py ITS_ARGUMENTS", ""
+    if (own := store.job.script) is not None:
+        words = command(own, _record(store, trial).candidate, str(files[0]))
+        script = "" if style == "sbatch" else f" {shlex.join(masked_words(words))}"
+        takes = "" if carried(own) else f"put {file} where the script has its own config, and train with: "
     lines = {
         "deepspeed": [
-            f"use: deepspeed{script} --deepspeed_config {file}",
+            f"use: {takes}deepspeed{script}{'' if own else f' --deepspeed_config {file}'}",
             f"     TrainingArguments(deepspeed={str(files[0])!r}, …) in a script with transformers' Trainer",
         ],
         "accelerate": [f"use: accelerate launch --config_file {file}{script}"],
@@ -508,15 +511,12 @@ def _check_style(style: str) -> None:
         raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}{near(style, FORMATS)}")
 
 
-def export_store(store: StudyStore, style: str, out: Path | None, trial: int | None) -> list[Path]:
-    """Write the winner of an open study, or one trial; see `export_study`.
+def _record(store: StudyStore, trial: int | None) -> Record:
+    """Return the winner, or the trial of that number.
 
     Raises:
-        UserError: no such format, no winner yet, no measured trial with that number, or nothing can be written.
+        UserError: there is none, or it was not measured.
     """
-    _check_style(style)
-    if out is not None:
-        check_out(out, makes_folders=True)
     record = store.winner
     if trial is not None:
         record = next((one for one in store.records() if one.number == trial), None)
@@ -528,6 +528,19 @@ def export_store(store: StudyStore, style: str, out: Path | None, trial: int | N
         raise UserError(
             f"study {store.name} has no winner yet: `autotune run --study {shlex.quote(store.name)} …` goes on"
         )
+    return record
+
+
+def export_store(store: StudyStore, style: str, out: Path | None, trial: int | None) -> list[Path]:
+    """Write the winner of an open study, or one trial; see `export_study`.
+
+    Raises:
+        UserError: no such format, no winner yet, no measured trial with that number, or nothing can be written.
+    """
+    _check_style(style)
+    if out is not None:
+        check_out(out, makes_folders=True)
+    record = _record(store, trial)
     name = store.name if trial is None else f"{store.name}.trial{trial}"
     target = out or output_file(store.folder, f"{name}{FORMATS[style]}")
     return export_record(store, record, target, style, record.role == VERIFY)
