@@ -118,6 +118,7 @@ class LaunchSetup:
     max_restarts: int
     silent_seconds: float
     convert: bool
+    interpreter: Interpreter = OWN  # of the ranks
 
 
 # -- from a request to its setup -----------------------------------------------------------------------------------------
@@ -260,6 +261,7 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
         max_restarts=request.max_restarts,
         silent_seconds=silent_seconds,
         convert=request.convert,
+        interpreter=interpreter,
     )
 
 
