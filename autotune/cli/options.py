@@ -259,6 +259,11 @@ def takes_request(command: Callable[[Request], None]) -> Callable[..., None]:
         load_numpy()
         os.environ.pop(STORAGE_VARIABLE, None)  # already read, and ranks need no password
         typed = {one for one in values if getattr(ctx.get_parameter_source(one), "name", "") in _TYPED}
+        for one in switches:
+            if values.pop(_off(one)):
+                if values[one] and one in typed:
+                    raise UserError(f"{flag_of(one)} and {_off_flag(one)} contradict each other. Remove one of them.")
+                values[one], typed = False, {*typed, one}
         values = {one: value for one, value in values.items() if value is not None}
         request = Request(**_with_job_file(name, values, typed))
         with ExitStack() as alone:
@@ -266,6 +271,7 @@ def takes_request(command: Callable[[Request], None]) -> Callable[..., None]:
             logs.enter_context(logging_to(request.log_file, verbose=request.verbose))
             command(request)
 
+    switches = [one.name for one in parameters(name) if one.default is False]
     context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     found = [context]
     for one in parameters(name):
@@ -275,10 +281,22 @@ def takes_request(command: Callable[[Request], None]) -> Callable[..., None]:
         found.append(
             inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         )
+    for switch in switches:
+        hidden: Any = Annotated[bool, typer.Option(_off_flag(switch), hidden=True)]
+        found.append(inspect.Parameter(_off(switch), inspect.Parameter.KEYWORD_ONLY, default=False, annotation=hidden))
     call.__name__, call.__doc__ = name, command.__doc__
     call.__annotations__ = {one.name: one.annotation for one in found}
     vars(call)["__signature__"] = inspect.Signature(found)
     return call
+
+
+def _off(switch: str) -> str:
+    """Return the parameter that turns off a switch of a job file."""
+    return f"not_{switch}"
+
+
+def _off_flag(switch: str) -> str:
+    return f"--no-{flag_of(switch).removeprefix('--')}"
 
 
 _TYPED = ("COMMANDLINE", "ENVIRONMENT")  # sources of values that override a job file

@@ -112,7 +112,12 @@ def report(
 def export(
     study: StudyArgument,
     style: Annotated[
-        str, option("deepspeed, accelerate, hf, fsdp or sbatch.", "--format", metavar="TEXT")
+        str,
+        option(
+            "File to write: deepspeed (JSON), accelerate (YAML), hf (TrainingArguments), fsdp (FSDP2) or sbatch (Slurm).",
+            "--format",
+            metavar="deepspeed|accelerate|hf|fsdp|sbatch",
+        ),
     ] = "deepspeed",
     out: Annotated[Path | None, option("File to write; default: in the study's folder.", metavar="PATH")] = None,
     trial: Annotated[int | None, option("Number of a trial to export instead of the winner.", metavar="NUMBER")] = None,

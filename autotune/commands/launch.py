@@ -78,15 +78,15 @@ def launch_training(request: Request, say: Callable[[str], None] = print, *, ask
     known = remembered(request, ask)
     request = dataclasses.replace(request, maps=known.maps_under(request.maps))
     python = ranks_python(request.python, say, needed=TRAINING, remembered=known.python)
-    accepted = dataclasses.replace(known.job, interpreter=python) if known.job is not None else None
     with named_nodes(request, say, lasting=True, interpreter=python) as nodes:
-        return _launch(launch_setup(request, nodes, python), nodes, accepted, say)
+        return _launch(launch_setup(request, nodes, python), nodes, known.job, say)
 
 
 def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: Callable[[str], None]) -> LaunchSummary:
     if setup.study is not None:
+        store = StudyStore.load(setup.study, setup.storage, interpreter=setup.interpreter)  # raises if there is none
         assert accepted is not None
-        store = StudyStore.load(setup.study, setup.storage, interpreter=accepted.interpreter)  # raises if there is none
+        accepted = dataclasses.replace(accepted, interpreter=setup.interpreter)
         training = _from_study(setup, store, accepted, say)
     else:
         training = _from_plan(setup)

@@ -404,12 +404,12 @@ class Request:
     )
     nodes: int | None = _option(
         None,
-        "Machines to use of the hostfile, of Slurm or of Ray. Without them, this machine is tuned as a slice "
-        "of so many equal machines.",
+        "Machines to use, of those in the hostfile, in Slurm's allocation or in Ray's cluster. If there are none, this "
+        "machine is tuned as one of so many equal ones.",
         Panel.NODES,
         first="plan",
         plan=Variant("Machines, each with --gpus GPUs: 2 with --gpus 8 is 16 GPUs.", default=1),
-        launch=Variant("Machines to use of the hostfile, of Slurm or of Ray."),
+        launch=Variant("Machines to use, of those in the hostfile, in Slurm's allocation or in Ray's cluster."),
     )
     ray_address: str | None = _option(
         None,
@@ -479,7 +479,15 @@ class Request:
         complete="trackers",
     )
     html: Path | None = _option(None, "Also write the plan as one HTML page.", Panel.OUTPUT, "plan", in_python=False)
-    yes: bool = _option(False, "Ask nothing.", Panel.OUTPUT, "run", "run", flags=("--yes", "-y"), in_python=False)
+    yes: bool = _option(
+        False,
+        "Ask nothing: without a GPU, tune on CPU ranks.",
+        Panel.OUTPUT,
+        "run",
+        "run",
+        flags=("--yes", "-y"),
+        in_python=False,
+    )
     as_json: bool = _option(False, "Print one JSON object on stdout.", Panel.OUTPUT, flags=("--json",), in_python=False)
     quiet: bool = _option(
         False, "Print only the result and errors.", Panel.OUTPUT, flags=("--quiet", "-q"), in_python=False

@@ -127,7 +127,8 @@ def run_study(
         NothingFits: no candidate is feasible.
         Stopped: the user stopped the tuner before the search began.
     """
-    began, local = time.monotonic(), not request.executor.startswith("replay")
+    clock, local = CallClock(), not request.executor.startswith("replay")
+    confirm, ask = clock.stopped_by(confirm), clock.stopped_by(ask)
     needed = () if not local else TRAINING if request.script or request.workload else NAMED_MODEL
 
     def say(text: str) -> None:
@@ -138,11 +139,11 @@ def run_study(
     known = remembered_python(request, ask) if local else None
     python = ranks_python(request.python, say, needed=needed, remembered=known)
     with named_nodes(request, say, request.budget, interpreter=python) as nodes:
-        return _run(accepted_table(run_setup(request, nodes, python), request, ask), began, console, quiet, confirm)
+        return _run(accepted_table(run_setup(request, nodes, python), request, ask), clock, console, quiet, confirm)
 
 
 def _run(
-    setup: Setup, began: float, console: Console, quiet: bool, confirm: Callable[[str], bool] | None
+    setup: Setup, clock: CallClock, console: Console, quiet: bool, confirm: Callable[[str], bool] | None
 ) -> RunSummary:
     if setup.found_no_gpu:
         console.print("no GPU found: running CPU ranks", style="yellow")
@@ -177,7 +178,7 @@ def _run(
         with closing(first_executor(setup, work, cancelled, observer.doing)) as first:
             opening = first.now()
             if setup.landscape is None:  # a replay's clock is simulated
-                opening -= time.monotonic() - began
+                opening -= clock.seconds
             deadline.begin(first, opening)
             first.begin()  # its imports run while the study is opened
             probed = None
@@ -283,6 +284,32 @@ def _open(executor: Executor, say: Callable[[str], None]) -> None:
     executor.check(say)
 
 
+class CallClock:
+    """Seconds of a call so far, without those in which the user answers a question."""
+
+    def __init__(self) -> None:
+        self._began, self._answering = time.monotonic(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds that count."""
+        return time.monotonic() - self._began - self._answering
+
+    def stopped_by(self, ask: Ask | None) -> Ask | None:
+        """Return the question, with the clock stopped until it is answered; None without a terminal."""
+        if ask is None:
+            return None
+
+        def asked(question: str) -> bool:
+            began = time.monotonic()
+            try:
+                return ask(question)
+            finally:
+                self._answering += time.monotonic() - began
+
+        return asked
+
+
 class StartupDeadline:
     """End of the budget during start-up: imports, a script's probe run, the trace. A search keeps its own `Budget`.
 
@@ -380,8 +407,7 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
                 store.finish(number, own_outcome)
     _announce(setup, store, observer, resumed, closed)
     leaderboard = Leaderboard(setup.hardware, setup.job, setup.candidates)
-    for record in store.records() if resumed else ():
-        leaderboard.replay(record)
+    leaderboard.replay_calls(store.records() if resumed else ())
     leaderboard.begin_call()
     observer.begin_study(leaderboard)
     if not resumed:  # trials known before the search: a script's own config
@@ -497,7 +523,7 @@ def _summary(
         lines += [f"  {line}" for line in secrets_note(files)]
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
-        lines.append(f"  {counted(trials, 'trial')} ({counts}) in {used}; {found.ended}")
+        lines.append(f"  {counted(trials, 'trial')}{f' ({counts})' if counts else ''} in {used}; {found.ended}")
         lines += [f"  {found.confidence.sentence}"] if found.confidence else []
     elif found.interrupted:
         lines = ["stopped before anything was measured"]

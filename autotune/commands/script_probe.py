@@ -19,9 +19,10 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH,
 from autotune.problem.faults import own_facts, warnings
 from autotune.problem.job import Job, Script
 from autotune.problem.knobs import Circumstances, steps_on_gpu
-from autotune.problem.outcome import Outcome, OutcomeKind, Source
+from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
+from autotune.results.console import speed
 from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, given, integers_in_words, said
 from autotune.script.argument_writer import integers_in_files, with_declared_files
 from autotune.script.profile import (
@@ -46,7 +47,7 @@ from autotune.script.profile import (
 from autotune.script.recorded import RecordedItem, profile_names
 from autotune.script.script import LOCAL_RANK_FLAGS, carries_knob, with_flag
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
-from autotune.search.certificate import Verdict, compare, floor_of
+from autotune.search.certificate import Verdict, compare, floor_of, floor_of_cut, same_rows
 from autotune.util.files import write_atomically
 from autotune.util.units import format_bytes, format_duration
 from autotune.workers.failure_classifier import log_tail
@@ -56,8 +57,7 @@ from autotune.workers.failure_classifier import log_tail
 # Probe run: the first, unmodified run of a user's script, which shows what it trains and how fast.
 
 EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
-# after two warm-up steps, all that a trace records
-_OTHER_NUMBERS = Effort(min_steps=3, max_steps=3, min_seconds=0.0, reseed=True)
+_TRACED_STEPS = Effort(min_steps=3, max_steps=3, min_seconds=0.0)  # after two warm-up steps, all that a trace records
 # Settings for a script that runs out of memory unmodified, so that some of its facts can still be learnt.
 _THRIFTY: dict[str, Value] = {
     "zero_stage": 3,
@@ -77,6 +77,10 @@ _UNREACHED = re.compile(  # types of exceptions
 )
 
 
+_OWN_STEPS = "own_steps"  # key of facts: a run with minimal memory had the script's own batch
+_UNFINISHED = (
+    "probe-unfinished.json"  # file in a study's folder: a measured first run, before the checks that follow it
+)
 _FIRST_RUN = "first run"  # kind of a grant: this user wrote the stored findings of a probe run
 
 
@@ -109,13 +113,60 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
             baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
             ran_out = Outcome.from_json(known["ran_out"]) if known.get("ran_out") else None
             return Probe(_mapped(script, profile), baseline, ran_out=ran_out)
-    say(f"running {script.name} without changes, to learn what it trains")
-    baseline, facts = _try(executor, Candidate(()), "probe", seconds)
-    measured = None if baseline.kind.is_oom else _with_noise_floor(executor, baseline, seconds)
+    baseline, facts = _unfinished(folder, key, script.cwd) or (None, {})
+    if baseline is not None and baseline.measurement is not None:
+        say(f"{script.name} as it is, from an earlier call: {speed(baseline.measurement)}")
+    else:
+        say(f"running {script.name} without changes, to learn what it trains")
+        baseline, facts = _run_with_ops(executor, Candidate(()), "probe", seconds)
+        _refuse_unless_run(executor, baseline, reached=bool(facts))
+    try:
+        return _checked(executor, script, baseline, facts, key, seconds, say)
+    except Stopped:
+        if baseline.measurement is not None:
+            sources = digests([*([script.path] if script.path else []), *facts.get(SOURCES, ())], script.cwd)
+            kept = {"key": key, "baseline": baseline.to_json(), "facts": facts, SOURCES: sources}
+            _keep(folder / _UNFINISHED, json.dumps(kept, indent=1))
+            say(f"{script.name} as it is: {speed(baseline.measurement)}; kept, and the same command goes on from there")
+        raise
+
+
+def _unfinished(folder: Path, key: str, cwd: str | Path) -> tuple[Outcome, dict[str, Any]] | None:
+    """Return the measurement and facts of a first run whose call ended before the checks; None if there is none to use."""
+    if not (folder / _UNFINISHED).exists():
+        return None
+    text = (folder / _UNFINISHED).read_text(encoding="utf-8")
+    known = json.loads(text)
+    if known["key"] != key or not is_granted(RecordedItem(_FIRST_RUN, text)) or edited_since(known[SOURCES], cwd):
+        return None
+    return Outcome.from_json(known["baseline"]), known["facts"]
+
+
+def _checked(
+    executor: Executor,
+    script: Script,
+    baseline: Outcome,
+    facts: dict[str, Any],
+    key: str,
+    seconds: float,
+    say: Callable[[str], None],
+) -> Probe:
+    """Return the findings of a first run, and of the runs that follow it: noise, flags, another batch.
+
+    Args:
+        executor: runs the script.
+        script: the script.
+        baseline: outcome of the first run.
+        facts: report of the first run.
+        key: of the stored findings.
+        seconds: limit of each run.
+        say: receives lines for display.
+    """
+    measured = None if baseline.kind.is_oom else baseline
     ran_out = baseline if measured is None and "micro_batch" in facts else None
     if measured is None:
         say(f"the unmodified script does not fit ({baseline.reason}); trying the config with the least memory")
-        found = _at_its_thriftiest(executor, script, facts.get("optimizer", ""), seconds)
+        found = _at_its_thriftiest(executor, script, facts, seconds)
         if "micro_batch" not in facts:
             say("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
@@ -124,7 +175,7 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
     if named := ", ".join(sorted(facts.get("variables", {}))):
         say(f"{script.name} sets {named} in its code: ranks start with it now")
     facts = {**facts, "said": _all_said(script, facts)}
-    own = measured is not None
+    own = measured is not None or facts.get(_OWN_STEPS, False)
     profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own)
     if profile.get("evaluating"):
         say(
@@ -132,13 +183,15 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
         )
     elif profile["checkpointed"] and not profile["checkpointing"]:
         say("the script's activation checkpointing cannot be switched off and stays on")
-    if own:
+    if measured is not None:
         profile |= flags_found(executor, dataclasses.replace(script, profile=profile), facts, seconds)
         for line in _lines_of_flags(profile, _integers(script, facts)):
             say(line)
     varies = bool(facts.get("counted_by"))  # its steps have other rows each, and another loss
     reference = measured.trace if measured is not None and not varies else None
-    note = batch_note(executor, _mapped(script, profile), seconds, reference)
+    least = thrifty(facts.get("optimizer", ""), executor.hardware.device) if measured is None else None
+    check = check_batch(executor, _mapped(script, profile), seconds, reference, least)
+    note = check.note
     if note:
         say(f"{note}; its batch is kept, and everything else is tuned")
         profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)  # without flags: nothing sets its batch
@@ -148,7 +201,8 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
     used = facts.get(SOURCES, ())
     profile[SOURCES] = digests([*([script.path] if script.path else []), *used], script.cwd)
     if measured is not None:
-        measured = _counted_as(measured, facts, profile)
+        trace = check.reference or _with_noise_floor(executor, measured.trace, seconds)
+        measured = dataclasses.replace(_counted_as(measured, facts, profile), trace=trace)
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
     kept |= {"ran_out": ran_out.to_json()} if ran_out else {}
     return Probe(_mapped(script, profile), measured, json.dumps(kept, indent=1), ran_out)
@@ -166,20 +220,36 @@ def remember(probed: Probe, folder: Path) -> None:
     This happens after the study accepted them, so that a refusal changes nothing.
     """
     if probed.kept:
-        write_atomically(folder / MEMORY, probed.kept, private=True)
-        grant([RecordedItem(_FIRST_RUN, probed.kept)])
+        _keep(folder / MEMORY, probed.kept)
+        (folder / _UNFINISHED).unlink(missing_ok=True)
 
 
-def _at_its_thriftiest(executor: Executor, script: Script, optimizer: str, seconds: float) -> dict[str, Any]:
+def _keep(path: Path, text: str) -> None:
+    """Store findings of a probe run, and that this user made them."""
+    write_atomically(path, text, private=True)
+    grant([RecordedItem(_FIRST_RUN, text)])
+
+
+def _at_its_thriftiest(executor: Executor, script: Script, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Return the facts of a script that runs out of memory unmodified, from a run with minimal memory.
+
+    A script that takes its batch from elsewhere than its config cannot have one sample a step yet. It keeps its own.
+
+    Args:
+        facts: of the unmodified run, as far as it came.
 
     Raises:
         UserError: it runs out of memory there too.
     """
     job = dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
-    candidate = thrifty(optimizer, executor.hardware.device)
+    candidate = thrifty(facts.get("optimizer", ""), executor.hardware.device)
     executor.load_ops([candidate], job=job)
-    outcome, found = _try(executor, candidate, "probe-thrifty", seconds, job)
+    outcome, found = _run_with_ops(executor, candidate, "probe-thrifty", seconds, job)
+    if outcome.source is Source.BATCH and "micro_batch" in facts:
+        own = {MICRO_BATCH: facts["micro_batch"], ACCUMULATION: facts["accumulation"]}
+        outcome, found = _run_with_ops(executor, candidate.but(**own), "probe-thrifty-2", seconds, job)
+        found |= {_OWN_STEPS: True}
+    _refuse_unless_run(executor, outcome, reached=bool(found))
     if not outcome.ok:
         raise UserError(f"{script.name} does not fit, even with the config of the least memory: {outcome.reason}")
     return found
@@ -221,20 +291,17 @@ def _batch(facts: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any
     return read({**facts, "micro_batch": 1, "accumulation": 1, "said": {}})
 
 
-def _with_noise_floor(executor: Executor, baseline: Outcome, seconds: float) -> Outcome:
-    """Return the probe run's outcome with the noise floor of its trace.
+def _with_noise_floor(executor: Executor, trace: TrainingTrace | None, seconds: float) -> TrainingTrace | None:
+    """Return the probe run's trace with its noise floor.
 
     A second run of the same config draws other random numbers from its first forward on (dropout, noise). It is left
     out for a script that draws none there.
     """
-    if baseline.trace is None or not baseline.trace.draws:
-        return baseline
+    if trace is None or not trace.draws:
+        return trace
     with closing(executor.session(Candidate(()), "probe-noise")) as session:
-        again = session.measure(Candidate(()), _OTHER_NUMBERS, seconds)
-    if again.trace is None:
-        return baseline
-    floor = floor_of(baseline.trace, again.trace)
-    return dataclasses.replace(baseline, trace=dataclasses.replace(baseline.trace, floor=floor))
+        again = session.measure(Candidate(()), dataclasses.replace(_TRACED_STEPS, reseed=True), seconds)
+    return trace if again.trace is None else dataclasses.replace(trace, floor=floor_of(trace, again.trace))
 
 
 def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any]) -> Outcome:
@@ -249,9 +316,10 @@ def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any
     )
 
 
-def _try(
+def _run_with_ops(
     executor: Executor, candidate: Candidate, name: str, seconds: float, job: Job | None = None
 ) -> tuple[Outcome, dict[str, Any]]:
+    """Return the outcome and facts of a run, of which each missing op is built first."""
     until, ops = executor.now() + seconds, list[str]()
     while True:
         began = executor.now()
@@ -264,12 +332,26 @@ def _try(
         # Builds do not use up the time of the starts, and neither does the first failed start.
         until += executor.now() - (building if ops else began)
         ops.append(session.missing_op)
+    found = {OPS: [op for op in ops if op not in executor.ops.failed]} if outcome.ok or outcome.kind.is_oom else {}
+    return outcome, {**session.facts, **found}
+
+
+def _refuse_unless_run(executor: Executor, outcome: Outcome, *, reached: bool) -> None:
+    """Refuse a script that failed otherwise than by its memory.
+
+    Args:
+        reached: it has called `deepspeed.initialize`.
+
+    Raises:
+        UserError: with the reason, and the end of its log.
+        Stopped: the user stopped the tuner.
+    """
     if outcome.ok or outcome.kind.is_oom:
-        return outcome, {**session.facts, OPS: [op for op in ops if op not in executor.ops.failed]}
+        return
     assert executor.job.script is not None
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped before the script was measured")
-    if why := _in_one_line(outcome, executor.job.script.target, reached=bool(session.facts)):
+    if why := _in_one_line(outcome, executor.job.script.target, reached=reached):
         raise UserError(why)
     if outcome.kind is OutcomeKind.INTERRUPTED:
         more = ": give a larger --budget" if outcome.source is Source.BUDGET else ""
@@ -277,38 +359,29 @@ def _try(
     log = f"{outcome.log}/rank{outcome.rank or 0}.log"
     said = log_tail(Path(log)).strip()
     tail = "\n".join(f"  {line}" for line in said.splitlines()[-12:])
-    limits = _limits(outcome, executor.hardware.limit_bytes, said)
+    limits = _limits(outcome, executor.hardware.limit_bytes)
     who = "the script fails by itself" if not limits else "the script fails"
     raise UserError(f"{who}, before anything is tuned ({outcome.reason}){limits}:\n{tail}\n  log: {log}")
 
 
-# types of exceptions by which a failed allocation, mapping or thread shows
-_OF_MEMORY = {"builtins.MemoryError", "builtins.RuntimeError", "builtins.OSError", "builtins.SystemError"}
-_OF_MEMORY |= {"builtins.ImportError"}
 _NEAR_CAP = 0.7  # share of the cap from which a rank's peak may have reached it between two samples
-# texts of the errors EACCES, EPERM and EROFS, and of SQLite for them
-_REFUSED = re.compile(
-    r"permission denied|operation not permitted|read-only file system|readonly database|unable to open database file",
-    re.IGNORECASE,
-)
 
 
-def _limits(outcome: Outcome, cap_bytes: int | None, said: str) -> str:
+def _limits(outcome: Outcome, cap_bytes: int | None) -> str:
     """Return which limit of autotune may have made a script fail, and the remedy; empty if none can have.
 
     Args:
         outcome: of the probe run.
         cap_bytes: cap of a rank's memory; None without one.
-        said: end of the rank's log.
     """
-    raised, found = set(outcome.exceptions), []
+    found = []
     if cap_bytes is not None:
         near = outcome.peak_bytes is None or outcome.peak_bytes >= _NEAR_CAP * cap_bytes
-        if near or not raised or raised & _OF_MEMORY:
+        if near or not outcome.exceptions or Limit.MEMORY_CAP in outcome.limits:
             cap = format_bytes(cap_bytes)
             remedy = "raise --memory-cap or lower --reserve, or leave it out"
             found.append(f"the cap of {cap} a rank may be the cause: {remedy}")
-    if "builtins.PermissionError" in raised or _REFUSED.search(f"{outcome.reason}\n{said}"):
+    if Limit.SANDBOX in outcome.limits:
         found.append("the protection of your files may be the cause: run it on a copy of the folder with --unprotected")
     return "".join(f"; {one}" for one in found)
 
@@ -597,42 +670,76 @@ _AVERAGES = "--average_tokens_across_devices True averages the loss over the tok
 _MOST_TIMES = 4  # multiple of the script's micro-batch that is assumed to fit in memory
 
 
-def batch_note(executor: Executor, script: Script, seconds: float, reference: TrainingTrace | None = None) -> str:
-    """Return why the script's batch cannot be changed; empty if it honoured another batch, and trained the same on it.
+@dataclasses.dataclass(frozen=True)
+class BatchCheck:
+    """Findings of a batch check."""
+
+    note: str = ""  # why the script's batch cannot be changed; empty if it honoured another, and trained the same on it
+    reference: TrainingTrace | None = None  # trace of the probe run with its noise floor; None if the check had none
+
+
+def check_batch(
+    executor: Executor,
+    script: Script,
+    seconds: float,
+    reference: TrainingTrace | None = None,
+    least: Candidate | None = None,
+) -> BatchCheck:
+    """Check that the script honours another batch, and trains the same on it.
+
+    A run on another cut of the batch also draws other random numbers. If its differences scatter around zero, they are
+    the noise floor. Only systematic ones need a second run of the script's own config, to tell a cut from noise.
 
     Args:
         reference: trace of the probe run. A loss that depends on the cut of the batch, or a schedule that counts
             micro-batches, differs from it.
+        least: settings with minimal memory, for a script that does not fit with its own.
 
     Raises:
         UserError: it does not take its own global batch from its known flag.
         Stopped: the user stopped the tuner.
     """
     if not Counted.of(script.profile).unit:
-        return str(script.profile.get("uncounted", UNCOUNTED))
+        return BatchCheck(str(script.profile.get("uncounted", UNCOUNTED)))
     if not all(script.profile.get("beside", {}).values()):
-        return UNCOUNTED_BESIDE
+        return BatchCheck(UNCOUNTED_BESIDE)
     own = own_candidate(script)
+    if least is not None:
+        own = least.but(**{MICRO_BATCH: own.micro_batch, ACCUMULATION: own.accumulation})
     refused: list[tuple[Candidate, Outcome]] = []
     for number, other in enumerate(others(own)[:_MOST_TRIES], 1):
         outcome = _told(executor, script, other, f"probe-batch-{number}", seconds)
         unknown = outcome.kind.is_oom or not outcome.kind.is_attributable_to_candidate
         if outcome.ok and reference is not None and outcome.trace is not None:
-            found = compare(reference, own, outcome.trace, other)
-            averages = f"; {_AVERAGES}" if script.profile.get(BY_RANK) and found.cause == MICRO_BATCH else ""
-            return f"{found.text}{averages}" if found.verdict is Verdict.DIFFERS else ""
+            return _compared(executor, script, seconds, reference, other, outcome.trace)
         if outcome.ok or (unknown and not refused):
-            return ""
+            return BatchCheck()
         if not unknown:
             refused.append((other, outcome))
     other, first = refused[0]
     if first.source is not Source.BATCH:
-        return f"told another batch ({other}), {script.target} fails: {first.reason}"
+        return BatchCheck(f"told another batch ({other}), {script.target} fails: {first.reason}")
     disobeys = all(one.source is Source.BATCH and _samples(told) == _samples(own) for told, one in refused)
     typed = dict(script.flags).keys() - script.profile.get(FOUND, {}).keys()
     if disobeys and {MICRO_BATCH, ACCUMULATION} & typed:
         raise UserError(first.reason)
-    return first.reason
+    return BatchCheck(first.reason)
+
+
+def _compared(
+    executor: Executor, script: Script, seconds: float, reference: TrainingTrace, other: Candidate, trace: TrainingTrace
+) -> BatchCheck:
+    """Return the findings of a run on another cut of the script's batch."""
+    own, floor = own_candidate(script), floor_of_cut(reference, trace)
+    if not same_rows(reference, trace):  # drawn from what no seed reaches, such as the time
+        reference = dataclasses.replace(reference, draws=True)
+    if floor is not None:
+        reference = dataclasses.replace(reference, floor=floor)
+    else:
+        reference = _with_noise_floor(executor, reference, seconds) or reference
+    found = compare(reference, own, trace, other)
+    averages = f"; {_AVERAGES}" if script.profile.get(BY_RANK) and found.cause == MICRO_BATCH else ""
+    return BatchCheck(f"{found.text}{averages}" if found.verdict is Verdict.DIFFERS else "", reference)
 
 
 def others(own: Candidate) -> list[Candidate]:
@@ -660,9 +767,9 @@ def _samples(candidate: Candidate) -> int:
 
 
 def _told(executor: Executor, script: Script, other: Candidate, name: str, seconds: float) -> Outcome:
-    """Return the outcome of two steps of the script with this batch."""
+    """Return the outcome of a few steps of the script with this batch."""
     with closing(executor.session(other, name, job=job_of(script, executor.hardware, None))) as session:
-        outcome = session.measure(other, _TWO_STEPS, seconds)
+        outcome = session.measure(other, _TRACED_STEPS, seconds)
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped during the check of the script's batch size")
     return outcome

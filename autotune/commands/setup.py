@@ -119,9 +119,16 @@ class LaunchSetup:
     max_restarts: int
     silent_seconds: float
     convert: bool
+    interpreter: Interpreter = OWN  # of the ranks
 
 
 # -- from a request to its setup -----------------------------------------------------------------------------------------
+
+
+def unit_taken(budget: str) -> list[str]:
+    """Return a warning if a budget has no unit."""
+    text = budget.strip()
+    return [f"--budget {text} is {text} seconds; write {text}m for minutes"] if text.isdigit() else []
 
 
 def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpreter = OWN) -> Setup:
@@ -150,7 +157,7 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         space=tuned.space,
         candidates=tuple(tuned.candidates),
         notes=(*tuned.notes, *edits),
-        warnings=tuple(tuned.warnings),
+        warnings=(*unit_taken(request.budget), *tuned.warnings),
         landscape=tuned.landscape,
         nodes=nodes.cluster if nodes is not None else None,
         name=name,
@@ -256,6 +263,7 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
         max_restarts=request.max_restarts,
         silent_seconds=silent_seconds,
         convert=request.convert,
+        interpreter=interpreter,
     )
 
 

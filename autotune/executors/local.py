@@ -31,7 +31,7 @@ from autotune.rank.step_statistics import Pace, median_spread, pace_of
 from autotune.script.script import heavy_imports
 from autotune.util.entry_points import MODEL_RANK, SCRIPT_RANK, SELFTEST_RANK
 from autotune.util.units import GIB
-from autotune.workers.failure_classifier import FailureEvidence, MemorySnapshot, classify_failure
+from autotune.workers.failure_classifier import FailureEvidence, MemorySnapshot, classify_failure, suspected_limits
 from autotune.workers.gpu_memory import clock_limits, clock_mhz, make_meter
 from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.host_workers import MultiHostLaunch
@@ -574,6 +574,7 @@ def failed_outcome(evidence: FailureEvidence, *, greeted: bool, server_lives: bo
         reason=reason,
         evidence=said,
         source=verdict.source,
+        limits=suspected_limits(evidence),
         exceptions=verdict.exceptions,
         rank=verdict.rank,
         missing_bytes=verdict.missing_bytes,

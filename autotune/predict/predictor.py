@@ -284,6 +284,14 @@ class Predictor:
         parts = [self._prepare(self._traces[way], [candidates[i] for i in at]) for way, at in ways.items()]
         return Prepared.joined(parts, list(ways.values()))
 
+    def prepare_like(self, candidates: Sequence[Candidate], like: Prepared) -> Prepared:
+        """Prepare candidates with the sizes of `like`: the same ones of the same job on another machine of this device."""
+        ways = {_way(self.job, candidate): candidate for candidate in candidates}
+        traces = [self._trace(way, candidate) for way, candidate in ways.items()]
+        if len(traces) != 1:
+            return self.prepare(candidates)
+        return like.on(self.job, self.hardware, traces[0])
+
     def _prepare(self, trace: Trace, candidates: Sequence[Candidate]) -> Prepared:
         guessed = self.trace.exact and not trace.exact
         return Prepared.of(self.job, self.hardware, trace, candidates, guessed=guessed)
@@ -395,7 +403,12 @@ class Predictor:
     def predict_many(self, candidates: Sequence[Candidate]) -> list[Prediction]:
         """Predict each candidate, with its breakdowns."""
         prepared = self.prepare(candidates)
-        table = self.prepared_table(prepared)
+        return self.prepared_predictions(candidates, prepared, self.prepared_table(prepared))
+
+    def prepared_predictions(
+        self, candidates: Sequence[Candidate], prepared: Prepared, table: Table
+    ) -> list[Prediction]:
+        """Return the predictions of prepared candidates, with their breakdowns; `table` is that of `prepared_table`."""
         spent = self._spent(prepared, self._time.mean)
         breakdowns = Breakdowns(
             hardware=self.hardware,
@@ -640,9 +653,19 @@ class Prepared:
         b = bill(job, trace, c, hardware.device)
         uneven, spread = uneven_shares(job, c, b.activations.max(axis=0))
         doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)
-        features = np.hstack([features_of(c), np.tile(job_features(job, hardware, trace), (len(candidates), 1))])
+        features = _features(c, job, hardware, trace)
         loss = loss_bytes(job) * c.micro_batch
         return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven, loss)
+
+    def on(self, job: Job, hardware: Hardware, trace: Trace) -> Prepared:
+        """Return the same candidates of the same job on another machine of the same device: no size depends on it."""
+        c = self.columns
+        return dataclasses.replace(
+            self,
+            work=work(job, hardware, trace, c),
+            quirks=quirks_of(c, hardware.nodes),
+            features=_features(c, job, hardware, trace),
+        )
 
     @classmethod
     def joined(cls, parts: list[Prepared], at: list[list[int]]) -> Prepared:
@@ -675,6 +698,10 @@ class Prepared:
         b = dataclasses.replace(self.bill, **sums, **tables)
         beside = tuple(one[chosen] for one in (self.quirks, self.features, self.doubt, self.uneven, self.loss))
         return Prepared(columns, b, w, *beside)
+
+
+def _features(c: Columns, job: Job, hardware: Hardware, trace: Trace) -> Floats:
+    return np.hstack([features_of(c), np.tile(job_features(job, hardware, trace), (len(c), 1))])
 
 
 def _diagonal(tables: list[Floats]) -> Floats:

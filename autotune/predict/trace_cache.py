@@ -139,7 +139,7 @@ def stored_trace(job: Job, *, device: str = "cuda", versions: Mapping[str, str] 
     job, _ = runnable(job)
     found = known_trace(job, "own", device, versions)
     if found is None:
-        raise UserError("not traced: this machine has no trace of its model, and reading a study runs none of its code")
+        raise UserError("this machine has no trace of its model, and reading a study runs none of its code")
     return found
 
 

@@ -44,10 +44,10 @@ from autotune.versions import version_of
 #
 # The model's forward and backward run under fake tensors: operators only derive shapes, and use no memory. Two runs, at
 # micro-batches of two and three sequences, give every allocation as `fixed + per_sequence x micro_batch`. A deep model
-# is traced at two small depths and extrapolated (`tracer.py`).
+# is traced at two small depths and extrapolated (`extrapolate`).
 #
-# Within `predict`, only this module and its parts (`losses`, `operators`, `stand_ins`, `fused_kernels`, `recurrences`)
-# import torch and transformers. The tuner's process never imports it.
+# Within `predict`, only this module, `op_counters` and `fake_tensor_patches` import torch and transformers. The tuner's
+# process never imports them.
 
 MOST_SECONDS = 300  # limit of each trace under --many
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from autotune.errors import UserError
 from autotune.predict.features import Columns, Floats
-from autotune.predict.predictor import SURE_SIGMAS, Prediction, Predictor, Table
+from autotune.predict.predictor import SURE_SIGMAS, Prediction, Predictor, Prepared, Table
 from autotune.predict.step_time import host_limit_bytes
 from autotune.problem.candidate import (
     ACCUMULATION,
@@ -62,6 +62,7 @@ class Elsewhere:
         self.space, self.first, self.batch_assumed = space, predictor, batch_assumed
         self.families = _families(candidates, table)
         self._known: dict[int | None, list[Candidate]] = {}  # by a rank's share of the global batch
+        self._prepared: list[tuple[Job, str, Prepared]] = []  # sizes of a job's candidates, by job and device
 
     def candidates(self, job: Job) -> list[Candidate]:
         """Return the candidates to try for this job; none if its global batch cannot be split.
@@ -112,15 +113,22 @@ class Elsewhere:
             self.first.tracer,
             self.first.widening,
         )
-        return JobPredictions(hardware, predictor, candidates, predictor.table(candidates))
+        known = (one for other, device, one in self._prepared if device == hardware.device and other == job)
+        like = next(known, None)
+        prepared = predictor.prepare(candidates) if like is None else predictor.prepare_like(candidates, like)
+        if like is None:
+            self._prepared.append((job, hardware.device, prepared))
+        return JobPredictions(hardware, predictor, candidates, prepared, predictor.prepared_table(prepared))
 
 
 class JobPredictions:
     """Predictions of one job on one machine. Main memory limits nothing until a method checks it."""
 
-    def __init__(self, hardware: Hardware, predictor: Predictor, candidates: list[Candidate], table: Table) -> None:
+    def __init__(
+        self, hardware: Hardware, predictor: Predictor, candidates: list[Candidate], prepared: Prepared, table: Table
+    ) -> None:
         self.hardware, self.job, self.table = hardware, predictor.job, table
-        self._predictor, self._candidates = predictor, candidates
+        self._predictor, self._candidates, self._prepared = predictor, candidates, prepared
         self._sure = predictor.margins(table) >= SURE_SIGMAS
         self._told: dict[int, Prediction] = {}
 
@@ -141,7 +149,10 @@ class JobPredictions:
     def prediction(self, place: int) -> Prediction:
         """Return the prediction of one candidate with its breakdowns."""
         if place not in self._told:
-            self._told[place] = self._predictor.predict(self._candidates[place])
+            at = np.array([place])
+            row = Table(**{name: column[at] for name, column in vars(self.table).items()})
+            prepared = self._prepared.rows(at)
+            (self._told[place],) = self._predictor.prepared_predictions([self._candidates[place]], prepared, row)
         return self._told[place]
 
 

@@ -72,6 +72,13 @@ class Source(StrEnum):
     TRACE = "trace"  # the training trace differs from the reference's
 
 
+class Limit(StrEnum):
+    """Limit set by the tuner that may have caused a failure."""
+
+    MEMORY_CAP = "memory cap"
+    SANDBOX = "sandbox"
+
+
 @dataclass(frozen=True)
 class Measurement:
     """End-to-end figures of one candidate; memory is the worst rank's, speed the whole group's."""
@@ -119,6 +126,7 @@ class Outcome:
     evidence: str = ""  # evidence for the kind, in words: exception type, exit status, counter, or log text
     exceptions: tuple[str, ...] = ()  # full names of the exception's types, its own first; empty if none was raised
     source: Source | None = None
+    limits: tuple[Limit, ...] = ()  # that may have caused a failure; a used budget is a `source`
     missing_bytes: int | None = None  # bytes that a failed allocation lacked, if the allocator reported them
     capacity_bytes: int | None = None  # bytes of the device or main memory that ran out; None: as much as today
     # bytes; the measurement's peak, or in a failed trial the highest that was sampled or that a rank reported
@@ -163,6 +171,7 @@ class Outcome:
         values = {key: value for key, value in data.items() if key in known}
         values["kind"] = OutcomeKind(values["kind"])
         values["exceptions"] = tuple(values.get("exceptions", ()))
+        values["limits"] = tuple(map(Limit, values.get("limits", ())))
         values["phase"] = Phase(values.get("phase", Phase.STEP))
         said = values.get("source")
         values["source"] = Source(said) if said else None

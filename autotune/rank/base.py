@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import os
 import resource
 import signal
@@ -212,6 +213,7 @@ class BaseRank(ABC):
             "file": frames[-1].filename if frames else "",
             "files": [frame.filename for frame in frames],
             "rank": self.number,
+            "errnos": sorted(errnos(error)),
             "cause": str(error.cause) if isinstance(error, Unusable) else None,
             "full_disk": full_disk(self.written),
             "numbers": collect(self.spec["device"], self.spec.get("cap_bytes")),
@@ -294,6 +296,7 @@ class BaseRank(ABC):
 #
 # Rendezvous of the ranks of a group: a file on one machine, a TCP port of the first machine on several.
 
+_SQLITE_REFUSALS = (3, 8, 14)  # SQLITE_PERM, SQLITE_READONLY, SQLITE_CANTOPEN; attribute since Python 3.11
 _BACKLOG = 1024
 LOOPBACK = "127.0.0.1"
 
@@ -387,6 +390,20 @@ def collect(device: str, cap_bytes: int | None = None) -> Numbers:
                 index = torch.cuda.current_device()  # device of this thread; a new thread starts with GPU 0
                 _within(PATIENCE_SECONDS, lambda: of_cuda(torch, index, numbers))
     return dict(numbers)  # a copy, because the thread may still write
+
+
+def errnos(error: BaseException | None) -> set[int]:
+    """Return the kernel's error numbers in a chain of exceptions. SQLite's own codes for a refusal count as EACCES."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OSError) and error.errno is not None:
+            found.add(error.errno)
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _SQLITE_REFUSALS:
+            found.add(errno.EACCES)
+        error = error.__cause__ or error.__context__
+    return found
 
 
 def full_disk(folders: Sequence[str]) -> str:

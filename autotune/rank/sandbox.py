@@ -33,6 +33,7 @@ from autotune.versions import StrEnum
 
 _DROPPED = (2, 17, 19, 21, 27)  # capabilities(7): open by handle, raw devices, other processes' files, mount, mknod
 _KERNEL_FOLDERS = ("/proc", "/sys", "/dev")  # hold no user's files, except for shared memory
+_MACHINE_SETTINGS = ("sys", "sysrq-trigger", "irq", "bus", "fs")  # in /proc; the list of container engines (runc)
 _SHARED_MEMORY = "/dev/shm"
 _COPIED_BYTES = 1 << 20  # largest file that is copied if an overlay cannot take it
 _MOST_ENTRIES = 5000  # of a folder whose entries are looked at one by one
@@ -241,6 +242,10 @@ class _Tree:
             linux.mount(path, at, linux.BIND | linux.RECURSIVE)
             if path != "/proc":  # devices can be written to, but not removed
                 linux.make_read_only(at, recursive=path == "/sys")
+            for name in _MACHINE_SETTINGS if path == "/proc" and not self._ordinary else ():
+                with suppress(OSError):  # not in this kernel
+                    linux.mount(f"{at}/{name}", f"{at}/{name}", linux.BIND | linux.RECURSIVE)
+                    linux.make_read_only(f"{at}/{name}", recursive=True)
             return
         split = self._ordinary and any(_contains(path, one) and one != path for one in self._mounts)
         if split or self._mounts.get(path) or not self._overlay(path, at):

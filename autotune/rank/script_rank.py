@@ -31,8 +31,9 @@ from autotune.rank.measure import (
     run_script,
     say_goodbye,
 )
+from autotune.rank.random_state import RandomState
 from autotune.rank.sandbox import Sandbox
-from autotune.rank.training_trace import TraceRecorder, seed_all
+from autotune.rank.training_trace import TraceRecorder
 from autotune.script.profile import TOKENS, UNCOUNTED, Counted
 from autotune.script.source_digests import SOURCES
 from autotune.workers.protocol import Channel, Message
@@ -74,9 +75,13 @@ _RUNS = (
 )
 
 
-def quiet_trackers() -> None:
-    """Disable trackers and uploads of this process, and forget the runs that the user's shell names."""
+def quiet_trackers(folder: str) -> None:
+    """Disable trackers and uploads of this process, and forget the runs that the user's shell names.
+
+    MLflow has no switch for a script's own calls: they write into `folder` in place of the user's server.
+    """
     os.environ.update(_QUIET_ENVIRONMENT)
+    os.environ["MLFLOW_TRACKING_URI"] = os.environ["MLFLOW_REGISTRY_URI"] = f"file://{folder}/mlruns"
     for name in _RUNS:
         os.environ.pop(name, None)
 
@@ -101,6 +106,7 @@ class ScriptRank(BaseRank):
         self.widest_tokens = self.short_steps = 0  # tokens of the longest row; number of steps that ended their data
         self.rows_beside: dict[str, list[int]] = {}  # rows of every step, by number of the auxiliary engine
         self.saved_tensors: SavedTensors | None = None
+        self.random_state = RandomState(self.number)
         self.trace: TraceRecorder | None = None  # None in a slice
         self._failure: tuple[int, Message] | None = None  # id and description of the last failure since a step
         self._failures = 0  # since the last step
@@ -112,21 +118,22 @@ class ScriptRank(BaseRank):
 
     def run(self) -> None:
         """Run the script under hooks and measure its steps on request of the tuner."""
-        quiet_trackers()
+        sandbox = Sandbox.from_json(self.spec["sandbox"])
+        quiet_trackers(str(sandbox.files))
         self.begin()
         assert self.job.script is not None
         self.script = self.job.script
-        sandbox = Sandbox.from_json(self.spec["sandbox"])
         context = Context(
             self.job, self.candidate, self, self.spec["device"], sandbox.files, quiet=True, sandbox=sandbox
         )
         if not self.sliced:  # ranks of a slice compute with parts of the gradients
-            context.trace = TraceRecorder()
+            context.trace = TraceRecorder(self.random_state)
         self.trace = context.trace
         self.hooks = Hooks(context)
         self.hooks.install()
         self._variables = dict(os.environ)
-        seed_all(self.spec["seed"], self.number)
+        self.random_state.install(context.patches)
+        self.random_state.seed(self.spec["seed"])
         try:
             run_script(self.script, self.hooks.arguments())
         except SystemExit as error:
@@ -323,7 +330,7 @@ class ScriptRank(BaseRank):
             say_goodbye(self)
         self.request = MeasureRequest.of(message)
         if message.get("reseed"):
-            seed_all(self.spec["seed"] + 1, self.number)
+            self.random_state.seed(self.spec["seed"] + 1)
         self._begin_measuring()
 
     def _tell_facts(self) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autotune.problem.training_trace import MOST_STEPS
+from autotune.problem.training_trace import LEAST_STEPS, MOST_STEPS
+from autotune.rank.random_state import RandomState
 
 _SAMPLED = 16  # parameters, evenly spaced over the model's trained ones
 _ELEMENTS = 512  # of each sampled parameter, evenly spaced over it
@@ -22,9 +22,13 @@ class TraceRecorder:
 
     The recorder runs no collective and draws no random number. Every rank reports its own shards, and
     `TrainingTrace.merged` adds them up. An error while recording leaves the quantity out and never ends the training.
+
+    Args:
+        random_state: of the rank; None watches only the global generators.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, random_state: RandomState | None = None) -> None:
+        self._random = random_state or RandomState()
         self._seconds = 0.0  # spent on recording since `take_seconds`
         self.restart()
 
@@ -40,7 +44,7 @@ class TraceRecorder:
         self._initial: list[Any] | None = None  # sampled weights before the first step
         self._own_norm: Any = None
         self._skipped = 0
-        self._states: tuple[Any, ...] | None = None  # states of the generators at the first forward
+        self._marked = False  # the generators' states at the first forward are known
         self._draws = False
         self._autocast = False  # the script's first forward ran under torch's autocast
         self._about: dict[str, Any] = {"stage": 0, "precision": "fp32", "accumulation": 1}
@@ -67,8 +71,9 @@ class TraceRecorder:
         if not self.records:
             return
         with _Timed(self):
-            if self._states is None:
-                self._states = _generator_states()
+            if not self._marked:
+                self._marked = True
+                self._random.mark()
                 self._autocast = any(map(_casts, ("cpu", "cuda")))
             self._in_backward = False
             seen = (rows, _digest(tensor))
@@ -129,7 +134,8 @@ class TraceRecorder:
             self._skipped = int(getattr(engine, "skipped_steps", 0))
             self._step["rates"] = [float(group["lr"]) for group in engine.optimizer.param_groups]
             self._own_norm = None
-            if _has_no_norm(engine):
+            known = sum(step["norm"] is not None and not step["skipped"] for step in self._steps)
+            if _has_no_norm(engine) and known < LEAST_STEPS:  # reads all gradients, so not in every step
                 norm = _gradient_norm(engine.module)
                 self._own_norm = norm / _loss_scale(engine) if norm is not None else None
             self._before = self._weights(engine)
@@ -152,8 +158,7 @@ class TraceRecorder:
         with _Timed(self, alone=True):
             step, self._step = self._step, _new_step()
             self._in_backward = False
-            norm = engine.get_global_grad_norm() if self._own_norm is None else self._own_norm
-            step["norm"] = norm
+            step["norm"] = self._own_norm if _has_no_norm(engine) else engine.get_global_grad_norm()
             step["skipped"] = int(getattr(engine, "skipped_steps", 0)) > self._skipped
             after = self._weights(engine) if self._before else None
             if self._before and after:
@@ -163,7 +168,7 @@ class TraceRecorder:
             self._before = None
             self._steps.append(step)
             if not self.records:
-                self._draws = self._states is not None and _generator_states() != self._states
+                self._draws = self._random.has_drawn()
 
     def _weights(self, engine: Any) -> list[Any]:
         """Return copies of this rank's share of the sampled weights in fp32."""
@@ -173,7 +178,7 @@ class TraceRecorder:
     def report(self) -> dict[str, Any]:
         """Return this rank's steps as JSON data."""
         if self.records and self._steps:
-            self._draws = self._states is not None and _generator_states() != self._states
+            self._draws = self._random.has_drawn()
         return {
             **self._about,
             "draws": self._draws,
@@ -270,23 +275,6 @@ def _casts(device: str) -> bool:
     import torch
 
     return torch.is_autocast_enabled(device)
-
-
-def _generator_states() -> tuple[Any, ...]:
-    """Return the states of all generators that a training usually draws from."""
-    import torch
-
-    from autotune.rank.devices import generator_state
-
-    numpy = sys.modules.get("numpy")
-    states: list[Any] = [random.getstate()]
-    if numpy is not None:
-        _, keys, position, *_ = numpy.random.get_state()
-        states += [keys.tobytes(), position]
-    states.append(torch.get_rng_state().numpy().tobytes())
-    if (state := generator_state()) is not None:
-        states.append(state)
-    return tuple(states)
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -397,13 +385,3 @@ def _gradient_norm(module: Any) -> Any:
         if p.grad is not None and not p.grad.is_sparse
     ]
     return torch.stack([one.to(norms[0].device) for one in norms]).norm() if norms else None
-
-
-def seed_all(seed: int, rank: int) -> None:
-    """Seed the generators of torch alike on all ranks, as torch does by default, and the others by rank."""
-    import torch
-
-    torch.manual_seed(seed)
-    random.seed(seed * 1_000_003 + rank)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed((seed * 1_000_003 + rank) % 2**32)

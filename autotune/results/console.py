@@ -324,6 +324,8 @@ def show_study(store: StudyStore, out: Console) -> None:
     """Print a study's trials with their reasons, what was not tried and why, its calls, and its verdict."""
     records, calls, facts = store.records(), store.calls(), store.facts()
     out.print(trials_table(records, facts))
+    if legend := code_legend(*(record.candidate for record in records)):
+        out.print(f"codes: {legend}", style="dim", markup=False, emoji=False, highlight=False, soft_wrap=True)
     for reason, count in sorted(store.skips.items(), key=lambda item: -item[1])[:12]:
         out.print(f"not tried ({count}): {reason}", markup=False, emoji=False, highlight=False, soft_wrap=True)
     if calls:
@@ -389,7 +391,7 @@ def config_sentence(candidate: Candidate, job: Job, hardware: Hardware) -> str:
     """Describe a config in words: ZeRO stage, batch, devices, offload and checkpointing. Other knobs are in its short codes."""
     if not candidate.knobs:
         return AS_IS
-    unit = "GPU" if hardware.device == "cuda" else "CPU rank"
+    unit = _unit(hardware)
     batch = candidate.micro_batch * candidate.accumulation * job.ranks
     return ", ".join(
         [
@@ -418,11 +420,11 @@ def _briefly(candidate: Candidate) -> str:
     return ", ".join([*parts, *_offloads(candidate), *(["checkpointing"] * candidate.checkpointing)])
 
 
-def code_legend(candidate: Candidate) -> str:
-    """Explain the short codes of a config: `z: ZeRO stage, mb: micro-batch`."""
-    known = ((name, KNOBS[name].short if name in KNOBS else "") for name, _ in candidate.knobs)
-    shown = {short: name for name, short in known if short and describe({name: candidate.get(name)})}
-    codes = str(candidate)
+def code_legend(*candidates: Candidate) -> str:
+    """Explain the short codes of configs: `z: ZeRO stage, mb: micro-batch`."""
+    known = [(one, name, KNOBS[name].short if name in KNOBS else "") for one in candidates for name, _ in one.knobs]
+    shown = {short: name for one, name, short in known if short and describe({name: one.get(name)})}
+    codes = " ".join(map(str, candidates))
     ordered = sorted((one for one in shown if one in codes), key=codes.index)
     return ", ".join(f"{short}: {knob_words(shown[short])}" for short in ordered)
 
@@ -458,15 +460,13 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
     if record is None or record.outcome is None or record.outcome.measurement is None:
         return [*filter(None, first), "no winner yet"]
     measured = record.outcome.measurement
-    samples, tokens = measured.per_gpu(job.ranks)
     spread = 100 * measured.step_seconds_spread / measured.step_seconds
     free = 100 * (1 - measured.peak_bytes / hardware.capacity_bytes)
     lines = [
         *filter(None, first),
         f"winner: {config_sentence(record.candidate, job, hardware)}",
         f"  config: {record.candidate} ({code_legend(record.candidate)})",
-        f"  {speed(measured)}, ±{spread:.1f} %; a GPU: {samples:.4g} samples/s"
-        + (f", {tokens:.5g} tokens/s" if _has_tokens(measured) else ""),
+        f"  {speed(measured)}, ±{spread:.1f} % within its run (95 %){_per_rank(measured, job, hardware)}",
         f"  step {format_duration(measured.step_seconds)}; peak {format_bytes(measured.peak_bytes)} of "
         f"{format_bytes(hardware.capacity_bytes)} ({free:.0f} % free, headroom {100 * hardware.headroom:.0f} %)",
     ]
@@ -486,12 +486,25 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
     if (peak_bytes := resumed_peak_bytes(list(records), record.candidate)) is not None:
         lines.append(f"  goes on from a checkpoint: peak {format_bytes(peak_bytes)}")
     if measured.mfu is not None:
-        lines.append(f"  {measured.model_tflops_per_gpu:.1f} model TFLOP/s a GPU, MFU {100 * measured.mfu:.1f} %")
+        lines.append(f"  {measured.model_tflops_per_gpu:.1f} model TFLOP/s per GPU, MFU {100 * measured.mfu:.1f} %")
     lines += [f"  {line}" for line in certificate_lines(job, records, record)]
     lines += [f"  {line}" for line in facts.comparison()]
     if other := other_batch(record.candidate, job):
         lines.append(f"  {other}")
     return [*lines, *(f"  it {line}" for line in lossy_settings(record.candidate, job))]
+
+
+def _per_rank(measured: Measurement, job: Job, hardware: Hardware) -> str:
+    """Return the speed of one of several ranks; empty for a single rank."""
+    if job.ranks == 1:
+        return ""
+    samples, tokens = measured.per_gpu(job.ranks)
+    text = f"; per {_unit(hardware)}: {samples:.4g} samples/s"
+    return text + (f", {format_count(tokens).strip()} tokens/s" if _has_tokens(measured) else "")
+
+
+def _unit(hardware: Hardware) -> str:
+    return "GPU" if hardware.device == "cuda" else "CPU rank"
 
 
 def unlike_steps(own: Candidate, winner: Candidate, job: Job) -> str:
@@ -635,7 +648,7 @@ def no_winner_lines(
         return [first, *_closest_lines(facts.closest, facts.closest.outcome, hardware, tried, untried)]
     budget, used = format_duration(facts.budget_seconds), facts.used_seconds
     if not facts.trials:
-        if facts.stop_reason == StopReason.BUDGET_USED.value:
+        if StopReason.of(facts.stop_reason) is StopReason.BUDGET_USED:
             more = _larger_budget(used + facts.budget_seconds)
             took = format_duration(used)
             if used < facts.budget_seconds:

@@ -32,6 +32,7 @@ class Budget:
         budget_seconds: budget of the call.
         spent_seconds: seconds of the budget used before the loop, for imports and the fork server.
         best: returns the best candidate so far and its measurement; None if nothing was measured.
+        due: returns how many verifications the search leaves time for: of the best, and of an earlier call's winner.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class Budget:
         budget_seconds: float,
         spent_seconds: float,
         best: Callable[[], tuple[Candidate, Measurement] | None],
+        due: Callable[[], int] = lambda: 1,
     ) -> None:
         self.executor, self.proposer, self.verify_effort = executor, proposer, verify_effort
-        self.budget_seconds, self._best = budget_seconds, best
+        self.budget_seconds, self._best, self._due = budget_seconds, best, due
         self._spent_seconds = spent_seconds
         self.references = 0  # trials without DeepSpeed that follow the search
         # seconds outside measured steps, by family (`Candidate.family`) of a started engine
@@ -158,8 +160,9 @@ class Budget:
         verification alone, because a partial resume trial proves nothing.
         """
         most = MOST_RESERVED * self.budget_seconds
-        whole = self.verification_seconds + self.resume_seconds
-        return whole if whole <= most else min(most, self.verification_seconds)
+        verifying = self._due() * self.verification_seconds
+        whole = verifying + self.resume_seconds
+        return whole if whole <= most else min(most, verifying)
 
     @property
     def least_trial_seconds(self) -> float:

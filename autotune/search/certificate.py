@@ -30,6 +30,9 @@ from autotune.versions import StrEnum
 # and two more steps get five times (bf16) and a hundred times (fp32) as much.
 LEAST_TOLERANCE = {"fp32": 1e-3, "mixed": 5e-3, "bf16": 5e-3, "fp16": 5e-3}
 _FLOORS = 4.0  # tolerated multiples of the floor, which is itself estimated from a few steps
+# Mean difference, in standard deviations of the steps, from which it is systematic: 4.5 standard errors of five steps,
+# which noise passes in 99 % of all cases (Student's t, four degrees of freedom).
+_SYSTEMATIC = 2.0
 _CLEARS = 0.02  # relative difference of the gradient norm up to which another loss has no effect
 _MOST = math.log(1.4)  # no noise floor tolerates more: factors of 1.5 and 0.67 are always found
 _RATE_TOLERANCE = 0.01  # relative; a schedule's length in steps is rounded
@@ -81,6 +84,20 @@ def floor_of(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
         for name in (LOSS, NORM, UPDATE)
         if (each := _differences(first, second, name))
     }
+
+
+def floor_of_cut(first: TrainingTrace, second: TrainingTrace) -> dict[str, float] | None:
+    """Return the noise floor by a run on another cut of the same batch; None if it differs systematically.
+
+    The noise of a step has any sign, and an effect of the cut the same sign in every step.
+    """
+    least = max(LEAST_TOLERANCE.get(one.precision, 5e-3) for one in (first, second))
+    found = {name: each for name in (LOSS, NORM, UPDATE) if (each := _differences(first, second, name))}
+    for each in found.values():
+        scatter = statistics.stdev(each) if len(each) >= LEAST_STEPS else 0.0
+        if abs(statistics.fmean(each)) > max(least, _SYSTEMATIC * scatter):
+            return None
+    return floor_of(first, second)
 
 
 def compare(
@@ -203,10 +220,10 @@ def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace) -> flo
     floor = _FLOORS * reference.floor.get(name, 0.0)
     if not _same_weights(reference, trace):
         floor = _MOST
-    elif not _same_rows(*_compared(reference, trace)[0]):
+    elif not same_rows(reference, trace):
         values = [abs(value) for step in reference.counted if (value := _value(step, name))]
         logs = [math.log(value) for value in values if value > _TINY]
-        floor = max(floor, 2.0 * statistics.stdev(logs) if len(logs) > 1 else _MOST)
+        floor = max(floor, _FLOORS * statistics.stdev(logs) if len(logs) > 1 else _MOST)
     return max(least, min(floor, _MOST))
 
 
@@ -224,6 +241,11 @@ def _compared(reference: TrainingTrace, trace: TrainingTrace) -> list[tuple[Trac
     """Return the steps until the first one on other rows, or all if the first is; weights have differed since."""
     pairs = _paired(reference, trace)
     return list(itertools.takewhile(lambda pair: _same_rows(*pair), pairs)) or pairs
+
+
+def same_rows(one: TrainingTrace, other: TrainingTrace) -> bool:
+    """Return True unless two runs are known to train on other rows from their first step on."""
+    return all(_same_rows(*pair) for pair in _paired(one, other)[:1])
 
 
 def _same_rows(one: TracedStep, other: TracedStep) -> bool:

@@ -39,7 +39,8 @@ _WATCHED_PREFIXES = (
     *("CUDA_DEVICE_MAX_", "CUDA_LAUNCH_", "CUDA_MODULE_"),
     *("OMP_PROC_", "OMP_PLACES", "OMP_WAIT_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "MALLOC_"),
 )
-_UNWATCHED_PREFIXES = ("NCCL_DEBUG", "TORCH_NCCL_DUMP", "TORCH_NCCL_TRACE")  # they only control logging
+# They only control logging. Images of NVIDIA set NCCL_VERSION to the version of a package, and NCCL does not read it.
+_UNWATCHED_PREFIXES = ("NCCL_DEBUG", "TORCH_NCCL_DUMP", "TORCH_NCCL_TRACE", "NCCL_VERSION")
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # a variable's name, as a shell accepts it before a command
 _SECRET = re.compile(r"token|secret|passw|credential|api_?key", re.IGNORECASE)
 
@@ -145,13 +146,14 @@ def other_variables(mark: dict[str, Any]) -> dict[str, tuple[str | None, str | N
 
 
 def _knowing_alike(*marks: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return two fingerprints without the variables that only one of them watched."""
+    """Return two fingerprints without variables that only one of them watched, or that are no longer watched."""
     one, other = ({*mark.get(BESIDES, ())} for mark in marks)
     alike = []
     for mark in marks:
         kept = {name: value for name, value in mark.items() if name != BESIDES}
         if ENVIRONMENT in mark:
-            kept[ENVIRONMENT] = {name: value for name, value in mark[ENVIRONMENT].items() if name not in one ^ other}
+            known = mark[ENVIRONMENT].items()
+            kept[ENVIRONMENT] = {name: value for name, value in known if name not in one ^ other and _is_watched(name)}
         alike.append(kept)
     return alike
 

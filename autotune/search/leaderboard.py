@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.problem.candidate import Candidate, samples
@@ -49,6 +50,9 @@ class Leaderboard:
         self._doubted: set[Candidate] = set()  # need at least as much memory as one with an OOM in verification
         self._most_held: dict[int, float] = {}  # by stage: bytes in a search, from which on verification failed
         self._turns: dict[Candidate, list[Measurement]] = {}  # verifications in this call
+        self._earlier: dict[Candidate, Measured] = {}  # verifications of earlier calls
+        self._new: set[Candidate] = set()  # measured in this call
+        self._chosen: Candidate | None = None  # choice of the earlier calls
 
     def learn(self, number: int, candidate: Candidate, outcome: Outcome, role: str) -> None:
         """Record a trial's outcome."""
@@ -77,7 +81,15 @@ class Leaderboard:
         else:
             self.searched[candidate] = (number, outcome.measurement)
         if role == VERIFY or candidate not in self.verified:
+            self._new.add(candidate)
             self.measured[candidate] = self.verified.get(candidate, (number, outcome.measurement))
+
+    def replay_calls(self, records: Sequence[Record]) -> None:
+        """Record the trials of a study, in order, with the limits of its calls."""
+        for begins, record in first_of_calls(records):
+            if begins:
+                self.begin_call()
+            self.replay(record)
 
     def replay(self, record: Record) -> None:
         """Record a stored trial. An OOM on a machine with clearly less memory does not count."""
@@ -93,8 +105,39 @@ class Leaderboard:
         return candidate.micro_batch * candidate.accumulation * self._job.ranks != self._job.global_batch_size
 
     def begin_call(self) -> None:
-        """Start this call's verifications. Earlier calls' measurements do not count as alternating with them."""
+        """Start a call. Its speeds are compared with those of earlier calls only through a config verified in both.
+
+        The pace of a machine may change between calls: clocks, load, drivers.
+        """
+        passed = self.passed()
+        self._chosen = self.thriftiest(passed) if passed else None
+        self._earlier = dict(self.verified)
         self._turns.clear()
+        self._new.clear()
+
+    @property
+    def incumbent(self) -> Candidate | None:
+        """Return the choice of earlier calls, while this call has not verified it; None if there is none.
+
+        Nothing wins against it before this call has verified it, too.
+        """
+        good = [candidate for candidate in self.verified if not self.why_not(candidate)]
+        if self._chosen in good:
+            return None if self._chosen in self._turns else self._chosen
+        if not good or any(candidate in self._turns for candidate in good):
+            return None
+        return self.thriftiest(good)
+
+    @property
+    def pace(self) -> float:
+        """Return this call's speeds divided by those of earlier calls, by what was verified in both; 1 if nothing was."""
+        both = [candidate for candidate in self._turns if candidate in self._earlier]
+        speeds = ((self.verified[one][1].samples_per_second, self._earlier[one][1].samples_per_second) for one in both)
+        return statistics.median([now / before for now, before in speeds] or [1.0])
+
+    def _speed(self, candidate: Candidate) -> float:
+        """Return samples per second at the pace of this call."""
+        return self.measured[candidate][1].samples_per_second * (1.0 if candidate in self._new else self.pace)
 
     def reject(self, candidate: Candidate, why: str) -> None:
         """Record why the candidate cannot win; the first reason is kept."""
@@ -166,7 +209,7 @@ class Leaderboard:
 
         def worth(candidate: Candidate) -> tuple[bool, float]:
             measured = self.measured[candidate][1]
-            speed = measured.samples_per_second * (1 - RETRY_SHARE if measured.alloc_retries else 1)
+            speed = self._speed(candidate) * (1 - RETRY_SHARE if measured.alloc_retries else 1)
             return not self.is_deprioritized(candidate), speed
 
         return sorted(good, key=worth, reverse=True)
@@ -176,42 +219,66 @@ class Leaderboard:
         """Return the best feasible candidate, or None."""
         return next(iter(self.feasible()), None)
 
-    def least_winning_speed(self, best: Candidate) -> float:
-        """Return the samples per second below which nothing wins against `best`, neither by speed nor by thrift."""
+    def least_winning_speed(self) -> float:
+        """Return the samples per second below which nothing wins in this call, neither by speed nor by thrift.
+
+        Returns:
+            0 without a measurement, or if the best one is of an earlier call and the pace since then is unknown.
+        """
+        best = self.best
+        if best is None or (self.incumbent is not None and best not in self._new):
+            return 0.0
         measured = self.measured[best][1]
-        low = measured.samples_per_second / (1 + measured.step_seconds_spread / measured.step_seconds)
+        low = self._speed(best) / (1 + measured.step_seconds_spread / measured.step_seconds)
         return (1 - THRIFT_SHARE) * low
 
     def passed(self) -> list[Candidate]:
-        """Return verified candidates that may win."""
-        return [candidate for candidate in self.verified if not self.why_not(candidate)]
+        """Return verified candidates that may win: those of this call, or the incumbent alone."""
+        if (incumbent := self.incumbent) is not None:
+            return [incumbent]
+        return [candidate for candidate in self._turns if candidate in self.verified and not self.why_not(candidate)]
 
     def contender(self) -> Candidate | None:
         """Return the next candidate to verify.
 
         Returns:
             The first candidate if none has passed, or one that looks faster than the best verified one, or as fast with
-                less memory. None if no such candidate is left.
+                less memory. The incumbent comes before its first contender. None if no such candidate is left.
         """
         ranked = self.feasible()
-        passed = [candidate for candidate in ranked if candidate in self.verified]
-        contenders = [candidate for candidate in ranked if candidate not in self.verified]
+        passed = self.passed()
+        contenders = [candidate for candidate in ranked if candidate not in passed]
         if not passed:
             return next(iter(contenders), None)
-        measured = self.verified[passed[0]][1]
+        incumbent = self.incumbent
+        if incumbent is not None:
+            # a config of this call may be slower than the incumbent was, and faster than it is now
+            new = any(one in self._new and not self.is_deprioritized(one) for one in contenders)
+            return incumbent if new or self._looks_better(contenders, incumbent) else None
+        best = max(passed, key=self._speed)
+        return self._looks_better(contenders, best)
+
+    def _looks_better(self, contenders: Sequence[Candidate], best: Candidate) -> Candidate | None:
+        """Return the first contender that may win against the best verified candidate, or None."""
+        measured, speed = self.verified[best][1], self._speed(best)
         # a search measures for one second and verification for three, so a candidate within both uncertainties is
         # verified too
         near = 1 - RIVAL_SHARE if len(self._turns) == 1 else 1.0
         for candidate in contenders:
-            other = self.measured[candidate][1]
-            if self.is_deprioritized(candidate):
-                if (1 - RIVAL_SHARE) * other.samples_per_second > measured.samples_per_second:
+            other, its_speed = self.measured[candidate][1], self._speed(candidate)
+            if candidate in self._earlier:  # an earlier call has chosen another one; only its pace may differ
+                if its_speed > speed:
                     return candidate
                 continue
-            if other.samples_per_second > near * measured.samples_per_second:
+            if self.is_deprioritized(candidate):
+                if (1 - RIVAL_SHARE) * its_speed > speed:
+                    return candidate
+                continue
+            if its_speed > near * speed:
                 return candidate
             if (
-                overlap(other, measured)
+                (candidate in self._new) == (best in self._new)
+                and overlap(other, measured)
                 and as_fast(other, measured)
                 and other.peak_bytes < THRIFT * measured.peak_bytes
             ):
@@ -437,12 +504,23 @@ class StudyFacts:
             return "it needs less memory than those that measured faster"
         return "it is verified" if self.verified else "it is the least likely to fail verification"
 
+    def _named(self, rival: Rival) -> str:
+        """Return a tied config, with the memory that it would save."""
+        assert self.winner is not None
+        assert self.winner.outcome is not None
+        assert self.winner.outcome.measurement is not None
+        peak_bytes = self.winner.outcome.measurement.peak_bytes
+        if rival.peak_bytes >= THRIFT * peak_bytes:
+            return str(rival.candidate)
+        unverified = "" if rival.verified else ", not verified"
+        return f"{rival.candidate} ({format_bytes(peak_bytes - rival.peak_bytes)} less memory{unverified})"
+
     def comparison(self) -> list[str]:
         """Return sentences that compare the winner with the other configs that may win; empty without any."""
         lines = []
         if self.tied:
             others = "1 other" if len(self.tied) == 1 else f"{len(self.tied)} others"
-            named = ", ".join(str(rival.candidate) for rival in self.tied[:2]) + (", …" if len(self.tied) > 2 else "")
+            named = ", ".join(map(self._named, self.tied[:2])) + (", …" if len(self.tied) > 2 else "")
             lines.append(f"tied with {others} (difference below noise): {named}; chosen because {self._why_chosen()}")
         if self.next_best is not None:
             count = 1 + len(self.tied) + len(self.slower)
@@ -450,7 +528,7 @@ class StudyFacts:
             beyond = " that is not tied" if self.tied else ""
             lines.append(
                 f"{100 * (self.next_best.ratio.times - 1):+.1f} % against the next best{beyond} "
-                f"({self.next_best.candidate}), {slowest:.1f}x the slowest of {count} that fit"
+                f"({self.next_best.candidate}), {slowest:.1f}x the slowest of {count} measured that fit"
             )
         for rival in self.faster[:3]:
             gain = 100 * (1 / rival.ratio.times - 1)
@@ -521,10 +599,7 @@ def study_facts(
     leaderboard, alike = Leaderboard(hardware, job), MeasuredAlike(records)
     chosen = next((one.candidate for one in records if one.number == winner), None)
     aside = {one.candidate for one in records if one.number in set_aside} - {chosen}
-    for before, record in zip([None, *records], records, strict=False):
-        if before is not None and alike.call(before) != alike.call(record):
-            leaderboard.begin_call()
-        leaderboard.replay(record)
+    leaderboard.replay_calls(records)
     for candidate in aside:
         leaderboard.reject(candidate, "not in the space of the latest call")
     at = chosen if chosen is not None and leaderboard.may_win(chosen) else None
@@ -659,6 +734,13 @@ class MeasuredAlike:
         if not any(winner in self._measured.get((role, call), {}) for role in (SEARCH, VERIFY)):
             return "of another call than the winner's: not compared"
         return "" if self.ratio(winner, record.candidate) else "not measured as the winner was: not compared"
+
+
+def first_of_calls(records: Sequence[Record]) -> Iterator[tuple[bool, Record]]:
+    """Yield (True if the trial is the first of a call after another one, trial)."""
+    calls = _calls(records)
+    for before, record in zip([None, *records], records, strict=False):
+        yield before is not None and calls[before.tuner] != calls[record.tuner], record
 
 
 def _calls(records: Sequence[Record]) -> dict[str | None, int]:

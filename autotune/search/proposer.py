@@ -426,7 +426,7 @@ class Proposer:
 
         Without an allowed candidate, `_decide` stops with ALL_TRIED.
         """
-        return StopReason.SMALL_GAIN.stop(percent=100 * self.tolerance) if turn.any_allowed else None
+        return StopReason.SMALL_GAIN.stop(percent=100 * WORTHWHILE * self.tolerance) if turn.any_allowed else None
 
     def _is_worthwhile(self, turn: Turn) -> bool:
         return turn.any_allowed and bool(turn.gain[turn.best] >= WORTHWHILE * self.tolerance)

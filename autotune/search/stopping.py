@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import string
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,8 +17,7 @@ from autotune.util.units import counted
 
 # -- reasons -----------------------------------------------------------------------------------------------------------
 #
-# One member per reason, so that no control flow compares sentences. The exception is `no_winner_lines`
-# (`results/console.py`): it compares the stored sentence, and words the end of a call without a winner.
+# One member per reason, so that no control flow compares sentences. Studies store the sentence; `StopReason.of` reads it.
 
 
 class StopReason(Enum):
@@ -50,6 +51,16 @@ class StopReason(Enum):
         """Return a stop for this reason; `fields` fill its sentence."""
         return Stop(self, self.value.format(**fields))
 
+    @classmethod
+    def of(cls, sentence: str) -> StopReason | None:
+        """Return the reason of a stored sentence; None for an unknown or an empty one."""
+        return next((one for one in cls if one._pattern.fullmatch(sentence)), None)
+
+    @property
+    def _pattern(self) -> re.Pattern[str]:
+        fixed = (text for text, *_ in string.Formatter().parse(self.value))
+        return re.compile(".+".join(map(re.escape, fixed)) + (".+" if self.value.endswith("}") else ""))
+
 
 @dataclass(frozen=True)
 class Stop:
@@ -76,14 +87,16 @@ class Confidence:
 
     @property
     def sentence(self) -> str:
-        """Text for the user, such as `at most 3 % left with 90 % probability, by 14 trials`."""
+        """Text for the user, such as `untried configs are at most 3 % faster, with 90 % probability (by 14 trials)`."""
         trials = counted(self.trials, "trial")
         if not self.left_share:
-            return f"nothing left with {100 * PROBABILITY:.0f} % probability, by {trials}"
+            return f"no untried config is faster, with {100 * PROBABILITY:.0f} % probability (by {trials})"
         if self.left_share > 1:
-            return f"possibly more than 100 % left, by {trials}"
+            return f"untried configs may be more than twice as fast (by {trials})"
         percent = max(1, math.ceil(100 * self.left_share))
-        return f"at most {percent} % left with {100 * PROBABILITY:.0f} % probability, by {trials}"
+        return (
+            f"untried configs are at most {percent} % faster, with {100 * PROBABILITY:.0f} % probability (by {trials})"
+        )
 
 
 def speed_left(ahead: Floats, sigma: Floats, fits: Floats, groups: NDArray[np.intp]) -> float:

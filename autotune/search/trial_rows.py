@@ -11,7 +11,7 @@ import functools
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from typing import Any
 
 import optuna
@@ -26,6 +26,8 @@ _MOST_IDS = 500  # ids per statement; SQLite before 3.32 allows 999 variables
 
 # cached: a space has few distributions, while a study stores one per parameter
 _distribution = functools.lru_cache(maxsize=1024)(json_to_distribution)
+# one object for equal names of attributes
+_shared: Callable[[tuple[str, ...]], tuple[str, ...]] = functools.lru_cache(maxsize=256)(tuple)
 
 
 class RowStorage(optuna.storages.RDBStorage):
@@ -48,6 +50,39 @@ class RowStorage(optuna.storages.RDBStorage):
         with _create_scoped_session(self.scoped_session) as session:
             models.StudyModel.find_or_raise_by_id(study_id, session)
             return _read(session, wanted)
+
+
+class StoredAttributes(Mapping[str, Any]):
+    """Attributes of a finished trial as stored texts, parsed when they are read.
+
+    Optuna's cache keeps every trial of a study, and parsed outcomes need four times the memory of their texts.
+    """
+
+    __slots__ = ("_names", "_texts")
+
+    def __init__(self, stored: Collection[tuple[str, str]]) -> None:
+        self._names = _shared(tuple(name for name, _ in stored))
+        self._texts = tuple(text for _, text in stored)
+
+    def __getitem__(self, key: str) -> Any:
+        """Return a parsed value, a new object for each call."""
+        if key not in self._names:
+            raise KeyError(key)
+        return json.loads(self._texts[self._names.index(key)])
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names."""
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """Return the number of attributes."""
+        return len(self._names)
+
+
+@functools.lru_cache(maxsize=256)
+def _distributions(stored: tuple[tuple[str, str], ...]) -> dict[str, BaseDistribution]:
+    """Return distributions by name, one object for all trials with the same; finished trials are never changed."""
+    return {name: _distribution(text) for name, text in stored}
 
 
 def _read(session: Session, wanted: list[ColumnElement[bool]]) -> list[FrozenTrial]:
@@ -73,8 +108,12 @@ def _read(session: Session, wanted: list[ColumnElement[bool]]) -> list[FrozenTri
     made = []
     one: Any  # Optuna's models are declared for SQLAlchemy 1
     for one in session.scalars(select(trial).where(*wanted).order_by(trial.trial_id)):
-        at = one.trial_id
-        kinds: dict[str, BaseDistribution] = {name: _distribution(text) for name, _, text in params[at]}
+        at, finished = one.trial_id, one.state.is_finished()
+        named = [(sys.intern(name), stored, text) for name, stored, text in params[at]]
+        shared = _distributions(tuple((name, text) for name, _, text in named))
+        kinds = shared if finished else dict(shared)
+        texts = [(sys.intern(key), text) for key, text in user[at]]
+        told: Any = StoredAttributes(texts) if finished else {key: json.loads(text) for key, text in texts}
         ends = sorted(values[at], key=lambda row: row[0])
         made.append(
             FrozenTrial(
@@ -84,9 +123,9 @@ def _read(session: Session, wanted: list[ColumnElement[bool]]) -> list[FrozenTri
                 values=[value.stored_repr_to_value(stored, kind) for _, stored, kind in ends] or None,
                 datetime_start=one.datetime_start,
                 datetime_complete=one.datetime_complete,
-                params={name: kinds[name].to_external_repr(stored) for name, stored, _ in params[at]},
+                params={name: kinds[name].to_external_repr(stored) for name, stored, _ in named},
                 distributions=kinds,
-                user_attrs={sys.intern(key): json.loads(text) for key, text in user[at]},
+                user_attrs=told,
                 system_attrs={sys.intern(key): json.loads(text) for key, text in system[at]},
                 intermediate_values={
                     number: step.stored_repr_to_intermediate_value(stored, kind) for number, stored, kind in steps[at]

@@ -34,7 +34,7 @@ from autotune.rank.ds_config import why_no_reference
 from autotune.search.budget import LEAST_REFERENCE_BUDGET, REFERENCE_SHARE, Budget
 from autotune.search.certificate import Certifier
 from autotune.search.concurrency import PeerTrials, SearchWorkers
-from autotune.search.leaderboard import NOT_VERIFIED, Leaderboard, Measured, held_bytes, reference_name
+from autotune.search.leaderboard import NOT_VERIFIED, Leaderboard, Measured, first_of_calls, held_bytes, reference_name
 from autotune.search.proposer import Proposal, Proposer
 from autotune.search.stopping import Confidence, Stop, StopReason
 from autotune.search.study import StudyStore
@@ -88,7 +88,7 @@ class Tuner:
         self.store, self.proposer, self.cancelled = store, proposer, cancelled
         self.observer: Observer = observer or NullObserver()
         self.leaderboard = Leaderboard(hardware, proposer.job, proposer.candidates)
-        self.clock = Budget(executor, proposer, verify_effort, budget_seconds, spent_seconds, self._best)
+        self.clock = Budget(executor, proposer, verify_effort, budget_seconds, spent_seconds, self._best, self._due)
         failures = CallFailures(proposer, self.leaderboard, space)
         workers = workers or SearchWorkers()
         self.trials = TrialRecorder(
@@ -101,6 +101,9 @@ class Tuner:
     def _best(self) -> tuple[Candidate, Measurement] | None:
         best = self.leaderboard.best
         return (best, self.leaderboard.measured[best][1]) if best else None
+
+    def _due(self) -> int:
+        return 2 if self.leaderboard.incumbent is not None else 1
 
     def run(self) -> SearchSummary:
         """Search, then verify.
@@ -278,9 +281,8 @@ class SearchLoop:
     def _effort(self, candidate: Candidate) -> Effort:
         """Return the length of a trial, which ends early once the candidate cannot beat the best one."""
         leaderboard = self.trials.leaderboard
-        if (best := leaderboard.best) is None:
+        if not (slowest := leaderboard.least_winning_speed()):
             return self.effort
-        slowest = leaderboard.least_winning_speed(best)
         beaten = samples(self.proposer.job, candidate) / slowest
         return dataclasses.replace(self.effort, beaten_step_seconds=beaten)
 
@@ -338,7 +340,10 @@ class TrialRecorder:
         known = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
         mended = retryable_trial_numbers(self.store, known)
         self.certifier = Certifier.of(self.proposer.job, [record for record, _ in known])
-        for left, (record, outcome) in zip(range(len(known), 0, -1), known, strict=True):
+        begins = [first for first, _ in first_of_calls([record for record, _ in known])]
+        for left, first, (record, outcome) in zip(range(len(known), 0, -1), begins, known, strict=True):
+            if first:
+                self.leaderboard.begin_call()
             self.proposer.expect(left)
             self.peers.known.add(record.number)
             self._replay_outcome(record, outcome, record.number in mended)
@@ -442,8 +447,9 @@ class Verifier:
         """Verify candidates and return the winner, and whether it is verified.
 
         The best candidate is verified in a fresh process, until no unverified candidate is faster, or as fast with less
-        memory. A verification replaces the search's measurement: a slower candidate falls back in the order, and the
-        next one is verified. The winner must also resume from a checkpoint.
+        memory. The winner of an earlier call is verified again before it is compared. A verification replaces the
+        search's measurement: a slower candidate falls back in the order, and the next one is verified. The winner must
+        also resume from a checkpoint.
         """
         leaderboard, tried, in_turn = self.leaderboard, 0, False
         while True:
@@ -462,8 +468,10 @@ class Verifier:
             outcome = self._verification(candidate, VERIFY)
             if outcome.may_end_otherwise and self.clock.left_seconds > self.clock.verification_seconds:
                 outcome = self._verification(candidate, VERIFY)
-            if why := leaderboard.why_not(candidate):
-                why = why if why != NOT_VERIFIED else f"{outcome.kind.value}: {outcome.reason}"
+            why = leaderboard.why_not(candidate)
+            if why in ("", NOT_VERIFIED) and not outcome.ok:  # an earlier call may have verified it
+                why = f"{outcome.kind.value}: {outcome.reason}"
+            if why:
                 self.observer.say(f"verification of {candidate} failed: {why}")
                 if not outcome.kind.is_attributable_to_candidate:
                     break
@@ -498,19 +506,19 @@ class Verifier:
             return True
         if not self.clock.tries_resuming:
             self.observer.say(
-                "whether it goes on from a checkpoint was not tried: writing and reading one may take "
+                "resuming from a checkpoint was not tested: writing and reading one may take "
                 f"{self.clock.checkpoint_seconds / 60:.0f} min of the budget"
             )
             return True
         if self.cancelled() or self.clock.left_seconds < self.clock.resume_seconds:
-            self.observer.say("whether it goes on from a checkpoint was not tried: the budget is used")
+            self.observer.say("resuming from a checkpoint was not tested: the budget is used")
             return True
         outcome = self._verification(candidate, RESUME)
         if why := self.leaderboard.why_not(candidate):
             self.observer.say(f"{candidate}: {why}")
             return False
         if not outcome.ok:
-            self.observer.say(f"whether it goes on from a checkpoint is not known: {outcome.reason}")
+            self.observer.say(f"it is not known if it resumes from a checkpoint: {outcome.reason}")
         return True
 
     def _verification(self, candidate: Candidate, role: str) -> Outcome:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -9,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.problem.outcome import OutcomeKind, Phase, Source
+from autotune.problem.outcome import Limit, OutcomeKind, Phase, Source
 from autotune.util.units import GIB, KIB, MIB, format_bytes
 from autotune.workers.memory_monitor import FOREIGN_BYTES, MemoryPeaks
 
@@ -95,6 +97,22 @@ def classify_failure(evidence: FailureEvidence) -> FailureVerdict:
         "channel closed, exit status 0",
         Source.EXIT,
     )
+
+
+# Errors of the kernel by which a limit shows. Native libraries and child processes print its texts.
+_ERRORS = {Limit.MEMORY_CAP: (errno.ENOMEM, errno.EAGAIN), Limit.SANDBOX: (errno.EACCES, errno.EPERM, errno.EROFS)}
+
+
+def suspected_limits(evidence: FailureEvidence) -> tuple[Limit, ...]:
+    """Return the tuner's limits that may have caused a failure, by the kernel's errors that ranks met."""
+    met = {number for error in evidence.errors for number in error.get("errnos", ())}
+    texts = [*(error.get("text", "") for error in evidence.errors), *evidence.logs.values()]
+    found = []
+    for limit, numbers in _ERRORS.items():
+        words = [os.strerror(number).lower() for number in numbers]
+        if met & {*numbers} or any(word in text.lower() for text in texts for word in words):
+            found.append(limit)
+    return tuple(found)
 
 
 # Order of precedence, so that a peer's consequential error does not hide the cause.

@@ -156,6 +156,66 @@ def published_targets() -> str:
     return table(["measure", "ours", "target"], rows)
 
 
+# -- one GPU ---------------------------------------------------------------------------------------------------------
+
+GPU = "gpu-h100"
+
+
+def _gpu_rows(*steps: str) -> list[dict[str, Any]]:
+    found = result(GPU)["steps"]
+    return [row for step in steps if step in found for row in found[step]["rows"]]
+
+
+def gpu_machine() -> str:
+    hardware = result(GPU)["hardware"]
+    versions = ", ".join(f"{name} {hardware[name]}" for name in ("torch", "deepspeed", "transformers"))
+    return f"{hardware['name']}, driver {hardware['driver']}, {hardware['cpus']} CPU cores, {versions}"
+
+
+def gpu_study() -> str:
+    (row,) = _gpu_rows("study")
+    found = row["report"]["winner"]["outcome"]["measurement"]
+    text = f"{row['trials']} trials in {row['wall s']:.0f} s, and a verified winner: {found['samples_per_second']:.1f} samples/s"
+    return f"{text}, MFU {percent(found['mfu'])}, {row['peak GiB']:.1f} GiB"
+
+
+def gpu_ooms() -> str:
+    """True OOMs among the trials, those that were recognized, and the trials after them."""
+    rows = _gpu_rows("trials")
+    provoked = [row for row in rows if row["what"].split(":")[0] in ("forward", "backward", "step", "init")]
+    right = [row for row in provoked if row["outcome"] == "oom_device"]
+    after = [row for row in rows if row["what"] == "a trial after it"]
+    fine = [row for row in after if row["outcome"] == "ok"]
+    text = f"{len(right)} of {len(provoked)} true OOMs were recorded as such"
+    return f"{text}, and {len(fine)} of {len(after)} trials after them ran"
+
+
+def _gpu_predictions(*steps: str) -> str:
+    rows = []
+    for row in _gpu_rows(*steps):
+        if "step, predicted / measured" in row:
+            peak, step = row["peak, predicted / measured"], row["step, predicted / measured"]
+            cells = [f"{row['peak GiB']:.2f}", f"{peak:.2f}", f"{row['step s']:.3f}", f"{step:.2f}"]
+            rows.append([f"{row['job']}, {row.get('tokens', 1024)} tokens", row["candidate"], *cells])
+    header = ["model", "config", "peak GiB", "predicted / measured", "step s", "predicted / measured"]
+    return table(header, rows)
+
+
+def gpu_first_predictions() -> str:
+    """Predictions before any figure of a GPU was known."""
+    return _gpu_predictions("predictions")
+
+
+def gpu_held_back() -> str:
+    """Trials that no constant was fitted to, predicted after the first ones had been looked at."""
+    return _gpu_predictions("held_back")
+
+
+def gpu_fidelity() -> str:
+    rows = [row for row in _gpu_rows("fidelity") if "ratio" in row]
+    return listed([f"{row['what']} {row['ratio']:.3f}" for row in rows]) or "not measured"
+
+
 # -- real trainings --------------------------------------------------------------------------------------------------
 
 
@@ -347,6 +407,12 @@ FIGURES: dict[str, Callable[[], str]] = {
     "published-rows": published_count,
     "published-leaning": published_leaning,
     **docs_search.FIGURES,
+    "gpu-machine": gpu_machine,
+    "gpu-study": gpu_study,
+    "gpu-ooms": gpu_ooms,
+    "gpu-first-predictions": gpu_first_predictions,
+    "gpu-held-back": gpu_held_back,
+    "gpu-fidelity": gpu_fidelity,
     "launch-overhead": launch_overhead,
     "launch-kills": launch_kills,
     "parallel": parallel,

@@ -216,10 +216,28 @@ def contest_means() -> str:
 
 
 def one_start() -> str:
-    """Of the same training on both sides, how far single starts differ."""
+    """Of the same training on both sides, how far single starts differ; else of all starts around their script's ratio."""
     rows = result("vs-deepspeed-cpu")
     ratios = [ratio for row in rows if row["our winner"] == row["DeepSpeed's winner"] for ratio in row["each start"]]
-    return f"{min(ratios):.2f} to {max(ratios):.2f} of the other"
+    if ratios:
+        return (
+            f"between identical trainings, a pair of starts was at {min(ratios):.2f} to {max(ratios):.2f} of the other"
+        )
+    apart = [ratio / row["trained, ours / its"] for row in rows for ratio in row["each start"]]
+    return f"a pair of starts was at {min(apart):.2f} to {max(apart):.2f} of its script's ratio"
+
+
+def contest_knobs() -> str:
+    """The knobs that the trials of each tuner have turned, in at least one script."""
+    rows = result("vs-deepspeed-cpu")
+    if "it turned" not in rows[0]:
+        return "Both tune stage, micro-batch and accumulation."
+    ours, theirs = ({knob for row in rows for knob in row[column]} for column in ("we turned", "it turned"))
+    cut = sum("limit" in row["it ended at"] for row in rows)
+    said = f" On {cut} of {len(rows)} scripts a limit ended it, and its best so far counts." if cut else ""
+    return (
+        f"Trials of autotune turned {listed(sorted(ours))}; those of DeepSpeed's tuner {listed(sorted(theirs))}.{said}"
+    )
 
 
 def real_tables() -> str:
@@ -251,6 +269,7 @@ FIGURES = {
     "vs-deepspeed": contest,
     "vs-deepspeed-means": contest_means,
     "vs-deepspeed-starts": one_start,
+    "vs-deepspeed-knobs": contest_knobs,
     "search": search,
     "search-minutes": search_minutes,
     "search-ooms": search_ooms,

@@ -4,8 +4,8 @@ out for real, and the training goes on with a smaller micro-batch, each sample t
 At micro-batch 8 the logits of a long batch are 8 x 4096 x 8192 x 4 bytes = 1 GiB, and their gradient another: above the cap
 of 2 GiB with the context. At 1 they are 128 MiB.
 
-An attempt took 13 to 16 s on an H100: 2 s until CUDA is up, 10 s of imports (Trainer, accelerate, DeepSpeed) and of making
-the engine, since ranks of a training start cold; the steps took 2 s.
+An attempt took 13 to 26 s on an H100: 2 s until CUDA is up, 10 s of imports (Trainer, accelerate, DeepSpeed) and of making
+the engine, since ranks of a training start cold. Its steps took 2 to 10 s.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from autotune.problem.models import ModelSpec
 from autotune.recovery.ladder import Rung
 from autotune.util.units import GIB
 from benchmarks.gpu.ground import EXPECTED, Ground, Row, end_child, start_child
-from benchmarks.reliability.recovery import BATCH, SCRIPT, seen_samples
 from benchmarks.trials.ranks import launch
-from benchmarks.trials.scripts import AUTO
+from benchmarks.trials.scripts import AUTO, OWN
 
+SCRIPT, BATCH = OWN / "long_batches.py", 8  # samples of a step
 CAP_BYTES = 2 * GIB
 STEPS, LONG_STEPS, TOKENS = 30, "7,19", 4096
 _OPTIONS = {"output_dir": "out", "save_steps": "5", "save_total_limit": "3", "report_to": "none", "seen": "seen"}
@@ -62,7 +62,7 @@ def lines_of(log: Path) -> list[str]:
 
 def child(arguments: dict[str, Any]) -> dict[str, Any]:
     """Run the launch in this process, whose log is read meanwhile; return its attempts and the whole."""
-    out = os.dup(1)
+    before = os.dup(1), os.dup(2)
     with open(os.path.join(arguments["folder"], "training.log"), "wb") as log:  # a pipe would fill
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -72,7 +72,9 @@ def child(arguments: dict[str, Any]) -> dict[str, Any]:
         )
     finally:
         sys.stdout.flush()
-        os.dup2(out, 1)
+        sys.stderr.flush()
+        os.dup2(before[0], 1)
+        os.dup2(before[1], 2)
 
 
 def trained(ground: Ground) -> dict[str, Any]:
@@ -93,6 +95,8 @@ def trained(ground: Ground) -> dict[str, Any]:
     ladder = [rung(size) for size in (8, 1)]
     hardware = dataclasses.replace(ground.hardware(), memory_cap_bytes=CAP_BYTES)  # of a CPU rank, too
     summary = launch(job, hardware, ladder, folder, max_restarts=6)
+    from benchmarks.reliability.recovery import seen_samples  # it imports Trainer, which takes 12 s
+
     whole = seen_samples(folder) == {step: set(range(BATCH * step, BATCH * (step + 1))) for step in range(steps)}
     attempts = [
         {

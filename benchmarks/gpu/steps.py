@@ -33,7 +33,7 @@ STEPS = (
         "a trial; true OOM without a cap in forward, backward, step and init, a trial after each",
         is_first=True,
     ),
-    Step("launch", 100, 40, 55, "launch goes on after a true OOM of the GPU", is_first=True),
+    Step("launch", 120, 40, 87, "launch goes on after a true OOM of the GPU", is_first=True),
     Step(
         "study", 235, 190, 143, "autotune run of smollm2-360m, 150 s, to a verified winner", is_first=True, timed=True
     ),
@@ -41,19 +41,19 @@ STEPS = (
         "fidelity",
         180,
         40,
-        90,
+        86,
         "the study's winner against plain torchrun; without a study a fixed candidate",
         2,
         is_first=True,
         timed=True,
     ),
     Step("predictions", 130, 40, 85, "peak and step time of six trials against their predictions", 3, True, timed=True),
-    Step("held_back", 110, 40, 65, "the same of five trials that no constant was fitted to", 3, True, timed=True),
+    Step("held_back", 110, 40, 88, "the same of five trials that no constant was fitted to", 3, True, timed=True),
     Step("deepspeed", 215, 120, 200, "DeepSpeed's own autotuner on the study's model"),
     Step(
         "tests", 480, 60, 240, "tests/gpu under pytest; fork isolation kept, with FusedAdam and its build (finding 8)"
     ),
-    Step("overhead", 300, 30, 90, "a process's bytes outside the allocator, by CUDA and NVML (12, 20, 21)", 4),
+    Step("overhead", 300, 10, 12, "a process's bytes outside the allocator, by CUDA and NVML (12, 20, 21)", 4),
     Step("ooms", 480, 60, 180, "true OOMs of allocator, libraries and pinned memory: texts, numbers, verdict (4, 22)"),
     Step("capped", 480, 90, 480, "predictions under a cap of 24 GiB, by model, stage and offload", 2),
     Step("product", 480, 400, 480, "autotune run of gemma-2-2b under 24 GiB, its winner trained by torchrun"),

@@ -1,58 +1,119 @@
 """Memory and descriptors of the tuner: `python benchmarks/reliability/growth.py [--replayed 1000] [--live 100] [--json FILE]`.
 
-`autotune run` replays a table, and then measures on two CPU ranks. After each trial its unique memory (USS) and its open
-descriptors are read. A line is fitted to each over the trials after the warm-up, with the 95 % interval of its slope. The
-residuals of memory are not independent (an allocator grows in steps), so the interval is a lower bound of the uncertainty.
-`--replayed 0` or `--live 0` leaves that row of `--json` as it is.
+`autotune run` replays a table, and then measures on two CPU ranks. Between trials its unique memory (USS) is read, after a
+collection and `malloc_trim`, with its open descriptors and the bytes of all objects that the search keeps: its history. A
+line is fitted to each over the trials after the warm-up, with the 95 % interval of its slope. Memory that grows faster than
+the history is a leak. The residuals are not independent (an allocator grows in steps of 1 MiB), so the interval is a lower
+bound of the uncertainty. `--replayed 0` or `--live 0` leaves that row of `--json` as it is.
 """
 
 from __future__ import annotations
 
-import os
+import argparse
+import ctypes
+import gc
+import json
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
+from unittest.mock import patch
 
 if not __package__:  # started by its path: benchmarks import each other from the repository's root
     sys.path[0] = str(Path(__file__).parents[2])
 
+import numpy as np
 import psutil
 
+from autotune.cli.app import main as autotune_main
+from autotune.problem.outcome import Outcome
+from autotune.search.tuner import SearchSummary, TrialRecorder, Tuner
 from autotune.util.units import KIB, MIB
 from benchmarks.common import command_line, kept_rows, parse, print_table, write_json
 from benchmarks.reliability.large_study import NAME, write_table
 from benchmarks.reliability.planting import SPACE
-from benchmarks.reliability.study_calls import COMMAND, RUN
+from benchmarks.reliability.study_calls import RUN
 
 REPLAYED, LIVE = "replayed", "live, two CPU ranks"
 WARM_UP = 0.2  # share of the trials that are left out of the fit
+SAMPLES = 40
 SURE = statistics.NormalDist().inv_cdf(0.975)
 
 
 @dataclass
 class Samples:
-    """The tuner's figures after each trial."""
+    """The tuner's figures between trials."""
 
-    trials: list[float] = field(default_factory=list)
+    trials: list[int] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)  # bytes, unique to the process
     descriptors: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # bytes of the history, by part
 
-    def take(self, process: psutil.Process) -> None:
-        try:
-            memory, descriptors = process.memory_full_info().uss, process.num_fds()
-        except psutil.Error:  # it has just ended
-            return
-        self.trials.append(len(self.trials))
-        self.memory.append(memory)
-        self.descriptors.append(descriptors)
+    @property
+    def history(self) -> list[float]:
+        return [sum(bytes_) for bytes_ in zip(*self.parts.values(), strict=True)]
+
+    def take(self, process: psutil.Process, trials: int, tuner: Tuner) -> None:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        self.trials.append(trials)
+        self.memory.append(process.memory_full_info().uss)
+        self.descriptors.append(process.num_fds())
+        seen: set[int] = set()
+        parts = {
+            "trials in Optuna's cache": tuner.store,
+            "leaderboard": tuner.leaderboard,
+            "effects of knobs": tuner.proposer.knobs,
+            "models and sampler": tuner.proposer,
+            "rest": tuner,
+        }
+        for name, part in parts.items():
+            self.parts[name].append(reachable_bytes(part, seen))
 
 
-def slope(x: list[float], y: list[float]) -> tuple[float, float]:
+def reachable_bytes(root: object, seen: set[int]) -> int:
+    """Bytes of the objects that are reached from one, without code, and without what was `seen` before."""
+    total, waiting = 0, [root]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, type | ModuleType | FunctionType | CodeType):
+            continue
+        seen.add(id(one))
+        total += sys.getsizeof(one)
+        waiting += gc.get_referents(one)
+        if isinstance(one, np.ndarray) and one.base is not None:
+            waiting.append(one.base)
+    return total
+
+
+def child(samples_file: Path, every: int, words: list[str]) -> None:
+    """Run `autotune WORDS` in this process and sample it after each `every` trials."""
+    samples, process, tuners = Samples(), psutil.Process(), list[Tuner]()
+    run, end = Tuner.run, TrialRecorder.end
+
+    def running(tuner: Tuner) -> SearchSummary:
+        tuners.append(tuner)
+        return run(tuner)
+
+    def ending(recorder: TrialRecorder, *told: Any) -> Outcome:
+        outcome = end(recorder, *told)
+        if not (count := recorder.counts.total()) % every:
+            samples.take(process, count, tuners[-1])
+            samples_file.write_text(json.dumps(vars(samples)), encoding="utf-8")
+        return outcome
+
+    sys.argv = ["autotune", *words]
+    with patch.object(Tuner, "run", running), patch.object(TrialRecorder, "end", ending):
+        autotune_main()
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """Return the least-squares slope of y over x and half of the width of its 95 % interval."""
     fitted = statistics.linear_regression(x, y)
     middle = statistics.fmean(x)
@@ -61,45 +122,56 @@ def slope(x: list[float], y: list[float]) -> tuple[float, float]:
     return fitted.slope, SURE * spread**0.5
 
 
-def sampled(words: list[str], folder: Path, seconds: float) -> Samples:
-    """Run `autotune run` with these words, and sample it at each of its trials; it is ended after so many seconds."""
-    samples, until = Samples(), time.monotonic() + seconds
-    command = [*COMMAND, "run", *words]
-    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+def sampled(words: list[str], folder: Path, seconds: float, every: int) -> Samples:
+    """Run `autotune run` with these words, and sample it after each `every` trials; it is ended after so many seconds."""
+    samples_file = folder / "samples.json"
+    command = [
+        sys.executable,
+        str(Path(__file__)),
+        "--child",
+        str(samples_file),
+        "--every",
+        str(every),
+        "--",
+        "run",
+        *words,
+    ]
     with (folder / "stderr").open("w") as errors:
-        call = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
-    process, ended = psutil.Process(call.pid), False
-    assert call.stdout is not None
-    for line in call.stdout:
-        if line.startswith("trial "):
-            samples.take(process)
-        if time.monotonic() > until and not ended:
-            ended = True
-            call.terminate()
-    if call.wait() not in ((130, 0) if ended else (0,)):
+        call = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=errors)
+    try:
+        ended = call.wait(seconds) == 0
+    except subprocess.TimeoutExpired:
+        call.terminate()
+        ended = call.wait() in (130, 0)
+    if not ended:
         raise RuntimeError((folder / "stderr").read_text()[-2000:])
-    return samples
+    return Samples(**json.loads(samples_file.read_text()))
 
 
 def row(what: str, samples: Samples) -> dict[str, Any]:
     first = int(WARM_UP * len(samples.trials))
-    trials = samples.trials[first:]
-    memory, memory_sure = slope(trials, samples.memory[first:])
-    half = len(samples.trials) // 2
-    late, late_sure = slope(samples.trials[half:], samples.memory[half:])
-    descriptors, descriptors_sure = slope(trials, samples.descriptors[first:])
-    return {
-        "trials": what,
-        "count": len(samples.trials),
-        "memory, MiB": samples.memory[-1] / MIB,
-        "slope, KiB a trial": memory / KIB,
-        "± (95 %)": memory_sure / KIB,
-        "in the last half": late / KIB,
-        "± in the last half": late_sure / KIB,
-        "descriptors": samples.descriptors[-1],
-        "descriptors a trial": descriptors,
-        "± descriptors (95 %)": descriptors_sure,
+
+    def grows(y: list[float]) -> tuple[float, float]:
+        return slope(samples.trials[first:], y[first:])
+
+    history = samples.history
+    measured: dict[str, list[float]] = {
+        "memory, KiB a trial": [one / KIB for one in samples.memory],
+        "history, KiB a trial": [one / KIB for one in history],
+        "above the history, KiB a trial": [
+            (one - kept) / KIB for one, kept in zip(samples.memory, history, strict=True)
+        ],
+        "descriptors a trial": samples.descriptors,
     }
+    found: dict[str, Any] = {
+        "trials": what,
+        "count": samples.trials[-1],
+        "memory, MiB": samples.memory[-1] / MIB,
+        "descriptors": samples.descriptors[-1],
+    }
+    for name, y in measured.items():
+        found[name], found[f"± {name}"] = grows(y)
+    return found | {f"history: {name}, KiB a trial": grows(y)[0] / KIB for name, y in samples.parts.items()}
 
 
 def main() -> None:
@@ -107,7 +179,12 @@ def main() -> None:
     parser.add_argument("--replayed", type=int, default=1000)
     parser.add_argument("--live", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=220.0, help="after which the live trials end")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--every", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     arguments = parse(parser, replayed=30, live=8)
+    if arguments.child:
+        return child(arguments.child, arguments.every, arguments.words)
     rows = []
     with tempfile.TemporaryDirectory(prefix="growth-") as name:
         folder = Path(name)
@@ -123,11 +200,12 @@ def main() -> None:
                 "--exhaustive",
                 "--yes",
             ]
-            rows.append(row(REPLAYED, sampled([*words, "--max-trials", str(arguments.replayed)], folder, 3600.0)))
+            words += ["--max-trials", str(arguments.replayed)]
+            rows.append(row(REPLAYED, sampled(words, folder, 3600.0, max(1, arguments.replayed // SAMPLES))))
         if arguments.live:
             (folder / "faults.yaml").write_text(SPACE)
             words = [*RUN, "--budget", "1h", "--max-trials", str(arguments.live)]
-            rows.append(row(LIVE, sampled(words, folder, arguments.seconds)))
+            rows.append(row(LIVE, sampled(words, folder, arguments.seconds, max(1, arguments.live // SAMPLES))))
     rows = [*kept_rows(arguments.json, "trials", [one["trials"] for one in rows]), *rows]
     print_table("growth of the tuner", rows)
     write_json(arguments.json, rows)

@@ -1,9 +1,11 @@
 """The real `deepspeed --autotuning tune` against `autotune run`, on six training scripts (`contest/`), one CPU rank.
 
-`python benchmarks/search/vs_deepspeed.py [--only decoder,lora] [--starts 6] [--json FILE]`, whose rows of other scripts are kept
+`python benchmarks/search/vs_deepspeed.py [--only decoder,lora] [--limit 360] [--starts 6] [--resume] [--json FILE]`
 
-Both tune the same knobs, ZeRO stage, micro-batch and accumulation, one after the other on a machine that does nothing
-else. DeepSpeed's tuner goes first; ours is held to the global batch that it chose, so that both winners train the same.
+Rows of other scripts are kept, and each row is written when its script is done; `--resume` leaves out scripts with a row
+of this code. Both tune ZeRO stage, micro-batch and accumulation, and of overlap, buckets, offload and checkpointing all
+that each tuner can have, one after the other on a machine that does nothing else. DeepSpeed's tuner goes first, to its
+end or to the limit; ours is held to the global batch that it chose, so that both winners train the same.
 Then both trainings take turns under plain torchrun, and are started anew several times: one start is several percent
 faster than another of the same (`benchmarks/trials/inturn.py`). It needs `pip install deepspeed[autotuning]` and
 Debian's pdsh; without them the small form leaves DeepSpeed's tuner out and says so.
@@ -20,6 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +31,11 @@ from typing import Any
 if not __package__:  # started by its path: benchmarks import each other from the repository's root
     sys.path[0] = str(Path(__file__).parents[2])
 
+import psutil
+from ruamel.yaml import YAML
+
 from autotune.problem.candidate import Candidate
-from autotune.script.script import command
+from autotune.script.script import candidate_of_config, command
 from autotune.search.study import StudyStore
 from benchmarks.common import HERE, command_line, kept_rows, parse, print_table, tree, write_json
 from benchmarks.trials.inturn import T95, over_starts, samples_per_second, take_turns, torchrun
@@ -60,7 +67,20 @@ knobs:
   zero_stage: [0, 1, 2, 3]
   train_micro_batch_size_per_gpu: {{from: 1, to: {GLOBAL_BATCH}}}
   gradient_accumulation_steps: {{from: 1, to: {GLOBAL_BATCH}}}
+  overlap_comm: [false, true]
+  reduce_bucket_size: [50_000_000, 500_000_000, 1_000_000_000]
+  contiguous_gradients: [false, true]
+  offload_optimizer: [none, cpu]
+  activation_checkpointing: [false, true]
 """
+BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+RESULTS = "autotuning_results"  # folder of DeepSpeed's tuner
+NOT_TUNED = {
+    "offload_optimizer": "never: of the user's zero_optimization it reads the stage",
+    "activation_checkpointing": "never: the script's own, no key of the config",
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +90,35 @@ class Found:
     argv: list[str]
     seconds: float
     winner: str
+    turned: dict[str, int]  # knob -> number of values that its trials had
+    ended: str = ""  # how DeepSpeed's tuner ended
+
+
+def spaces() -> list[dict[str, Any]]:
+    """Rows of the knobs that each tuner can have, the second column by the code of the installed DeepSpeed."""
+    from deepspeed.autotuning import constants
+
+    theirs: dict[str, str] = {"zero_stage": "0, 1, 2, 3", BATCH[0]: "found by runs", BATCH[1]: "follows"}
+    for stage in (1, 2, 3):
+        for name, values in getattr(constants, f"DEFAULT_TUNING_SPACE_ZERO_{stage}")["zero_optimization"].items():
+            if isinstance(values, list):
+                before = theirs.get(name, f"{', '.join(f'{value:g}' for value in values)} at stage")
+                theirs[name] = f"{before}{',' if name in theirs else ''} {stage}"
+    ours = {name: str(values) for name, values in YAML().load(SPACE)["knobs"].items()}
+    names = dict.fromkeys([*ours, *theirs])
+    return [
+        {"knob": name, "autotune": ours.get(name), "DeepSpeed's tuner": theirs.get(name, NOT_TUNED.get(name))}
+        for name in names
+    ]
+
+
+def turned(candidates: Iterable[Candidate]) -> dict[str, int]:
+    """Number of values of each knob that had more than one, a missing knob not counted."""
+    values: dict[str, set[Any]] = {}
+    for candidate in candidates:
+        for name, value in candidate.knobs:
+            values.setdefault(name, set()).add(value)
+    return {name: len(found) for name, found in sorted(values.items()) if len(found) > 1}
 
 
 def arguments_of(name: str, config: Path, micro_batch: int, accumulation: int) -> list[str]:
@@ -83,8 +132,8 @@ def arguments_of(name: str, config: Path, micro_batch: int, accumulation: int) -
     return [script, "--deepspeed", str(config), *flags, *lasting, "--use_cpu"]
 
 
-def by_deepspeed(name: str, folder: Path) -> tuple[Found, int]:
-    """What DeepSpeed's tuner finds, and the global batch of it.
+def by_deepspeed(name: str, folder: Path, limit_seconds: float) -> tuple[Found, int]:
+    """What DeepSpeed's tuner finds, to its end or to the limit, and the global batch of it.
 
     Raises:
         RuntimeError: it found nothing; with the end of what it said.
@@ -96,7 +145,7 @@ def by_deepspeed(name: str, folder: Path) -> tuple[Found, int]:
         "zero_optimization": {"stage": [0, 1, 2, 3]},
         "autotuning": {
             "enabled": True,
-            "fast": True,
+            "fast": False,  # overlap and buckets too
             "metric": "throughput",
             "start_profile_step": 3,
             "end_profile_step": 5,
@@ -110,20 +159,42 @@ def by_deepspeed(name: str, folder: Path) -> tuple[Found, int]:
     env = {
         **plain_environment("cpu", 1),
         "DS_ACCELERATOR": "cpu",
+        "PYTHONWARNINGS": "ignore",  # the tuner takes the word "error" in a warning for a failed experiment
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     words = ["deepspeed", "--autotuning", "tune", "--num_gpus", "1", *arguments_of(name, start, OWN_MICRO_BATCH, 1)]
-    began = time.monotonic()
-    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=1500)
+    began, log = time.monotonic(), folder / "tuner.log"
+    with log.open("w") as output:
+        tuner = psutil.Popen(words, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            tuner.wait(limit_seconds)
+            ended = "its end"
+        except subprocess.TimeoutExpired:
+            ended = f"the limit of {limit_seconds:.0f} s"
+            for process in (*tuner.children(recursive=True), tuner):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            tuner.wait()
     seconds = time.monotonic() - began
-    found = folder / "autotuning_results" / "ds_config_optimal.json"
-    if not found.exists():
-        raise RuntimeError(f"DeepSpeed's autotuner gave no config: {done.stdout[-2000:]} {done.stderr[-2000:]}")
-    best = json.loads(found.read_text())
-    micro, accumulation = best["train_micro_batch_size_per_gpu"], best["gradient_accumulation_steps"]
+    tried = [
+        (json.loads(metrics.read_text())["throughput"], json.loads((metrics.parent / "ds_config.json").read_text()))
+        for metrics in (folder / RESULTS).glob("*/metrics.json")
+    ]
+    chosen = folder / RESULTS / "ds_config_optimal.json"
+    if not tried:
+        raise RuntimeError(f"DeepSpeed's autotuner measured nothing in {seconds:.0f} s: {log.read_text()[-4000:]}")
+    best = json.loads(chosen.read_text()) if chosen.exists() else max(tried, key=lambda one: one[0])[1]
+    best.pop("autotuning", None)
     (folder / "found.json").write_text(json.dumps(best))
-    winner = f"z{best['zero_optimization']['stage']} mb{micro} ga{accumulation}"
-    return Found(arguments_of(name, folder / "found.json", micro, accumulation), seconds, winner), micro * accumulation
+    micro, accumulation = (int(best[key]) for key in BATCH)
+    found = Found(
+        arguments_of(name, folder / "found.json", micro, accumulation),
+        seconds,
+        str(candidate_of_config(best)),
+        turned(candidate_of_config(one) for _, one in tried),
+        f"{ended}, {len(tried)} experiments",
+    )
+    return found, micro * accumulation
 
 
 def by_autotune(name: str, folder: Path, global_batch: int, limits: list[str]) -> Found:
@@ -144,21 +215,23 @@ def by_autotune(name: str, folder: Path, global_batch: int, limits: list[str]) -
     seconds = time.monotonic() - began
     if done.code:
         raise RuntimeError(f"autotune run: exit {done.code}: {done.stderr[-3000:]}")
-    script = StudyStore.load(str(folder / "runs" / name)).job.script
+    store = StudyStore.load(str(folder / "runs" / name))
+    script = store.job.script
     assert script is not None
     winner = Candidate.of(done.report["winner"]["candidate"])
     exported = (folder / done.report["files"][0]).resolve()
-    return Found(list(command(script, winner, str(exported))), seconds, str(winner))
+    tried = turned(record.candidate for record in store.records())
+    return Found(list(command(script, winner, str(exported))), seconds, str(winner), tried)
 
 
-def contest(name: str, folder: Path, with_theirs: bool, limits: list[str], starts: int) -> dict[str, Any]:
-    """A row: what each tool took and found, and how fast both trainings are."""
+def contest(name: str, folder: Path, limit_seconds: float | None, limits: list[str], starts: int) -> dict[str, Any]:
+    """A row: what each tool took and found, and how fast both trainings are; without a limit, ours alone."""
     global_batch, theirs = GLOBAL_BATCH, None
-    if with_theirs:
-        theirs, global_batch = by_deepspeed(name, made(folder / "theirs"))
+    if limit_seconds is not None:
+        theirs, global_batch = by_deepspeed(name, made(folder / "theirs"), limit_seconds)
         limits = limits or ["--budget", f"{theirs.seconds * SHARE:.0f}s"]
     ours = by_autotune(name, made(folder / "ours"), global_batch, limits)
-    row: dict[str, Any] = {"script": name, "our winner": ours.winner, "our s": ours.seconds}
+    row: dict[str, Any] = {"script": name, "our winner": ours.winner, "our s": ours.seconds, "we turned": ours.turned}
     side = torchrun("ours", ours.argv, folder / "ours", 1)
     if theirs is None:
         take_turns([side], TURNS)
@@ -166,14 +239,25 @@ def contest(name: str, folder: Path, with_theirs: bool, limits: list[str], start
     their_side = torchrun("theirs", theirs.argv, folder / "theirs", 1)
     trained = over_starts(side, their_side, TURNS, starts)
     speed, their_speed = trained.samples_per_second
-    wall_clock = ours.seconds / theirs.seconds
-    said = (theirs.winner, theirs.seconds, their_speed, trained.ratio, trained.half_width, wall_clock, trained.ratios)
+    said = (
+        theirs.winner,
+        theirs.seconds,
+        theirs.turned,
+        theirs.ended,
+        their_speed,
+        trained.ratio,
+        trained.half_width,
+        ours.seconds / theirs.seconds,
+        trained.ratios,
+    )
     return row | {"samples/s": speed} | dict(zip(AGAINST, said, strict=True))
 
 
 AGAINST = (
     "DeepSpeed's winner",
     "its s",
+    "it turned",
+    "it ended at",
     "its samples/s",
     "trained, ours / its",
     "±",
@@ -191,7 +275,11 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--only", default="", help=f"comma-separated, of {', '.join(SCRIPTS)}")
     parser.add_argument("--budget", help="of ours; default: 0.3 of what DeepSpeed's tuner took")
+    parser.add_argument(
+        "--limit", type=float, default=360.0, help="seconds of DeepSpeed's tuner, whose best so far then counts"
+    )
     parser.add_argument("--starts", type=int, default=6, help="of both trainings")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of --json that this code has measured")
     arguments = parse(parser, only="images", budget="5m")
     if arguments.starts not in (even := [n for n in T95 if n % 2 == 0]):
         parser.error(f"--starts: one of {even}, so that each side begins as often, and an interval can be taken")
@@ -205,13 +293,19 @@ def main() -> None:
         parser.error(f"--only {arguments.only}: none of {', '.join(SCRIPTS)}")
     limits = ["--budget", arguments.budget] if arguments.budget else []
     limits += ["--max-trials", "1"] if arguments.small else []
-    rows: list[dict[str, Any]] = []
+    if not arguments.small:
+        print_table("spaces of both tuners", spaces(), keys=1)
+    code = tree("autotune")
+    rows = [row for row in kept_rows(arguments.json, "script", ()) if arguments.resume and row["code"] == code]
+    names = [name for name in names if name not in {row["script"] for row in rows}]
     with tempfile.TemporaryDirectory() as scratch:
         for name in names:
-            row = contest(name, Path(scratch) / name, not arguments.small, limits, arguments.starts)
-            rows.append(row | {"code": tree("autotune")})
+            limit_seconds = None if arguments.small else arguments.limit
+            rows.append(contest(name, Path(scratch) / name, limit_seconds, limits, arguments.starts) | {"code": code})
             print(json.dumps(rows[-1]), flush=True)
-            write_json(arguments.json, [*kept_rows(arguments.json, "script", names), *rows])
+            others = kept_rows(arguments.json, "script", [row["script"] for row in rows])
+            order = list(SCRIPTS)
+            write_json(arguments.json, sorted([*others, *rows], key=lambda row: order.index(row["script"])))
     shown = [{name: value for name, value in row.items() if name not in ("each start", "code")} for row in rows]
     print_table("DeepSpeed's autotuner and autotune, one CPU rank, both winners trained in turn", shown)
     for measure, target in (("trained, ours / its", ">= 1.05"), ("wall clock, ours / its", "<= 0.33")):

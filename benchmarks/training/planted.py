@@ -119,7 +119,8 @@ def _trained(run: Run, rank: int) -> dict[str, Any]:
     import deepspeed
     import torch
 
-    from autotune.rank.training_trace import TraceRecorder, seed_all
+    from autotune.rank.random_state import RandomState
+    from autotune.rank.training_trace import TraceRecorder
 
     model, accumulation = _model(run.model), GLOBAL // RANKS // run.micro_batch
     rate = 1e-3 * (run.factor if run.fault == "rate" else 1.0)
@@ -137,10 +138,11 @@ def _trained(run: Run, rank: int) -> dict[str, Any]:
         **({"bf16": {"enabled": True}} if run.precision == "bf16" else {}),
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=kind(model.parameters(), lr=rate), config=config)
-    recorder = TraceRecorder()
+    random_state = RandomState()
+    recorder = TraceRecorder(random_state)
     rows = max(1, round(run.micro_batch * run.factor)) if run.fault == "batch" else run.micro_batch
     data = torch.randn(4096, 4, 32, generator=torch.Generator().manual_seed(run.data))
-    seed_all(99 if run.reseed else 1, 0)
+    random_state.seed(99 if run.reseed else 1)
     at, number, began = 0, 0, time.perf_counter()
     for step in range(MOST_STEPS):
         for _ in range(accumulation):

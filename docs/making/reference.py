@@ -196,7 +196,9 @@ def short_forms() -> list[list[str]]:
         if isinstance(knob.kind, tuple):
             value: Any = knob.kind[1]
         else:
-            value = {bool: True, int: 2}.get(knob.kind, "r=16")
+            value = {bool: True, int: 2, float: 0.5}.get(knob.kind, "r=16")
+            if value is True and not describe({name: value}):  # DeepSpeed's default is left out of a line
+                value = False
         rows.append([f"`{describe({name: value})}`", f"`{name}`: {str(value).lower()}"])
     return rows
 

@@ -161,7 +161,7 @@ def test_show(
     assert code == 0
     assert "config: z0 mb1 ga1 (" in out
     assert "8 samples/s (160 tokens/s)" in out, "as measured: its samples are shorter than the longest"
-    assert "a GPU: 4 samples/s, 80 tokens/s" in out
+    assert "per CPU rank: 4 samples/s, 80 tokens/s" in out
     assert "+100.0 % against the next best" in out
     assert "in 1 call, the last 33.0 s of 1m00s" in out
     assert "not tried (5): needs more" in out

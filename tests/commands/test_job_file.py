@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
+from typer.testing import CliRunner
 
+from autotune.cli.options import takes_request
 from autotune.commands import job_file, launch, plan, run
 from autotune.commands.request import COMMANDS, Request
 from autotune.errors import UserError
@@ -168,3 +171,19 @@ def test_the_shipped_schema_is_that_of_the_request() -> None:
     assert properties.keys() == {name for one in COMMANDS for name in job_file.options_in_files(one)}
     assert properties["space"]["type"] == ["string", "number", "object"]
     assert yaml.safe_load(ALL).keys() - {one.replace("-", "_") for one in properties} - properties.keys() == set()
+
+
+def test_a_switch_of_the_file_is_turned_off_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("model: tiny-llama\nexhaustive: true\n")
+    got: list[Request] = []
+
+    def run(request: Request) -> None:
+        got.append(request)
+
+    app = typer.Typer()
+    app.command()(takes_request(run))
+    for words in ([], ["--no-exhaustive"], ["--exhaustive"], ["--no-force"]):
+        assert CliRunner().invoke(app, [str(tmp_path / "job.yaml"), *words]).exit_code == 0
+    assert [(one.exhaustive, one.force) for one in got] == [(True, False), (False, False), (True, False), (True, False)]
+    refused = CliRunner().invoke(app, ["--exhaustive", "--no-exhaustive"])
+    assert "--exhaustive and --no-exhaustive contradict each other" in str(refused.exception)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autotune.commands.run import StartupDeadline
+from autotune.commands.run import CallClock, StartupDeadline
 from autotune.errors import NothingFits, Stopped
 from autotune.executors.machine import Ops
 from autotune.predict.trace import _outputs
@@ -48,6 +48,16 @@ def test_a_user_who_stops_within_the_budget_is_no_budget(seconds: float, build_s
     for way in (at(seconds, build_seconds).no_trial(), at(seconds, build_seconds).no_more_trials()):
         with pytest.raises(Stopped), way:
             raise Stopped("stopped")
+
+
+def test_the_time_of_an_answer_is_not_the_budgets() -> None:
+    clock = CallClock()
+    ask = clock.stopped_by(lambda question: time.sleep(0.2) or question == "go on?")
+    assert ask is not None
+    assert ask("go on?")
+    assert not ask("stop?")
+    assert clock.seconds < 0.2
+    assert clock.stopped_by(None) is None
 
 
 def test_a_search_keeps_its_own_clock() -> None:

@@ -1,11 +1,18 @@
 """A script that cannot be tuned is refused in one line that says what to do, not with the end of a log."""
 
+import errno
+import sqlite3
+import sys
 from typing import Any
 
 import pytest
 
 from autotune.commands.script_probe import _counted_otherwise, _in_one_line, _limits, _profile, thrifty
+from autotune.executors.local import failed_outcome
 from autotune.problem.outcome import Outcome, OutcomeKind, Phase, Source
+from autotune.rank.base import errnos
+from autotune.workers.failure_classifier import FailureEvidence
+from autotune.workers.memory_monitor import MemoryPeaks
 
 BUSY = "The server socket has failed to listen on any local network address. port: 29511, code: -98, name: EADDRINUSE"
 CASES = [
@@ -84,26 +91,51 @@ def test_how_torchs_optimizer_steps_is_kept_where_the_script_makes_it() -> None:
     assert kept(torch_optimizer={}) == kept()
 
 
+def chained(first: BaseException, second: BaseException) -> BaseException:
+    second.__cause__ = first
+    return second
+
+
+def refused_by_sqlite() -> BaseException:
+    with pytest.raises(sqlite3.OperationalError) as caught:
+        sqlite3.connect("file:/nowhere/x.db", uri=True)
+    return caught.value
+
+
+CAP = "--memory-cap"
+PROTECTION = "--unprotected"
+
+
 @pytest.mark.parametrize(
-    ("exceptions", "reason", "cap_bytes", "remedy"),
+    ("error", "log", "cap_bytes", "remedy"),
     [
-        (("datasets.DatasetGenerationError",), "generation failed", 1200 << 20, "--memory-cap"),
-        (("sqlite3.OperationalError",), "attempt to write a readonly database", None, "--unprotected"),
-        (("app.SetupFailed",), "see the log: [Errno 1] Operation not permitted", None, "--unprotected"),
-        (("builtins.RuntimeError",), "can't start new thread", 900 << 20, "--memory-cap"),
-        ((), "killed by SIGSEGV", 900 << 20, "--memory-cap"),
-        (("builtins.RuntimeError",), "can't start new thread", None, ""),
-        (("builtins.KeyError",), "no such column", 2000 << 20, ""),
-        (("builtins.PermissionError",), "[Errno 13] Permission denied: '/data/x'", None, "--unprotected"),
-        (("builtins.OSError",), "[Errno 30] Read-only file system: '/data/x'", None, "--unprotected"),
-        (("builtins.OSError",), "[Errno 5] Input/output error", None, ""),
+        (RuntimeError("generation failed"), "", 1200 << 20, CAP),  # near its peak
+        (RuntimeError("generation failed"), "", 2000 << 20, ""),
+        (RuntimeError("cannot start"), "OpenBLAS: pthread_create: Resource temporarily unavailable", 2000 << 20, CAP),
+        (chained(OSError(errno.ENOMEM, "mmap"), ImportError("libx.so")), "", 2000 << 20, CAP),
+        (chained(OSError(errno.ENOMEM, "mmap"), ImportError("libx.so")), "", None, ""),
+        (None, "", 2000 << 20, CAP),  # killed by a signal
+        (KeyError("no such column"), "", 2000 << 20, ""),
+        pytest.param(
+            refused_by_sqlite,
+            "",
+            None,
+            PROTECTION,
+            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="no sqlite_errorcode"),
+        ),
+        (RuntimeError("setup failed"), "mkdir: cannot create directory: Operation not permitted", None, PROTECTION),
+        (chained(PermissionError(errno.EACCES, "no"), RuntimeError("setup failed")), "", None, PROTECTION),
+        (OSError(errno.EROFS, "Read-only file system", "/data/x"), "", None, PROTECTION),
+        (OSError(errno.EIO, "Input/output error"), "", None, ""),
     ],
 )
-def test_a_limit_that_may_be_the_cause_is_named(
-    exceptions: tuple[str, ...], reason: str, cap_bytes: int | None, remedy: str
-) -> None:
-    first, _, logged = reason.partition("see the log: ")
-    crash = Outcome(OutcomeKind.CRASH, Phase.INIT, reason=first, exceptions=exceptions, peak_bytes=1000 << 20)
-    said = _limits(crash, cap_bytes, logged)
+def test_a_limit_that_may_be_the_cause_is_named(error: Any, log: str, cap_bytes: int | None, remedy: str) -> None:
+    error = error() if callable(error) else error
+    described = {"kinds": [f"builtins.{type(error).__name__}"], "text": str(error), "errnos": sorted(errnos(error))}
+    peaks = MemoryPeaks(used=[1000 << 20])
+    evidence = FailureEvidence(
+        "cpu", [described] if error else [], {} if error else {0: -11}, logs={0: log}, peaks=peaks
+    )
+    said = _limits(failed_outcome(evidence, greeted=True, server_lives=True), cap_bytes)
     assert bool(said) == bool(remedy)
     assert remedy in said

@@ -355,3 +355,13 @@ def test_host_memory_of_published_runs() -> None:
     assert 0.85 < (host - states) / (256.66 * GIB) < 1, "the rest is the system's and that of four processes"
     assert fits
     assert not found["qwen2.5-32b"][2]
+
+
+def test_another_card_takes_the_sizes_of_the_first_and_its_own_speeds(landscape: Landscape) -> None:
+    job, candidates = landscape.job(), sorted(landscape.rows, key=str)[:200]
+    trace = closed_form_trace(job, "a test")
+    first, second = (Predictor(job, named_hardware(name, 2), trace) for name in ("h100", "a100-40gb"))
+    other, own = second.prepare_like(candidates, first.prepare(candidates)), second.prepare(candidates)
+    for name, column in vars(second.prepared_table(own)).items():
+        np.testing.assert_array_equal(getattr(second.prepared_table(other), name), column)
+    assert (second.table(candidates).step != first.table(candidates).step).all()

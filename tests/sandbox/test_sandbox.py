@@ -113,6 +113,19 @@ open("/dev/null", "w").write("x")
     assert run(sandbox_in(base, protection), base / "sockets", text) == ""
 
 
+@ROOT
+def test_settings_of_the_machine_are_read_only_in_an_overlay(base: Path) -> None:
+    text = """
+for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/swappiness"):
+    try:
+        open(path, "w").write(open(path).read())
+    except OSError as error:
+        print(error.errno)
+open("/proc/self/comm", "w").write("renamed")
+"""
+    assert run(sandbox_in(base, Protection.OVERLAY), base / "sockets", text).split() == ["30", "30"]  # EROFS
+
+
 def test_a_tree_in_an_overlay_never_contains_itself(base: Path) -> None:
     """Regression: the trial's folder showed the new root, and `rm -rf runs` removed the machine's device files by it."""
     (base / "keep.txt").write_text("keep")

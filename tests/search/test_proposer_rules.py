@@ -165,7 +165,7 @@ def test_small_gain_stops_the_search_with_the_tolerance(landscape: Landscape) ->
     stop = decide(proposer, "small gain")
     assert isinstance(stop, Stop)
     assert stop.reason is StopReason.SMALL_GAIN
-    assert stop.sentence == "the predicted gain of going on is below 1 % (--exhaustive goes on)"
+    assert stop.sentence == "the predicted gain of going on is below 0.25 % (--exhaustive goes on)"
     proposer._pool.open_mask = np.zeros(len(proposer.candidates), dtype=bool)
     assert decide(proposer, "small gain") is None
 

@@ -29,14 +29,21 @@ def test_what_probably_does_not_fit_leaves_less() -> None:
 @pytest.mark.parametrize(
     ("left", "trials", "sentence"),
     [
-        (0.021, 14, "at most 3 % left with 90 % probability, by 14 trials"),
-        (0.0001, 1, "at most 1 % left with 90 % probability, by 1 trial"),
-        (0.0, 9, "nothing left with 90 % probability, by 9 trials"),
-        (1.5, 2, "possibly more than 100 % left, by 2 trials"),
+        (0.021, 14, "untried configs are at most 3 % faster, with 90 % probability (by 14 trials)"),
+        (0.0001, 1, "untried configs are at most 1 % faster, with 90 % probability (by 1 trial)"),
+        (0.0, 9, "no untried config is faster, with 90 % probability (by 9 trials)"),
+        (1.5, 2, "untried configs may be more than twice as fast (by 2 trials)"),
     ],
 )
 def test_sentence_rounds_up(left: float, trials: int, sentence: str) -> None:
     assert Confidence(left, trials).sentence == sentence
+
+
+@pytest.mark.parametrize("reason", StopReason)
+def test_a_stored_sentence_gives_its_reason(reason: StopReason) -> None:
+    fields = {"count": 3, "percent": 0.5, "tried": "7 configs", "kinds": "3 crash (of 4)"}
+    assert StopReason.of(reason.stop(**fields).sentence) is reason
+    assert StopReason.of(f"another {reason.value}") is None
 
 
 def test_stop_fills_the_sentence_of_its_reason() -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autotune.errors import MachineTrouble, UserError
 from autotune.executors.base import Effort
@@ -597,6 +599,96 @@ def test_a_rival_that_is_nearer_than_a_search_is_sure_of_has_its_turn(landscape:
     of_peak(leaderboard, near, 100.0, 500)
     of_peak(leaderboard, far, 105.0, 500, SEARCH)
     assert leaderboard.contender() is None, "one such rival is enough, and none is faster than what has passed"
+
+
+POOL = [make_candidate(0, size) for size in (1, 2, 4, 8, 16)]
+CALLS = st.lists(
+    st.tuples(st.floats(0.3, 3.0), st.sets(st.integers(0, 4), min_size=1), st.integers(0, 9)), min_size=2, max_size=4
+)
+
+
+def chosen_over_calls(
+    speeds: list[float], calls: list[tuple[float, set[int], int]]
+) -> tuple[list[Candidate | None], list[set[Candidate]]]:
+    """Measure and verify as a tuner does, each call at a pace and with so many verifications at most.
+
+    Returns:
+        The choice after each call, and what each call verified.
+    """
+    leaderboard, chosen, verified = Leaderboard(detect("cpu", 1)), [], []
+    known: set[int] = set()
+    for pace, searched, most in calls:
+        leaderboard.begin_call()
+        for i in sorted(searched - known):
+            of_peak(leaderboard, POOL[i], pace * speeds[i], 500, SEARCH)
+        known |= searched
+        mine: set[Candidate] = set()
+        while len(mine) < most and (candidate := leaderboard.contender()) is not None:
+            assert candidate not in mine, "verified twice"
+            of_peak(leaderboard, candidate, pace * speeds[POOL.index(candidate)], 500)
+            mine.add(candidate)
+        passed = leaderboard.passed()
+        chosen.append(leaderboard.thriftiest(passed) if passed else None)
+        verified.append(mine)
+    return chosen, verified
+
+
+@given(st.permutations([1.0, 1.2, 1.44, 1.73, 2.07]), CALLS)
+def test_the_pace_of_the_machine_in_a_call_chooses_no_winner(
+    speeds: list[float], calls: list[tuple[float, set[int], int]]
+) -> None:
+    chosen, verified = chosen_over_calls(speeds, calls)
+    for before, after, mine in zip(chosen, chosen[1:], verified[1:], strict=False):
+        if before is not None and after != before:
+            assert {before, after} <= mine, "one replaces another only in a call that has verified both"
+    unlimited = [(pace, searched, 9) for pace, searched, _ in calls]
+    known: set[int] = set()
+    for choice, (_, searched, _) in zip(chosen_over_calls(speeds, unlimited)[0], unlimited, strict=True):
+        known |= searched
+        assert choice == POOL[max(known, key=speeds.__getitem__)]
+
+
+def test_a_resumed_study_measures_its_winner_again_before_another_replaces_it(landscape: Landscape) -> None:
+    """The machine is twice as fast in the second call, and a slower config looks faster than the winner was."""
+
+    class Faster(ReplayExecutor):
+        def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
+            session = super().session(candidate, name, patience)
+            measure = session.measure
+
+            def doubled(candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+                outcome = measure(candidate, dataclasses.replace(effort, beaten_step_seconds=np.inf), deadline_seconds)
+                if (found := outcome.measurement) is None:
+                    return outcome
+                faster = dataclasses.replace(
+                    found,
+                    step_seconds=found.step_seconds / 2,
+                    samples_per_second=2 * found.samples_per_second,
+                    tokens_per_second=2 * found.tokens_per_second,
+                )
+                return dataclasses.replace(outcome, measurement=faster)
+
+            session.measure = doubled  # type: ignore[method-assign]
+            return session
+
+    ok = sorted(
+        (c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK), key=landscape.seconds_per_sample
+    )
+    best, slower = (
+        ok[0],
+        next(c for c in ok if landscape.seconds_per_sample(c) > 1.3 * landscape.seconds_per_sample(ok[0])),
+    )
+    store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
+    only_best, both = (
+        dataclasses.replace(landscape, rows={one: landscape.rows[one] for one in some})
+        for some in ([best], [best, slower])
+    )
+    first, _, _ = search(only_best, 900, store=store)
+    second, _, _ = search(both, 900, store=store, executor=Faster(both))
+    assert first.winner is not None
+    assert second.winner is not None
+    assert second.winner.candidate == best
+    assert [r.candidate for r in store.records() if r.role == VERIFY].count(best) == 2
 
 
 def test_thrift_is_worth_something_only_where_something_is_saved(landscape: Landscape) -> None:

@@ -103,14 +103,18 @@ class Patches:
             around: takes its own arguments by position only, because keyword arguments belong to the caller.
         """
         original = getattr(owner, name)
-        before = vars(owner).get(name, _MISSING)
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs)
 
-        setattr(owner, name, wrapper)
-        self._originals.setdefault((id(owner), name), original)
+        self.replace(owner, name, wrapper)
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Replace `owner.name` by a value."""
+        self._originals.setdefault((id(owner), name), getattr(owner, name))
+        before = vars(owner).get(name, _MISSING)
+        setattr(owner, name, value)
 
         def restore() -> None:
             if before is _MISSING:

@@ -312,18 +312,20 @@ def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: 
     ]
     resumed = [r.outcome for r in records if r.role == RESUME and r.candidate == winner.candidate and r.outcome]
     if not resumed:
-        lines.append("Whether it goes on from a checkpoint was not tried.")
+        lines.append("Resuming from a checkpoint was not tested.")
     elif resumed[-1].ok and resumed[-1].peak_bytes is not None:
-        lines.append(f"Goes on from a checkpoint, at a peak of {format_bytes(resumed[-1].peak_bytes)}.")
+        lines.append(f"Resumes from a checkpoint, at a peak of {format_bytes(resumed[-1].peak_bytes)}.")
     elif not resumed[-1].ok:
-        lines.append(f"Whether it goes on from a checkpoint is not known: {shortened(resumed[-1].reason, MOST_TEXT)}")
+        lines.append(f"It is not known if it resumes from a checkpoint: {shortened(resumed[-1].reason, MOST_TEXT)}")
     if measured.predicted_seconds is not None:
         lines.append(f"{slice_line(measured, hardware).capitalize()}.")
     if measured.extrapolated:
         lines.append("Its step is extrapolated from a shortened accumulation.")
     lines += [f"{line[0].upper()}{line[1:]}." for line in certificate_lines(job, list(records), winner)]
     lines += [f"It {line}." for line in lossy_settings(winner.candidate, job)]
-    lines += [f"The clock of a GPU was limited: {', '.join(measured.clock_limits)}."] if measured.clock_limits else []
+    if measured.clock_limits:
+        at = f" (down to {measured.sm_clock_mhz} MHz)" if measured.sm_clock_mhz else ""
+        lines.append(f"The driver lowered the GPU clock{at}: {', '.join(measured.clock_limits)}.")
     return tuple(lines)
 
 
@@ -338,7 +340,7 @@ def _gains(facts: StudyFacts, job: Job) -> tuple[MeasuredGain, ...]:
         found.append(_gain(f"the next best{beyond}", rival.candidate, rival.ratio))
     if len(facts.slower) > 1:
         slowest, fit = facts.slower[-1], 1 + len(facts.tied) + len(facts.slower)
-        found.append(_gain(f"the slowest of {fit} that fit", slowest.candidate, slowest.ratio))
+        found.append(_gain(f"the slowest of {fit} measured that fit", slowest.candidate, slowest.ratio))
     return tuple(found)
 
 
@@ -630,11 +632,14 @@ def memory_map(
         {row for row, _ in places}, key=lambda row: (*row[:2], row[2] != "none", row[2], row[3] != "none", row[3])
     )
     nothing = Square(Cell.NONE if candidates else Cell.UNKNOWN, told="not in the space" if candidates else "not tried")
-    return MemoryMap(
-        tuple(columns),
-        tuple((_row_name(row), tuple(known.get((row, size), nothing) for size in columns)) for row in rows),
-        "" if len(columns) == len({size for _, size in places}) else "Not every micro-batch of the space is shown.",
+    named = [(_row_name(row), tuple(known.get((row, size), nothing) for size in columns)) for row in rows]
+    told = [row for row in named if any(square.cell not in (Cell.UNKNOWN, Cell.NONE) for square in row[1])] or named
+    notes = (
+        [] if len(columns) == len({size for _, size in places}) else ["Not every micro-batch of the space is shown."]
     )
+    if hidden := [name for name, _ in named if name not in dict(told)]:
+        notes.append(f"Nothing is known of these, and they are not shown: {'; '.join(hidden)}.")
+    return MemoryMap(tuple(columns), tuple(told), " ".join(notes))
 
 
 def _columns(tried: set[int], every: set[int]) -> list[int]:

@@ -29,8 +29,11 @@ Measured = Mapping[Candidate, Measurement]
 
 
 def changed_knob(one: Candidate, other: Candidate) -> str | None:
-    """Return the only knob that differs between two candidates. Knobs that only one of them reads because of it are ignored."""
-    mine, theirs = one.as_dict, other.as_dict
+    """Return the only knob that differs between two candidates. Knobs that only one of them reads because of it are ignored.
+
+    An offload is not: a stage that cannot offload is compared with another one without offload.
+    """
+    mine, theirs = ({**dict.fromkeys(_OFFLOADS, "none"), **candidate.as_dict} for candidate in (one, other))
     different = {name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]}
     if different == set(RUNG_KNOBS) and one.micro_batch * one.accumulation == other.micro_batch * other.accumulation:
         different = {TRADED}
@@ -44,7 +47,7 @@ def changed_knob(one: Candidate, other: Candidate) -> str | None:
 
 def value_of(candidate: Candidate, knob: str) -> Value:
     """Return the candidate's value for a name from `changed_knob`."""
-    return candidate.micro_batch if knob == TRADED else candidate.as_dict[knob]
+    return candidate.micro_batch if knob == TRADED else candidate.as_dict.get(knob, "none")
 
 
 def shown(value: Value) -> str:
@@ -99,7 +102,8 @@ def _pairs(candidates: Sequence[Candidate]) -> Iterator[tuple[Candidate, Candida
                 yield from ((one, other, knob) for other in group[i + 1 :] if changed_knob(one, other) == knob)
 
 
-_GATES = ("zero_stage", "offload_optimizer", "offload_param")  # they decide whether other knobs are read
+_OFFLOADS = ("offload_optimizer", "offload_param")
+_GATES = ("zero_stage", *_OFFLOADS)  # they decide whether other knobs are read
 
 
 def _in_all(candidates: Sequence[Candidate]) -> set[str]:

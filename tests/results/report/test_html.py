@@ -61,7 +61,7 @@ def test_the_verdict_compares_with_the_script_as_it_is(tmp_path: Path) -> None:
     assert own.over == "the script as it is"
     assert own.times == pytest.approx(1.6)
     assert own.interval[0] < 1.6 < own.interval[1]
-    assert any("Goes on from a checkpoint" in line for line in report.verdict.checks)
+    assert any("Resumes from a checkpoint" in line for line in report.verdict.checks)
 
 
 def test_statuses_tell_above_the_ceiling_from_fitting(tmp_path: Path) -> None:

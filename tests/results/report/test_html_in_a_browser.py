@@ -59,7 +59,7 @@ def test_the_sections_are_there(browser: Browser, pages: Pages) -> None:
     browser.open(pages("everything"))
     assert str(make_candidate(0, 8)) in browser.text("#verdict")
     assert "1.60×" in browser.text("#verdict"), "over the script as it is"
-    assert "GOES ON FROM A CHECKPOINT" in browser.text("#verdict").upper()
+    assert "RESUMES FROM A CHECKPOINT" in browser.text("#verdict").upper()
     assert browser.shown("#memory svg.bar") >= 4, "predicted beside measured, for winner and runner-up"
     assert browser.shown("#speed svg.plot use[data-t]") == 10, "seven measured and three that ran out"
     assert browser.shown("#map td.ran") == 3

@@ -1,0 +1,165 @@
+"""Random state of a rank: the same in every trial, also for generators that a script seeds by default or not at all."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import uuid
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+_MOST_WATCHED = 64  # generators; a data set may make one for each sample
+
+
+class _Patches(Protocol):
+    """Registry of replaced attributes, see `hooks.base.Patches`."""
+
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Replace `owner.name` by a function around it."""
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Replace `owner.name` by a value."""
+
+
+class RandomState:
+    """Random state of one rank.
+
+    Once installed, its seed is the only source of default seeds: `random.Random()`, `torch.seed()`,
+    `torch.Generator().seed()`, `numpy.random.default_rng()`, `secrets` and `os.urandom` no longer draw from the kernel.
+    Seeds that a script computes from the time or a process id stay different.
+
+    Args:
+        rank: number of the rank.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank, self._seed, self._pid = rank, 0, os.getpid()
+        self._entropy = random.Random(f"0.{rank}")
+        # last generators of torch and numpy that the script has made; numpy's allow no weak reference
+        self._own: deque[Any] = deque(maxlen=_MOST_WATCHED)
+        self._made = 0  # number of all of them
+        self._marked: tuple[int, list[tuple[Any, Any]], tuple[Any, ...]] | None = None
+
+    def seed(self, seed: int) -> None:
+        """Seed the global generators and the default seeds; torch alike on all ranks, as by default, the others by rank."""
+        import torch
+
+        self._seed, self._entropy = seed, random.Random(f"{seed}.{self._rank}")
+        torch.manual_seed(seed)
+        random.seed(seed * 1_000_003 + self._rank)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed((seed * 1_000_003 + self._rank) % 2**32)
+
+    # -- default seeds -----------------------------------------------------------------------------------------------
+
+    def install(self, patches: _Patches) -> None:
+        """Take the place of the kernel's random numbers, and note the generators that the script makes."""
+        import torch
+
+        kernel = os.urandom
+
+        def urandom(_: Any, count: int, /) -> bytes:
+            return self._bytes(count)
+
+        def seed_python(original: Callable[..., Any], made: Any, /, a: Any = None, *args: Any, **kwargs: Any) -> None:
+            original(made, self._number() if a is None else a, *args, **kwargs)
+
+        def seed_default(original: Callable[..., Any], /, seed: Any = None, *args: Any, **kwargs: Any) -> None:
+            original(self._number() % 2**32 if seed is None and not kwargs else seed, *args, **kwargs)
+
+        def seed_torch(_: Any, /) -> int:
+            torch.manual_seed(number := self._number())
+            return number
+
+        def noted(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            return self._note(original(*args, **kwargs))
+
+        patches.wrap(os, "urandom", urandom)
+        patches.wrap(random, "_urandom", urandom)  # read by `SystemRandom`, `secrets` and numpy's `SeedSequence`
+        # Names by uuid must differ between trials that share a folder.
+        patches.wrap(uuid, "uuid4", lambda _, /: uuid.UUID(bytes=kernel(16), version=4))
+        patches.wrap(random.Random, "seed", seed_python)
+        patches.wrap(random, "seed", seed_default)
+        for owner in (torch, torch.random):
+            patches.wrap(owner, "seed", seed_torch)
+        patches.replace(torch, "Generator", self._generator_class())
+        if (numpy := sys.modules.get("numpy")) is not None:
+            patches.wrap(numpy.random, "seed", seed_default)
+            patches.wrap(numpy.random, "default_rng", noted)
+
+    def _bytes(self, count: int) -> bytes:
+        """Return bytes in place of the kernel's. Each worker of a data loader draws its own, as torch seeds it."""
+        if os.getpid() != self._pid:
+            import torch
+
+            worker, self._pid = torch.utils.data.get_worker_info(), os.getpid()
+            self._entropy = random.Random(f"{self._seed}.{self._rank}.{worker.seed if worker else self._pid}")
+        return self._entropy.randbytes(count)
+
+    def _number(self) -> int:
+        return int.from_bytes(self._bytes(8), "big") >> 1  # 63 bits, which torch's seeds may have
+
+    def _note(self, generator: Any) -> Any:
+        self._made += 1
+        self._own.append(generator)
+        return generator
+
+    def _generator_class(self) -> type:
+        """Return a stand-in for torch's Generator, whose own `seed` reads the kernel's random numbers in C++."""
+        import torch
+
+        original: Any = torch.Generator
+
+        kind: Any = type(original)
+
+        class _Instances(kind):  # type: ignore[misc]
+            def __instancecheck__(cls, instance: Any) -> bool:
+                return bool(kind.__instancecheck__(original, instance))
+
+        def made(generator: Any, *_: Any, **__: Any) -> None:
+            self._note(generator)
+
+        def seed(generator: Any) -> int:
+            generator.manual_seed(number := self._number())
+            return number
+
+        return _Instances("Generator", (original,), {"__init__": made, "seed": seed, "__module__": "torch"})
+
+    # -- draws -------------------------------------------------------------------------------------------------------
+
+    def mark(self) -> None:
+        """Remember the states of all generators, for `has_drawn`."""
+        self._marked = self._made, [(one, _state(one)) for one in self._own], _global_states()
+
+    def has_drawn(self) -> bool:
+        """Return True if random numbers were drawn since `mark`. A generator made since then counts."""
+        if self._marked is None:
+            return False
+        made, own, states = self._marked
+        moved = any(_state(one) != state for one, state in own)
+        return moved or self._made != made or _global_states() != states
+
+
+def _state(generator: Any) -> Any:
+    """Return the state of a generator of torch or numpy in a form that can be compared."""
+    read = getattr(generator, "get_state", None)
+    return read().numpy().tobytes() if read is not None else str(generator.bit_generator.state)
+
+
+def _global_states() -> tuple[Any, ...]:
+    """Return the states of all generators that a training usually draws from."""
+    import torch
+
+    from autotune.rank.devices import generator_state
+
+    numpy = sys.modules.get("numpy")
+    states: list[Any] = [random.getstate()]
+    if numpy is not None:
+        _, keys, position, *_ = numpy.random.get_state()
+        states += [keys.tobytes(), position]
+    states.append(torch.get_rng_state().numpy().tobytes())
+    if (state := generator_state()) is not None:
+        states.append(state)
+    return tuple(states)

@@ -1,0 +1,108 @@
+"""Random state of a rank: default seeds come from the study's seed, and draws of a script's own generators are seen."""
+
+import os
+import random
+import secrets
+import uuid
+from collections.abc import Callable, Iterator
+
+import numpy
+import pytest
+import torch
+
+from autotune.rank.hooks.base import Patches
+from autotune.rank.random_state import RandomState
+
+SOURCES: dict[str, Callable[[], object]] = {
+    "random.Random()": lambda: random.Random().random(),
+    "random.seed()": lambda: (random.seed(), random.random())[1],
+    "SystemRandom": lambda: random.SystemRandom().randrange(1 << 40),
+    "secrets": lambda: secrets.token_hex(8),
+    "os.urandom": lambda: os.urandom(8),
+    "default_rng()": lambda: numpy.random.default_rng().integers(1 << 40),
+    "numpy.random.seed()": lambda: (numpy.random.seed(), numpy.random.randint(1 << 30))[1],
+    "RandomState()": lambda: numpy.random.RandomState().randint(1 << 30),
+    "torch.seed()": lambda: (torch.seed(), torch.rand(1).item())[1],
+    "Generator.seed()": lambda: torch.Generator().seed(),
+}
+
+
+@pytest.fixture
+def patches() -> Iterator[Patches]:
+    made = Patches()
+    yield made
+    made.undo()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_default_seeds_are_those_of_the_study_and_the_rank(patches: Patches, source: str) -> None:
+    def drawn(seed: int, rank: int) -> list[object]:
+        state = RandomState(rank)
+        state.install(patches)
+        state.seed(seed)
+        found = [SOURCES[source]() for _ in range(3)]
+        patches.undo()
+        return found
+
+    first = drawn(1, 0)
+    assert len({str(one) for one in first}) == 3
+    assert drawn(1, 0) == first
+    assert drawn(2, 0) != first
+    assert drawn(1, 1) != first
+
+
+def test_names_by_uuid_differ_between_trials(patches: Patches) -> None:
+    state, found = RandomState(), set()
+    state.install(patches)
+    for _ in range(2):
+        state.seed(1)
+        found.add(uuid.uuid4())
+    assert len(found) == 2
+
+
+def test_generators_keep_their_class(patches: Patches) -> None:
+    before = torch.Generator().manual_seed(3)
+    RandomState().install(patches)
+    made = torch.Generator(device="cpu").manual_seed(3)
+    assert isinstance(before, torch.Generator)
+    assert isinstance(torch.default_generator, torch.Generator)
+    assert not isinstance(3, torch.Generator)
+    assert torch.equal(torch.randn(4, generator=made), torch.randn(4, generator=before))
+
+
+def test_draws_of_a_scripts_own_generators_are_seen(patches: Patches) -> None:
+    state = RandomState()
+    state.install(patches)
+    mine, theirs = torch.Generator().manual_seed(1), numpy.random.default_rng(1)
+    draws: tuple[Callable[[], object], ...] = (
+        lambda: torch.randn(1, generator=mine),
+        lambda: theirs.normal(),
+        random.random,
+        lambda: torch.Generator().manual_seed(7),
+    )
+    for draw in draws:
+        state.mark()
+        assert not state.has_drawn()
+        draw()
+        assert state.has_drawn()
+
+
+def test_workers_of_a_loader_draw_what_they_drew_before(patches: Patches) -> None:
+    class Rows(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, at: int) -> int:
+            return random.Random().randrange(1 << 30)
+
+    def rows() -> list[int]:
+        state = RandomState()
+        state.install(patches)
+        state.seed(1)
+        found = [int(one) for one in torch.utils.data.DataLoader(Rows(), batch_size=None, num_workers=2)]
+        patches.undo()
+        return found
+
+    first = rows()
+    assert len(set(first)) == 8
+    assert rows() == first
