@@ -153,6 +153,6 @@ def format_usd(dollars: float) -> str:
 def format_count(number: float) -> str:
     """Format a count like `2.61 B`, `494 M`, `1234`."""
     for factor, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M")):
-        if abs(number) >= 0.9995 * factor:  # as it is rounded
+        if abs(number) >= 0.9995 * factor:  # three digits round it up to the unit
             return f"{number / factor:.3g}{suffix}"
     return f"{number:.0f}"
