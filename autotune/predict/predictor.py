@@ -791,7 +791,6 @@ def features_of(c: Columns) -> Floats:
         0.2 * np.log2(1 + c.lora),
         1.5 * c.packed,
         1.5 * c.liger,
-        1.5 * c.loss,
     ]
     rows: Floats = np.array(columns, dtype=np.float64)
     return np.asarray(rows.T)

@@ -380,8 +380,12 @@ def use_chunked_loss(model: Any) -> None:
     scale, cap = logit_scale(text), getattr(text, "final_logit_softcapping", None)
 
     def forward_of_head(hidden: torch.Tensor, targets: torch.Tensor) -> Any:
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        return SlicedLoss.apply(flat, head.weight, head.bias, targets.reshape(-1), scale, cap)  # type: ignore[no-untyped-call]
+        kind = hidden.device.type
+        # Backward runs outside autocast, so that the casts are made here.
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+        flat, weight, bias = hidden.reshape(-1, hidden.shape[-1]).to(dtype), head.weight.to(dtype), head.bias
+        bias = None if bias is None else bias.to(dtype)
+        return SlicedLoss.apply(flat, weight, bias, targets.reshape(-1), scale, cap)  # type: ignore[no-untyped-call]
 
     def forward(labels: torch.Tensor, **inputs: Any) -> dict[str, Any]:
         hidden = backbone(**inputs).last_hidden_state

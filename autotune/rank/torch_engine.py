@@ -16,7 +16,7 @@ import torch
 from autotune.problem.job import Job
 from autotune.problem.training_trace import MOST_STEPS
 from autotune.rank.ds_config import torch_optimizer
-from autotune.rank.model_builder import DTYPES, build_model, enable_checkpointing, use_liger
+from autotune.rank.model_builder import DTYPES, build_model, enable_checkpointing, replace_loss
 from autotune.rank.workload import Source, synthetic_batches
 
 
@@ -42,8 +42,7 @@ class TorchEngine:
         loaded = job if job.lora is not None else dataclasses.replace(job, precision="fp32")
         shard = partial(_shard, job=job, device=device) if self._stage == 3 else None
         self.module: Any = build_model(loaded, device, {}, shard)
-        if job.liger:
-            use_liger(self.module)
+        replace_loss(self.module, job)
         if checkpointing:
             enable_checkpointing(self.module)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]

@@ -74,6 +74,18 @@ def test_loss_and_gradients_equal_those_of_full_logits(kind: str, dtype: torch.d
         assert error < max(2 * usual, 2e-6), "as exact as the full loss"
 
 
+def test_autocast_trains_as_with_full_logits() -> None:
+    full = made("phi", **TYPES["phi"])
+    chunked = copy.deepcopy(full)
+    use_chunked_loss(chunked)
+    with torch.autocast("cpu", torch.bfloat16):
+        (ours, gradients), (theirs, others) = (trained(one, batch_of()) for one in (chunked, full))
+    assert ours == pytest.approx(theirs, rel=1e-3)
+    for mine, other in zip(gradients, others, strict=True):
+        assert mine.dtype == other.dtype
+        assert float((mine - other).norm() / other.norm()) < 0.02
+
+
 def test_a_loss_of_no_labels_matches_the_models_own() -> None:
     model = made("llama", **HEADS)
     chunked = copy.deepcopy(model)
