@@ -123,9 +123,9 @@ class Work:
     """Work of a candidate's step, in seconds at full rates; one entry per candidate.
 
     Per micro-batch: products, their tail (products per token: the waste of small batches), moved (other operators), starts
-    (the processor's work to start kernels), hooks (of ZeRO-3, part of starts), gather_micro and reduce_micro (communication),
-    pcie_micro. Per step: step_starts, gather_step, reduce_step, optimizer, cpu_adam, pcie_step, nvme, collectives, loop (data
-    and the training loop).
+    (the processor's work to start kernels), hooks (of ZeRO-3 on GPUs, part of starts), gather_micro and reduce_micro
+    (communication), pcie_micro. Per step: step_starts, gather_step, reduce_step, optimizer, cpu_adam, pcie_step, nvme,
+    collectives, loop (data and the training loop).
     """
 
     forward_share: Floats  # share of products, without recomputation
@@ -178,7 +178,7 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         tail=either(*whole_pass) / job.seq_len * job.element_bytes / 2 / rates.memory,
         moved=moved * np.where(c.fused_by_compiling, COMPILED_MOVED, 1.0),
         starts=_starts(trace, c, rates) + hooks,
-        hooks=np.where(c.stage == 3, hooks, 0.0),
+        hooks=np.where((c.stage == 3) & (hardware.device == "cuda"), hooks, 0.0),  # on CPU ranks the stage's own factor
         step_starts=_step_operators(job, hardware, trace, c) * rates.operator_seconds,
         loop=c.accumulation * MICRO_SECONDS,
         hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage; otherwise both use one stream
@@ -244,7 +244,7 @@ def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Devi
     step_bytes = (
         2 * np.where(low, 2 + states * c.state_share, 4 + states) + 4 + 2 * width
     )  # bytes per element: master and states read and written, gradient read, weight written
-    if not job.plain and not job.torch_alone:
+    if hardware.device == "cuda" and not job.plain and not job.torch_alone:  # CPU ranks: `calibration._CPU_QUIRKS`
         step_bytes = step_bytes + np.where(c.stage == 0, _GRADIENT_BYTES[0], _GRADIENT_BYTES[1])
     host_bytes = 2 * (c.master + states * c.state_share) + 4 + width
     back = np.where(two | three, width * part, 0.0)  # gradients leave the device every micro-batch
