@@ -908,7 +908,7 @@ def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats
     return np.asarray(held + passing), np.asarray(cached + step * b.left + b.holes), np.asarray(k["scale"] * whole)
 
 
-# Share of the largest block of a loss: logits in 32 bits, beside those in 16 and the softmax (10 bytes per entry in all).
+# Share of the largest block of a loss: logits in 32 bits, with those in 16 and the softmax (10 bytes per entry in all).
 _LARGEST_OF_LOSS = 0.4
 
 

@@ -28,7 +28,7 @@ from autotune.util.units import GIB
 CPU_TFLOPS, CPU_MEMORY_GB_PER_S, CPU_LINK_GB_PER_S = 0.2, 12.0, 1.0
 # The host's memory limits DeepSpeed's CPU Adam: it reads and writes masters and states, reads a gradient and writes a
 # weight (30 bytes per element in 16 bits). 1e9 parameters took 0.23 s on the two sockets of a DGX-2 (Ren et al. 2021,
-# ZeRO-Offload, table 4). Few cores cannot use all of it: 16 virtual cores beside an H100 reached 64 GB/s for 3.6e8
+# ZeRO-Offload, table 4). Few cores cannot use all of it: 16 virtual cores of an H100 machine reached 64 GB/s for 3.6e8
 # parameters and 84 GB/s for 1.5e9 (benchmarks/results/gpu-h100.json). If the number is unknown, the prior is wide.
 HOST_MEMORY_GB_PER_S, CORE_GB_PER_S = 120.0, 5.0
 # A causal mask lets fused attention skip half of its work, at about 0.7 of a plain product's efficiency (Dao 2023,
@@ -55,7 +55,7 @@ OPERATOR_SECONDS = 1.8e-5
 # Seconds of ZeRO-3's hooks around a module's forward, recomputation or backward (fetch_sub_module, release_sub_module
 # and their callees: partitioned_param_coordinator.py and parameter_offload.py of deepspeed 0.19.8). Measured: 110 to
 # 150 us on that core over 4 ranks whose collectives do nothing, for Llama and for its adapters alike; about 250 in
-# QwenLM/Qwen's rows of 2023; 270 to 570 beside an H100. `calibration.HOOKS_DOUBT` covers that range.
+# QwenLM/Qwen's rows of 2023; 270 to 570 on the host of an H100. `calibration.HOOKS_DOUBT` covers that range.
 MODULE_SECONDS, CPU_MODULE_SECONDS = 2.5e-4, 2e-4
 # Modules called per kernel of forward: 162 for 483 in 12 layers of Llama. An adapter of peft adds four modules
 # (dropout, A, B and itself) and four kernels.
@@ -123,9 +123,9 @@ class Work:
     """Work of a candidate's step, in seconds at full rates; one entry per candidate.
 
     Per micro-batch: products, their tail (products per token: the waste of small batches), moved (other operators), starts
-    (the processor's work to start kernels), hooks (of ZeRO-3, part of starts), gather_micro and reduce_micro (communication),
-    pcie_micro. Per step: step_starts, gather_step, reduce_step, optimizer, cpu_adam, pcie_step, nvme, collectives, loop (data
-    and the training loop).
+    (the processor's work to start kernels), hooks (of ZeRO-3 on GPUs, part of starts), gather_micro and reduce_micro
+    (communication), pcie_micro. Per step: step_starts, gather_step, reduce_step, optimizer, cpu_adam, pcie_step, nvme,
+    collectives, loop (data and the training loop).
     """
 
     forward_share: Floats  # share of products, without recomputation
@@ -178,7 +178,7 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         tail=either(*whole_pass) / job.seq_len * job.element_bytes / 2 / rates.memory,
         moved=moved * np.where(c.fused_by_compiling, COMPILED_MOVED, 1.0),
         starts=_starts(trace, c, rates) + hooks,
-        hooks=np.where(c.stage == 3, hooks, 0.0),
+        hooks=np.where((c.stage == 3) & (hardware.device == "cuda"), hooks, 0.0),  # on CPU ranks the stage's own factor
         step_starts=_step_operators(job, hardware, trace, c) * rates.operator_seconds,
         loop=c.accumulation * MICRO_SECONDS,
         hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage; otherwise both use one stream
@@ -244,7 +244,7 @@ def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Devi
     step_bytes = (
         2 * np.where(low, 2 + states * c.state_share, 4 + states) + 4 + 2 * width
     )  # bytes per element: master and states read and written, gradient read, weight written
-    if not job.plain and not job.torch_alone:
+    if hardware.device == "cuda" and not job.plain and not job.torch_alone:  # CPU ranks: `calibration._CPU_QUIRKS`
         step_bytes = step_bytes + np.where(c.stage == 0, _GRADIENT_BYTES[0], _GRADIENT_BYTES[1])
     host_bytes = 2 * (c.master + states * c.state_share) + 4 + width
     back = np.where(two | three, width * part, 0.0)  # gradients leave the device every micro-batch
