@@ -193,6 +193,13 @@ class Request:
         flags=("--attn",),
         metavar="NAME",
     )
+    loss: str | None = _option(
+        None,
+        "full, chunked (from slices of the vocabulary: no logits as a whole) or liger (its kernel alone).",
+        Panel.TRAINING,
+        "run plan",
+        metavar="NAME",
+    )
     compiled: bool = _option(
         False, "Compile the model with DeepSpeed's engine.compile.", Panel.TRAINING, "run", flags=("--compile",)
     )

@@ -77,10 +77,9 @@ _UNREACHED = re.compile(  # types of exceptions
 )
 
 
+# file in a study's folder: a measured first run, before the checks that follow it
+_UNFINISHED = "probe-unfinished.json"
 _OWN_STEPS = "own_steps"  # key of facts: a run with minimal memory had the script's own batch
-_UNFINISHED = (
-    "probe-unfinished.json"  # file in a study's folder: a measured first run, before the checks that follow it
-)
 _FIRST_RUN = "first run"  # kind of a grant: this user wrote the stored findings of a probe run
 
 

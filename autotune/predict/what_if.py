@@ -167,11 +167,17 @@ def loading_bytes_per_node(job: Job, parameters: int, hardware: Hardware) -> flo
 
     `from_pretrained` does so without `zero.Init`, in the model's precision, before anything moves to a GPU; the processes'
     own memory is included. This is an upper bound: tensors of a safetensors file that need no cast stay mapped, and are not
-    copied (`benchmarks/predict/loading.py`).
+    copied (`benchmarks/predict/loading.py`). With zero.Init the ranks share one copy.
 
     Args:
         parameters: elements of the model.
+
+    Returns:
+        0 if the base weights are quantized: transformers puts each on the GPU as it is read (`quantizer_bnb_4bit.py` sets the
+            device map), and no copy is made.
     """
+    if job.lora is not None and job.lora.quantize:
+        return 0.0
     return host_bytes_per_node(job.element_bytes * parameters, hardware)
 
 

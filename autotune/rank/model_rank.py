@@ -81,8 +81,7 @@ class ModelRank(BaseRank):
 
         config = self.spec["config"]
         model, self.source = workload.build(self.job, self.own_device.torch_device(), config)
-        if self.job.liger:
-            model_builder.use_liger(model)
+        model_builder.replace_loss(model, self.job)
         if self.spec["checkpointing"]:
             model_builder.enable_checkpointing(model)
         parameters = [p for p in model.parameters() if p.requires_grad]

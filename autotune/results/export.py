@@ -26,9 +26,9 @@ from autotune.problem.candidate import (
     settings_of,
 )
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job, under_lightning
+from autotune.problem.job import CHUNKED, LIGER_LOSS, Job, under_lightning
 from autotune.problem.knobs import is_off, lossy_of
-from autotune.problem.models import CAUSAL
+from autotune.problem.models import CAUSAL, LIGER_LOSS_ALONE
 from autotune.problem.nvml import ARCHITECTURES
 from autotune.problem.outcome import Measurement
 from autotune.rank.ds_config import all_ops
@@ -109,8 +109,11 @@ def training_arguments(candidate: Candidate, job: Job, device: str = "cuda") -> 
         arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     if job_with_candidate(job, candidate).compiled:
         arguments["torch_compile"] = True
-    if job_with_candidate(job, candidate).liger:
+    made = job_with_candidate(job, candidate)
+    if made.liger or made.loss == LIGER_LOSS:
         arguments["use_liger_kernel"] = True
+    if made.loss == LIGER_LOSS:
+        arguments["liger_kernel_config"] = dict(LIGER_LOSS_ALONE)
     if device == "cpu":
         arguments["use_cpu"] = True
     return arguments
@@ -324,7 +327,17 @@ def needs_of_model(candidate: Candidate, job: Job) -> list[str]:
         lines.append(f"pack sequences into rows of {job.seq_len} tokens: the batch sizes count rows")
     if made.liger:
         lines.append("use Liger's kernels (Trainer: use_liger_kernel=True): it was measured with them")
-    return lines
+    return lines + needs_of_loss(made)
+
+
+def needs_of_loss(made: Job) -> list[str]:
+    """Return the line about a loss without all logits, which no DeepSpeed config can carry; empty for a full loss."""
+    how = {
+        CHUNKED: "compute the loss in chunks (TRL's SFTTrainer does; otherwise call "
+        "autotune.rank.model_builder.use_chunked_loss(model) before deepspeed.initialize)",
+        LIGER_LOSS: f"use Liger's loss (Trainer: use_liger_kernel=True, liger_kernel_config={LIGER_LOSS_ALONE})",
+    }
+    return [f"{how[made.loss]}: it was measured so, and a full loss needs more memory"] if made.loss in how else []
 
 
 def meta(

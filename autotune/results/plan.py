@@ -248,7 +248,9 @@ class Plan:
     with_host: Prediction | None = None  # if nothing fits: the config that would fit with the least main memory
     host_assumed: bool = False  # main memory was neither measured nor given
     batch_assumed: bool = False  # the global batch was neither given nor in a config
-    loading_bytes: float = 0.0  # main memory of a node while each rank loads a full copy of the weights; 0: unknown
+    loading_bytes: float = (
+        0.0  # main memory of a node while each rank loads a full copy of the weights; 0: no copy, or unknown
+    )
     chunked: ChunkedLoss | None = None  # None: logits and loss are small, or cannot be avoided
     own: CardPlan | None = None  # for the requested card, with an exact `fewest`
     cards: tuple[

@@ -33,7 +33,7 @@ def test_a_measured_first_run_is_kept_and_the_next_call_goes_on_from_it(
             raise Stopped("the budget has ended")
         return Probe(script, baseline, "all")
 
-    monkeypatch.setattr(script_probe, "_try", first_run)
+    monkeypatch.setattr(script_probe, "_run_with_ops", first_run)
     monkeypatch.setattr(script_probe, "_checked", checks)
     said: list[str] = []
     with pytest.raises(Stopped):

@@ -10,9 +10,17 @@ from autotune.commands.plan import make_plan, plans
 from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup
 from autotune.predict.trace import traced_predictor
-from autotune.predict.what_if import JobKind, KnownError, KnownErrors, measured_cards, published_rows
+from autotune.predict.what_if import (
+    JobKind,
+    KnownError,
+    KnownErrors,
+    loading_bytes_per_node,
+    measured_cards,
+    published_rows,
+)
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import named_hardware
+from autotune.problem.job import parse_lora
 from autotune.problem.space import load_space
 from autotune.results.plan import (
     BAR,
@@ -210,6 +218,8 @@ def test_loading_a_checkpoint_needs_a_copy_per_rank() -> None:
     said = " ".join(shown(many).split())
     assert "8 ranks load a full copy each: more than there is; at ZeRO 3 zero.Init loads one copy in parts" in said
     assert "2 ranks load a full copy each " in " ".join(shown(few).split())
+    quantized = dataclasses.replace(few.job, lora=parse_lora("r=8,quantize=nf4"))
+    assert loading_bytes_per_node(quantized, 10**10, few.hardware) == 0, "each weight goes to the GPU as it is read"
     assert few.to_json()["loading_bytes_per_node"] == round(few.loading_bytes)
 
 
