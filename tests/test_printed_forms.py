@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from autotune.problem.training_trace import TrainingTrace
+from autotune.recovery import supervisor
 from autotune.results.console import train_with
 from autotune.results.export import deepspeed_config, training_arguments
 from autotune.script.profile import job_of
@@ -132,10 +137,11 @@ def test_a_config_that_is_put_into_the_code_trains_as_its_trial(scripts: Scripts
 
 
 @pytest.mark.slow
+@pytest.mark.rare
 def test_an_exported_accelerate_config_and_launch_train_as_the_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The winner of a real study, by its export's own line, and by `autotune launch`, whose log names the comparison."""
+    """The winner of a real study, by its export's own line, and by `autotune launch`, whose supervisor merges the trace."""
     (tmp_path / "train.py").write_text(ACCELERATED)
     (tmp_path / "ds.json").write_text(json.dumps(OWN))
     monkeypatch.chdir(tmp_path)
@@ -167,6 +173,16 @@ def test_an_exported_accelerate_config_and_launch_train_as_the_trial(
     plain = traced(["accelerate", "launch", "--main_process_port", str(free_port()), *words[2:]], tmp_path)
     certificate = compare(trace, winner, plain, winner)
     assert certificate.verdict is Verdict.SAME, certificate
-    watched = traced(["autotune", "launch", "s", "--", "train.py", "--lr", "0.001"], tmp_path)
+    launched: list[TrainingTrace | None] = []
+
+    def merged(ranks: Sequence[Mapping[str, Any] | None]) -> TrainingTrace | None:
+        launched.append(TrainingTrace.merged(ranks))
+        return launched[-1]
+
+    monkeypatch.setattr(supervisor, "TrainingTrace", SimpleNamespace(merged=merged))
+    code, said, err = call(monkeypatch, capsys, "launch", "s", "--", "train.py", "--lr", "0.001")
+    assert code == 0, err
+    (watched,) = launched
+    assert watched is not None
     certificate = compare(trace, winner, watched, winner)
     assert certificate.verdict is Verdict.SAME, certificate

@@ -43,7 +43,10 @@ class RandomState:
         self._marked: tuple[int, list[tuple[Any, Any]], tuple[Any, ...]] | None = None
 
     def seed(self, seed: int) -> None:
-        """Seed the global generators and the default seeds; torch alike on all ranks, as by default, the others by rank."""
+        """Seed all generators; torch alike on all ranks, as by default, the others by rank.
+
+        Generators that the script has made and seeded get other numbers, too.
+        """
         import torch
 
         self._seed, self._entropy = seed, random.Random(f"{seed}.{self._rank}")
@@ -51,6 +54,11 @@ class RandomState:
         random.seed(seed * 1_000_003 + self._rank)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed((seed * 1_000_003 + self._rank) % 2**32)
+        for one in self._own:
+            if hasattr(one, "manual_seed"):
+                one.manual_seed(self._number())
+            else:
+                one.bit_generator.state = type(one.bit_generator)(self._number()).state
 
     # -- default seeds -----------------------------------------------------------------------------------------------
 

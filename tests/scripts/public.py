@@ -5,6 +5,7 @@ of the source.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -313,11 +314,60 @@ def scaled_by_hand(words: list[str]) -> None:
         engine.step()
 
 
+def muon(words: list[str]) -> None:
+    """Momentum orthogonalized for each matrix, rows drawn at random offsets, learning rate set in each step."""
+    args = integers(words, device_batch_size=4, batch_size=16)
+    accumulation = args.batch_size // args.device_batch_size // int(os.environ["WORLD_SIZE"])
+
+    class Muon(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    kept = self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.95).add_(p.grad)
+                    change = torch.linalg.svd(kept, full_matrices=False) if p.dim() == 2 else None
+                    p.add_(change[0] @ change[2] if change else kept, alpha=-group["lr"])
+
+    module, data = net(), rows()
+    engine = deepspeed.initialize(
+        model=module,
+        optimizer=Muon(module.parameters(), {"lr": 0.02}),
+        config={
+            "train_micro_batch_size_per_gpu": args.device_batch_size,
+            "gradient_accumulation_steps": accumulation,
+            "zero_optimization": {"stage": 0, **ZERO},
+            "zero_allow_untested_optimizer": True,
+        },
+    )[0]
+    for step in range(STEPS):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.02 * (1 - step / STEPS)
+        for _ in range(accumulation):
+            x = data[torch.randint(len(data), (args.device_batch_size,))]
+            engine.backward(squared(engine(x), x))
+            engine.step()
+
+
+def own_generators(words: list[str]) -> None:
+    """Noise from a seeded generator of the script's own, rows from one without a seed."""
+    import secrets
+
+    args = integers(words, bs=3, ga=4)
+    engine = engine_of(net(), args.bs, args.ga, 1)
+    noise, data = torch.Generator().manual_seed(7), rows()
+    order = torch.Generator().manual_seed(secrets.randbits(32))
+    while engine.global_steps < STEPS:
+        x = data[torch.randint(len(data), (args.bs,), generator=order)]
+        target = torch.randn(x.shape, generator=noise)
+        engine.backward(squared(engine((x + target) / 2), target - x))
+        engine.step()
+
+
 WAYS = {
     way.__name__: way
     for way in (
         *(minrf, latent_diffusion, controlnet, cifar_moe, chat, by_duration, vocoder, surgery, webdataset, imagenet),
-        *(rlhf, tokens, scaled_by_hand),
+        *(rlhf, tokens, scaled_by_hand, muon, own_generators),
     )
 }
 if __name__ == "__main__":
