@@ -103,6 +103,7 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/rank/test_model_rank.py": "parent",
     "tests/rank/test_script_rank.py": "parent",
     "tests/rank/test_train_rank.py": "parent",
+    "tests/rank/test_torch_engine.py": "parent",
     "tests/gpu/test_cuda.py": "gpu",  # one test at a time has the device
     "tests/test_readme.py": None,
     "tests/benchmarks/test_small_forms.py": None,
@@ -120,7 +121,7 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
 
 # Hypothesis fails a test by seconds on a clock; machines are shared and slow at times.
 settings.register_profile("quick", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
-settings.register_profile("thorough", settings.get_profile("quick"), max_examples=300)
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=150)
 settings.register_profile(  # `make mutants`: thousands of short runs that must not differ by chance
     "mutants", settings.get_profile("quick"), derandomize=True, max_examples=25, database=None
 )

@@ -12,6 +12,8 @@ from autotune.results.console import train_with
 from autotune.results.export import deepspeed_config, training_arguments
 from autotune.script.profile import job_of
 from autotune.search.certificate import Verdict, compare
+from autotune.search.study import StudyStore
+from tests.cli_call import call
 from tests.conftest import Scripts, free_port, make_candidate
 from tests.plain_training import traced
 
@@ -57,6 +59,36 @@ model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=64, hidden_size=
 Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows]).train()
 """
 
+ACCELERATED = """
+import argparse
+import torch
+from accelerate import Accelerator
+p = argparse.ArgumentParser()
+p.add_argument("--batch_size", type=int, default=2)
+p.add_argument("--lr", type=float, default=1e-3)
+args = p.parse_args()
+accelerator = Accelerator()
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
+rows = torch.randn(4096, 16, generator=torch.Generator().manual_seed(1))
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=args.batch_size)
+net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=args.lr), loader)
+for at, (x,) in enumerate(loader):
+    if at >= 40:
+        break
+    with accelerator.accumulate(net):
+        accelerator.backward((net(x) - x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+OWN = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "zero_optimization": {"stage": 1},
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+
 
 def follow(folder: Path, name: str) -> None:
     """Put the winner's config where the script has its own, as its user would."""
@@ -96,4 +128,45 @@ def test_a_config_that_is_put_into_the_code_trains_as_its_trial(scripts: Scripts
     variables = dict(word.split("=", 1) for word in words[:at])
     plain = traced(["torchrun", "--master-port", str(free_port()), *words[at + 1 :]], tmp_path, variables)
     certificate = compare(outcome.trace, WINNER, plain, WINNER)
+    assert certificate.verdict is Verdict.SAME, certificate
+
+
+@pytest.mark.slow
+def test_an_exported_accelerate_config_and_launch_train_as_the_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The winner of a real study, by its export's own line, and by `autotune launch`, whose log names the comparison."""
+    (tmp_path / "train.py").write_text(ACCELERATED)
+    (tmp_path / "ds.json").write_text(json.dumps(OWN))
+    monkeypatch.chdir(tmp_path)
+    options = (
+        "--device",
+        "cpu",
+        "--gpus",
+        "2",
+        "--budget",
+        "60s",
+        "--max-trials",
+        "3",
+        "--ds-config",
+        "ds.json",
+        "--yes",
+    )
+    code, said, err = call(monkeypatch, capsys, "run", *options, "--study", "s", "--", "train.py", "--lr", "0.001")
+    assert code == 0, err
+    assert "trains the same" in said
+    code, said, err = call(monkeypatch, capsys, "export", "s", "--format", "accelerate", "--out", "best.yaml")
+    assert code == 0, err
+    words = shlex.split(next(line for line in said.splitlines() if line.startswith("use: ")).removeprefix("use: "))
+    assert words[:2] == ["accelerate", "launch"]
+    store = StudyStore.load("s", None)
+    assert store.winner is not None
+    assert store.winner.outcome is not None
+    trace, winner = store.winner.outcome.trace, store.winner.candidate
+    assert trace is not None
+    plain = traced(["accelerate", "launch", "--main_process_port", str(free_port()), *words[2:]], tmp_path)
+    certificate = compare(trace, winner, plain, winner)
+    assert certificate.verdict is Verdict.SAME, certificate
+    watched = traced(["autotune", "launch", "s", "--", "train.py", "--lr", "0.001"], tmp_path)
+    certificate = compare(trace, winner, watched, winner)
     assert certificate.verdict is Verdict.SAME, certificate

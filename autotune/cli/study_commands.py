@@ -133,7 +133,7 @@ def export(
     if as_json:
         emit({"files": [str(path) for path in files]})
     else:
-        usage = usage_lines(style, files, StudyStore.load(study, storage).job)
+        usage = usage_lines(style, files, StudyStore.load(study, storage), trial)
         print(*(f"wrote {path}" for path in files), *secrets_note(files), *usage, sep="\n")
 
 

@@ -54,6 +54,8 @@ class RunOptions(TypedDict, total=False):
     lengths: str | PurePath | None
     # LoRA adapters: r=16,targets=all-linear (or q_proj+v_proj),alpha=32.
     lora: str | float | PurePath | None
+    # full, chunked (from slices of the vocabulary: no logits as a whole) or liger (its kernel alone).
+    loss: str | float | PurePath | None
     # KNOB=--FLAG: flag of your script that sets a knob; repeatable.
     maps: Sequence[str] | None
     # Stop after this many trials of this call.
@@ -64,8 +66,10 @@ class RunOptions(TypedDict, total=False):
     model: str | float | PurePath | None
     # Do not start from the results of the gallery.
     no_gallery: bool | None
-    # Machines to use of the hostfile, of Slurm or of Ray. Without them, this machine is tuned as a slice of
-    # so many equal machines.
+    # Do not measure DDP and FSDP2 without DeepSpeed for comparison.
+    no_references: bool | None
+    # Machines to use, of those in the hostfile, in Slurm's allocation or in Ray's cluster. If there are none,
+    # this machine is tuned as one of so many equal ones.
     nodes: int | None
     # adamw, adam, fused_adam, lion, sgd or adagrad.
     optimizer: str | float | PurePath | None
@@ -145,6 +149,8 @@ class PlanOptions(TypedDict, total=False):
     lengths: str | PurePath | None
     # LoRA adapters: r=16,targets=all-linear (or q_proj+v_proj),alpha=32.
     lora: str | float | PurePath | None
+    # full, chunked (from slices of the vocabulary: no logits as a whole) or liger (its kernel alone).
+    loss: str | float | PurePath | None
     # Longest sequence of the model after scaling its positions (rope scaling).
     max_positions: int | None
     # Device memory that one rank may use, like 24GiB.
@@ -222,7 +228,7 @@ class LaunchOptions(TypedDict, total=False):
     memory_cap: str | float | PurePath | None
     # Model to plan for. It replaces the study.
     model: str | float | PurePath | None
-    # Machines to use of the hostfile, of Slurm or of Ray.
+    # Machines to use, of those in the hostfile, in Slurm's allocation or in Ray's cluster.
     nodes: int | None
     # bf16, fp16 or fp32; default: the best that the device has.
     precision: str | float | PurePath | None

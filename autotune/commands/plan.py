@@ -29,11 +29,11 @@ from autotune.predict.what_if import (
     measured_cards,
     published_widening,
 )
-from autotune.problem.candidate import ATTENTION, LIGER, Candidate
+from autotune.problem.candidate import ATTENTION, LIGER, LOSS, Candidate
 from autotune.problem.ds_config import check_data_parallel
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_hardware
-from autotune.problem.job import Job
+from autotune.problem.job import FULL, Job
 from autotune.problem.space import fitted, load_space
 from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, PlannedGain, WayPlan, short
 
@@ -165,13 +165,13 @@ def _chunked_loss(predictor: Predictor, candidates: list[Candidate], before: Pre
     None too if it would neither save memory nor allow a faster config.
     """
     job, hardware = predictor.job, predictor.hardware
-    if before is None or before.memory["logits and loss"] < LARGE_LOSS * before.peak_bytes:
+    if before is None or job.loss != FULL or before.memory["logits and loss"] < LARGE_LOSS * before.peak_bytes:
         return None
     trace = trace_job(job, loss="chunked", device=hardware.device)
     if not trace.exact or not predictor.trace.exact:
         return None  # the closed form of the logits is the same
     thrifty = Predictor(job, hardware, trace, widening=predictor.widening)
-    whole = [one for one in candidates if one.get(LIGER) in (None, False) and ATTENTION not in one.as_dict]
+    whole = [one for one in candidates if not (one.get(LIGER) or ATTENTION in one.as_dict or LOSS in one.as_dict)]
     if before.candidate not in whole:
         return None  # its way of building the model has another trace
     table = thrifty.table(whole)

@@ -193,6 +193,13 @@ class Request:
         flags=("--attn",),
         metavar="NAME",
     )
+    loss: str | None = _option(
+        None,
+        "full, chunked (from slices of the vocabulary: no logits as a whole) or liger (its kernel alone).",
+        Panel.TRAINING,
+        "run plan",
+        metavar="NAME",
+    )
     compiled: bool = _option(
         False, "Compile the model with DeepSpeed's engine.compile.", Panel.TRAINING, "run", flags=("--compile",)
     )
@@ -348,6 +355,9 @@ class Request:
     )
     seed: int = _option(0, "Random seed for the sampler and the data.", Panel.SEARCH, "run")
     no_gallery: bool = _option(False, "Do not start from the results of the gallery.", Panel.SEARCH, "run")
+    no_references: bool = _option(
+        False, "Do not measure DDP and FSDP2 without DeepSpeed for comparison.", Panel.SEARCH, "run"
+    )
     tokens: str | None = _option(
         None,
         "Tokens of the whole training, for its hours and cost: 1e9, 2B, 500M, 1T; default: 1B.",

@@ -480,6 +480,7 @@ def _search(
         cancelled=cancelled,
         beside=beside,
         workers=workers,
+        references=setup.references,
     )
     try:
         observer.start(setup.budget_seconds, spent_seconds)

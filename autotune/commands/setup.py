@@ -25,8 +25,8 @@ from autotune.problem.ds_config import global_batch_of, load_ds_config
 from autotune.problem.faults import facts_of, own_facts, removed_keys, warnings
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import Hardware, detect, named_hardware
-from autotune.problem.job import Job, Lora, Script, load_lengths, longest_sequence, parse_lora, with_positions
-from autotune.problem.knobs import missing_package, not_quantized
+from autotune.problem.job import FULL, Job, Lora, Script, load_lengths, longest_sequence, parse_lora, with_positions
+from autotune.problem.knobs import Circumstances, loss_possible, missing_package, not_quantized
 from autotune.problem.models import ModelSpec, image_size_of, resolve_model, task_of, workload_spec
 from autotune.problem.nvml import visible_gpus
 from autotune.problem.space import SearchSpace, fitted, load_space
@@ -97,6 +97,7 @@ class Setup:
     force: bool
     unprotected: bool = False  # user code runs without a sandbox on machines that offer none
     gallery: bool = True  # the search may start from the gallery
+    references: bool = True  # DDP and FSDP2 are measured for comparison
     command: str = ""  # as typed, to repeat the call; empty if nothing was typed
     job_text: str = ""  # job file that repeats the call
     trackers: tuple[str, ...] = ()  # names
@@ -179,6 +180,7 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         seed=request.seed,
         force=request.force,
         unprotected=request.unprotected,
+        references=not request.no_references,
         gallery=not request.no_gallery and tuned.landscape is None,  # an entry may be from the same table
     )
 
@@ -406,7 +408,7 @@ def _refuse(request: Request, names: str, why: str) -> None:
 
 
 # options without a meaning if the user's code makes the model
-_OF_A_MODEL = "model lora quantize attention lengths packed task image_size"
+_OF_A_MODEL = "model lora quantize attention loss lengths packed task image_size"
 
 
 def _script_job(request: Request, script: Script, hardware: Hardware) -> Job:
@@ -439,6 +441,7 @@ def _named_job(request: Request, hardware: Hardware, interpreter: Interpreter) -
         base_config=base,
         lora=_lora(request, model),
         attention=request.attention,
+        loss=request.loss or FULL,
         compiled=request.compiled,
         lengths=lengths,
         packed=request.packed,
@@ -451,6 +454,8 @@ def _named_job(request: Request, hardware: Hardware, interpreter: Interpreter) -
     for option, value in (("--lora", adapters), ("--attn", job.attention)):
         if package := missing_package(value, interpreter):
             raise UserError(f"{option} {value} needs the package {package}. Install it, or remove {option}.")
+    if job.loss != FULL and (why := loss_possible(job.loss, Circumstances.of(job, hardware))):
+        raise UserError(f"--loss {job.loss} {why}. Remove --loss.")
     return job
 
 

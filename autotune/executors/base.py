@@ -46,6 +46,7 @@ class Effort:
 
 SEARCH = Effort()
 VERIFY = Effort(full=True, certify=True, min_steps=5, max_steps=60, min_seconds=3.0, max_seconds=40.0)
+REFERENCE = Effort(full=True, min_steps=5, max_steps=60, min_seconds=2.0)  # without DeepSpeed, see `Job.torch_alone`
 RESUME = Effort(full=True, resume=True, min_steps=1, max_steps=1, min_seconds=0.0)
 
 
@@ -146,6 +147,11 @@ class Executor(Protocol):
     @property
     def resumes(self) -> bool:
         """True if the executor can test a resume from a checkpoint (`Effort.resume`)."""
+        return False
+
+    @property
+    def runs_torch_alone(self) -> bool:
+        """True if the executor can run a named model without DeepSpeed (`Job.torch_alone`)."""
         return False
 
     def check(self, say: Callable[[str], None]) -> None:

@@ -195,6 +195,11 @@ class LocalExecutor:
         # a slice saves only its own part of a checkpoint, and no other ranks exist to complete it
         return not self.hardware.sliced and self.target.is_shared_path(self.folder.resolve())
 
+    @property
+    def runs_torch_alone(self) -> bool:
+        """Return True if the ranks of a whole training run here: a slice has no peers to send real gradients."""
+        return not self.hardware.sliced
+
     def for_search(
         self, job: Job, on_phase: Callable[[str], None], complete: Callable[[Candidate, Outcome], Outcome] | None
     ) -> LocalExecutor:

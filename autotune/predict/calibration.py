@@ -224,6 +224,8 @@ MEMORY = {
     # Factor on the estimate of `predictor.py` for batches of many lengths. A loop that sorts its rows or empties the
     # cache keeps less.
     "uneven": Prior(1.0, 0.35),
+    # factor on the step's flat tensors in segments of their own: other blocks that backward leaves may hold some
+    "segments": Prior(1.0, 0.5),
 }
 STUCK = 0.3  # share of the cached blocks that cannot be given back, as they share a segment with used blocks
 STUCK_UNEVEN = (
@@ -259,6 +261,9 @@ TIME = {
     "collectives": Prior(0.0, 0.8),
     "loop": Prior(0.0, 0.7),
 }
+# Standard deviation of the logarithm of the seconds in ZeRO-3's hooks. Hosts and versions differ: 110 to 150 us per module on
+# a core of an EPYC, about 250 in QwenLM/Qwen's rows, 270 to 570 in trials beside an H100 (benchmarks/results/gpu-h100.json).
+HOOKS_DOUBT = 0.55
 _KNOWN_CORES = Prior(np.log(1 / 0.85), 0.35)  # `cpu_adam`, if the number of cores is known
 # Constants that depend on the parameters alone. Their sizes may be known without a trace.
 _OF_PARAMETERS = ("comm", "reduce", "pcie", "cpu_adam", "optimizer", "collectives")

@@ -10,8 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.problem.candidate import ATTENTION, COMPILED, EXPANDABLE, LIGER, LORA, PACKING, ZERO_DEFAULTS, Candidate
-from autotune.problem.job import ATTENTIONS, Job, parse_lora
+from autotune.problem.candidate import (
+    ATTENTION,
+    COMPILED,
+    EXPANDABLE,
+    LIGER,
+    LORA,
+    LOSS,
+    PACKING,
+    ZERO_DEFAULTS,
+    Candidate,
+)
+from autotune.problem.job import ATTENTIONS, LOSSES, Job, parse_lora
 from autotune.problem.knobs import READ as READ
 from autotune.problem.knobs import SUPER_OFFLOAD
 from autotune.problem.knobs import Release as Release
@@ -136,6 +146,8 @@ class Columns:
     narrow_gradients: Floats  # ZeRO++: gradients travel in 4 bits
     adam_beside: Floats  # DeepSpeed's CPU Adam steps sub-groups during backward (SuperOffload)
     liger: Floats  # Liger's kernels replace parts of the model
+    loss: Floats  # index in LOSSES
+    expandable: Floats  # the allocator's segments can grow, and their free blocks merge
 
     def __len__(self) -> int:
         return len(self.stage)
@@ -274,7 +286,7 @@ def _placement(raws: list[dict[str, Any]], job: Job, deepspeed: Release) -> dict
 
 
 def _sending(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
-    """Return the columns of how and when data travels, and of Liger."""
+    """Return the columns of how and when data travels, of Liger, of the loss, and of the allocator."""
     zero = "zero_optimization."
     own, default = value_at(job.base_config, zero + "allgather_bucket_size"), ZERO_DEFAULTS["allgather_bucket_size"]
     sizes = [raw.get("allgather_bucket_size", own) for raw in raws]
@@ -286,6 +298,8 @@ def _sending(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
         "narrow_gradients": _flags(raws, job, zero + "zero_quantized_gradients"),
         "adam_beside": _flags(raws, job, SUPER_OFFLOAD),
         "liger": np.array([float(knows and raw.get(LIGER, job.liger)) for raw in raws]),
+        "loss": np.array([float(LOSSES.index(raw.get(LOSS, job.loss))) for raw in raws]),
+        "expandable": np.array([float(bool(raw.get(EXPANDABLE))) for raw in raws]),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 from autotune.errors import UserError
 from autotune.predict.calibration import (
     ELSEWHERE,
+    HOOKS_DOUBT,
     MEASURED_OVERHEAD_GIB,
     MEMORY,
     MEMORY_CONSTANTS,
@@ -39,11 +41,11 @@ from autotune.predict.calibration import (
 )
 from autotune.predict.calibration import PRIOR as HOST
 from autotune.predict.features import Columns, Flags, Floats, Places, columns_of, installed_deepspeed, unknown_newer
-from autotune.predict.step_time import Spent, Work, dense_shape, host_limit_bytes, spend, work
+from autotune.predict.step_time import Spent, Work, dense_shape, hooks_share, host_limit_bytes, spend, work
 from autotune.predict.trace_cache import loss_bytes
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import SUMS, TABLES, Bill, bill, stepper, unread_keys, unread_knobs
-from autotune.problem.candidate import ATTENTION, LIGER, TRACED_KNOBS, Candidate, job_with_candidate
+from autotune.problem.candidate import ATTENTION, LIGER, LOSS, TRACED_KNOBS, Candidate, job_with_candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
@@ -161,6 +163,13 @@ class Predictor:
             return None
         residuals = self._time_residuals(self.prepare(list(ran)), list(ran.values()))
         return CalibrationEvidence.of(self._time_priors, fit(self._time_priors, residuals, noise=ELSEWHERE))
+
+    def for_torch_alone(self) -> Predictor:
+        """Return a predictor for the job without DeepSpeed, with this one's traces and calibration so far."""
+        self.calibrate()
+        found = copy.copy(self)
+        found.job = dataclasses.replace(self.job, torch_alone=True)
+        return found
 
     def calibrate(self) -> None:
         """Fit the constants to all observed Outcomes."""
@@ -332,7 +341,8 @@ class Predictor:
             lambda many: np.array([np.log(self._spent(prepared, k).step) for k in many]), self._time.mean[: len(TIME)]
         )
         by_constants = np.hstack([rates, prepared.quirks])
-        shift, log_sigma = _corrected(self._time, by_constants, self._time_near, prepared.features)
+        hooks = HOOKS_DOUBT * hooks_share(prepared.work, prepared.columns, self._time_constants(self._time.mean))
+        shift, log_sigma = _corrected(self._time, by_constants, self._time_near, prepared.features, hooks)
         log_step = log_step + shift
         c = prepared.columns
         rows = c.micro_batch * c.accumulation * self.job.ranks
@@ -433,7 +443,7 @@ class Predictor:
 
 def _way(job: Job, knobs: Candidate | Mapping[str, object]) -> tuple[object, ...]:
     """Return a key for the way of making the model with these knobs, limited to knobs that a trace depends on."""
-    own = {ATTENTION: job.attention, LIGER: job.liger}
+    own = {ATTENTION: job.attention, LIGER: job.liger, LOSS: job.loss}
     return tuple(knobs.get(knob, own.get(knob)) for knob in TRACED_KNOBS)
 
 
@@ -646,7 +656,8 @@ class Prepared:
         uneven, spread = uneven_shares(job, c, b.activations.max(axis=0))
         doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)
         features = _features(c, job, hardware, trace)
-        loss = loss_bytes(job) * c.micro_batch
+        made = job_with_candidate(job, candidates[0]) if candidates else job  # all compute the loss the same way
+        loss = loss_bytes(made) * c.micro_batch
         return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven, loss)
 
     def on(self, job: Job, hardware: Hardware, trace: Trace) -> Prepared:
@@ -780,6 +791,7 @@ def features_of(c: Columns) -> Floats:
         0.2 * np.log2(1 + c.lora),
         1.5 * c.packed,
         1.5 * c.liger,
+        1.5 * c.loss,
     ]
     rows: Floats = np.array(columns, dtype=np.float64)
     return np.asarray(rows.T)
@@ -893,7 +905,7 @@ def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats
     step = np.array([float(name == "step") for name in b.moments])[:, None]
     if hardware.device != "cuda":
         return np.asarray(held + passing), np.asarray(cached), np.zeros_like(cached)
-    whole = k["uneven"] * factor * p.uneven * b.activations + _closed(p)
+    whole = k["uneven"] * factor * p.uneven * b.activations + _elsewhere(b) + k["segments"] * _segments(p)
     return np.asarray(held + passing), np.asarray(cached + step * b.left + b.holes), np.asarray(k["scale"] * whole)
 
 
@@ -901,20 +913,28 @@ def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats
 _LARGEST_OF_LOSS = 0.4
 
 
-def _closed(p: Prepared) -> Floats:
-    """Return (moments, n) bytes of whole segments that other moments have made and this one cannot use.
+def _elsewhere(b: Bill) -> Floats:
+    """Return (moments, n) bytes that FSDP gathers and reduces at other moments.
 
-    FSDP gathers and reduces in streams, whose cached blocks are closed to other streams (torch 2.13, CUDACachingAllocator.cpp,
-    get_free_block; torch/distributed/fsdp, _runtime_utils.py). The first step of DeepSpeed's optimizers takes new segments for
-    flat tensors that are larger than every block that backward has left, which are of the loss: free blocks of different
-    segments are never merged. Qwen2.5 1.5B at stages 1 and 3 on an H100 reserved 8.8 and 8.9 GiB more than it had
-    allocated, of which those flat tensors are 8.6 and 7.3.
+    A stream's cached blocks are closed to other streams (torch 2.13, CUDACachingAllocator.cpp, get_free_block;
+    torch/distributed/fsdp, _runtime_utils.py).
+    """
+    return np.asarray(b.sent.max(axis=0) - b.sent)
+
+
+def _segments(p: Prepared) -> Floats:
+    """Return (moments, n) bytes of whole segments that the step has made and the passes cannot use.
+
+    The first step of DeepSpeed's optimizers takes new segments for flat tensors that are larger than every block that
+    backward has left, which are of the loss. Free blocks of different segments are merged only in `expandable_segments`.
+    Qwen2.5 1.5B at stages 1 and 3 on an H100 reserved 8.8 and 8.9 GiB more than it had allocated, of which those flat
+    tensors are 8.6 and 7.3.
     """
     b = p.bill
     largest = _LARGEST_OF_LOSS * p.loss
     blocks = sum(np.where(size > largest, size, 0.0) for size in (b.flat, b.cast, b.norm))
     passes = np.array([float(name in ("forward", "backward")) for name in b.moments])[:, None]
-    return np.asarray(b.sent.max(axis=0) - b.sent + passes * blocks)
+    return np.asarray(passes * blocks * (1 - p.columns.expandable))
 
 
 def moments(p: Prepared, hardware: Hardware, constants: Floats) -> Floats:
@@ -944,7 +964,7 @@ def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, 
     every, again = np.arange(allocated.shape[1]), p.columns.checkpointing > 0
     states = b.parameters + b.gradients + b.optimizer
     on_gpu = hardware.device == "cuda"
-    left, closed = p.uneven * on_gpu, _closed(p) * on_gpu
+    left, elsewhere, segments = p.uneven * on_gpu, _elsewhere(b) * on_gpu, _segments(p) * on_gpu
     found = []
     for shown in (True, False):
         at = (allocated + cached + whole if shown else allocated).argmax(axis=0)
@@ -959,12 +979,13 @@ def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, 
             "scale": k["states"] * states
             + kept * in_passing
             + kept_activations * of_activations
-            + shown * closed[at, every],
+            + shown * (elsewhere + k["segments"] * segments)[at, every],
             "states": k["scale"] * states,
             "activations": k["scale"] * kept_activations * activations,
             "recomputed": k["scale"] * kept_activations * np.where(again, of_activations / k["recomputed"], 0.0),
             "cached": k["scale"] * shown * (in_passing + of_activations),
             "uneven": k["scale"] * shown * left * of_activations,
+            "segments": k["scale"] * shown * segments[at, every],
         }
         found.append(np.array([by_name[name] for name in MEMORY_CONSTANTS]).T)
     return found[0], found[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,8 +55,8 @@ OPERATOR_SECONDS = 1.8e-5
 # Seconds of ZeRO-3's hooks around a module's forward, recomputation or backward (fetch_sub_module, release_sub_module
 # and their callees: partitioned_param_coordinator.py and parameter_offload.py of deepspeed 0.19.8). Measured: 110 to
 # 150 us on that core over 4 ranks whose collectives do nothing, for Llama and for its adapters alike; about 250 in
-# QwenLM/Qwen's rows of 2023.
-MODULE_SECONDS = 2e-4
+# QwenLM/Qwen's rows of 2023; 270 to 570 beside an H100. `calibration.HOOKS_DOUBT` covers that range.
+MODULE_SECONDS, CPU_MODULE_SECONDS = 2.5e-4, 2e-4
 # Modules called per kernel of forward: 162 for 483 in 12 layers of Llama. An adapter of peft adds four modules
 # (dropout, A, B and itself) and four kernels.
 MODULES_AN_OPERATOR = 0.335
@@ -122,8 +123,9 @@ class Work:
     """Work of a candidate's step, in seconds at full rates; one entry per candidate.
 
     Per micro-batch: products, their tail (products per token: the waste of small batches), moved (other operators), starts
-    (the processor's work to start kernels), gather_micro and reduce_micro (communication), pcie_micro. Per step: step_starts,
-    gather_step, reduce_step, optimizer, cpu_adam, pcie_step, nvme, collectives, loop (data and the training loop).
+    (the processor's work to start kernels), hooks (of ZeRO-3, part of starts), gather_micro and reduce_micro (communication),
+    pcie_micro. Per step: step_starts, gather_step, reduce_step, optimizer, cpu_adam, pcie_step, nvme, collectives, loop (data
+    and the training loop).
     """
 
     forward_share: Floats  # share of products, without recomputation
@@ -132,6 +134,7 @@ class Work:
     tail: Floats
     moved: Floats
     starts: Floats
+    hooks: Floats
     step_starts: Floats
     gather_micro: Floats
     gather_step: Floats
@@ -167,13 +170,15 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
     # Every pass reads the codes of a 4-bit weight and writes the weight (bitsandbytes 0.50, autograd/_functions.py, MatMul4Bit).
     dequantized = sum(quantized_sizes(job, trace)) * (NF4_BYTES + job.element_bytes) / rates.memory
     moved = moved + np.where(c.checkpointing > 0, 3.0, 2.0) * dequantized
+    hooks = _hooks(hardware, trace, c)
     return Work(
         forward_share=either(_share(forward, whole_pass[0]), _share(forward, whole_pass[1])),
         recompute_share=either(0.0, 1 - _share(whole_pass[0], whole_pass[1])),
         products=either(*whole_pass) * rows / rates.flops,
         tail=either(*whole_pass) / job.seq_len * job.element_bytes / 2 / rates.memory,
         moved=moved * np.where(c.fused_by_compiling, COMPILED_MOVED, 1.0),
-        starts=_starts(trace, c, rates),
+        starts=_starts(trace, c, rates) + hooks,
+        hooks=np.where(c.stage == 3, hooks, 0.0),
         step_starts=_step_operators(job, hardware, trace, c) * rates.operator_seconds,
         loop=c.accumulation * MICRO_SECONDS,
         hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage; otherwise both use one stream
@@ -285,17 +290,20 @@ def host_memory_rate(hardware: Hardware) -> float:
 
 
 def _starts(trace: Trace, c: Columns, rates: DeviceRates) -> Floats:
-    """Return the processor's seconds to start a micro-batch's kernels, ZeRO's hooks included."""
+    """Return the processor's seconds to start a micro-batch's kernels."""
     plain, again = trace.plain.operators, trace.of(True).operators
-    checkpointing = c.checkpointing > 0
     fused = np.where(c.fused_by_compiling, COMPILED_STARTS, 1.0)
-    operators = np.where(checkpointing, sum(again), sum(plain)) * fused
+    return np.where(c.checkpointing > 0, sum(again), sum(plain)) * fused * rates.operator_seconds
+
+
+def _hooks(hardware: Hardware, trace: Trace, c: Columns) -> Floats:
+    """Return the processor's seconds in ZeRO's hooks in a micro-batch."""
     tensors = float(len(trace.parameters))
     adapters = np.where(c.lora > 0, 2 * tensors, 0.0)  # two trained tensors and four modules per adapter
-    modules = MODULES_AN_OPERATOR * np.maximum(plain[0] - adapters, 0.0) + adapters
-    passes = np.where(checkpointing, 3.0, 2.0)
-    hooks = np.select([c.stage == 3, c.stage > 0], [modules * passes * MODULE_SECONDS, tensors * REDUCED_SECONDS], 0.0)
-    return np.asarray(operators * rates.operator_seconds + hooks)
+    modules = MODULES_AN_OPERATOR * np.maximum(trace.plain.operators[0] - adapters, 0.0) + adapters
+    passes = np.where(c.checkpointing > 0, 3.0, 2.0)
+    seconds = MODULE_SECONDS if hardware.device == "cuda" else CPU_MODULE_SECONDS
+    return np.select([c.stage == 3, c.stage > 0], [modules * passes * seconds, tensors * REDUCED_SECONDS], 0.0)
 
 
 @dataclass(frozen=True)
@@ -362,6 +370,13 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
         launch_bound=np.where(starts > products + moved, 1.0, 0.0),
         moved_share=moved / np.maximum(products + moved, np.finfo(float).tiny),
     )
+
+
+def hooks_share(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Floats:
+    """Return (n,) the relative growth of a step if ZeRO-3's hooks take longer, per relative growth of the hooks."""
+    small = 0.01
+    longer = spend(dataclasses.replace(w, starts=w.starts + small * w.hooks), c, k).step
+    return np.asarray(np.log(longer / spend(w, c, k).step) / small)
 
 
 def _larger(a: Floats, b: Floats) -> Floats:

@@ -18,8 +18,8 @@ from autotune.errors import UserError
 from autotune.predict.calibration import UNTRACED
 from autotune.predict.step_time import dense_shape, matmul_parameters
 from autotune.predict.trace_data import BACKWARD, FORWARD, Pass, Trace
-from autotune.problem.job import Job
-from autotune.problem.models import CAUSAL, IMAGE_TEXT, SEQ2SEQ, loss_in_kernel
+from autotune.problem.job import CHUNKED, FULL, LIGER_LOSS, Job
+from autotune.problem.models import CAUSAL, IMAGE_TEXT, SEQ2SEQ, VOCABULARY_SLICES, loss_in_kernel
 from autotune.util.files import cache_root
 
 # -- trace cache -------------------------------------------------------------------------------------------------------
@@ -60,7 +60,8 @@ def cache_key(job: Job, loss: str = "own", device: str = "cuda", versions: Mappi
         **({"attention": job.attention} if job.attention else {}),
         **({"task": job.task} if job.task != CAUSAL else {}),
         **({"image_size": job.image_size} if job.image_size else {}),
-        **({"liger": job.interpreter.version("liger_kernel")} if job.liger else {}),
+        **({"liger": job.interpreter.version("liger_kernel")} if job.liger or job.loss == LIGER_LOSS else {}),
+        **({"computed": job.loss} if job.loss != FULL else {}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
@@ -173,8 +174,11 @@ def _of_the_loss(job: Job, text: dict[str, Any]) -> tuple[float, bool]:
     """Return (bytes kept per logit, whether forward makes the head's gradient and keeps it until backward)."""
     width, trains_head = job.element_bytes, not job.lora or "lm_head" in job.lora.saved
     installed = job.interpreter.version("liger_kernel")
-    loss = loss_in_kernel(text.get("model_type"), installed) if job.liger and job.task == CAUSAL else "own"
+    by_kernel = (job.liger or job.loss == LIGER_LOSS) and job.task == CAUSAL
+    loss = loss_in_kernel(text.get("model_type"), installed) if by_kernel else "own"
     copies = {"own": width + 4 + 4, "fused32": width + 4}  # copies of the logits: in 32 bits, and the log-softmax
+    if job.loss == CHUNKED:  # logits of one slice, and their copy in 32 bits
+        return (width + 4) / VOCABULARY_SLICES, False
     return float(copies.get(loss, 0)), trains_head and loss not in copies
 
 

@@ -28,8 +28,9 @@ from autotune.predict.fake_tensor_patches import (
 )
 from autotune.predict.op_counters import CountedTensors, Counters, follow, follow_encoder, joined
 from autotune.predict.trace_data import BACKWARD, IMPORTED, Pass, Trace
-from autotune.problem.job import Job
+from autotune.problem.job import CHUNKED, LIGER_LOSS, Job
 from autotune.problem.models import DECODED, IMAGE_TEXT, SEQ2SEQ, kernels_of, loss_in_kernel
+from autotune.rank import model_builder
 from autotune.rank.devices import LiveTensors
 from autotune.rank.model_builder import DTYPES, adapted, keep_cache, task_model, transformers_config, without_adapters
 from autotune.rank.versions import no_init_weights, refusals
@@ -100,7 +101,7 @@ def trace_model(
     model = _built(job, config)
     parameters, frozen = _sizes_of(model)
     told((parameters, sum(frozen)))
-    if job.liger and config is not None and loss == "own":
+    if (job.liger or job.loss == LIGER_LOSS) and config is not None and loss == "own":
         liger, torchs, wide = version_of("liger_kernel"), version_of("torch"), job.precision == "fp32"
         loss = loss_in_kernel(model.config.model_type, liger, wide=wide, torch=torchs)
     _try_batch(job, config)
@@ -265,6 +266,7 @@ def _run(
                 follow_encoder(encoder, run)
             live.watch = run.saw
             live.events = run.allocations if keep_events else None
+            looping.enter_context(_first_slices(live))
             if job.liger and job.workload is None:
                 looping.enter_context(liger_kernels(model, version_of("liger_kernel")))
             with autocast(job):
@@ -312,7 +314,31 @@ def _build(job: Job, config: Any) -> tuple[Any, Any]:
     with no_init_weights():
         model = task_model(config, job)
     model.tie_weights()
-    return adapted(model, job), None
+    model = adapted(model, job)
+    if job.loss == CHUNKED:
+        model_builder.use_chunked_loss(model)
+    return model, None
+
+
+@contextlib.contextmanager
+def _first_slices(live: LiveTensors) -> Iterator[None]:
+    """Record the allocations of two slices of a chunked loss only.
+
+    The others repeat them, and `extrapolate` would take so many for those of layers. Their work is counted.
+    """
+
+    def watched(vocabulary: int) -> Iterator[slice]:
+        watch = live.watch
+        for number, at in enumerate(slices(vocabulary)):
+            live.watch = watch if number < 2 else None
+            yield at
+        live.watch = watch
+
+    slices, model_builder.vocabulary_slices = model_builder.vocabulary_slices, watched
+    try:
+        yield
+    finally:
+        model_builder.vocabulary_slices = slices
 
 
 # -- the process ---------------------------------------------------------------------------------------------------------
@@ -418,7 +444,7 @@ def loss_of(job: Job, model: Any, batches: Any, micro_batch: int, loss: str, liv
         return forward(model, to_device(next(iter(batches(micro_batch))), torch.device("cpu")))
     batch = _counted_batch(job, model.config, micro_batch, live)
     if loss == "own" or job.task not in DECODED:
-        return model(**batch).loss
+        return forward(model, batch)
     labels = batch.pop("labels")
     if loss in IN_CHUNKS:
         return _chunked_loss(model, batch, apart=loss == "chunked-apart")

@@ -25,6 +25,7 @@ from autotune.problem.knobs import (
     KNOBS,
     LIGER,
     LORA,
+    LOSS,
     MICRO_BATCH,
     MODEL_KNOBS,
     OFFLOAD_RATIO,
@@ -52,6 +53,7 @@ __all__ = [  # names of knobs are exported too: users of candidates need them
     "KNOBS",
     "LIGER",
     "LORA",
+    "LOSS",
     "MICRO_BATCH",
     "MODEL_KNOBS",
     "PACKING",
@@ -206,7 +208,7 @@ def trial_environment(candidate: Candidate, job: Job, own: Mapping[str, str]) ->
 
 
 def job_with_candidate(job: Job, candidate: Candidate) -> Job:
-    """Return the job with its attention, compilation, LoRA, packing and kernels replaced by the candidate's."""
+    """Return the job with its attention, compilation, LoRA, packing, kernels and loss replaced by the candidate's."""
     lora = candidate.get(LORA)
     return dataclasses.replace(
         job,
@@ -215,6 +217,7 @@ def job_with_candidate(job: Job, candidate: Candidate) -> Job:
         lora=job.lora if lora is None else None if lora == "none" else parse_lora(lora),
         packed=candidate.get(PACKING, job.packed),
         liger=candidate.get(LIGER, job.liger),
+        loss=candidate.get(LOSS, job.loss),
     )
 
 

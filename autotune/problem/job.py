@@ -28,6 +28,8 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 OPTIMIZERS = ("adamw", "adam", "fused_adam", "lion", "sgd", "adagrad")
 
 
+# Ways to compute the loss of a named model: from all logits, from slices of the vocabulary, or by Liger's kernel.
+LOSSES = FULL, CHUNKED, LIGER_LOSS = "full", "chunked", "liger"
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -218,6 +220,7 @@ class Job:
     packed: bool = False  # sequences of those lengths are packed end to end into rows of `seq_len`
     task: str = CAUSAL  # one of `models.TASKS`: the head and its loss
     liger: bool = False  # Liger's fused kernels in place of the model's own
+    loss: str = FULL  # one of `LOSSES`
     image_size: int | None = None  # pixels of an image's height and width, if the configuration does not give them
     # plain torch without DeepSpeed: stage 0 is DistributedDataParallel, stage 3 FullyShardedDataParallel
     torch_alone: bool = False
@@ -235,6 +238,8 @@ class Job:
             raise UserError(f"--optimizer {self.optimizer}: expected one of {', '.join(OPTIMIZERS)}")
         if self.attention is not None and self.attention not in ATTENTIONS:
             raise UserError(f"--attn {self.attention}: expected one of {', '.join(ATTENTIONS)}")
+        if self.loss not in LOSSES:
+            raise UserError(f"--loss {self.loss}: expected one of {', '.join(LOSSES)}")
         if self.task not in TASKS:
             raise UserError(f"--task {self.task}: expected one of {', '.join(TASKS)}")
         if self.packed and self.task != CAUSAL:
@@ -265,8 +270,9 @@ class Job:
                 del script[name]
         if self.lora:
             data["lora"] = self.lora.to_json()
-        if self.task == CAUSAL:
-            del data["task"]
+        for name, usual in (("task", CAUSAL), ("loss", FULL)):
+            if data[name] == usual:
+                del data[name]
         return data
 
     def order(self) -> dict[str, Any]:

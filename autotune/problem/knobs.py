@@ -10,8 +10,16 @@ from typing import Any
 from autotune.errors import UserError, near
 from autotune.problem.hardware import Hardware
 from autotune.problem.import_time_env import ALLOCATOR_VARIABLES, settings_in
-from autotune.problem.job import ATTENTIONS, Job, Lora, parse_lora, script_text
-from autotune.problem.models import DECODED, FAILS_WITH_IMAGES, IMAGE_TEXT, LIGER_READ, NEEDS_TRANSFORMERS, since
+from autotune.problem.job import ATTENTIONS, FULL, LIGER_LOSS, LOSSES, Job, Lora, parse_lora, script_text
+from autotune.problem.models import (
+    CAUSAL,
+    DECODED,
+    FAILS_WITH_IMAGES,
+    IMAGE_TEXT,
+    LIGER_READ,
+    NEEDS_TRANSFORMERS,
+    since,
+)
 from autotune.util.bounds import MOST, shown, trouble
 from autotune.util.interpreter import OWN, Interpreter, which
 from autotune.versions import dotted, release
@@ -233,6 +241,15 @@ def liger_model(value: Value, c: Circumstances) -> str:
     return "" if c.job.task in DECODED else f"is for {' and '.join(f'--task {task}' for task in DECODED)}"
 
 
+def loss_possible(value: Value, c: Circumstances) -> str:
+    """Return why the job's loss cannot be computed without its logits. The model's structure is checked when it is built."""
+    if value == LIGER_LOSS:
+        return next((why for need in (cuda, liger_model, liger_kernel) if (why := need(value, c))), "")
+    if c.job.task != CAUSAL:
+        return f"is for --task {CAUSAL}, not {c.job.task}"
+    return "is not for adapters that save lm_head" if c.job.lora and "lm_head" in c.job.lora.saved else ""
+
+
 def engine_compile(value: Value, c: Circumstances) -> str:
     """Only `engine.compile()` reads it, and a script's call of that is not visible from outside."""
     if c.job.script is not None:
@@ -263,9 +280,10 @@ COMPILED = "compile"
 LORA = "lora"
 PACKING = "packing"
 LIGER = "liger_kernel"
+LOSS = "loss"
 # settings of the model and its batches; a script builds its own
-MODEL_KNOBS = (ATTENTION, COMPILED, LORA, PACKING, LIGER)
-TRACED_KNOBS = (ATTENTION, LORA, LIGER)  # knobs that change the allocations of a forward for one row
+MODEL_KNOBS = (ATTENTION, COMPILED, LORA, PACKING, LIGER, LOSS)
+TRACED_KNOBS = (ATTENTION, LORA, LIGER, LOSS)  # knobs that change the allocations of a forward for one row
 EXPANDABLE = "expandable_segments"
 # knobs with a large effect on memory or time at any setting of the others; buckets, overlap and the like have none
 FIRST_ORDER = (
@@ -389,6 +407,12 @@ def _split(knobs: Knobs) -> bool:
     return float(knobs.get(OFFLOAD_RATIO, 1.0)) < 1
 
 
+def _loss_refused(knobs: Knobs) -> str:
+    """Liger's kernels include a loss. They would replace the other one, or be replaced."""
+    both = knobs.get(LOSS, FULL) != FULL and knobs.get(LIGER)
+    return f"liger_kernel includes a loss and cannot be combined with loss {knobs.get(LOSS)}" if both else ""
+
+
 def _stage3(kind: type = int, **facts: object) -> Knob:
     return Knob("", kind, _at(3), **facts)  # type: ignore[arg-type]
 
@@ -409,6 +433,7 @@ _FIRST: dict[str, Knob] = {
     LORA: Knob(None, Lora, needs=(its_package,), refused=_quantized_refused),
     PACKING: Knob(None, bool),
     LIGER: Knob(None, bool, off=False, needs=(cuda, liger_model, liger_kernel)),
+    LOSS: Knob(None, LOSSES, off=FULL, needs=(loss_possible,), refused=_loss_refused),
     EXPANDABLE: Knob(None, bool, off=False, needs=(cuda, own_allocator), short="expandable"),
     "offload_optimizer": Knob(ZERO + "offload_optimizer.device", _DEVICES, _at(1, 2, 3), needs=_PLACE, short="opt"),
     "offload_param": Knob(ZERO + "offload_param.device", _DEVICES, _at(3), needs=_OWN, short="par"),

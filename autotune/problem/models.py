@@ -303,6 +303,10 @@ def image_size_of(config: dict[str, Any], task: str, asked: int | None, name: st
     return asked if asked != told else None
 
 
+# Slices of the vocabulary from which `loss: chunked` computes the loss, one after the other (`rank/model_builder.py`). More of
+# them save less memory each time, and make the products of a slice small.
+VOCABULARY_SLICES = 16
+
 # -- liger -------------------------------------------------------------------------------------------------------------
 #
 # Parts of a model that Liger's kernels replace, by model type and Liger's version.
@@ -330,6 +334,8 @@ _APART_FROM, _APART_UNTIL, _WIDE_UNTIL = (0, 6, 2), (0, 8, 3), (0, 8, 1)
 _TORCH_INTO_32_BITS = (2, 8)
 _CHUNKS_SINCE = (0, 8, 3)  # since then models may have their own chunk size
 _ROTATION = ("apply_rotary_pos_emb",)
+# Options of Liger's kernels, of any model type, that leave its loss alone (transformers' `liger_kernel_config`).
+LIGER_LOSS_ALONE = dict.fromkeys(("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "relu_squared"), False)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autotune.problem.candidate import Candidate
+from autotune.problem.candidate import BATCH_KEYS, Candidate, job_with_candidate
 from autotune.problem.job import Job
 from autotune.problem.knobs import DEEPCOMPILE, QUANTIZED
 from autotune.script.profile import OPS
@@ -63,6 +63,46 @@ def optimizer_section(job: Job, candidate: Candidate) -> dict[str, Any]:
         params.pop("torch_adam", None)
         params.pop("fused", None)
     return {"type": section["type"], "params": params}
+
+
+# Keys of a trial's config that a torch engine follows, or that change nothing in it.
+_TORCH_HAS = {"optimizer", "gradient_clipping", "zero_optimization", "bf16", "fp16", *BATCH_KEYS}
+_TORCH_HAS |= {"steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer"}
+
+
+def torch_optimizer(section: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Return the class in torch.optim that corresponds to an `optimizer` section, and its arguments; None if none does.
+
+    Source: deepspeed 0.19.8, runtime/engine.py, `_configure_basic_optimizer`; FusedAdam's weight decay is 0 by default.
+    """
+    kind, params = str(section["type"]).lower(), dict(section.get("params") or {})
+    is_torchs, decoupled = params.pop("torch_adam", False), params.pop("adam_w_mode", True)
+    if kind in ("adam", "adamw"):
+        params = params if is_torchs else {"weight_decay": 0.0, **params, "fused": True}
+        return "AdamW" if decoupled or kind == "adamw" else "Adam", params
+    names = {"sgd": "SGD", "adagrad": "Adagrad"}
+    return (names[kind], params) if kind in names else None
+
+
+def why_no_reference(candidate: Candidate, job: Job) -> str:
+    """Return why torch alone cannot run a candidate's training; empty if it can.
+
+    Args:
+        candidate: stage 0 stands for DDP, stage 3 for FSDP2.
+        job: the study's job.
+    """
+    if job.script is not None or job.workload is not None:
+        return "references are for named models"
+    if job.precision == "fp16" or job.plain:
+        return f"DeepSpeed trains this job in {job.precision} without its counterpart in torch"
+    if candidate.stage == 3 and (job.ranks == 1 or job_with_candidate(job, candidate).lora is not None):
+        return "FSDP2 needs several ranks, and weights of one type in a block"
+    config = trial_config(candidate, job)
+    if torch_optimizer(config["optimizer"]) is None:
+        return f"torch has no optimizer {config['optimizer']['type']}"
+    if unlike := sorted(config.keys() - _TORCH_HAS):
+        return f"torch has no counterpart of {unlike[0]} in the DeepSpeed config"
+    return ""
 
 
 def needed_ops(candidates: Sequence[Candidate], job: Job, device: str) -> list[str]:

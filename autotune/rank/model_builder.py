@@ -5,12 +5,25 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from autotune.problem.job import Job
-from autotune.problem.models import ANSWERS, CAUSAL, CLASSIFICATION, IMAGE_TEXT, MASKED, SEQ2SEQ, TOKENS, ModelSpec
+from autotune.problem.job import CHUNKED, LIGER_LOSS, Job
+from autotune.problem.models import (
+    ANSWERS,
+    CAUSAL,
+    CLASSIFICATION,
+    IMAGE_TEXT,
+    LIGER_LOSS_ALONE,
+    MASKED,
+    SEQ2SEQ,
+    TOKENS,
+    VOCABULARY_SLICES,
+    ModelSpec,
+)
+from autotune.rank.training_trace import local_part
 from autotune.rank.versions import in_dtype, no_init_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -105,8 +118,14 @@ def adapted(model: Any, job: Job) -> Any:
     return get_peft_model(model, config, autocast_adapter_dtype=job.lora.fp32 and job.plain)
 
 
-def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> torch.nn.Module:
-    """Build a named model on the device with random weights. At stage 3 it is partitioned during construction."""
+def build_model(
+    job: Job, device: torch.device, ds_config: dict[str, Any], shard: Callable[[Any], None] | None = None
+) -> torch.nn.Module:
+    """Build a named model on the device with random weights. At stage 3 it is partitioned during construction.
+
+    Args:
+        shard: shards the model, which is on the host, over the ranks' devices before its weights are drawn.
+    """
     import deepspeed
 
     config = transformers_config(job.model)
@@ -119,7 +138,7 @@ def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> to
             # operator-precedence bug in `_set_dtype`). Without one, it follows the config.
             stack.enter_context(deepspeed.zero.Init(config_dict_or_path=ds_config))
         else:
-            stack.enter_context(device)
+            stack.enter_context(device if shard is None else torch.device("cpu"))
         stack.enter_context(no_init_weights())
         model = task_model(config, job)
     keep_cache(model, False)
@@ -128,7 +147,9 @@ def build_model(job: Job, device: torch.device, ds_config: dict[str, Any]) -> to
         fill_weights(model, device)  # before their values become codes
         quantize(model, job, device)
     model = adapted(model, job)
-    if stage != 3:
+    if shard is not None:
+        shard(model)
+    elif stage != 3:
         model.to(device)
     fill_weights(model, device)
     model.train()
@@ -176,21 +197,24 @@ def fill_weights(model: torch.nn.Module, device: torch.device) -> None:
         device: device on which the values are drawn.
     """
     for number, (name, parameter) in enumerate(model.named_parameters()):
-        tensor = getattr(parameter, "ds_tensor", parameter)
+        tensor, start = _part(parameter)
         shape = getattr(parameter, "ds_shape", parameter.shape)
         if not parameter.is_floating_point():
             continue  # codes of quantized weights
         if len(shape) > 1:
-            draw_weights(tensor.data.view(-1), number, _offset(parameter), math.prod(shape), device)
+            draw_weights(tensor.data.view(-1), number, start, math.prod(shape), device)
         else:
             tensor.data.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
 
 
-def _offset(parameter: Any) -> int:
-    """Return the index of the first element that this rank holds of a parameter."""
-    if not hasattr(parameter, "ds_tensor") or parameter.ds_tensor.numel() >= parameter.ds_numel:
-        return 0
-    return torch.distributed.get_rank(group=parameter.ds_process_group) * int(parameter.ds_tensor.numel())
+def _part(parameter: Any) -> tuple[torch.Tensor, int]:
+    """Return what this rank holds of a parameter, and the index of its first element."""
+    if hasattr(parameter, "device_mesh"):
+        return local_part(parameter)
+    part = getattr(parameter, "ds_tensor", parameter)
+    if part is parameter or part.numel() >= parameter.ds_numel:
+        return part, 0
+    return part, torch.distributed.get_rank(group=parameter.ds_process_group) * int(part.numel())
 
 
 def draw_weights(part: torch.Tensor, number: int, start: int, elements: int, device: torch.device) -> None:
@@ -211,14 +235,26 @@ def draw_weights(part: torch.Tensor, number: int, start: int, elements: int, dev
         part[begin - start : end - start].copy_(drawn[begin - chunk * size : end - chunk * size])
 
 
-def use_liger(model: torch.nn.Module) -> None:
-    """Replace modules by Liger's kernels, as Trainer's `use_liger_kernel` does.
+def replace_loss(model: torch.nn.Module, job: Job) -> None:
+    """Replace the loss as the job says, or all modules that Liger's kernels can replace.
+
+    Raises:
+        ValueError: the model's loss cannot be computed without its logits.
+    """
+    if job.liger or job.loss == LIGER_LOSS:
+        use_liger(model, **({} if job.liger else LIGER_LOSS_ALONE))
+    elif job.loss == CHUNKED:
+        use_chunked_loss(model)
+
+
+def use_liger(model: torch.nn.Module, **options: bool) -> None:
+    """Replace modules by Liger's kernels, as Trainer's `use_liger_kernel` does, with its `liger_kernel_config` as options.
 
     transformers has a function for this only since version 5.
     """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    _apply_liger_kernel_to_instance(model=without_adapters(model))
+    _apply_liger_kernel_to_instance(model=without_adapters(model), **options)
 
 
 def without_adapters(model: Any) -> Any:
@@ -229,3 +265,137 @@ def without_adapters(model: Any) -> Any:
 def enable_checkpointing(model: torch.nn.Module) -> None:
     """Turn on activation checkpointing the way Hugging Face's Trainer does."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+
+
+# -- chunked loss ------------------------------------------------------------------------------------------------------
+#
+# Loss of a causal model from slices of the vocabulary, so that its logits never exist as a whole.
+#
+# Source: trl 1.16, kernels/chunked_logprob.py and trainer/utils.py (`add_fused_lm_head`), by which SFTTrainer computes its
+# loss. DeepSpeed's TiledFusedLogitsLoss runs backward within forward, where the factor of accumulation and fp16's scale do not
+# reach the head's gradient. Slices of tokens would round the head's gradient once each; a slice of the vocabulary is one
+# product.
+
+IGNORED = -100  # label of tokens without a loss
+
+
+def vocabulary_slices(vocabulary: int) -> Iterator[slice]:
+    """Yield at most `VOCABULARY_SLICES` slices of the head's rows."""
+    size = -(-vocabulary // VOCABULARY_SLICES)
+    yield from (slice(begin, min(begin + size, vocabulary)) for begin in range(0, vocabulary, size))
+
+
+def _slice_of_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, cap: float | None
+) -> torch.Tensor:
+    """Return (tokens, rows of the slice) logits as the model makes them, in 32 bits."""
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    if scale != 1.0:
+        logits = logits * scale
+    if cap:
+        logits = torch.tanh(logits / cap) * cap
+    return logits.float()
+
+
+class SlicedLoss(torch.autograd.Function):
+    """Mean cross entropy of hidden states (tokens, width) under a head (vocabulary, width), slice by slice.
+
+    Forward keeps the logarithm of each token's sum of exponentials; backward makes the logits of each slice again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        scale: float,
+        cap: float | None,
+    ) -> torch.Tensor:
+        """Return the mean loss of the tokens whose target (tokens,) is not IGNORED, in 32 bits."""
+        sums = hidden.new_full(targets.shape, -math.inf, dtype=torch.float32)
+        own = torch.zeros_like(sums)
+        for at in vocabulary_slices(len(weight)):
+            logits = _slice_of_logits(hidden, weight[at], None if bias is None else bias[at], scale, cap)
+            torch.logaddexp(sums, logits.logsumexp(-1), out=sums)
+            inside, place = (
+                (targets >= at.start) & (targets < at.stop),
+                (targets - at.start).clamp(0, logits.shape[1] - 1),
+            )
+            own = torch.where(inside, logits.gather(-1, place.unsqueeze(-1)).squeeze(-1), own)
+            del logits
+        counted = targets != IGNORED
+        ctx.scale, ctx.cap = scale, cap
+        ctx.save_for_backward(hidden, weight, bias, targets, sums)
+        return torch.where(counted, sums - own, 0.0).sum() / counted.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        """Return the gradients of hidden states, weight and bias."""
+        hidden, weight, bias, targets, sums = ctx.saved_tensors
+        counted = targets != IGNORED
+        share = torch.where(counted, gradient / counted.sum(), 0.0).unsqueeze(-1)
+        of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        of_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        for at in vocabulary_slices(len(weight)):
+            logits = _slice_of_logits(hidden, weight[at], None if bias is None else bias[at], ctx.scale, ctx.cap)
+            slope = (1 - (logits / ctx.cap).square()) * ctx.scale if ctx.cap else ctx.scale
+            inside, place = (
+                (targets >= at.start) & (targets < at.stop),
+                (targets - at.start).clamp(0, logits.shape[1] - 1),
+            )
+            of_logits = logits.sub_(sums.unsqueeze(-1)).exp_()
+            of_logits.scatter_add_(-1, place.unsqueeze(-1), -inside.float().unsqueeze(-1))
+            low = of_logits.mul_(share).mul_(slope).to(hidden.dtype)
+            del logits, of_logits, slope
+            of_hidden += low @ weight[at]
+            if of_weight is not None:
+                torch.mm(low.t(), hidden, out=of_weight[at])
+            if of_bias is not None:
+                of_bias[at] = low.sum(0)
+        return of_hidden.to(hidden.dtype), of_weight, of_bias, None, None, None
+
+
+def use_chunked_loss(model: Any) -> None:
+    """Make a causal model compute the mean loss of its labels from slices of the vocabulary; it then returns no logits.
+
+    Call it before `deepspeed.initialize`. The head is called as a module, so that stage 3 gathers its weights.
+
+    Raises:
+        ValueError: the model has more than a backbone and a linear head, or another loss than transformers' for causal models.
+    """
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    base = without_adapters(model)
+    head, backbone, text = base.get_output_embeddings(), base.base_model, base.config.get_text_config()
+    beside = [one for one in base.children() if one not in (head, backbone) and any(True for _ in one.parameters())]
+    plain = type(head) is torch.nn.Linear and backbone is not base and not beside
+    if not plain or base.loss_function is not ForCausalLMLoss or getattr(text, "output_router_logits", False):
+        raise ValueError(
+            f"loss chunked is for causal models of a backbone and a linear head, with the loss of the head alone: "
+            f"{type(base).__name__} is none. Use loss full"
+        )
+    scale, cap = logit_scale(text), getattr(text, "final_logit_softcapping", None)
+
+    def forward_of_head(hidden: torch.Tensor, targets: torch.Tensor) -> Any:
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return SlicedLoss.apply(flat, head.weight, head.bias, targets.reshape(-1), scale, cap)  # type: ignore[no-untyped-call]
+
+    def forward(labels: torch.Tensor, **inputs: Any) -> dict[str, Any]:
+        hidden = backbone(**inputs).last_hidden_state
+        return {"loss": head(hidden, torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED))}
+
+    head.forward, base.forward = forward_of_head, forward
+
+
+def logit_scale(config: Any) -> float:
+    """Return the factor by which a model multiplies its logits before they are capped (Cohere, Falcon-H1, Granite, MiniCPM3)."""
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if (factor := getattr(config, name, None)) is not None:
+            return float(factor)
+    divisor = getattr(config, "logits_scaling", None)
+    if divisor is None:
+        return 1.0
+    return float(divisor) if config.model_type == "hyperclovax" else 1 / float(divisor)

@@ -40,15 +40,11 @@ class ModelRank(BaseRank):
         self._build()
         # No module loads the keys of a 4-bit weight again. Frozen weights are left out, as Trainer does for peft.
         coded = self.job.lora is not None and bool(self.job.lora.quantize)
-        save = (
-            partial(self.engine.save_checkpoint, exclude_frozen_parameters=True)
-            if coded
-            else self.engine.save_checkpoint
-        )
-        load(
-            self,
-            partial(self.engine.load_checkpoint, load_module_strict=False) if coded else self.engine.load_checkpoint,
-        )
+
+        def save(folder: str) -> Any:
+            return self.engine.save_checkpoint(folder, **({"exclude_frozen_parameters": True} if coded else {}))
+
+        load(self, lambda folder: self.engine.load_checkpoint(folder, load_module_strict=not coded))
         self.channel.send("phase", phase="ready")
         while (message := self.channel.receive()) is not None:
             if message["type"] == "measure":
@@ -61,25 +57,37 @@ class ModelRank(BaseRank):
                 return
 
     def _build(self) -> None:
+        from autotune.rank import workload
+
+        self.loss = workload.forward
+        if self.job.torch_alone:
+            from autotune.rank import torch_engine
+
+            how = (self.job, self.own_device.torch_device(), self.spec["config"])
+            self.engine: Any = torch_engine.TorchEngine(*how, checkpointing=self.spec["checkpointing"])
+            self.source = torch_engine.source_of(self.job)
+        else:
+            self._initialize()
+        self.engine_built()
+        self.overflows = Overflows(self.engine)
+        self.trace: TraceRecorder | None = None
+        self.own_device.note()
+
+    def _initialize(self) -> None:
+        """Build the model and DeepSpeed's engine."""
         import deepspeed
 
         from autotune.rank import model_builder, workload
 
         config = self.spec["config"]
         model, self.source = workload.build(self.job, self.own_device.torch_device(), config)
-        self.loss = workload.forward
-        if self.job.liger:
-            model_builder.use_liger(model)
+        model_builder.replace_loss(model, self.job)
         if self.spec["checkpointing"]:
             model_builder.enable_checkpointing(model)
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
         if self.job.compiled:
             self.engine.compile()
-        self.engine_built()
-        self.overflows = Overflows(self.engine)
-        self.trace: TraceRecorder | None = None
-        self.own_device.note()
 
     def _batches(self, micro_batch: int) -> Iterator[Any]:
         return self.source(micro_batch, self.own_device.torch_device(), self.spec["seed"] + self.number)

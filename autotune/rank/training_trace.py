@@ -324,6 +324,8 @@ def _picked(parameter: Any, positions: Any, masters: Mapping[int, Any]) -> Any:
             return None
         if parameter.ds_tensor.numel() < parameter.ds_numel:
             at = torch.distributed.get_rank(group=parameter.ds_process_group) * parameter.ds_tensor.numel()
+    elif hasattr(parameter, "device_mesh"):
+        part, at = local_part(parameter)
     elif hasattr(parameter, "_hp_mapping"):
         if parameter._hp_mapping is None:
             return None
@@ -335,6 +337,13 @@ def _picked(parameter: Any, positions: Any, masters: Mapping[int, Any]) -> Any:
     flat = part.detach().reshape(-1)
     inside = positions[(positions >= at) & (positions < at + flat.numel())] - at
     return flat.index_select(0, inside.to(flat.device)).clone() if len(inside) else None
+
+
+def local_part(parameter: Any) -> tuple[Any, int]:
+    """Return this rank's part of a parameter that FSDP2 sharded over its first dimension, and the index of its first element."""
+    rows, rank = -(-parameter.shape[0] // parameter.device_mesh.size()), parameter.device_mesh.get_local_rank()
+    each = parameter.numel() // parameter.shape[0]
+    return parameter.detach().to_local(), min(rank * rows, parameter.shape[0]) * each
 
 
 def _stage_3_part(parameter: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from autotune.problem.job import Job
 from autotune.problem.models import ANSWERS, CLASSIFICATION, IMAGE_TEXT, MASKED, SEQ2SEQ, TOKENS, told_image_size
-from autotune.rank.model_builder import DTYPES, build_model, transformers_config
+from autotune.rank.model_builder import DTYPES, IGNORED, build_model, transformers_config
 from autotune.rank.versions import image_token, packed_mask, takes_image_types
 
 # -- workload ----------------------------------------------------------------------------------------------------------
@@ -230,8 +230,6 @@ def packed_positions(job: Job, generator: torch.Generator) -> torch.Tensor:
 
 TensorBatch = dict[str, torch.Tensor]
 Laid = tuple[TensorBatch, int]  # inputs of the vision tower, and the tokens of one image
-
-IGNORED = -100  # label of tokens without a loss
 
 
 def image_batch(job: Job, config: Any, ids: torch.Tensor) -> TensorBatch:

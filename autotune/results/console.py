@@ -20,13 +20,22 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from autotune.masking import MASK, NOTE, masked, masked_data, masked_words
-from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, KNOBS, MICRO_BATCH, Candidate, describe
+from autotune.problem.candidate import (
+    ACCUMULATION,
+    CHECKPOINTING,
+    KNOBS,
+    MICRO_BATCH,
+    Candidate,
+    describe,
+    job_with_candidate,
+)
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, Script, sync_note, under_lightning
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.results.export import (
     lightnings_own,
     lossy_settings,
+    needs_of_loss,
     over_nodes,
     slice_line,
     with_checkpointing,
@@ -491,6 +500,7 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
     lines += [f"  {line}" for line in facts.comparison()]
     if other := other_batch(record.candidate, job):
         lines.append(f"  {other}")
+    lines += [f"  your training must {line}" for line in needs_of_loss(job_with_candidate(job, record.candidate))]
     return [*lines, *(f"  it {line}" for line in lossy_settings(record.candidate, job))]
 
 

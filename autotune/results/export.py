@@ -13,7 +13,7 @@ import yaml
 
 from autotune._version import __version__
 from autotune.errors import UserError, near
-from autotune.masking import masked, masked_data, names_secret, shell_text
+from autotune.masking import masked, masked_data, masked_words, names_secret, shell_text
 from autotune.problem.candidate import (
     ACCUMULATION,
     CHECKPOINTING,
@@ -26,9 +26,9 @@ from autotune.problem.candidate import (
     settings_of,
 )
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job, under_lightning
+from autotune.problem.job import CHUNKED, LIGER_LOSS, Job, under_lightning
 from autotune.problem.knobs import is_off, lossy_of
-from autotune.problem.models import CAUSAL
+from autotune.problem.models import CAUSAL, LIGER_LOSS_ALONE
 from autotune.problem.nvml import ARCHITECTURES
 from autotune.problem.outcome import Measurement
 from autotune.rank.ds_config import all_ops
@@ -109,8 +109,11 @@ def training_arguments(candidate: Candidate, job: Job, device: str = "cuda") -> 
         arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     if job_with_candidate(job, candidate).compiled:
         arguments["torch_compile"] = True
-    if job_with_candidate(job, candidate).liger:
+    made = job_with_candidate(job, candidate)
+    if made.liger or made.loss == LIGER_LOSS:
         arguments["use_liger_kernel"] = True
+    if made.loss == LIGER_LOSS:
+        arguments["liger_kernel_config"] = dict(LIGER_LOSS_ALONE)
     if device == "cpu":
         arguments["use_cpu"] = True
     return arguments
@@ -324,7 +327,17 @@ def needs_of_model(candidate: Candidate, job: Job) -> list[str]:
         lines.append(f"pack sequences into rows of {job.seq_len} tokens: the batch sizes count rows")
     if made.liger:
         lines.append("use Liger's kernels (Trainer: use_liger_kernel=True): it was measured with them")
-    return lines
+    return lines + needs_of_loss(made)
+
+
+def needs_of_loss(made: Job) -> list[str]:
+    """Return the line about a loss without all logits, which no DeepSpeed config can carry; empty for a full loss."""
+    how = {
+        CHUNKED: "compute the loss in chunks (TRL's SFTTrainer does; otherwise call "
+        "autotune.rank.model_builder.use_chunked_loss(model) before deepspeed.initialize)",
+        LIGER_LOSS: f"use Liger's loss (Trainer: use_liger_kernel=True, liger_kernel_config={LIGER_LOSS_ALONE})",
+    }
+    return [f"{how[made.loss]}: it was measured so, and a full loss needs more memory"] if made.loss in how else []
 
 
 def meta(
@@ -459,13 +472,16 @@ def _config_json(data: dict[str, Any]) -> str:
 # -- of a study ----------------------------------------------------------------------------------------------------------
 
 
-def usage_lines(style: str, files: Sequence[Path], job: Job) -> list[str]:
-    """Return lines that say how to use an exported file."""
-    file = shlex.quote(str(files[0]))
-    script = "" if style == "sbatch" and job.script is not None else " YOUR_SCRIPT.py ITS_ARGUMENTS"
+def usage_lines(style: str, files: Sequence[Path], store: StudyStore, trial: int | None) -> list[str]:
+    """Return lines that say how to use an exported file. The command of a script's study has its flags for the batch."""
+    file, script, takes = shlex.quote(str(files[0])), " YOUR_SCRIPT.py ITS_ARGUMENTS", ""
+    if (own := store.job.script) is not None:
+        words = command(own, _record(store, trial).candidate, str(files[0]))
+        script = "" if style == "sbatch" else f" {shlex.join(masked_words(words))}"
+        takes = "" if carried(own) else f"put {file} where the script has its own config, and train with: "
     lines = {
         "deepspeed": [
-            f"use: deepspeed{script} --deepspeed_config {file}",
+            f"use: {takes}deepspeed{script}{'' if own else f' --deepspeed_config {file}'}",
             f"     TrainingArguments(deepspeed={str(files[0])!r}, …) in a script with transformers' Trainer",
         ],
         "accelerate": [f"use: accelerate launch --config_file {file}{script}"],
@@ -495,15 +511,12 @@ def _check_style(style: str) -> None:
         raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}{near(style, FORMATS)}")
 
 
-def export_store(store: StudyStore, style: str, out: Path | None, trial: int | None) -> list[Path]:
-    """Write the winner of an open study, or one trial; see `export_study`.
+def _record(store: StudyStore, trial: int | None) -> Record:
+    """Return the winner, or the trial of that number.
 
     Raises:
-        UserError: no such format, no winner yet, no measured trial with that number, or nothing can be written.
+        UserError: there is none, or it was not measured.
     """
-    _check_style(style)
-    if out is not None:
-        check_out(out, makes_folders=True)
     record = store.winner
     if trial is not None:
         record = next((one for one in store.records() if one.number == trial), None)
@@ -515,6 +528,19 @@ def export_store(store: StudyStore, style: str, out: Path | None, trial: int | N
         raise UserError(
             f"study {store.name} has no winner yet: `autotune run --study {shlex.quote(store.name)} …` goes on"
         )
+    return record
+
+
+def export_store(store: StudyStore, style: str, out: Path | None, trial: int | None) -> list[Path]:
+    """Write the winner of an open study, or one trial; see `export_study`.
+
+    Raises:
+        UserError: no such format, no winner yet, no measured trial with that number, or nothing can be written.
+    """
+    _check_style(style)
+    if out is not None:
+        check_out(out, makes_folders=True)
+    record = _record(store, trial)
     name = store.name if trial is None else f"{store.name}.trial{trial}"
     target = out or output_file(store.folder, f"{name}{FORMATS[style]}")
     return export_record(store, record, target, style, record.role == VERIFY)
@@ -556,6 +582,9 @@ def export_record(store: StudyStore, record: Record, out: Path, style: str, veri
     )
     if lines := certificate_lines(store.job, store.records(), record):
         data["training"] = lines
+    facts = store.facts()
+    if facts.references and facts.winner is not None and facts.winner.candidate == record.candidate:
+        data["references"] = [one.to_json(record.candidate) for one in facts.references]
     if store.hardware.sliced:
         data["slice"] = slice_line(record.outcome.measurement, store.hardware)
     device, nodes = store.hardware.device, store.hardware.nodes

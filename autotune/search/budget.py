@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autotune.executors.base import Effort, Executor
+from autotune.executors.base import REFERENCE, Effort, Executor
 from autotune.problem.candidate import Candidate, Value
 from autotune.problem.job import checkpoint_seconds, weights_seconds
 from autotune.problem.outcome import Measurement, Outcome
@@ -17,6 +17,8 @@ MOST_RESERVED = 0.4  # share of the budget, at most, that is reserved for verifi
 SLACK = 1.2  # factor on expected seconds
 WARMUP_STEPS = 3  # steps before a measurement
 LEAST_SAVE_SECONDS = 0.5  # evaluation and save in a verification, in addition to start and steps
+REFERENCE_SHARE = 0.1  # share of the budget, at most, for trials without DeepSpeed
+LEAST_REFERENCE_BUDGET = 60.0  # seconds; a shorter budget holds no such trials
 CHECKPOINT_SHARE = 0.2  # share of the budget, at most, for writing and reading a checkpoint
 
 
@@ -46,6 +48,7 @@ class Budget:
         self.executor, self.proposer, self.verify_effort = executor, proposer, verify_effort
         self.budget_seconds, self._best, self._due = budget_seconds, best, due
         self._spent_seconds = spent_seconds
+        self.references = 0  # trials without DeepSpeed that follow the search
         # seconds outside measured steps, by family (`Candidate.family`) of a started engine
         self._starts: dict[tuple[tuple[str, Value], ...], float] = {}
         self._shortened: set[tuple[tuple[str, Value], ...]] = set()  # families that warmed up with fewer micro-batches
@@ -63,8 +66,15 @@ class Budget:
 
     @property
     def left_seconds(self) -> float:
-        """Return the seconds left."""
-        return self.budget_seconds - self.used_seconds
+        """Return the seconds left for search and verification."""
+        kept = min(REFERENCE_SHARE * self.budget_seconds, self.references * self.reference_seconds)
+        return self.budget_seconds - self.used_seconds - kept
+
+    @property
+    def reference_seconds(self) -> float:
+        """Expected seconds of one trial without DeepSpeed; 0 before anything was measured."""
+        measuring = max((WARMUP_STEPS + REFERENCE.min_steps) * self._step_seconds, REFERENCE.min_seconds)
+        return SLACK * (self._startup_seconds + measuring) if self._best() else 0.0
 
     def note(self, candidate: Candidate, outcome: Outcome, role: str) -> None:
         """Record a trial's time.

@@ -91,7 +91,7 @@ def floor_of_cut(first: TrainingTrace, second: TrainingTrace) -> dict[str, float
 
     The noise of a step has any sign, and an effect of the cut the same sign in every step.
     """
-    least = max(LEAST_TOLERANCE.get(one.precision, 5e-3) for one in (first, second))
+    least = _least(first, second)
     found = {name: each for name in (LOSS, NORM, UPDATE) if (each := _differences(first, second, name))}
     for each in found.values():
         scatter = statistics.stdev(each) if len(each) >= LEAST_STEPS else 0.0
@@ -148,7 +148,11 @@ def compare(
         loss = math.exp(statistics.fmean(found[LOSS])) if LOSS in beyond else None
         if loss is not None and name != LOSS:
             why += f", loss {loss:.3g}x"
-        return _different(why, name, factor, reference, own, trace, candidate, is_users, loss_factor=loss)
+        # Weights are equal in the first step only.
+        same = NORM in found and abs(found[NORM][0]) <= _least(reference, trace)
+        return _different(
+            why, name, factor, reference, own, trace, candidate, is_users, loss_factor=loss, same_gradient=same
+        )
     return Certificate(Verdict.SAME, _figures(reference, trace, found))
 
 
@@ -208,13 +212,17 @@ def _value(step: TracedStep, name: str) -> float | None:
     return {LOSS: step.loss, NORM: step.gradient_norm, UPDATE: step.update}[name]
 
 
+def _least(*traces: TrainingTrace) -> float:
+    return max(LEAST_TOLERANCE.get(one.precision, 5e-3) for one in traces)
+
+
 def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace) -> float:
     """Return the tolerated mean of the differences.
 
     If the two runs trained on other rows, the variation between the reference's steps is tolerated too. If they began with
     other weights (`zero.Init` draws them on the device), all noise is.
     """
-    least = max(LEAST_TOLERANCE.get(one.precision, 5e-3) for one in (reference, trace))
+    least = _least(reference, trace)
     if reference.draws and not reference.floor:  # dropout of an unknown size
         return _MOST
     floor = _FLOORS * reference.floor.get(name, 0.0)
@@ -307,6 +315,10 @@ def _figures(reference: TrainingTrace, trace: TrainingTrace, found: dict[str, li
 # Name the setting because of which a candidate differs, and the candidates that share it.
 
 _STAGE = "zero_stage"
+_FLAT_PARTS = (
+    "from the same gradients; stage {} passes flat parts of the weights to the optimizer, which changes an optimizer that "
+    "uses their shapes (Muon, Shampoo)"
+)
 
 
 def _different(
@@ -320,6 +332,7 @@ def _different(
     is_users: bool,
     *,
     loss_factor: float | None = None,
+    same_gradient: bool = False,
 ) -> Certificate:
     cut = candidate.micro_batch != own.micro_batch
     cause, because = "", ""
@@ -341,6 +354,8 @@ def _different(
     elif trace.stage != reference.stage:
         cause = _STAGE
         because = _stage_reason(reference, trace, is_users, offloaded=bool(candidate.offloaded or own.offloaded))
+        if same_gradient and quantity == UPDATE and 0 in (reference.stage, trace.stage):
+            because = _FLAT_PARTS.format(max(reference.stage, trace.stage))
     elif cut and quantity != ROWS:
         cause = MICRO_BATCH
         because = f"micro-batch {candidate.micro_batch} instead of {own.micro_batch}"

@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autotune.problem.candidate import Candidate
+from autotune.problem.candidate import Candidate, samples
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
+from autotune.search.certificate import Verdict, compare
 from autotune.search.trials import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record, constraints
 from autotune.util.units import format_bytes
 
@@ -149,6 +150,10 @@ class Leaderboard:
     def deprioritize_stage(self, stage: int, held: float) -> None:
         """Rank all candidates of the stage last that hold at least this many bytes in a search."""
         self._most_held[stage] = min(held, self._most_held.get(stage, held))
+
+    def verified_now(self, candidate: Candidate) -> bool:
+        """Return True if this call has verified the candidate."""
+        return candidate in self._turns
 
     def is_deprioritized(self, candidate: Candidate) -> bool:
         """Return True if a measured candidate will probably fail verification."""
@@ -390,6 +395,61 @@ class Rival:
     verified: bool
 
 
+def reference_name(stage: int, job: Job) -> str:
+    """Return the name of torch's counterpart of a stage: 0 or 3."""
+    return "FSDP2" if stage == 3 else "plain DDP" if job.ranks > 1 else "plain torch"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The winner's training without DeepSpeed: same model, data, global batch and optimizer."""
+
+    name: str
+    candidate: Candidate  # stage 0 stands for DDP, stage 3 for FSDP2
+    outcome: Outcome
+    ratio: SpeedRatio | None  # its speed divided by the winner's; None if it failed or trains something else
+    training: str  # line of its certificate against the winner; empty if it failed
+    over_bytes: int  # bytes of its peak above the ceiling
+
+    @property
+    def wins(self) -> bool:
+        """True if it is faster than the winner beyond noise, and fits."""
+        return self.ratio is not None and self.ratio.low > 1 and self.over_bytes <= 0
+
+    def sentence(self, winner: Candidate) -> str:
+        """Return what the reference says about the winner."""
+        measured, ratio = self.outcome.measurement, self.ratio
+        if measured is None:
+            return f"{self.name} ({self.candidate}): {self.outcome.kind.value}, {self.outcome.reason}"
+        figures = f"{measured.samples_per_second:.4g} samples/s, peak {format_bytes(measured.peak_bytes)}"
+        if ratio is None:
+            return f"{self.name} is not compared: it {self.training}"
+        if self.wins:
+            how = " (`autotune export --format fsdp`)" if self.candidate.stage == 3 and winner.stage > 0 else ""
+            return (
+                f"{self.name} was {ratio.times:.2f}x faster than the best DeepSpeed config: {figures}; "
+                f"use it if your training allows{how}"
+            )
+        over = f", {format_bytes(self.over_bytes)} over the ceiling" if self.over_bytes > 0 else ""
+        said = "below noise" if ratio.is_noise else "faster" if ratio.times > 1 else "slower"
+        return f"{self.name}, without DeepSpeed: {ratio.times:.2f}x of the winner's speed ({said}), {figures}{over}"
+
+    def to_json(self, winner: Candidate) -> dict[str, object]:
+        """Return the reference as JSON data; its ratio is its speed divided by the winner's."""
+        measured = self.outcome.measurement
+        return {
+            "name": self.name,
+            "candidate": self.candidate.as_dict,
+            "outcome": self.outcome.kind.value,
+            "samples_per_second": measured.samples_per_second if measured else None,
+            "peak_bytes": measured.peak_bytes if measured else self.outcome.peak_bytes,
+            "ratio": vars(self.ratio) if self.ratio else None,
+            "training": self.training,
+            "wins": self.wins,
+            "line": self.sentence(winner),
+        }
+
+
 @dataclass(frozen=True)
 class StudyFacts:
     """Facts about the verdict of a finished or running study, each computed once.
@@ -418,6 +478,7 @@ class StudyFacts:
     stop_reason: str  # empty while the study runs, or after a SIGKILL
     budget_seconds: float  # of the latest call; 0 before the first
     used_seconds: float  # by the latest call
+    references: tuple[Reference, ...] = ()  # measured in the call that last verified the winner
 
     @property
     def next_best(self) -> Rival | None:
@@ -477,6 +538,8 @@ class StudyFacts:
             others = "1 other config" if len(self.apart) == 1 else f"{len(self.apart)} other configs"
             were = "was" if len(self.apart) == 1 else "were"
             lines.append(f"{others} that may win {were} never measured in one call with the winner: not compared")
+        if self.winner is not None:
+            lines += [one.sentence(self.winner.candidate) for one in self.references]
         return lines
 
     def to_json(self) -> dict[str, object]:
@@ -502,6 +565,7 @@ class StudyFacts:
             "stop_reason": self.stop_reason,
             "budget_seconds": self.budget_seconds,
             "used_seconds": self.used_seconds,
+            "references": [one.to_json(self.winner.candidate) for one in self.references] if self.winner else [],
             "lines": self.comparison(),
         }
 
@@ -516,6 +580,7 @@ def study_facts(
     stop_reason: str = "",
     budget_seconds: float = 0.0,
     used_seconds: float = 0.0,
+    references: Sequence[Record] = (),
 ) -> StudyFacts:
     """Return the facts of a study.
 
@@ -529,6 +594,7 @@ def study_facts(
         stop_reason: reason for the end of the latest call.
         budget_seconds: budget of the latest call.
         used_seconds: seconds that the latest call used.
+        references: trials without DeepSpeed.
     """
     leaderboard, alike = Leaderboard(hardware, job), MeasuredAlike(records)
     chosen = next((one.candidate for one in records if one.number == winner), None)
@@ -581,7 +647,29 @@ def study_facts(
         stop_reason=stop_reason,
         budget_seconds=budget_seconds,
         used_seconds=used_seconds,
+        references=_references(references, won, job, hardware, alike) if won is not None else (),
     )
+
+
+def _references(
+    references: Sequence[Record], winner: Record, job: Job, hardware: Hardware, alike: MeasuredAlike
+) -> tuple[Reference, ...]:
+    """Return the references of the winner's latest verification; one that trains something else has no ratio."""
+    found = []
+    for record in references:
+        theirs = alike.verification(winner.candidate, record.tuner)
+        if theirs is None or record.outcome is None or samples(job, record.candidate) != samples(job, winner.candidate):
+            continue
+        measured, trace, training = record.outcome.measurement, record.outcome.trace, ""
+        ratio = SpeedRatio.of(measured, theirs) if measured else None
+        won = winner.outcome.trace if winner.outcome is not None else None
+        if measured and trace and won:
+            seen = compare(won, winner.candidate, trace, record.candidate, is_users=False)
+            training, ratio = seen.line, None if seen.verdict is Verdict.DIFFERS else ratio
+        over = measured.peak_bytes - hardware.ceiling_bytes if measured else 0
+        name = reference_name(record.candidate.stage, job)
+        found.append(Reference(name, record.candidate, record.outcome, ratio, training, over))
+    return tuple(found)
 
 
 class MeasuredAlike:
@@ -630,6 +718,13 @@ class MeasuredAlike:
             if winner in here and other in here:
                 return SpeedRatio.of(here[winner], here[other])
         return None
+
+    def verification(self, winner: Candidate, tuner: str | None) -> Measurement | None:
+        """Return the winner's verification in a tuner's call; None unless it is the latest one."""
+        calls = [call for role, call in self._measured if role == VERIFY and winner in self._measured[role, call]]
+        if not calls or self._call_of_tuner.get(tuner) != max(calls):
+            return None
+        return self._measured[VERIFY, max(calls)][winner]
 
     def why_not_compared(self, winner: Candidate, record: Record) -> str:
         """Return why a measured trial of another config says nothing about the winner; empty if it does."""

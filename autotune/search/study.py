@@ -29,6 +29,7 @@ from autotune.search.leaderboard import StudyFacts, dashboard_note, study_facts
 from autotune.search.storage import DATABASES, ServerStorage, hold, open_storage, stored_in
 from autotune.search.trials import (
     LET_GO,
+    REFERENCE,
     RESUME,
     SEARCH,
     TUNER,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 #
 # Study: all candidates and outcomes, in an Optuna database from which any later run resumes.
 
+_REFERENCE = "reference "  # prefix of the names of attributes with trials without DeepSpeed
 _SET_ASIDE = "set aside"  # attribute with trial numbers
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -484,7 +486,40 @@ class StudyStore:
             stop_reason=calls[-1].ended if calls else "",
             budget_seconds=calls[-1].budget_seconds if calls else 0.0,
             used_seconds=calls[-1].used_seconds if calls else 0.0,
+            references=self.references,
         )
+
+    def note_reference(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Store a trial without DeepSpeed of the current call, in its own attribute: it is no candidate's.
+
+        Args:
+            candidate: stage 0 stands for DDP, stage 3 for FSDP2.
+            outcome: its outcome.
+        """
+        stored = {
+            "candidate": candidate.as_dict,
+            "outcome": outcome.to_json(),
+            "tuner": self.tuners.me,
+            "started": now(),
+        }
+        self._set(f"{_REFERENCE}{now()} {self.tuners.me} {candidate.stage}", stored)
+
+    @property
+    def references(self) -> list[Record]:
+        """Trials without DeepSpeed in order, with numbers of their own."""
+        named = sorted((key, value) for key, value in self.attributes.items() if key.startswith(_REFERENCE))
+        stored = [value for _, value in named if isinstance(value, dict)]  # others are pieces of a long one
+        return [
+            Record(
+                number,
+                Candidate.of(one["candidate"]),
+                Outcome.from_json(one["outcome"]),
+                REFERENCE,
+                tuner=one["tuner"],
+                started=one["started"],
+            )
+            for number, one in enumerate(stored)
+        ]
 
     @property
     def set_aside(self) -> frozenset[int]:

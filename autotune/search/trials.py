@@ -176,6 +176,7 @@ def now() -> str:
 
 AS_IS = "the script as it is"  # note of the trial of the script's own config
 SEARCH, VERIFY, RESUME = "search", "verify", "resume"  # roles of trials; RESUME continues from a checkpoint
+REFERENCE = "reference"  # without DeepSpeed; stored apart from the trials (`StudyStore.references`)
 TRAINING = "training"  # recorded by `autotune.recovery.trainer_callback`
 
 # Names of trial attributes.
@@ -191,7 +192,7 @@ class Record:
     number: int
     candidate: Candidate
     outcome: Outcome | None  # None while the trial runs
-    role: str  # SEARCH, VERIFY, RESUME or TRAINING
+    role: str  # SEARCH, VERIFY, RESUME, TRAINING or REFERENCE
     note: str = ""  # reason for the trial
     tuner: str | None = None  # tuner's name; None if the trial was not started by a tuner
     started: str = ""  # time of its start in UTC, in ISO format

@@ -13,23 +13,33 @@ from itertools import compress
 from typing import Protocol
 
 from autotune.errors import MachineTrouble, Stopped, Unusable, UserError
+from autotune.executors.base import REFERENCE as REFERENCE_EFFORT
 from autotune.executors.base import RESUME as RESUME_EFFORT
 from autotune.executors.base import SEARCH as SEARCH_EFFORT
 from autotune.executors.base import VERIFY as VERIFY_EFFORT
 from autotune.executors.base import Effort, Executor, Session
-from autotune.problem.candidate import MODEL_KNOBS, Candidate, samples
+from autotune.problem.candidate import (
+    ACCUMULATION,
+    CHECKPOINTING,
+    EXPANDABLE,
+    MICRO_BATCH,
+    MODEL_KNOBS,
+    Candidate,
+    samples,
+)
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace
-from autotune.search.budget import Budget
+from autotune.rank.ds_config import why_no_reference
+from autotune.search.budget import LEAST_REFERENCE_BUDGET, REFERENCE_SHARE, Budget
 from autotune.search.certificate import Certifier
 from autotune.search.concurrency import PeerTrials, SearchWorkers
-from autotune.search.leaderboard import NOT_VERIFIED, Leaderboard, Measured, first_of_calls, held_bytes
+from autotune.search.leaderboard import NOT_VERIFIED, Leaderboard, Measured, first_of_calls, held_bytes, reference_name
 from autotune.search.proposer import Proposal, Proposer
 from autotune.search.stopping import Confidence, Stop, StopReason
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, set_attribute
-from autotune.util.units import format_duration
+from autotune.util.units import format_bytes, format_duration
 
 # -- tuner -------------------------------------------------------------------------------------------------------------
 #
@@ -73,6 +83,7 @@ class Tuner:
         verify_effort: Effort = VERIFY_EFFORT,
         beside: Sequence[Executor] = (),
         workers: SearchWorkers | None = None,
+        references: bool = False,
     ) -> None:
         self.store, self.proposer, self.cancelled = store, proposer, cancelled
         self.observer: Observer = observer or NullObserver()
@@ -85,6 +96,7 @@ class Tuner:
         )
         self.loop = SearchLoop(self.trials, [executor, *beside], search_effort, max_trials)
         self.verifier = Verifier(self.trials, executor, verify_effort)
+        self.references = References(self.trials, executor) if references else None
 
     def _best(self) -> tuple[Candidate, Measurement] | None:
         best = self.leaderboard.best
@@ -112,11 +124,13 @@ class Tuner:
             failing = StopReason.JOB_FAILS if isinstance(error, UserError) else StopReason.MACHINE_FAILS
             self.trials.save_call(failing.stop().sentence)
             raise
-        if self.cancelled():
-            ended = StopReason.INTERRUPTED.stop()
         if winner is not None:
             self.store.set_winner(winner.number, "verified" if verified else "measured, not verified")
             winner = self.store.winner or winner
+            if self.references is not None and verified and self.references.run(winner.candidate):
+                self.store.set_winner(winner.number, "verified")  # its note compares the references
+        if self.cancelled():
+            ended = StopReason.INTERRUPTED.stop()
         self.store.note_skips(self.proposer.skips())
         self.trials.save_call(ended.sentence)
         counts = self.trials.counts
@@ -546,6 +560,91 @@ class Verifier:
     def _as_record(self, candidate: Candidate, measured: tuple[int, Measurement], role: str) -> Record:
         made = Record(measured[0], candidate, Outcome(OutcomeKind.OK, measurement=measured[1]), role)
         return next((record for record in self.store.records() if record.number == made.number), made)
+
+
+# -- references --------------------------------------------------------------------------------------------------------
+#
+# Measure the winner's training without DeepSpeed, after the search.
+
+
+class References:
+    """Trials of plain DDP, and of FSDP2 on several ranks, with the winner's model, data, global batch and optimizer.
+
+    They show what DeepSpeed gains. They are stored apart from the candidates, never win, and teach the search nothing.
+
+    Args:
+        trials: knows the job and the call's clock.
+        executor: runs each trial in fresh processes.
+    """
+
+    def __init__(self, trials: TrialRecorder, executor: Executor) -> None:
+        self.trials, self.executor, self.clock, self.proposer = trials, executor, trials.clock, trials.proposer
+        self._say = trials.observer.say
+        able = executor.runs_torch_alone and self.clock.budget_seconds >= LEAST_REFERENCE_BUDGET
+        stages = [Candidate.of({"zero_stage": stage}) for stage in (0, 3)] if able else []
+        self._stages = [one.stage for one in stages if not why_no_reference(one, self.proposer.job)]
+        self.clock.references = len(self._stages)
+
+    def run(self, winner: Candidate) -> bool:
+        """Measure each reference of a winner that this call verified, as long as they take a tenth of the budget.
+
+        Returns:
+            True if one was stored.
+        """
+        self.clock.references, began = 0, self.clock.used_seconds  # the search no longer keeps their time free
+        if not self.trials.leaderboard.verified_now(winner):
+            return False
+        stored = False
+        for stage in self._stages:
+            name, spent = reference_name(stage, self.proposer.job), self.clock.used_seconds - began
+            left = min(REFERENCE_SHARE * self.clock.budget_seconds - spent, self.clock.left_seconds)
+            if self.trials.cancelled():
+                break
+            if (needed := self.clock.reference_seconds) > left:
+                self._say(
+                    f"{name} was not measured for comparison: it may take {format_duration(needed)}, and "
+                    f"{format_duration(max(0.0, left))} of the budget are left for it"
+                )
+                continue
+            if (candidate := self._chosen(stage, name, winner)) is not None:
+                stored = self._measured(candidate, name, left) or stored
+        return stored
+
+    def _chosen(self, stage: int, name: str, winner: Candidate) -> Candidate | None:
+        """Return the fastest split of the winner's batch that is predicted to fit; None if none is."""
+        kept = {knob: value for knob, value in winner.knobs if knob in (*MODEL_KNOBS, EXPANDABLE)} | {
+            "zero_stage": stage
+        }
+        size = winner.micro_batch * winner.accumulation
+        options = [
+            Candidate.of(kept | {knob: one.get(knob) for knob in splitting if knob in one.as_dict})
+            for one in dict.fromkeys([winner, *self.proposer.candidates])
+            for splitting in [(MICRO_BATCH, ACCUMULATION, CHECKPOINTING)]
+            if one.micro_batch * one.accumulation == size
+        ]
+        options = [one for one in dict.fromkeys(options) if not why_no_reference(one, self.proposer.job)]
+        predictor = self.proposer.predictor.for_torch_alone()
+        table = predictor.table(options)
+        if ranked := predictor.ranked(table):
+            return options[ranked[0]]
+        least, ceiling = format_bytes(int(table.needed.min())), format_bytes(predictor.hardware.ceiling_bytes)
+        self._say(f"{name} is not predicted to fit: it needs {least} of {ceiling}")
+        return None
+
+    def _measured(self, candidate: Candidate, name: str, left_seconds: float) -> bool:
+        job = dataclasses.replace(self.proposer.job, torch_alone=True)
+        self._say(f"measuring {name} without DeepSpeed, for comparison: {candidate}")
+        session = self.executor.session(candidate, f"reference-{candidate.stage}", job=job)
+        try:
+            outcome = session.measure(candidate, REFERENCE_EFFORT, left_seconds)
+        finally:
+            session.close()
+        self.trials.save_call()
+        if not outcome.kind.is_attributable_to_candidate:
+            self._say(f"{name}: {outcome.kind.value}: {outcome.reason}")
+            return False
+        self.trials.store.note_reference(candidate, outcome)
+        return True
 
 
 # -- retries -----------------------------------------------------------------------------------------------------------

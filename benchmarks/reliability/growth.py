@@ -13,6 +13,7 @@ import argparse
 import ctypes
 import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -65,7 +66,14 @@ class Samples:
         self.trials.append(trials)
         self.memory.append(process.memory_full_info().uss)
         self.descriptors.append(process.num_fds())
-        seen: set[int] = set()
+        for name, kept_bytes in history_bytes(tuner).items():
+            self.parts[name].append(kept_bytes)
+
+
+def history_bytes(tuner: Tuner) -> dict[str, int]:
+    """Bytes that the search keeps, by part; counted in a forked process, because counting needs memory too."""
+    reading, writing = os.pipe()
+    if not (counting := os.fork()):
         parts = {
             "trials in Optuna's cache": tuner.store,
             "leaderboard": tuner.leaderboard,
@@ -73,8 +81,14 @@ class Samples:
             "models and sampler": tuner.proposer,
             "rest": tuner,
         }
-        for name, part in parts.items():
-            self.parts[name].append(reachable_bytes(part, seen))
+        seen: set[int] = set()
+        os.write(writing, json.dumps({name: reachable_bytes(one, seen) for name, one in parts.items()}).encode())
+        os._exit(0)
+    os.waitpid(counting, 0)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as told:
+        found: dict[str, int] = json.load(told)
+    return found
 
 
 def reachable_bytes(root: object, seen: set[int]) -> int:

@@ -169,11 +169,13 @@ def by_deepspeed(name: str, folder: Path, limit_seconds: float) -> tuple[Found, 
         try:
             tuner.wait(limit_seconds)
             ended = "its end"
-        except subprocess.TimeoutExpired:
+        except psutil.TimeoutExpired:
             ended = f"the limit of {limit_seconds:.0f} s"
-            for process in (*tuner.children(recursive=True), tuner):
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                for process in (*tuner.children(recursive=True), tuner):
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
             tuner.wait()
     seconds = time.monotonic() - began
     tried = [

@@ -32,12 +32,17 @@ def run_small(command: str, *options: str) -> str:
     return done.stdout
 
 
-RARE = {
-    "frameworks-cpu",
+RARE = {  # up to a minute each; other tests run their parts
+    "frameworks-cpu",  # tests/frameworks
     "vs-deepspeed-cpu",
-    "scripts-cpu",
-    "recovery-cpu",
-}  # a minute each; other tests run their parts
+    "scripts-cpu",  # tests/test_scripts.py
+    "recovery-cpu",  # tests/recovery
+    "sandbox",  # tests/sandbox
+    "trials-cpu",  # tests/executors/test_local.py
+    "parallel-cpu",  # tests/commands/test_run_parallel.py
+    "fidelity-cpu",  # the step `fidelity` of tests/benchmarks/test_gpu_acceptance.py
+}
+WHOLE = "reliability/faults.py"  # tests/benchmarks/test_faults.py runs it with thirty faults
 
 
 @pytest.mark.slow
@@ -55,7 +60,7 @@ def test_the_small_form_gives_a_table_and_the_full_result_s_columns(name: str, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [name for name in OF_THE_TESTS if (HERE / name).exists()])
+@pytest.mark.parametrize("command", [name for name in OF_THE_TESTS if name != WHOLE])
 def test_the_commands_with_a_target_of_their_own_have_a_small_form(command: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     run_small(command, "--small", "--json", str(path))

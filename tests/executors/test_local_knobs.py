@@ -9,7 +9,7 @@ import pytest
 from autotune.predict.features import columns_of, installed_deepspeed
 from autotune.predict.trace import trace_job
 from autotune.predict.zero_memory import bill
-from autotune.problem.candidate import Candidate
+from autotune.problem.candidate import Candidate, job_with_candidate
 from autotune.problem.job import Job
 from autotune.problem.knobs import KNOBS, ZERO, short_name
 from tests.conftest import Bench, make_candidate, make_job
@@ -73,3 +73,14 @@ def test_part_of_an_offloaded_optimizer_stays_on_the_device_and_trains(bench: Be
     bench.executor.job = make_job(precision="bf16")
     for ratio in (0.0, 0.3):
         assert bench.run(make_candidate(3, **CPU_ADAM, **{ZERO + "offload_optimizer.ratio": ratio})).ok
+
+
+def test_a_chunked_loss_holds_one_slice_of_the_logits(bench: Bench) -> None:
+    job = bench.executor.job = make_job(precision="bf16", seq_len=512)
+    bench.executor.count_live_tensors = True
+    chunked, full = (make_candidate(3, 2, loss=loss) for loss in ("chunked", "full"))
+    outcome = bench.run(chunked)
+    assert outcome.measurement is not None, outcome
+    counted = max((outcome.measurement.live_tensor_bytes or {}).values())
+    assert predicted_bytes(job_with_candidate(job, chunked), chunked) == pytest.approx(counted, rel=0.08)
+    assert predicted_bytes(job, full) > 1.5 * counted

@@ -118,5 +118,7 @@ def test_flat_gradients_that_no_block_of_the_loss_can_hold_take_new_segments(sta
     passes = [name in ("forward", "backward") for name in bill.moments]
     assert found[passes] - bare[passes] == pytest.approx(np.tile(taken, (sum(passes), 1)))
     assert found[~np.array(passes)] == pytest.approx(bare[~np.array(passes)])
+    growing = predictor.prepare([make_candidate(stage, 1, expandable_segments=True)])
+    assert moments(growing, predictor.hardware, predictor._memory.mean)[:, 0] == pytest.approx(bare[:, 0])
     offloaded = predictor.prepare([make_candidate(2, 1, offload_optimizer="cpu")]).bill
     assert (offloaded.flat[0], offloaded.cast[0], offloaded.norm[0]) == (0, 0, 0)

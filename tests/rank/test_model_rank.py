@@ -179,7 +179,8 @@ def test_the_device_is_measured_again_once_the_engine_is_built(monkeypatch: pyte
     """DeepSpeed's communicator takes its buffers while the engine is made, after the group's first collective."""
     done: list[str] = []
     rank = ModelRank.__new__(ModelRank)
-    rank.spec, rank.job = {"config": {}, "checkpointing": False}, SimpleNamespace(liger=False, compiled=False)  # type: ignore[assignment]
+    rank.spec = {"config": {}, "checkpointing": False}
+    rank.job = SimpleNamespace(liger=False, compiled=False, torch_alone=False)  # type: ignore[assignment]
     rank.device = SimpleNamespace(  # type: ignore[assignment]
         torch_device=lambda: "cpu", engine_built=lambda: done.append("device"), note=lambda: None
     )

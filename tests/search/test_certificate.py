@@ -25,6 +25,7 @@ from autotune.search.certificate import (
     certificate_lines,
     compare,
     floor_of,
+    floor_of_cut,
     structure_differs,
 )
 from autotune.search.trials import SEARCH, Record
@@ -100,6 +101,31 @@ def test_a_noise_floor_admits_dropout_and_its_absence_does_not() -> None:
     noisy = dataclasses.replace(trace(), floor=floor_of(trace(), scaled(other, NORM, 1.01)))
     assert noisy.floor[LOSS] == pytest.approx(math.log(1.02))
     assert compare(noisy, OWN, other, OWN).verdict is Verdict.SAME
+
+
+def test_another_cut_gives_the_noise_floor_unless_it_differs_in_one_direction() -> None:
+    reference, signs = trace("fp32"), (1, -1, 1, 1, -1)
+
+    def cut(factors: tuple[float, ...]) -> TrainingTrace:
+        steps = zip(reference.steps, factors, strict=True)
+        changed = tuple(dataclasses.replace(one, gradient_norm=(one.gradient_norm or 0) * f) for one, f in steps)
+        return dataclasses.replace(reference, steps=changed)
+
+    floor = floor_of_cut(reference, cut(tuple(1 + 0.03 * sign for sign in signs)))
+    assert floor is not None
+    assert floor[NORM] == pytest.approx(0.03, rel=0.05)
+    assert floor[LOSS] == 0
+    assert floor_of_cut(reference, reference) == dict.fromkeys((LOSS, NORM, UPDATE), 0.0)
+    assert floor_of_cut(reference, cut(tuple(1.05 + 0.01 * sign for sign in signs))) is None
+    assert floor_of_cut(reference, cut((1.002,) * MOST_STEPS)) is None
+
+
+def test_an_optimizer_that_uses_the_shapes_of_weights_is_named() -> None:
+    moved = scaled(trace(stage=1), UPDATE, 0.07)
+    drifted = tuple(dataclasses.replace(one, gradient_norm=1.3) for one in moved.steps[1:])
+    found = compare(trace(), OWN, dataclasses.replace(moved, steps=(moved.steps[0], *drifted)), OWN.but(zero_stage=1))
+    assert found.verdict is Verdict.DIFFERS
+    assert "update is 0.07x of yours: from the same gradients; stage 1 passes flat parts" in found.text
 
 
 def test_a_gradient_that_comes_a_step_late_differs() -> None:

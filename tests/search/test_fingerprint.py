@@ -134,6 +134,17 @@ def test_what_stands_before_a_command_is_what_is_watched_and_no_secret() -> None
     assert measured_under({}) == {}
 
 
+def test_the_version_of_an_images_nccl_package_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA's images set NCCL_VERSION, which no library reads. Studies of earlier versions have recorded it."""
+    monkeypatch.setenv("NCCL_VERSION", "2.28.3-1")
+    job, hardware = make_job(), detect("cpu", 2)
+    now = fingerprint(job, hardware)
+    assert "NCCL_VERSION" not in now["environment"]
+    earlier = {**now, "environment": {**now["environment"], "NCCL_VERSION": "2.27.1-1"}}
+    assert changes(earlier, now) == changes(now, earlier) == []
+    assert other_variables(earlier) == measured_under({"environment": {"NCCL_VERSION": "2.27.1-1"}}) == {}
+
+
 def test_what_is_measured_under_does_not_name_another_study(monkeypatch: pytest.MonkeyPatch) -> None:
     before = identity(make_job(), detect("cpu", 2))
     monkeypatch.setenv("NCCL_ALGO", "Ring")

@@ -14,7 +14,7 @@ from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.problem.space import load_space
 from autotune.results import tables
 from autotune.search.study import StudyStore
-from autotune.search.trial_rows import RowStorage
+from autotune.search.trial_rows import RowStorage, StoredAttributes
 from autotune.search.trials import record_of
 from tests.cli_call import call
 from tests.conftest import make_candidate
@@ -91,3 +91,13 @@ def test_pages_and_tables_are_those_of_optuna_and_rich(
     monkeypatch.setattr(tables, "_FEW_ROWS", 10**9)
     monkeypatch.setattr(RowStorage, "_get_trials", optuna.storages.RDBStorage._get_trials)
     assert outputs() == fast
+
+
+def test_finished_trials_keep_their_attributes_as_texts(store: StudyStore) -> None:
+    trials = backend(store)._get_trials(store.study._study_id, None, set(), -1)
+    for trial in trials:
+        assert isinstance(trial.user_attrs, StoredAttributes) == trial.state.is_finished()
+    kept = next(trial.user_attrs for trial in trials if trial.state.is_finished())
+    kept["candidate"].clear()
+    assert kept["candidate"], "each read parses anew"
+    assert kept.get("no such") is None

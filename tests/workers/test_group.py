@@ -174,6 +174,18 @@ def test_a_stopped_rank_hangs_and_where_it_was_is_said(fakes: Fakes) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("phase", "waits", "told"), [("forward", True, True), ("forward", False, False), ("step", True, False)]
+)
+def test_unequal_collectives_are_named_when_every_rank_waits(fakes: Fakes, phase: str, waits: bool, told: bool) -> None:
+    group = fakes.make(policy(), {})
+    group._world, group.phase = 2, Phase(phase)
+    for rank, waiting in ((0, waits), (1, True)):
+        group._process(rank, {"type": "pulse", "moved": False, "where": "wait (c10d.py:7)", "waits": waiting})
+    text = group._positions_text()
+    assert ("set_z3_leaf_modules" in text and "has no image" in text) is told
+
+
 @pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("what", DEADLY)

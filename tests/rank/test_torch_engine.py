@@ -1,0 +1,103 @@
+"""DDP and FSDP2 on two ranks, measured like any candidate, against DeepSpeed's engine on the same weights and rows."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.problem.candidate import Candidate
+from autotune.problem.training_trace import TrainingTrace
+from autotune.rank.ds_config import torch_optimizer, trial_config, why_no_reference
+from autotune.search.certificate import Verdict, compare
+from tests.conftest import make_candidate, make_job
+from tests.rank.conftest import Parent, make_spec
+
+REQUEST: dict[str, Any] = {"min_steps": 3, "max_steps": 3, "min_seconds": 0.0, "max_seconds": 60.0, "full": True}
+
+
+def traced(parent: Parent, folder: Path, candidate: Candidate, **job: Any) -> TrainingTrace:
+    """The trace of a group of two ranks that train the candidate."""
+    folder.mkdir()
+    made = make_job(2, **job)
+    spec = make_spec(folder, made, config=trial_config(candidate, made), checkpointing=candidate.checkpointing)
+    ranks = parent.start("autotune.rank.model_rank", spec, 2)
+    for rank in ranks:
+        rank.wait_for("phase", phase="ready")
+    for rank in ranks:
+        rank.channel.send("measure", micro_batch=candidate.micro_batch, accumulation=candidate.accumulation, **REQUEST)
+    answers = [rank.wait_for("measured") for rank in ranks]
+    for rank in ranks:
+        rank.channel.send("stop")
+        assert rank.exit_status() == 0
+    assert all(answer["data_bytes"] > 0 for answer in answers)
+    trace = TrainingTrace.merged([answer["trace"] for answer in answers])
+    assert trace is not None
+    assert not trace.missing
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("precision", "config"), [("fp32", {"gradient_clipping": 0.5}), ("bf16", {})], ids=["fp32", "bf16"]
+)
+def test_ddp_and_fsdp2_train_what_zero_trains(
+    parent: Parent, tmp_path: Path, precision: str, config: dict[str, Any]
+) -> None:
+    job: dict[str, Any] = {"precision": precision, "base_config": config}
+    own, plain = make_candidate(2, 2, 2), make_candidate(0, 2, 2, activation_checkpointing=True)
+    zero = traced(parent, tmp_path / "zero", own, **job)
+    assert zero.weights is not None
+    for name, candidate in (("ddp", plain), ("fsdp2", make_candidate(3, 2, 2))):
+        trace = traced(parent, tmp_path / name, candidate, torch_alone=True, **job)
+        found = compare(zero, own, trace, candidate, is_users=False)
+        assert found.verdict is Verdict.SAME, f"{name}: {found.text}"
+        assert trace.weights == pytest.approx(zero.weights, rel=1e-6), "the same initial weights"
+        assert trace.precision == ("fp32" if precision == "fp32" else "mixed")
+        close = 1e-4 if precision == "fp32" else 5e-3
+        for mine, theirs in zip(trace.steps, zero.steps, strict=False):
+            assert mine.loss == pytest.approx(theirs.loss, rel=close)
+            assert mine.gradient_norm == pytest.approx(theirs.gradient_norm, rel=close)
+            assert mine.update == pytest.approx(theirs.update, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "stage", "why"),
+    [
+        ({}, 0, ""),
+        ({}, 3, ""),
+        ({"ranks": 1}, 0, ""),
+        ({"ranks": 1}, 3, "several ranks"),
+        ({"optimizer": "lion"}, 0, "no optimizer Lion"),
+        ({"precision": "fp16"}, 0, "fp16"),
+        ({"workload": "mine:build"}, 0, "named models"),
+        ({"base_config": {"gradient_clipping": 1.0, "bf16": {"enabled": True}}}, 3, ""),
+        (
+            {"base_config": {"scheduler": {"type": "WarmupLR", "params": {}}, "optimizer": {"type": "SGD"}}},
+            0,
+            "scheduler",
+        ),
+        ({"base_config": {"data_types": {"grad_accum_dtype": "bf16"}}}, 0, "data_types"),
+    ],
+)
+def test_a_job_that_torch_cannot_run_alike_has_no_reference(changes: dict[str, Any], stage: int, why: str) -> None:
+    found = why_no_reference(make_candidate(stage), dataclasses.replace(make_job(precision="bf16"), **changes))
+    assert why in found
+    assert bool(why) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (
+            {"type": "AdamW", "params": {"lr": 1.0, "torch_adam": True, "fused": True}},
+            ("AdamW", {"lr": 1.0, "fused": True}),
+        ),
+        ({"type": "Adam", "params": {"adam_w_mode": False, "torch_adam": True}}, ("Adam", {})),
+        ({"type": "Adam", "params": {"torch_adam": True}}, ("AdamW", {})),
+        ({"type": "adamw", "params": {"lr": 2.0}}, ("AdamW", {"lr": 2.0, "weight_decay": 0.0, "fused": True})),
+        ({"type": "SGD", "params": {"lr": 1.0, "momentum": 0.9}}, ("SGD", {"lr": 1.0, "momentum": 0.9})),
+        ({"type": "Lamb"}, None),
+    ],
+)
+def test_torch_gets_the_optimizer_that_deepspeed_would_make(section: dict[str, Any], expected: Any) -> None:
+    assert torch_optimizer(section) == expected

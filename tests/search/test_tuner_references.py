@@ -1,0 +1,185 @@
+"""Trials without DeepSpeed after the search: their time, their choice, their place in the study and in the verdict."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from autotune.executors.base import Effort
+from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
+from autotune.predict.predictor import Predictor
+from autotune.predict.trace import trace_job
+from autotune.problem.candidate import Candidate
+from autotune.problem.job import Job
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
+from autotune.problem.training_trace import TracedStep, TrainingTrace
+from autotune.search.leaderboard import StudyFacts, study_facts
+from autotune.search.proposer import Proposer
+from autotune.search.study import StudyStore
+from autotune.search.trials import REFERENCE, SEARCH, VERIFY, Record
+from autotune.search.tuner import SearchSummary, Tuner
+from autotune.util.units import GIB
+from tests.conftest import make_candidate, make_job
+from tests.results.report.studies import machine, measured, ran_out
+
+TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
+
+
+@pytest.fixture(scope="module")
+def landscape() -> Landscape:
+    return load_landscape(TABLE)
+
+
+class Torch(ReplayExecutor):
+    """A replay that also has outcomes of torch alone, each after this many seconds."""
+
+    runs_torch_alone = True
+
+    def __init__(self, landscape: Landscape, outcome: Outcome, seconds: float = 5.0) -> None:
+        super().__init__(landscape)
+        self.outcome, self.seconds, self.tried, self.efforts = outcome, seconds, list[Candidate](), list[Effort]()
+
+    def session(
+        self, candidate: Candidate, name: str, patience: float = 1.0, *, job: Job | None = None
+    ) -> ReplaySession:
+        executor = self
+        if job is None:
+            return super().session(candidate, name, patience)
+        assert job.torch_alone
+
+        class Session(ReplaySession):
+            def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+                executor.tried.append(candidate)
+                executor.efforts.append(effort)
+                executor.advance(min(executor.seconds, deadline_seconds))
+                return executor.outcome
+
+        return Session(self, candidate)
+
+
+def search(executor: Torch, budget: float, *, references: bool = True) -> tuple[SearchSummary, StudyStore]:
+    landscape = executor.landscape
+    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    store = StudyStore.in_memory(job, hardware, space)
+    candidates = sorted(landscape.rows, key=str)
+    proposer = Proposer(candidates, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
+    tuner = Tuner(store, executor, proposer, space, hardware, budget_seconds=budget, references=references)
+    return tuner.run(), store
+
+
+FAST = Outcome(OutcomeKind.OK, Phase.STEP, Measurement(1.0, 0.001, 9, 1e4, 1e6, 12 * GIB))
+
+
+def test_a_tenth_of_the_budget_measures_ddp_and_fsdp2_with_the_winners_batch(landscape: Landscape) -> None:
+    executor = Torch(landscape, FAST)
+    result, store = search(executor, 900)
+    assert result.winner is not None
+    winner = result.winner.candidate
+    assert [one.stage for one in executor.tried] == [0, 3]
+    for one in executor.tried:
+        assert one.micro_batch * one.accumulation == winner.micro_batch * winner.accumulation
+        assert not one.offloaded
+    assert all(effort.full and not effort.certify for effort in executor.efforts)
+    assert [one.candidate for one in store.references] == executor.tried
+    assert not any(record.role == REFERENCE for record in store.records()), "they are no candidates"
+    facts = store.facts()
+    assert facts.winner is not None
+    assert facts.winner.candidate == winner, "a reference never wins"
+    assert [one.wins for one in facts.references] == [True, True]
+    told = store.study._storage.get_study_system_attrs(store.study._study_id)
+    assert "plain DDP was" in str(told), "the dashboard's note"
+
+
+@pytest.mark.parametrize(("budget", "seconds", "tried"), [(59, 1.0, 0), (900, 70.0, 1)])
+def test_references_take_no_more_than_a_tenth(landscape: Landscape, budget: float, seconds: float, tried: int) -> None:
+    executor = Torch(landscape, FAST, seconds)
+    result, _ = search(executor, budget)
+    assert result.verified
+    assert len(executor.tried) == tried
+    assert executor.now() <= budget
+
+
+def test_a_call_without_references_measures_none(landscape: Landscape) -> None:
+    executor = Torch(landscape, FAST)
+    _, store = search(executor, 90, references=False)
+    assert not executor.tried
+    assert not store.references
+    assert not ReplayExecutor(landscape).runs_torch_alone, "a table has no rows of torch alone"
+
+
+def test_an_oom_of_a_reference_is_a_measurement_and_an_interruption_is_not(landscape: Landscape) -> None:
+    oom = Outcome(OutcomeKind.OOM_DEVICE, Phase.BACKWARD, reason="CUDA out of memory", peak_bytes=22 * GIB)
+    _, store = search(Torch(landscape, oom), 900)
+    (ddp, _) = store.facts().references
+    assert ddp.ratio is None
+    assert ddp.sentence(make_candidate(2)).endswith("oom_device, CUDA out of memory")
+    cut = Outcome(OutcomeKind.INTERRUPTED, reason="cut short", source=Source.BUDGET)
+    _, store = search(Torch(landscape, cut), 900)
+    assert not store.references
+
+
+# -- the verdict -------------------------------------------------------------------------------------------------------
+
+
+def trace(loss: float) -> TrainingTrace:
+    step = TracedStep(1, 1, 4, 1.0, loss, loss, 1e-5, (1e-5,))
+    return TrainingTrace((step,) * 5, 0, "fp32", 1, weights=1.0)
+
+
+def facts_of(
+    speed: float, *, stage: int = 0, loss: float = 2.0, peak_gib: float = 12.0, batch: int = 4, tuner: str = "b"
+) -> StudyFacts:
+    """A winner of 100 samples/s that tuner b verified, and one reference."""
+    winner = make_candidate(2, 4)
+    won = dataclasses.replace(measured(100.0, 10.0), trace=trace(2.0))
+    mine = dataclasses.replace(measured(speed, peak_gib), trace=trace(loss))
+    records = [
+        Record(0, winner, won, VERIFY, tuner="a", started="2026-01-01"),
+        Record(1, winner, won, SEARCH, tuner="b", started="2026-01-02"),
+        Record(2, winner, won, VERIFY, tuner="b", started="2026-01-02"),
+    ]
+    reference = Record(0, make_candidate(stage, batch), mine, REFERENCE, tuner=tuner)
+    return study_facts(records, make_job(), machine(), winner=2, references=[reference])
+
+
+def test_the_verdict_says_when_a_reference_is_faster() -> None:
+    (line,) = facts_of(118.0).comparison()
+    assert line == (
+        "plain DDP was 1.18x faster than the best DeepSpeed config: 118 samples/s, peak 12.00 GiB; "
+        "use it if your training allows"
+    )
+    (line,) = facts_of(118.0, stage=3).comparison()
+    assert line.startswith("FSDP2 was 1.18x faster")
+    assert line.endswith("(`autotune export --format fsdp`)")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"speed": 80.0},
+            "plain DDP, without DeepSpeed: 0.80x of the winner's speed (slower), 80 samples/s, peak 12.00 GiB",
+        ),
+        ({"speed": 100.1}, "(below noise)"),
+        ({"speed": 150.0, "peak_gib": 23.9}, "over the ceiling"),
+        ({"speed": 150.0, "loss": 3.0}, "plain DDP is not compared: it trains something else: "),
+    ],
+)
+def test_a_reference_that_does_not_win_says_why(changes: dict[str, float], said: str) -> None:
+    facts = facts_of(**changes)  # type: ignore[arg-type]
+    assert said in facts.comparison()[0]
+    assert not facts.references[0].wins
+    assert facts.to_json()["references"][0]["line"] == facts.comparison()[0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("changes", [{"batch": 2}, {"tuner": "a"}, {"tuner": "unknown"}])
+def test_a_reference_of_another_batch_or_an_earlier_call_is_not_compared(changes: dict[str, object]) -> None:
+    assert facts_of(118.0, **changes).comparison() == []  # type: ignore[arg-type]
+
+
+def test_a_reference_that_ran_out_of_memory_is_in_the_verdict() -> None:
+    facts = facts_of(118.0)
+    assert facts.winner is not None
+    reference = dataclasses.replace(facts.references[0], outcome=ran_out(Phase.BACKWARD, 1.0), ratio=None)
+    assert reference.sentence(facts.winner.candidate).startswith("plain DDP (z0 mb4")
+    assert reference.to_json(facts.winner.candidate)["samples_per_second"] is None
