@@ -94,7 +94,9 @@ def parsed(words: list[str]) -> dict[str, Any]:
     if "--help" in rest:
         return {}
     try:
-        return dict(command.make_context(name, list(rest)).params)
+        context = command.make_context(name, list(rest))
+        hidden = {one.name for one in command.params if getattr(one, "hidden", False)}
+        return {key: value for key, value in context.params.items() if key not in hidden}
     except Exception as error:
         said = error.format_message() if hasattr(error, "format_message") else str(error)
         raise AssertionError(f"autotune {' '.join(words)}: {said}") from None
@@ -107,7 +109,9 @@ def options_of(words: list[str]) -> set[str]:
         if not hasattr(command, "commands") or word not in command.commands:
             break
         command = command.commands[word]
-    return {name for one in command.params for name in one.opts} | {"--help"}
+    return {
+        name for one in command.params for name in one.opts if name in words or not getattr(one, "hidden", False)
+    } | {"--help"}
 
 
 def check_values(given: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ def kind_of(command: Any, parameter: Any) -> str:
 
 def command_section(name: str, command: Any) -> str:
     arguments = [one for one in command.params if one.param_type_name == "argument"]
-    options = [one for one in command.params if one.param_type_name == "option"]
+    options = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
     words = [one.metavar or one.name.upper() for one in arguments]
     # `[STUDY] -- SCRIPT` and `[-- SCRIPT]`: what stands after the dashes stands last
     lines = [f"## autotune {name}\n", command.help.split("\n\n\f")[0], ""]
