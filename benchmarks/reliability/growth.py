@@ -34,6 +34,7 @@ import psutil
 
 from autotune.cli.app import main as autotune_main
 from autotune.problem.outcome import Outcome
+from autotune.search.surrogate import MOST_POINTS
 from autotune.search.tuner import SearchSummary, TrialRecorder, Tuner
 from autotune.util.units import KIB, MIB
 from benchmarks.common import command_line, kept_rows, parse, print_table, write_json
@@ -163,7 +164,9 @@ def sampled(words: list[str], folder: Path, seconds: float, every: int) -> Sampl
 
 
 def row(what: str, samples: Samples) -> dict[str, Any]:
-    first = int(WARM_UP * len(samples.trials))
+    last = samples.trials[-1]
+    warm = max(WARM_UP * last, min(MOST_POINTS, last / 2))  # the models' windows fill
+    first = sum(count <= warm for count in samples.trials)
 
     def grows(y: list[float]) -> tuple[float, float]:
         return slope(samples.trials[first:], y[first:])
