@@ -28,7 +28,7 @@ from autotune.util.units import GIB
 CPU_TFLOPS, CPU_MEMORY_GB_PER_S, CPU_LINK_GB_PER_S = 0.2, 12.0, 1.0
 # The host's memory limits DeepSpeed's CPU Adam: it reads and writes masters and states, reads a gradient and writes a
 # weight (30 bytes per element in 16 bits). 1e9 parameters took 0.23 s on the two sockets of a DGX-2 (Ren et al. 2021,
-# ZeRO-Offload, table 4). Few cores cannot use all of it: 16 virtual cores beside an H100 reached 64 GB/s for 3.6e8
+# ZeRO-Offload, table 4). Few cores cannot use all of it: 16 virtual cores next to an H100 reached 64 GB/s for 3.6e8
 # parameters and 84 GB/s for 1.5e9 (benchmarks/results/gpu-h100.json). If the number is unknown, the prior is wide.
 HOST_MEMORY_GB_PER_S, CORE_GB_PER_S = 120.0, 5.0
 # A causal mask lets fused attention skip half of its work, at about 0.7 of a plain product's efficiency (Dao 2023,

@@ -90,7 +90,7 @@ def cached(path: Path) -> Trace | None:
 def _shipped() -> tuple[dict[str, str], dict[str, Any]]:
     """Return (versions of what made the shipped traces, traces by cache key) from `data/traces.json`."""
     data = json.loads((resources.files("autotune") / "data" / "traces.json").read_text(encoding="utf-8"))
-    usable = data["version"] == VERSION  # else they are of an older tracer
+    usable = data["version"] == VERSION  # else an older tracer made them
     return data["versions"], data["traces"] if usable else {}
 
 
