@@ -14,6 +14,7 @@ from autotune.errors import UserError
 from autotune.executors import machine
 from autotune.problem.job import Script
 from autotune.rank.sandbox import Protection
+from autotune.util.interpreter import OWN
 from tests.conftest import make_job
 
 
@@ -84,6 +85,6 @@ def test_doctor_names_the_protection(
     offer: Callable[[Protection], None], protection: Protection, level: str, said: str
 ) -> None:
     offer(protection)
-    finding = _protection()
+    finding = _protection(OWN)
     assert (finding.level, finding.what) == (level, "your files")
     assert said in finding.found

@@ -13,6 +13,7 @@ from autotune.commands.setup import Setup, run_setup
 from autotune.gallery.schema import Entry
 from autotune.gallery.warm_start import checked, entries_folder
 from autotune.search.study import StudyStore
+from autotune.util.interpreter import Interpreter
 from tests.cli_call import call
 from tests.gallery.studies import changed, stored
 
@@ -62,8 +63,8 @@ def test_the_gallery_is_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def as_if_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search of a table begins with the gallery, as one of a machine does: such a run costs no test any time."""
 
-    def setup_of(request: Request, nodes: Nodes | None = None) -> Setup:
-        return dataclasses.replace(run_setup(request, nodes), gallery=not request.no_gallery)
+    def setup_of(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> Setup:
+        return dataclasses.replace(run_setup(request, nodes, interpreter), gallery=not request.no_gallery)
 
     monkeypatch.setattr(run, "run_setup", setup_of)
 

@@ -449,7 +449,7 @@ def test_verification_that_fails_again_and_again_teaches_the_search(landscape: L
         if row.kind is OutcomeKind.OK and row.peak_gib <= executor.most_gib
     )
     assert min(passing) / landscape.seconds_per_sample(result.winner.candidate) > 0.9
-    assert len(executor.failed) <= 25  # 18, and 6 more while the bound of the speed left is loose
+    assert len(executor.failed) <= 30  # 18, and up to 10 more while the bound of the speed left is loose
     assert len(executor.log.trials) <= 80, "candidates as tight as those are not measured again and again"
 
 
