@@ -269,6 +269,9 @@ def test_the_machine_and_a_rank_ask_torch_for_what_it_has(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (130 * GIB, 140 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: GIB)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 3))
+    of_cpu = machine.host_speed(torch, "cpu")
+    assert all(microseconds > 0 for microseconds in of_cpu.values())
+    monkeypatch.setattr(machine, "host_speed", lambda torch, device: of_cpu)
     found = machine.child({"device": "cuda"})
     assert (found["name"], found["compute_capability"], found["nccl"]) == ("NVIDIA H200", "9.0", "2.29.3")
     assert overhead_rank.inside(torch)["total - free - reserved"] == 9 * GIB

@@ -180,7 +180,7 @@ def test_the_device_is_measured_again_once_the_engine_is_built(monkeypatch: pyte
     done: list[str] = []
     rank = ModelRank.__new__(ModelRank)
     rank.spec = {"config": {}, "checkpointing": False}
-    rank.job = SimpleNamespace(liger=False, compiled=False, torch_alone=False)  # type: ignore[assignment]
+    rank.job = SimpleNamespace(liger=False, loss="full", compiled=False, torch_alone=False)  # type: ignore[assignment]
     rank.device = SimpleNamespace(  # type: ignore[assignment]
         torch_device=lambda: "cpu", engine_built=lambda: done.append("device"), note=lambda: None
     )

@@ -55,7 +55,7 @@ def test_what_is_shown() -> None:
     rows = [line.split()[:1] for line in text.splitlines() if " plain " in line]
     assert rows == [["0"], ["1"], ["2"], ["3"]]
     assert "+ both" in text
-    assert "states " in text
+    assert "logits and loss " in text
     fitting = next(way.largest for way in plan.ways if way.largest)
     drawn = bar(fitting, hardware).plain
     assert len(drawn) == BAR
