@@ -39,7 +39,10 @@ class Biased(Predictor):
         bill["parameters"] += (memory - 1) * self._context_bytes
         work = {name: value * seconds for name, value in vars(prepared.work).items() if name not in SHARES}
         return dataclasses.replace(
-            prepared, bill=dataclasses.replace(prepared.bill, **bill), work=dataclasses.replace(prepared.work, **work)
+            prepared,
+            bill=dataclasses.replace(prepared.bill, **bill),
+            work=dataclasses.replace(prepared.work, **work),
+            loss=prepared.loss * memory,
         )
 
 
