@@ -528,7 +528,7 @@ def memory_bars(
         parts = (("all there was", needed), ("more that was asked for", float(out[-1].missing_bytes or 0)))
         bars.append(Bar("measured", parts, short_of(out[-1], hardware)))
     if measured and (resumed_bytes := resumed_peak_bytes(list(records), candidate)) is not None:
-        note = "once, while it goes on from a checkpoint"
+        note = "once, while it resumes from a checkpoint"
         if resumed_bytes > hardware.ceiling_bytes:
             note += "; it did not run out, and the headroom is for steps, so it may exceed the ceiling"
         bars.append(Bar("resuming", (("not told apart", float(resumed_bytes)),), note))
