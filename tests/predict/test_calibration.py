@@ -31,7 +31,9 @@ def test_on_cpu_ranks_later_stages_are() -> None:
 
 @pytest.mark.parametrize("threads", [None, 16])
 @pytest.mark.parametrize("counted", [True, False])
-def test_of_an_untraced_model_only_what_counted_parameters_decide_is_as_sure(counted: bool, threads: int | None) -> None:
+def test_of_an_untraced_model_only_what_counted_parameters_decide_is_as_sure(
+    counted: bool, threads: int | None
+) -> None:
     hardware = dataclasses.replace(named_hardware("a100-80gb", 8), threads=threads)
     sure, unsure = believed(hardware), believed(hardware, untraced=True, counted=counted)
     wider = {name: unsure[name].sigma / sure[name].sigma for name in TIME}
