@@ -324,8 +324,8 @@ def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: 
     lines += [f"{line[0].upper()}{line[1:]}." for line in certificate_lines(job, list(records), winner)]
     lines += [f"It {line}." for line in lossy_settings(winner.candidate, job)]
     if measured.clock_limits:
-        at = f" (down to {measured.sm_clock_mhz} MHz)" if measured.sm_clock_mhz else ""
-        lines.append(f"The driver lowered the GPU clock{at}: {', '.join(measured.clock_limits)}.")
+        median = f"; its median was {measured.sm_clock_mhz} MHz" if measured.sm_clock_mhz else ""
+        lines.append(f"The driver limited the GPU clock ({', '.join(measured.clock_limits)}){median}.")
     return tuple(lines)
 
 
