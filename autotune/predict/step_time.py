@@ -322,7 +322,7 @@ class Spent:
     communication: Floats  # the part that computation does not hide
     optimizer: Floats
     offload: Floats
-    loop: Floats  # data and the training loop itself
+    loop: Floats  # data, the training loop, and the host's work in the step
     launch_bound: Floats  # 1 if starting kernels takes longer than running them
     moved_share: Floats  # share of computation: operators bound by memory bandwidth
 
