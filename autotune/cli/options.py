@@ -296,7 +296,9 @@ def _off(switch: str) -> str:
 
 
 def _off_flag(switch: str) -> str:
-    return f"--no-{flag_of(switch).removeprefix('--')}"
+    """Return the flag that turns off a switch: `--no-force`, and `--gallery` against `--no-gallery`."""
+    name = flag_of(switch).removeprefix("--")
+    return f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"
 
 
 _TYPED = ("COMMANDLINE", "ENVIRONMENT")  # sources of values that override a job file

@@ -111,7 +111,7 @@ def _gpus(interpreter: Interpreter = OWN) -> Iterator[Finding]:
         setting = " ".join(f"{key}={value}" for key, value in architectures_to_set().items())
         cost = f"DeepSpeed cannot read {', '.join(unreadable)}, so a training that builds or loads its ops fails"
         fix = f"set {setting or f'{ARCHITECTURES} to numbers like 9.0'} for your training, or unset it"
-        fix += "; trials, `autotune launch` and the printed command do so" if setting else ""
+        fix += "; trials, `autotune launch` and the printed command set it" if setting else ""
         yield Finding("warn", "GPU architectures", f"{ARCHITECTURES}={os.environ[ARCHITECTURES]}", cost, fix)
 
 

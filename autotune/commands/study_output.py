@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import html
 import statistics
@@ -88,6 +89,8 @@ def _predictor(store: StudyStore, trace_of: Predictor | None) -> tuple[Predictor
     if not any(record.outcome for record in store.records()):
         return None, ""
     job, hardware = store.job, store.hardware
+    if hardware.gpus:  # the cores of its machine count, and this may be another one
+        hardware = dataclasses.replace(hardware, threads=hardware.threads or store.threads)
     tracer = trace_of.tracer if trace_of else partial(stored_trace, versions=store.versions)
     try:
         return Predictor(job, hardware, trace_of.trace if trace_of else tracer(job, device=hardware.device), tracer), ""

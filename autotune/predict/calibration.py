@@ -345,13 +345,13 @@ def time_priors(hardware: Hardware, widen: float, untraced: bool = False, counte
     least = {name: _CPU_SIGMA if facts is None and name != "hidden" else 0.0 for name in TIME}
     doubt = dict.fromkeys(_OF_THE_CARD, facts.doubt if facts is not None else 0.0)
 
+    known = TIME if facts is None or not cores_of(hardware) else TIME | {"cpu_adam": _KNOWN_CORES}
+
     def sigma(name: str) -> float:
         wider = UNTRACED if untraced and not (counted and name in _OF_PARAMETERS) else widen
-        return float(np.hypot(max(TIME[name].sigma, least[name]) * wider, doubt.get(name, 0.0)))
+        return float(np.hypot(max(known[name].sigma, least[name]) * wider, doubt.get(name, 0.0)))
 
-    rates = {name: Prior(prior.mean, sigma(name)) for name, prior in TIME.items()}
-    if facts is not None and cores_of(hardware):
-        rates["cpu_adam"] = Prior(_KNOWN_CORES.mean, _KNOWN_CORES.sigma * widen)
+    rates = {name: Prior(prior.mean, sigma(name)) for name, prior in known.items()}
     quirks = {name: Prior(0.0, sigma) for name, sigma in QUIRKS.items()} | (_CPU_QUIRKS if facts is None else {})
     return [*rates.values(), *quirks.values()]
 

@@ -13,7 +13,7 @@ from autotune.predict.features import Columns, Floats
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import NF4_BYTES, kept_at_turn, persistent, quantized_sizes, staying, stepper
 from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import GpuFacts, Hardware, threads_per_rank
+from autotune.problem.hardware import GpuFacts, Hardware, threads_per_rank, usable_cpus
 from autotune.problem.job import Job
 from autotune.problem.models import CAUSAL, DECODED, IMAGE_TEXT, MASKED, SEQ2SEQ, told_image_size
 from autotune.util.units import GIB
@@ -277,10 +277,16 @@ def _step_operators(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> F
 
 
 def cores_of(hardware: Hardware) -> int | None:
-    """Return the CPU cores of a node that its ranks compute with; None if they are unknown, as of a named GPU."""
-    if hardware.threads is None and not hardware.gpus:
+    """Return the CPU cores of a node that its ranks compute with.
+
+    Returns:
+        None if they are unknown, as for a named GPU; and for CPU ranks, whose tables set `HOST_MEMORY_GB_PER_S`.
+    """
+    if hardware.device != "cuda" or (hardware.threads is None and not hardware.gpus):
         return None
-    return hardware.per_node * (hardware.threads or threads_per_rank(hardware.per_node))
+    if hardware.threads is not None:
+        return hardware.per_node * hardware.threads
+    return min(usable_cpus(), hardware.per_node * threads_per_rank(hardware.per_node))
 
 
 def host_memory_rate(hardware: Hardware) -> float:
@@ -316,7 +322,7 @@ class Spent:
     communication: Floats  # the part that computation does not hide
     optimizer: Floats
     offload: Floats
-    loop: Floats  # data and the training loop itself
+    loop: Floats  # data, the training loop, and the host's work in the step
     launch_bound: Floats  # 1 if starting kernels takes longer than running them
     moved_share: Floats  # share of computation: operators bound by memory bandwidth
 

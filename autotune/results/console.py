@@ -481,7 +481,7 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
     ]
     if measured.step_seconds_spread > DOUBTFUL * measured.step_seconds:
         lines.append(
-            f"  doubtful: its steps differ so much that {measured.steps} of them tell no better: train some hundred steps "
+            f"  doubtful: its steps differ so much that {measured.steps} of them prove little: train some hundred steps "
             "with it and with your own config before you rely on it"
         )
     if hardware.reserve_bytes:
@@ -493,7 +493,7 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
     if measured.predicted_seconds is not None:
         lines.append(f"  {slice_line(measured, hardware)}")
     if (peak_bytes := resumed_peak_bytes(list(records), record.candidate)) is not None:
-        lines.append(f"  goes on from a checkpoint: peak {format_bytes(peak_bytes)}")
+        lines.append(f"  resumes from a checkpoint: peak {format_bytes(peak_bytes)}")
     if measured.mfu is not None:
         lines.append(f"  {measured.model_tflops_per_gpu:.1f} model TFLOP/s per GPU, MFU {100 * measured.mfu:.1f} %")
     lines += [f"  {line}" for line in certificate_lines(job, records, record)]

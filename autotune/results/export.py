@@ -26,17 +26,18 @@ from autotune.problem.candidate import (
     settings_of,
 )
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import CHUNKED, LIGER_LOSS, Job, under_lightning
+from autotune.problem.job import CHUNKED, LIGER_LOSS, Job, Script, under_lightning
 from autotune.problem.knobs import is_off, lossy_of
 from autotune.problem.models import CAUSAL, LIGER_LOSS_ALONE
 from autotune.problem.nvml import ARCHITECTURES
 from autotune.problem.outcome import Measurement
 from autotune.rank.ds_config import all_ops
 from autotune.results.output_files import beside, check_out, secrets_note
+from autotune.script.argument_files import own_files
 from autotune.script.argument_writer import winners_files
 from autotune.script.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, options_without, started, take_apart
 from autotune.script.profile import CALL, ZERO_INIT, other_batch
-from autotune.script.script import carried, command
+from autotune.script.script import carried, command, training_command
 from autotune.search.certificate import certificate_lines
 from autotune.search.fingerprint import measured_under
 from autotune.search.storage import output_file
@@ -474,14 +475,20 @@ def _config_json(data: dict[str, Any]) -> str:
 
 def usage_lines(style: str, files: Sequence[Path], store: StudyStore, trial: int | None) -> list[str]:
     """Return lines that say how to use an exported file. The command of a script's study has its flags for the batch."""
-    file, script, takes = shlex.quote(str(files[0])), " YOUR_SCRIPT.py ITS_ARGUMENTS", ""
-    if (own := store.job.script) is not None:
-        words = command(own, _record(store, trial).candidate, str(files[0]))
-        script = "" if style == "sbatch" else f" {shlex.join(masked_words(words))}"
+    file, takes, own = shlex.quote(str(files[0])), "", store.job.script
+    script = " YOUR_SCRIPT.py ITS_ARGUMENTS"
+    training = f"deepspeed{script} --deepspeed_config {file}"
+    if own is not None:
+        candidate, per_node = _record(store, trial).candidate, store.job.ranks // store.hardware.nodes
+        script = "" if style == "sbatch" else _below_accelerate(own, candidate, style, files) or script
+        words = ["deepspeed", *command(own, candidate, str(files[0]))]
+        if own.program is not None or own.argv[0] == "-m":  # DeepSpeed's launcher would need further options
+            words = training_command(own, candidate, per_node, str(files[0]))
         takes = "" if carried(own) else f"put {file} where the script has its own config, and train with: "
+        training = shlex.join(masked_words(words))
     lines = {
         "deepspeed": [
-            f"use: {takes}deepspeed{script}{'' if own else f' --deepspeed_config {file}'}",
+            f"use: {takes}{training}",
             f"     TrainingArguments(deepspeed={str(files[0])!r}, …) in a script with transformers' Trainer",
         ],
         "accelerate": [f"use: accelerate launch --config_file {file}{script}"],
@@ -490,6 +497,17 @@ def usage_lines(style: str, files: Sequence[Path], store: StudyStore, trial: int
         "sbatch": [f"use: sbatch {file}{script}"],
     }
     return lines[style]
+
+
+def _below_accelerate(script: Script, candidate: Candidate, style: str, files: Sequence[Path]) -> str:
+    """Return a script's command behind `accelerate launch`, with a space before it; empty if the export lacks a file for it.
+
+    Exports for accelerate have no copies of argument files, and exports for FSDP2 no DeepSpeed config.
+    """
+    config = str(files[1] if style == "accelerate" else files[0])
+    words = command(script, candidate, config)
+    lacks_config = style != "accelerate" and any(config in word for word in words)
+    return "" if lacks_config or own_files(script) else f" {shlex.join(masked_words(words))}"
 
 
 def export_study(study: str, storage: str | None, style: str, out: Path | None, trial: int | None) -> list[Path]:

@@ -68,7 +68,7 @@ class Leaderboard:
             if (
                 outcome.kind.is_oom
             ):  # an OOM would also end a resumed training; other failures may be errors of the save itself
-                self.reject(candidate, f"it does not go on from a checkpoint: {outcome.reason}")
+                self.reject(candidate, f"it does not resume from a checkpoint: {outcome.reason}")
             return
         if outcome.measurement is None:
             if role == VERIFY and outcome.kind.is_attributable_to_candidate:
@@ -427,12 +427,12 @@ class Reference:
         if self.wins:
             how = " (`autotune export --format fsdp`)" if self.candidate.stage == 3 and winner.stage > 0 else ""
             return (
-                f"{self.name} was {ratio.times:.2f}x faster than the best DeepSpeed config: {figures}; "
+                f"{self.name} was {ratio.times:.2f}x as fast as the best DeepSpeed config: {figures}; "
                 f"use it if your training allows{how}"
             )
         over = f", {format_bytes(self.over_bytes)} over the ceiling" if self.over_bytes > 0 else ""
         said = "below noise" if ratio.is_noise else "faster" if ratio.times > 1 else "slower"
-        return f"{self.name}, without DeepSpeed: {ratio.times:.2f}x of the winner's speed ({said}), {figures}{over}"
+        return f"{self.name}, without DeepSpeed: {ratio.times:.2f}x the winner's speed ({said}), {figures}{over}"
 
     def to_json(self, winner: Candidate) -> dict[str, object]:
         """Return the reference as JSON data; its ratio is its speed divided by the winner's."""

@@ -523,7 +523,7 @@ class Verifier:
 
     def _verification(self, candidate: Candidate, role: str) -> Outcome:
         """Run one VERIFY or RESUME trial in a fresh process, or take its outcome from a peer tuner."""
-        note = "verification in a fresh process" if role == VERIFY else "goes on from a checkpoint"
+        note = "verification in a fresh process" if role == VERIFY else "resumes from a checkpoint"
         while (number := self.trials.begin(candidate, role, note)) is None:
             if (theirs := self._awaited(candidate, role)) is not None:
                 return theirs

@@ -10,8 +10,8 @@ from autotune.errors import UserError
 
 @dataclass(frozen=True)
 class Step:
-    """A step, and seconds on one GPU: expected ones of the first minutes were measured on an H100 with 16 cores, others are
-    estimates."""
+    """A step, and seconds on one GPU: expected ones of the first minutes and of `overhead` were measured on an H100 with
+    16 cores, others are estimates."""
 
     name: str  # of its module, whose `run(ground)` yields rows
     limit_seconds: float  # it is ended after so long

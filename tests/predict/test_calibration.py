@@ -1,5 +1,7 @@
 """What is believed before anything is measured."""
 
+import dataclasses
+
 import pytest
 
 from autotune.predict.calibration import QUIRKS, TIME, UNTRACED, Prior, time_priors
@@ -27,9 +29,12 @@ def test_on_cpu_ranks_later_stages_are() -> None:
     assert 0 < means[0] < means[1] < means[2]
 
 
+@pytest.mark.parametrize("threads", [None, 16])
 @pytest.mark.parametrize("counted", [True, False])
-def test_of_an_untraced_model_only_what_counted_parameters_decide_is_as_sure(counted: bool) -> None:
-    hardware = named_hardware("a100-80gb", 8)
+def test_of_an_untraced_model_only_what_counted_parameters_decide_is_as_sure(
+    counted: bool, threads: int | None
+) -> None:
+    hardware = dataclasses.replace(named_hardware("a100-80gb", 8), threads=threads)
     sure, unsure = believed(hardware), believed(hardware, untraced=True, counted=counted)
     wider = {name: unsure[name].sigma / sure[name].sigma for name in TIME}
     assert wider == pytest.approx({name: 1.0 if counted and name in OF_PARAMETERS else UNTRACED for name in TIME})

@@ -127,6 +127,8 @@ def test_cpu_adam_follows_the_number_of_cores() -> None:
     assert few == pytest.approx(1.5 * many)
     assert many == pytest.approx(most)
     assert work_of(out, one).cpu_adam[0] == pytest.approx(most), "unknown cores"
+    ranks = detect("cpu", 2)
+    assert work_of(out, dataclasses.replace(ranks, threads=1)).cpu_adam[0] == work_of(out, ranks).cpu_adam[0]
     known = time_priors(dataclasses.replace(one, threads=16), 1.0)[list(TIME).index("cpu_adam")]
     unknown = time_priors(one, 1.0)[list(TIME).index("cpu_adam")]
     assert known.sigma < unknown.sigma

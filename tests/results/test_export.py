@@ -5,12 +5,15 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
 from autotune import __version__
 from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, Candidate
+from autotune.problem.hardware import named_hardware
 from autotune.problem.job import ArgumentFile, Lora, Script
 from autotune.problem.outcome import Measurement
 from autotune.results.export import (
@@ -20,6 +23,7 @@ from autotune.results.export import (
     meta,
     needs,
     training_arguments,
+    usage_lines,
     write_export,
 )
 from autotune.workers.launchers import variables_of
@@ -384,6 +388,23 @@ def test_copies_of_a_scripts_files_of_arguments_are_beside_the_config(tmp_path: 
     assert write_export(winner(), make_job(script=script), config, {}) == [config, copy, about]
     assert yaml.safe_load(copy.read_text())["deepspeed"] == str(config)
     assert "per_device_train_batch_size: 4\nseed: 7  # mine\n" in copy.read_text()
+
+
+def test_an_exports_command_names_only_files_that_it_wrote(tmp_path: Path) -> None:
+    out = tmp_path / "w"
+
+    def said(style: str, script: Script) -> str:
+        job, won = make_job(2, script=script), SimpleNamespace(candidate=winner())
+        files = write_export(winner(), job, out, {"your_training_must": []}, style=style)
+        store: Any = SimpleNamespace(job=job, hardware=named_hardware("h100", 2), winner=won)
+        return usage_lines(style, files, store, None)[0]
+
+    named, config = of_a_script(tmp_path), tmp_path / "w.accelerate.deepspeed.json"
+    assert said("deepspeed", named) == f"use: deepspeed train.py --deepspeed {out}"
+    assert said("accelerate", named) == f"use: accelerate launch --config_file {out} train.py --deepspeed {config}"
+    assert said("fsdp", named).endswith(" YOUR_SCRIPT.py ITS_ARGUMENTS"), "FSDP2 reads no DeepSpeed config"
+    module = dataclasses.replace(named, argv=("-m", "train", *named.argv[1:]))
+    assert said("deepspeed", module).startswith("use: torchrun --nproc-per-node 2 "), "DeepSpeed's starts files"
 
 
 @pytest.mark.parametrize("through_torchrun", [True, False])

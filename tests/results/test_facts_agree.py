@@ -188,4 +188,4 @@ def test_a_winner_that_cannot_resume_is_none_any_more() -> None:
     assert store.facts().winner is not None
     tell(store, CANDIDATES[0], ran_out(Phase.LOAD, 1.0), RESUME)
     assert store.facts().winner is None
-    assert store.facts().remarks == {number: "rejected: it does not go on from a checkpoint: ran out"}
+    assert store.facts().remarks == {number: "rejected: it does not resume from a checkpoint: ran out"}

@@ -117,5 +117,5 @@ def test_the_note_says_how_what_the_dashboard_calls_best_differs_from_the_winner
     above = note(*fell, (second, measured(88, 23.8), VERIFY), winner=2)
     assert "faster in the search; rejected: its peak leaves less than the headroom" in above
     resumed = note(*fell, (second, ran_out(Phase.LOAD, 1.0), RESUME), winner=2)
-    assert "rejected: it does not go on from a checkpoint: ran out" in resumed
+    assert "rejected: it does not resume from a checkpoint: ran out" in resumed
     assert "shows it" not in note((first, measured(50, 10), SEARCH), winner=0)

@@ -145,7 +145,7 @@ def facts_of(
 def test_the_verdict_says_when_a_reference_is_faster() -> None:
     (line,) = facts_of(118.0).comparison()
     assert line == (
-        "plain DDP was 1.18x faster than the best DeepSpeed config: 118 samples/s, peak 12.00 GiB; "
+        "plain DDP was 1.18x as fast as the best DeepSpeed config: 118 samples/s, peak 12.00 GiB; "
         "use it if your training allows"
     )
     (line,) = facts_of(118.0, stage=3).comparison()
@@ -158,7 +158,7 @@ def test_the_verdict_says_when_a_reference_is_faster() -> None:
     [
         (
             {"speed": 80.0},
-            "plain DDP, without DeepSpeed: 0.80x of the winner's speed (slower), 80 samples/s, peak 12.00 GiB",
+            "plain DDP, without DeepSpeed: 0.80x the winner's speed (slower), 80 samples/s, peak 12.00 GiB",
         ),
         ({"speed": 100.1}, "(below noise)"),
         ({"speed": 150.0, "peak_gib": 23.9}, "over the ceiling"),

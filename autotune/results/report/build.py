@@ -324,8 +324,8 @@ def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: 
     lines += [f"{line[0].upper()}{line[1:]}." for line in certificate_lines(job, list(records), winner)]
     lines += [f"It {line}." for line in lossy_settings(winner.candidate, job)]
     if measured.clock_limits:
-        at = f" (down to {measured.sm_clock_mhz} MHz)" if measured.sm_clock_mhz else ""
-        lines.append(f"The driver lowered the GPU clock{at}: {', '.join(measured.clock_limits)}.")
+        median = f"; its median was {measured.sm_clock_mhz} MHz" if measured.sm_clock_mhz else ""
+        lines.append(f"The driver limited the GPU clock ({', '.join(measured.clock_limits)}){median}.")
     return tuple(lines)
 
 
@@ -528,7 +528,7 @@ def memory_bars(
         parts = (("all there was", needed), ("more that was asked for", float(out[-1].missing_bytes or 0)))
         bars.append(Bar("measured", parts, short_of(out[-1], hardware)))
     if measured and (resumed_bytes := resumed_peak_bytes(list(records), candidate)) is not None:
-        note = "once, while it goes on from a checkpoint"
+        note = "once, while it resumes from a checkpoint"
         if resumed_bytes > hardware.ceiling_bytes:
             note += "; it did not run out, and the headroom is for steps, so it may exceed the ceiling"
         bars.append(Bar("resuming", (("not told apart", float(resumed_bytes)),), note))

@@ -79,7 +79,7 @@ def open_study(runs: Path, name: str = "s") -> StudyStore:
 
 def everything(store: StudyStore | None = None, text: str = "an error") -> StudyStore:
     """What fits, lies above the ceiling, ran out in several phases, hangs, crashes with a `text` or was cut short; a verified
-    winner that goes on from a checkpoint; reasons for what was not tried."""
+    winner that resumes from a checkpoint; reasons for what was not tried."""
     store = store or in_memory()
     store.note_command(f"autotune run --study {text}")
     store.begin_call(900)
