@@ -330,7 +330,7 @@ class ScriptRank(BaseRank):
             say_goodbye(self)
         self.request = MeasureRequest.of(message)
         if message.get("reseed"):
-            self.random_state.seed(self.spec["seed"] + 1)
+            self.random_state.reseed(self.spec["seed"] + 1)
         self._begin_measuring()
 
     def _tell_facts(self) -> None:
