@@ -767,7 +767,8 @@ def _samples(candidate: Candidate) -> int:
 
 def _told(executor: Executor, script: Script, other: Candidate, name: str, seconds: float) -> Outcome:
     """Return the outcome of a few steps of the script with this batch."""
-    with closing(executor.session(other, name, job=job_of(script, executor.hardware, None))) as session:
+    job = dataclasses.replace(job_of(script, executor.hardware, None), interpreter=executor.job.interpreter)
+    with closing(executor.session(other, name, job=job)) as session:
         outcome = session.measure(other, _TRACED_STEPS, seconds)
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped during the check of the script's batch size")

@@ -398,7 +398,7 @@ def errnos(error: BaseException | None) -> set[int]:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, OSError) and error.errno is not None:
+        if isinstance(error, OSError) and isinstance(error.errno, int):  # `OSError("no", "room")` has a text there
             found.add(error.errno)
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in _SQLITE_REFUSALS:
             found.add(errno.EACCES)

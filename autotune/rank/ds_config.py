@@ -95,8 +95,10 @@ def why_no_reference(candidate: Candidate, job: Job) -> str:
         return "references are for named models"
     if job.precision == "fp16" or job.plain:
         return f"DeepSpeed trains this job in {job.precision} without its counterpart in torch"
-    if candidate.stage == 3 and (job.ranks == 1 or job_with_candidate(job, candidate).lora is not None):
-        return "FSDP2 needs several ranks, and weights of one type in a block"
+    if candidate.stage == 3 and job.ranks == 1:
+        return "FSDP2 needs several ranks"
+    if candidate.stage == 3 and job_with_candidate(job, candidate).lora is not None:
+        return "FSDP2 cannot shard fp32 adapters and other weights in one block"
     config = trial_config(candidate, job)
     if torch_optimizer(config["optimizer"]) is None:
         return f"torch has no optimizer {config['optimizer']['type']}"

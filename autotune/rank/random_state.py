@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import sys
@@ -11,6 +12,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 _MOST_WATCHED = 64  # generators; a data set may make one for each sample
+# Modules with a generator for names of files. Such names must differ between trials, which share caches and /dev/shm:
+# multiprocessing gives up after 100 names of semaphores that exist, and `datasets` loads a cache file that has the name.
+_NAMING = ("tempfile", "datasets.fingerprint")
 
 
 class _Patches(Protocol):
@@ -43,10 +47,7 @@ class RandomState:
         self._marked: tuple[int, list[tuple[Any, Any]], tuple[Any, ...]] | None = None
 
     def seed(self, seed: int) -> None:
-        """Seed all generators; torch alike on all ranks, as by default, the others by rank.
-
-        Generators that the script has made and seeded get other numbers, too.
-        """
+        """Seed the global generators; torch alike on all ranks, as by default, the others by rank."""
         import torch
 
         self._seed, self._entropy = seed, random.Random(f"{seed}.{self._rank}")
@@ -54,11 +55,25 @@ class RandomState:
         random.seed(seed * 1_000_003 + self._rank)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed((seed * 1_000_003 + self._rank) % 2**32)
-        for one in self._own:
+
+    def reseed(self, seed: int) -> None:
+        """Give other numbers to all generators, also to those that the script has made and seeded.
+
+        Generators that are in one state on all ranks stay so, because a script may choose a collective by them.
+        """
+        import torch
+
+        self._seed, self._entropy = seed, random.Random(f"{seed}.{self._rank}")
+        torch.manual_seed(seed)
+        random.seed(_next_seed(seed, random.getstate()))
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(_next_seed(seed, _numpy_state(numpy)) % 2**32)
+        for one in list(self._own):
+            number = _next_seed(seed, _state(one))
             if hasattr(one, "manual_seed"):
-                one.manual_seed(self._number())
+                one.manual_seed(number)
             else:
-                one.bit_generator.state = type(one.bit_generator)(self._number()).state
+                one.bit_generator.state = type(one.bit_generator)(number).state
 
     # -- default seeds -----------------------------------------------------------------------------------------------
 
@@ -72,10 +87,15 @@ class RandomState:
             return self._bytes(count)
 
         def seed_python(original: Callable[..., Any], made: Any, /, a: Any = None, *args: Any, **kwargs: Any) -> None:
-            original(made, self._number() if a is None else a, *args, **kwargs)
+            if a is None:
+                a = kernel(16) if _caller(3) in _NAMING else self._number()  # called by `wrap`, by `Random.__init__`
+            original(made, a, *args, **kwargs)
 
-        def seed_default(original: Callable[..., Any], /, seed: Any = None, *args: Any, **kwargs: Any) -> None:
-            original(self._number() % 2**32 if seed is None and not kwargs else seed, *args, **kwargs)
+        def seed_default(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+            if all(one is None for one in (*args[:1], kwargs.get("a"), kwargs.get("seed"))):
+                original(self._number() % 2**32)
+            else:
+                original(*args, **kwargs)
 
         def seed_torch(_: Any, /) -> int:
             torch.manual_seed(number := self._number())
@@ -150,6 +170,28 @@ class RandomState:
         return moved or self._made != made or _global_states() != states
 
 
+def _caller(steps: int) -> str:
+    """Return the name of the module whose frame is this many calls above the caller's; empty if there is none."""
+    frame = sys._getframe(1)
+    for _ in range(steps):
+        if frame.f_back is None:
+            return ""
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _next_seed(seed: int, state: Any) -> int:
+    """Return a seed of 63 bits that follows from a seed and a generator's state."""
+    digest = hashlib.sha256(f"{seed}.{state!r}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _numpy_state(numpy: Any) -> list[Any]:
+    """Return the state of numpy's global generator."""
+    _, keys, position, *_ = numpy.random.get_state()
+    return [keys.tobytes(), position]
+
+
 def _state(generator: Any) -> Any:
     """Return the state of a generator of torch or numpy in a form that can be compared."""
     read = getattr(generator, "get_state", None)
@@ -165,8 +207,7 @@ def _global_states() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     states: list[Any] = [random.getstate()]
     if numpy is not None:
-        _, keys, position, *_ = numpy.random.get_state()
-        states += [keys.tobytes(), position]
+        states += _numpy_state(numpy)
     states.append(torch.get_rng_state().numpy().tobytes())
     if (state := generator_state()) is not None:
         states.append(state)

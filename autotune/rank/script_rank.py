@@ -63,11 +63,13 @@ _QUIET_ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "ACCELERATE_DISABLE_RICH": "1",
 }
-# Names of a run that the user's shell continues: a trial's tracker must not write into it.
+# Names of a run that the user's shell continues: a trial's tracker must not write into it. Ids of experiments are those of
+# the user's server; MLflow ends with an error if its folder has no experiment of that id.
 _RUNS = (
     "WANDB_RUN_ID",
     "WANDB_RESUME",
     "MLFLOW_RUN_ID",
+    "MLFLOW_EXPERIMENT_ID",
     "COMET_EXPERIMENT_KEY",
     "NEPTUNE_CUSTOM_RUN_ID",
     "CLEARML_TASK_ID",
@@ -119,7 +121,7 @@ class ScriptRank(BaseRank):
     def run(self) -> None:
         """Run the script under hooks and measure its steps on request of the tuner."""
         sandbox = Sandbox.from_json(self.spec["sandbox"])
-        quiet_trackers(str(sandbox.files))
+        quiet_trackers(f"{sandbox.files}/rank{self.number}")  # ranks that create one experiment refuse each other's
         self.begin()
         assert self.job.script is not None
         self.script = self.job.script
@@ -330,7 +332,7 @@ class ScriptRank(BaseRank):
             say_goodbye(self)
         self.request = MeasureRequest.of(message)
         if message.get("reseed"):
-            self.random_state.seed(self.spec["seed"] + 1)
+            self.random_state.reseed(self.spec["seed"] + 1)
         self._begin_measuring()
 
     def _tell_facts(self) -> None:

@@ -8,12 +8,15 @@ precision, autocast around the forward, and no reduction before the last micro-b
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Container
 from functools import partial
 from typing import Any
 
 import torch
 
 from autotune.problem.job import Job
+from autotune.problem.models import CAUSAL
 from autotune.problem.training_trace import MOST_STEPS
 from autotune.rank.ds_config import torch_optimizer
 from autotune.rank.model_builder import DTYPES, build_model, enable_checkpointing, replace_loss
@@ -57,7 +60,10 @@ class TorchEngine:
         self._model: Any = self.module
         if self._stage == 0 and self.world > 1:
             ids = [device.index] if device.type == "cuda" else None
-            self._model = torch.nn.parallel.DistributedDataParallel(self.module, device_ids=ids)
+            skips = may_skip_parameters(job)
+            self._model = torch.nn.parallel.DistributedDataParallel(
+                self.module, device_ids=ids, find_unused_parameters=skips
+            )
         found = torch_optimizer(config["optimizer"])
         assert found is not None  # `why_no_reference`
         self.optimizer: Any = getattr(torch.optim, found[0])(trained, **found[1])
@@ -133,6 +139,14 @@ class TorchEngine:
         return self._is_mixed
 
 
+def may_skip_parameters(job: Job) -> bool:
+    """Return True if a forward may leave out parameters: experts without tokens, the last layers of a vision tower, a pooler.
+
+    DDP ends with an error then, unless it searches for them. It costs time, so that a dense causal model does without.
+    """
+    return job.task != CAUSAL or any("expert" in key for key in job.model.config)
+
+
 def _shard(model: Any, *, job: Job, device: torch.device) -> None:
     """Shard a model on the host with FSDP2, block by block, which moves it to the device."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -142,10 +156,23 @@ def _shard(model: Any, *, job: Job, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     how: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)}
     blocks = set(getattr(model, "_no_split_modules", None) or ())
-    for module in reversed(list(model.modules())):  # inner blocks first
-        if type(module).__name__ in blocks and module is not model:
-            fully_shard(module, **how, reshard_after_forward=True)
+    for module in _groups(model, blocks):
+        fully_shard(module, **how, reshard_after_forward=True)
     fully_shard(model, **how)
+
+
+def _groups(model: Any, blocks: Container[str]) -> list[Any]:
+    """Return the modules of these classes, inner ones first, without those that share a weight with the rest of the model.
+
+    FSDP2 takes all modules of a tied weight in one group only, which is the root's (BERT's embeddings and its head).
+    """
+
+    def uses(module: Any) -> Counter[int]:
+        return Counter(id(weight) for part in module.modules() for weight in part.parameters(recurse=False))
+
+    found = [module for module in model.modules() if type(module).__name__ in blocks and module is not model]
+    everywhere = uses(model)
+    return [one for one in reversed(found) if all(everywhere[key] == times for key, times in uses(one).items())]
 
 
 def source_of(job: Job) -> Source:

@@ -611,7 +611,7 @@ class References:
         return stored
 
     def _chosen(self, stage: int, name: str, winner: Candidate) -> Candidate | None:
-        """Return the fastest split of the winner's batch that is predicted to fit; None if none is."""
+        """Return the fastest split of the winner's batch that is predicted to fit; None if there is none."""
         kept = {knob: value for knob, value in winner.knobs if knob in (*MODEL_KNOBS, EXPANDABLE)} | {
             "zero_stage": stage
         }
@@ -622,7 +622,11 @@ class References:
             for splitting in [(MICRO_BATCH, ACCUMULATION, CHECKPOINTING)]
             if one.micro_batch * one.accumulation == size
         ]
-        options = [one for one in dict.fromkeys(options) if not why_no_reference(one, self.proposer.job)]
+        reasons = {one: why_no_reference(one, self.proposer.job) for one in options}
+        options = [one for one, why in reasons.items() if not why]
+        if not options:  # LoRA may be a knob
+            self._say(f"{name} was not measured for comparison: {next(iter(reasons.values()))}")
+            return None
         predictor = self.proposer.predictor.for_torch_alone()
         table = predictor.table(options)
         if ranked := predictor.ranked(table):

@@ -101,6 +101,8 @@ def classify_failure(evidence: FailureEvidence) -> FailureVerdict:
 
 # Errors of the kernel by which a limit shows. Native libraries and child processes print its texts.
 _ERRORS = {Limit.MEMORY_CAP: (errno.ENOMEM, errno.EAGAIN), Limit.SANDBOX: (errno.EACCES, errno.EPERM, errno.EROFS)}
+# Texts of Python and of glibc's loader for a thread or a mapping that was refused; they name no error of the kernel.
+_REFUSED_MEMORY = ("can't start new thread", "failed to map segment from shared object")
 
 
 def suspected_limits(evidence: FailureEvidence) -> tuple[Limit, ...]:
@@ -110,6 +112,7 @@ def suspected_limits(evidence: FailureEvidence) -> tuple[Limit, ...]:
     found = []
     for limit, numbers in _ERRORS.items():
         words = [os.strerror(number).lower() for number in numbers]
+        words += _REFUSED_MEMORY if limit is Limit.MEMORY_CAP else ()
         if met & {*numbers} or any(word in text.lower() for text in texts for word in words):
             found.append(limit)
     return tuple(found)

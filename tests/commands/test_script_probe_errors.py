@@ -114,6 +114,8 @@ PROTECTION = "--unprotected"
         (RuntimeError("cannot start"), "OpenBLAS: pthread_create: Resource temporarily unavailable", 2000 << 20, CAP),
         (chained(OSError(errno.ENOMEM, "mmap"), ImportError("libx.so")), "", 2000 << 20, CAP),
         (chained(OSError(errno.ENOMEM, "mmap"), ImportError("libx.so")), "", None, ""),
+        (RuntimeError("can't start new thread"), "", 2000 << 20, CAP),
+        (ImportError("libx.so: failed to map segment from shared object"), "", 2000 << 20, CAP),
         (None, "", 2000 << 20, CAP),  # killed by a signal
         (KeyError("no such column"), "", 2000 << 20, ""),
         pytest.param(
@@ -126,6 +128,7 @@ PROTECTION = "--unprotected"
         (RuntimeError("setup failed"), "mkdir: cannot create directory: Operation not permitted", None, PROTECTION),
         (chained(PermissionError(errno.EACCES, "no"), RuntimeError("setup failed")), "", None, PROTECTION),
         (OSError(errno.EROFS, "Read-only file system", "/data/x"), "", None, PROTECTION),
+        (chained(OSError("no", "room"), OSError(errno.EROFS, "Read-only file system")), "", None, PROTECTION),
         (OSError(errno.EIO, "Input/output error"), "", None, ""),
     ],
 )

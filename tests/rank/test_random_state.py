@@ -1,8 +1,10 @@
 """Random state of a rank: default seeds come from the study's seed, and draws of a script's own generators are seen."""
 
 import os
+import pickle
 import random
 import secrets
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 
@@ -92,7 +94,7 @@ def test_another_seed_changes_the_generators_that_a_script_has_seeded(patches: P
         state = RandomState()
         state.install(patches)
         mine, theirs = torch.Generator().manual_seed(1), numpy.random.default_rng(1)
-        state.seed(seed)
+        state.reseed(seed)
         found = [torch.randn(1, generator=mine).item(), float(theirs.normal())]
         patches.undo()
         return found
@@ -120,3 +122,53 @@ def test_workers_of_a_loader_draw_what_they_drew_before(patches: Patches) -> Non
     first = rows()
     assert len(set(first)) == 8
     assert rows() == first
+
+
+def test_a_seed_that_a_script_names_is_kept(patches: Patches) -> None:
+    RandomState().install(patches)
+    for seed in (lambda: random.seed(3), lambda: random.seed(a=3), lambda: random.seed(3, version=2)):
+        seed()
+        assert random.random() == random.Random(3).random()
+    for seed in (lambda: numpy.random.seed(3), lambda: numpy.random.seed(seed=3)):
+        seed()
+        assert numpy.random.random() == numpy.random.RandomState(3).random()
+
+
+@pytest.mark.parametrize("module", ["tempfile", "datasets.fingerprint"])
+def test_names_of_files_differ_between_trials(patches: Patches, module: str) -> None:
+    state, found = RandomState(), set()
+    state.install(patches)
+    for _ in range(2):
+        state.seed(1)
+        made: dict[str, object] = {"__name__": module}
+        exec("import random; drawn = random.Random().random()", made)
+        found.add(made["drawn"])
+        found.add(next(tempfile._RandomNameSequence()))  # type: ignore[attr-defined]  # also of semaphores
+    assert len(found) == 4
+
+
+def test_replaced_functions_and_generators_can_be_sent_to_spawned_processes(patches: Patches) -> None:
+    RandomState().install(patches)
+    for one in (numpy.random.seed, numpy.random.default_rng, random.seed, os.urandom, torch.seed, torch.random.seed):
+        assert pickle.loads(pickle.dumps(one)) is one
+    made = torch.Generator().manual_seed(3)
+    sent = pickle.loads(pickle.dumps(made))
+    assert torch.equal(torch.randn(4, generator=sent), torch.randn(4, generator=made))
+
+
+def test_generators_that_ranks_have_in_common_stay_in_common(patches: Patches) -> None:
+    def drawn(rank: int) -> list[float]:
+        state = RandomState(rank)
+        state.install(patches)
+        state.seed(1)
+        mine, theirs = torch.Generator().manual_seed(1), numpy.random.default_rng(1)
+        random.seed(1)
+        numpy.random.seed(1)
+        state.reseed(2)
+        found = [torch.rand(1, generator=mine).item(), theirs.random(), random.random(), numpy.random.random()]
+        patches.undo()
+        return found
+
+    before = [torch.rand(1, generator=torch.Generator().manual_seed(1)).item(), numpy.random.default_rng(1).random()]
+    assert drawn(0) == drawn(1)
+    assert not {*drawn(0)} & {*before, random.Random(1).random(), numpy.random.RandomState(1).random()}

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from autotune.problem.candidate import Candidate
+from autotune.problem.models import CAUSAL, IMAGE_TEXT, MASKED
 from autotune.problem.training_trace import TrainingTrace
 from autotune.rank.ds_config import torch_optimizer, trial_config, why_no_reference
+from autotune.rank.torch_engine import may_skip_parameters
 from autotune.search.certificate import Verdict, compare
 from tests.conftest import make_candidate, make_job
 from tests.rank.conftest import Parent, make_spec
@@ -61,6 +63,19 @@ def test_ddp_and_fsdp2_train_what_zero_trains(
 
 
 @pytest.mark.parametrize(
+    ("model", "task", "stage"),
+    [("tiny-llava", IMAGE_TEXT, 0), ("tiny-bert", MASKED, 3)],
+    ids=["ddp-unused-parameters", "fsdp2-tied-weights"],
+)
+def test_unused_parameters_and_weights_tied_across_blocks_are_trained(
+    parent: Parent, tmp_path: Path, model: str, task: str, stage: int
+) -> None:
+    job: dict[str, Any] = {"model": model, "task": task, "seq_len": 64, "precision": "bf16"}
+    trace = traced(parent, tmp_path / "torch", make_candidate(stage, 1, 2), torch_alone=True, **job)
+    assert len(trace.counted) >= 3
+
+
+@pytest.mark.parametrize(
     ("changes", "stage", "why"),
     [
         ({}, 0, ""),
@@ -83,6 +98,17 @@ def test_a_job_that_torch_cannot_run_alike_has_no_reference(changes: dict[str, A
     found = why_no_reference(make_candidate(stage), dataclasses.replace(make_job(precision="bf16"), **changes))
     assert why in found
     assert bool(why) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("task", "config", "skips"), [(CAUSAL, {}, False), (CAUSAL, {"num_local_experts": 8}, True), (MASKED, {}, True)]
+)
+def test_ddp_searches_for_unused_parameters_of_models_that_may_have_some(
+    task: str, config: dict[str, Any], skips: bool
+) -> None:
+    job = make_job()
+    model = dataclasses.replace(job.model, config={**job.model.config, **config})
+    assert may_skip_parameters(dataclasses.replace(job, model=model, task=task)) is skips
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,10 @@ def test_trackers_that_cannot_be_used_are_refused_before_anything_runs(monkeypat
 def test_a_trials_own_tracker_is_off_and_knows_no_run_of_the_user() -> None:
     code = (
         "import os; from autotune.rank.script_rank import quiet_trackers; quiet_trackers('/trial');"
-        "print({name for name in os.environ if 'RUN_ID' in name}, os.environ['WANDB_MODE'], os.environ['MLFLOW_TRACKING_URI'])"
+        "print({name for name in os.environ if 'RUN_ID' in name or 'EXPERIMENT_ID' in name}, os.environ['WANDB_MODE'],"
+        "os.environ['MLFLOW_TRACKING_URI'])"
     )
-    env = {**os.environ, "WANDB_RUN_ID": "a", "MLFLOW_RUN_ID": "b", "MLFLOW_TRACKING_URI": "http://server"}
+    env = {**os.environ, "WANDB_RUN_ID": "a", "MLFLOW_RUN_ID": "b", "MLFLOW_EXPERIMENT_ID": "7"}
+    env["MLFLOW_TRACKING_URI"] = "http://server"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set() disabled file:///trial/mlruns"

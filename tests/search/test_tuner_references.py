@@ -17,7 +17,7 @@ from autotune.search.leaderboard import StudyFacts, study_facts
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
 from autotune.search.trials import REFERENCE, SEARCH, VERIFY, Record
-from autotune.search.tuner import SearchSummary, Tuner
+from autotune.search.tuner import NullObserver, SearchSummary, Tuner
 from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
 from tests.results.report.studies import machine, measured, ran_out
@@ -116,6 +116,26 @@ def test_an_oom_of_a_reference_is_a_measurement_and_an_interruption_is_not(lands
     cut = Outcome(OutcomeKind.INTERRUPTED, reason="cut short", source=Source.BUDGET)
     _, store = search(Torch(landscape, cut), 900)
     assert not store.references
+
+
+def test_a_winner_with_adapters_has_no_fsdp2_and_the_reason_is_said(landscape: Landscape) -> None:
+    said = list[str]()
+
+    class Told(NullObserver):
+        def say(self, text: str) -> None:
+            said.append(text)
+
+    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    store = StudyStore.in_memory(job, hardware, space)
+    proposer = Proposer(list(landscape.rows), space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
+    parts = (store, Torch(landscape, FAST), proposer, space, hardware)
+    references = Tuner(*parts, budget_seconds=900, observer=Told(), references=True).references
+    assert references is not None
+    assert references._chosen(3, "FSDP2", make_candidate(2, 4, lora="r=16")) is None
+    (line,) = said
+    assert line == (
+        "FSDP2 was not measured for comparison: FSDP2 cannot shard fp32 adapters and other weights in one block"
+    )
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------

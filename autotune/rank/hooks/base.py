@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 from autotune.errors import Unusable
@@ -108,6 +109,8 @@ class Patches:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs)
 
+        if isinstance(owner, ModuleType):  # pickled by reference: a spawned process finds the original there
+            wrapper.__module__, wrapper.__qualname__ = owner.__name__, name
         self.replace(owner, name, wrapper)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
