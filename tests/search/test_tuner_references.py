@@ -169,7 +169,7 @@ def test_the_verdict_says_when_a_reference_is_faster() -> None:
         "use it if your training allows"
     )
     (line,) = facts_of(118.0, stage=3).comparison()
-    assert line.startswith("FSDP2 was 1.18x faster")
+    assert line.startswith("FSDP2 was 1.18x as fast")
     assert line.endswith("(`autotune export --format fsdp`)")
 
 
