@@ -314,3 +314,31 @@ def test_a_reference_that_is_no_config_of_the_user_is_not_called_theirs() -> Non
     assert "of yours" in theirs.text
     assert "changes by hand" in theirs.text
     assert named.text == "gradient norm is 2x of the reference's: stage 2 instead of 0"
+
+
+def test_figures_are_means_of_the_steps_that_both_runs_have_seen() -> None:
+    """Stage 0 reads some steps' norms only. Norms that change from step to step must not look different for it."""
+    steps = [TracedStep(4, 4, 8, 1.0, 2.0, float(norm), 1e-5, (1e-4,)) for norm in (4, 3, 2, 1)]
+    some = [
+        dataclasses.replace(step, gradient_norm=None if at in (2, 3) else step.gradient_norm)
+        for at, step in enumerate(steps)
+    ]
+    whole, partial = (TrainingTrace(tuple(one), 2, "fp32", 1, weights=0.5) for one in (steps, some))
+    own = Candidate.of({"zero_stage": 2, MICRO_BATCH: 4, ACCUMULATION: 1})
+    found = compare(whole, own, partial, own, is_users=True)
+    assert found.verdict is Verdict.SAME
+    assert "gradient norm 3.5 / 3.5" in found.text
+
+
+@pytest.mark.parametrize(
+    ("precision", "difference", "same"), [("fp32", 2e-5, False), ("fp32", 1e-8, True), ("bf16", 5e-6, True)]
+)
+def test_other_draws_of_initial_weights_are_told_from_equal_ones(precision: str, difference: float, same: bool) -> None:
+    """Two draws of a model whose norms have weights of 1 differ little in their mean square."""
+    step = TracedStep(4, 4, 8, 1.0, 2.0, 3.0, 1e-5, (1e-4,))
+    other = dataclasses.replace(step, gradient_norm=3.0 * 1.1)
+    floor = {"loss": 0.0, "gradient norm": 0.0, "update": 0.0}
+    reference = TrainingTrace((step,) * 5, 2, precision, 1, weights=0.5, floor=floor)
+    trace = TrainingTrace((other,) * 5, 3, precision, 1, weights=0.5 * (1 + difference))
+    own, one = (Candidate.of({"zero_stage": stage, MICRO_BATCH: 4, ACCUMULATION: 1}) for stage in (2, 3))
+    assert (compare(reference, own, trace, one, is_users=True).verdict is Verdict.DIFFERS) is same
