@@ -232,7 +232,7 @@ def _keep(path: Path, text: str) -> None:
 def _at_its_thriftiest(executor: Executor, script: Script, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Return the facts of a script that runs out of memory unmodified, from a run with minimal memory.
 
-    A script that takes its batch from elsewhere than its config cannot have one sample a step yet. It keeps its own.
+    A script that takes its batch from elsewhere than its config cannot have one sample a step yet, and keeps its own batch.
 
     Args:
         facts: of the unmodified run, as far as it came.

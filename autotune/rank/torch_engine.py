@@ -142,7 +142,7 @@ class TorchEngine:
 def may_skip_parameters(job: Job) -> bool:
     """Return True if a forward may leave out parameters: experts without tokens, the last layers of a vision tower, a pooler.
 
-    DDP ends with an error then, unless it searches for them. It costs time, so that a dense causal model does without.
+    DDP ends with an error then, unless it searches for them. The search costs time, so a dense causal model does without it.
     """
     return job.task != CAUSAL or any("expert" in key for key in job.model.config)
 

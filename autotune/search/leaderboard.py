@@ -223,7 +223,7 @@ class Leaderboard:
         """Return the samples per second below which nothing wins in this call, neither by speed nor by thrift.
 
         Returns:
-            0 without a measurement, or if the best one is of an earlier call and the pace since then is unknown.
+            0 without a measurement. Also 0 if an earlier call made the best one, and this call's pace is unknown.
         """
         best = self.best
         if best is None or (self.incumbent is not None and best not in self._new):
