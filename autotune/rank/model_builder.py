@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import math
 from collections.abc import Callable, Iterator
@@ -56,7 +57,7 @@ def transformers_config(model: ModelSpec) -> Any:
     """
     from transformers import AutoConfig
 
-    values = dict(model.config)
+    values = copy.deepcopy(model.config)  # transformers adds keys to nested values, like `rope_scaling`
     path = values.pop("_name_or_path", None)
     if model.trust_remote_code and path:
         return AutoConfig.from_pretrained(path, trust_remote_code=True)

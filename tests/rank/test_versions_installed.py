@@ -1,5 +1,7 @@
 """Facts that the tuner keeps as data, against the libraries that are installed."""
 
+import copy
+
 import pytest
 
 from autotune.predict.features import READ, installed_deepspeed
@@ -19,9 +21,11 @@ def test_parameter_counts_are_the_published_ones(name: str) -> None:
     spec = resolve_model(name)
     if spec.config["model_type"] not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers_version} knows no {spec.config['model_type']}")
+    shipped = copy.deepcopy(spec.config)
     with torch.device("meta"):
         model = task_model(transformers_config(spec), Job(spec, 1, 32, "bf16", task=default_task(spec.config)))
     assert sum(parameter.numel() for parameter in model.parameters()) == spec.parameters
+    assert spec.config == shipped, "the shipped configuration decides cache keys of later jobs in this process"
 
 
 def test_deepspeed_keys_are_those_of_the_installed_deepspeed() -> None:
