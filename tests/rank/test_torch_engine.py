@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from autotune.problem.candidate import Candidate
+from autotune.problem.job import Lora
 from autotune.problem.models import CAUSAL, IMAGE_TEXT, MASKED
 from autotune.problem.training_trace import TrainingTrace
-from autotune.rank.ds_config import torch_optimizer, trial_config, why_no_reference
-from autotune.rank.torch_engine import may_skip_parameters
+from autotune.rank.ds_config import may_skip_parameters, torch_optimizer, trial_config, why_no_reference
 from autotune.search.certificate import Verdict, compare
 from tests.conftest import make_candidate, make_job
 from tests.rank.conftest import Parent, make_spec
@@ -85,6 +85,10 @@ def test_unused_parameters_and_weights_tied_across_blocks_are_trained(
         ({"optimizer": "lion"}, 0, "no optimizer Lion"),
         ({"precision": "fp16"}, 0, "fp16"),
         ({"workload": "mine:build"}, 0, "named models"),
+        ({"lora": Lora(8)}, 3, ""),
+        ({"lora": Lora(8, quantize="nf4")}, 0, ""),
+        ({"lora": Lora(8, quantize="nf4")}, 3, "4-bit weights"),
+        ({"base_config": {"bf16": {"bf16_master_weights_and_grads": True}}}, 0, "kept in bf16"),
         ({"base_config": {"gradient_clipping": 1.0, "bf16": {"enabled": True}}}, 3, ""),
         (
             {"base_config": {"scheduler": {"type": "WarmupLR", "params": {}}, "optimizer": {"type": "SGD"}}},
