@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autotune.problem.candidate import BATCH_KEYS, Candidate, job_with_candidate, knobs_of
+from autotune.problem.candidate import BATCH_KEYS, Candidate, job_with_candidate, settings_of
 from autotune.problem.job import Job
 from autotune.problem.knobs import DEEPCOMPILE, QUANTIZED, lossy_of
 from autotune.problem.models import CAUSAL
@@ -106,7 +106,7 @@ def why_no_reference(candidate: Candidate, job: Job) -> str:
     config = trial_config(candidate, job)
     if torch_optimizer(config["optimizer"]) is None:
         return f"torch has no optimizer {config['optimizer']['type']}"
-    for name, how in lossy_of(knobs_of(config), job.precision).items():
+    for name, how in lossy_of(settings_of(config), job.precision).items():
         return f"torch has no counterpart of {name}: {how}"
     if unlike := sorted(config.keys() - _TORCH_HAS):
         return f"torch has no counterpart of {unlike[0]} in the DeepSpeed config"

@@ -163,7 +163,9 @@ def diff_studies(first: StudyStore, second: StudyStore) -> StudyDiff:
     marks = first.fingerprint, second.fingerprint
     known = [mark.get(VERSIONS, {}) for mark in marks]
     spaces = ["the search spaces differ"] * (first.space_text != second.space_text)
-    changed = [line for line in changes(*marks) if not line.startswith(f"{VERSIONS}.")]
+    models = [mark["job"]["model"]["name"] for mark in marks]
+    left_out = (f"{VERSIONS}.", "job.model.config.") if models[0] != models[1] else (f"{VERSIONS}.",)
+    changed = [line for line in changes(*marks) if not line.startswith(left_out)]
     return StudyDiff(
         names=_names(first, second),
         versions={name: (known[0].get(name), known[1].get(name)) for name in dict.fromkeys([*known[0], *known[1]])},

@@ -264,9 +264,12 @@ def parts_of(arguments: Namespace, root: Path) -> Iterator[dict[str, Any]]:
         yield out_of_memory(root / "long", size, peak)
     if "node" in only:
         began, two = time.monotonic(), dataclasses.replace(size, ranks=2)
-        summary = node_killed(root / "nodes", two, arguments.node_kills, 0)
-        what = f"a node without power for {AWAY_SECONDS:.0f} s, {len(summary.attempts) - 1} times"
-        yield judged("node", what, root / "nodes", two.steps, summary, time.monotonic() - began)
+        try:
+            summary = node_killed(root / "nodes", two, arguments.node_kills, 0)
+            what = f"a node without power for {AWAY_SECONDS:.0f} s, {len(summary.attempts) - 1} times"
+            yield judged("node", what, root / "nodes", two.steps, summary, time.monotonic() - began)
+        except Unavailable as why:
+            print(f"left out: node: {why}", file=sys.stderr)
     if "overhead" in only:
         yield overhead(root / "overhead", arguments.turns, size.ranks)
 
@@ -279,16 +282,15 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="of a rank")
     parser.add_argument("--node-kills", type=int, default=5)
     parser.add_argument("--turns", type=int, default=300, help="of launch and torchrun, for the overhead")
-    arguments = parse(parser, kills=1, turns=2, only=[one for one in PARTS if one != "node"])
+    arguments = parse(parser, kills=1, node_kills=1, turns=2)
     if unknown := set(arguments.only) - set(PARTS):
         parser.error(f"--only {','.join(unknown)}: expected {', '.join(PARTS)}")
     rows = kept_rows(arguments.json, "part", arguments.only)
     with tempfile.TemporaryDirectory() as name:
-        try:
-            rows += parts_of(arguments, Path(name))
-        except Unavailable as why:
-            print(f"left out: {why}", file=sys.stderr)
-            raise SystemExit(CANNOT_RUN) from None
+        measured = list(parts_of(arguments, Path(name)))
+    if not measured:
+        raise SystemExit(CANNOT_RUN)
+    rows += measured
     rows.sort(key=lambda row: PARTS.index(row["part"]))
     print_table("training under autotune launch", rows, keys=2)
     write_json(arguments.json, rows)
