@@ -63,14 +63,19 @@ def test_ddp_and_fsdp2_train_what_zero_trains(
 
 
 @pytest.mark.parametrize(
-    ("model", "task", "stage"),
-    [("tiny-llava", IMAGE_TEXT, 0), ("tiny-bert", MASKED, 3)],
-    ids=["ddp-unused-parameters", "fsdp2-tied-weights"],
+    ("model", "task", "stage", "lora"),
+    [
+        ("tiny-llava", IMAGE_TEXT, 0, None),
+        ("tiny-bert", MASKED, 3, None),
+        ("tiny-mixtral", CAUSAL, 3, None),
+        ("tiny-llama", CAUSAL, 3, Lora(8)),
+    ],
+    ids=["ddp-unused-parameters", "fsdp2-tied-weights", "fsdp2-experts", "fsdp2-adapters"],
 )
-def test_unused_parameters_and_weights_tied_across_blocks_are_trained(
-    parent: Parent, tmp_path: Path, model: str, task: str, stage: int
+def test_unused_tied_and_frozen_weights_are_trained_as_they_should(
+    parent: Parent, tmp_path: Path, model: str, task: str, stage: int, lora: Lora | None
 ) -> None:
-    job: dict[str, Any] = {"model": model, "task": task, "seq_len": 64, "precision": "bf16"}
+    job: dict[str, Any] = {"model": model, "task": task, "seq_len": 64, "precision": "bf16", "lora": lora}
     trace = traced(parent, tmp_path / "torch", make_candidate(stage, 1, 2), torch_alone=True, **job)
     assert len(trace.counted) >= 3
 

@@ -162,7 +162,7 @@ def test_a_winner_that_fsdp2_cannot_train_has_none_and_the_reason_is_said(
     ("budget", "changes", "lines"),
     [
         (900, {}, []),
-        (59, {}, ["plain DDP and FSDP2 were not measured for comparison: the budget is shorter than 1m 0s"]),
+        (59, {}, ["plain DDP and FSDP2 were not measured for comparison: the budget is shorter than 1m00s"]),
         (
             900,
             {"precision": "fp16"},
