@@ -241,7 +241,8 @@ def launch_recovery() -> str:
     header += ["steps trained again, most", "every sample as often as without"]
     rows = []
     for part, failure in (("oom", "OOM"), ("rank", "SIGKILL of a rank"), ("node", "node without power for 10 s")):
-        if mine := [row for row in result("recovery-cpu") if row["part"] == part]:
+        timed = [row for row in result("recovery-cpu") if row.get("to the next step, s (median)")]
+        if mine := [row for row in timed if row["part"] == part]:
             median = statistics.median(row["to the next step, s (median)"] for row in mine)
             seconds = f"{median:.1f}, {max(row['to the next step, s (most)'] for row in mine):.1f}"
             again = max(row["steps trained again (most)"] for row in mine)
