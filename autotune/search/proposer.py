@@ -61,7 +61,7 @@ WORTHWHILE = 0.25  # share of the tolerance; a smaller predicted gain is ignored
 LOOSE_BOUND = 0.05  # speed that may be left; above it, the candidates that make the bound so high are measured
 CHECK_SHARE = 0.2  # share of the remaining budget, at most, for each kind of check before an early end
 FIRST_TRIALS = 4  # measured candidates that a short budget must hold
-FIRST_SHARE = 0.25  # share of the budget, at most, that one of them is predicted to take
+TRIAL_SHARE = 0.25  # share of the budget, at most, that one trial takes, and that one of the first is predicted to take
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ class Proposer:
         self._improved_at = 0  # value of `_proposed` at the last improvement
         self._audited = 0  # surrogate proposals since then
         self._bold_tries = 0
-        self._most_first = math.inf  # seconds that one of the first trials may take
+        self.trial_share_seconds = math.inf  # that one trial may take in this call
+        self._earlier: dict[Candidate, float] = {}  # speeds of earlier calls, at their pace
         self._turns, self._doubts = CheckBudget(), CheckBudget()  # for turns of knobs, and for a loose bound
         self._seed, self._answers = seed, dict[int, Answer]()
         self._start: Start | None = None
@@ -179,6 +180,7 @@ class Proposer:
             if speed > max(self.speed.values(), default=0.0) * (1 + self.tolerance):
                 self._improved_at, self._audited = self._proposed, 0
             self.speed[candidate] = speed
+            self._earlier.pop(candidate, None)
         self._fallback.take(at, outcome.kind, fits)
         if at is not None:
             self._coverage.mark(at)
@@ -189,6 +191,21 @@ class Proposer:
     def finish_search(self, candidate: Candidate, samples_per_second: float) -> None:
         """Replace the search's measurement of a candidate by that of its verification."""
         self.speed[candidate] = samples_per_second
+        self._earlier.pop(candidate, None)
+
+    def begin_call(self) -> None:
+        """Start a call. All speeds so far are those of earlier calls."""
+        self._earlier = dict(self.speed)
+        self._model.begin_call()
+
+    def set_pace(self, pace: float) -> None:
+        """Scale the speeds of earlier calls to this call's pace.
+
+        Args:
+            pace: this call's speeds divided by those of earlier calls, by what both have verified.
+        """
+        self.speed |= {one: pace * speed for one, speed in self._earlier.items() if one in self.speed}
+        self._model.set_pace(pace)
 
     def exclude(self, candidate: Candidate) -> None:
         """Remove a candidate that cannot win, or is unlikely to.
@@ -302,8 +319,8 @@ class Proposer:
         Args:
             left_seconds: budget that the search may still use.
         """
-        if math.isinf(self._most_first):
-            self._most_first = FIRST_SHARE * left_seconds
+        if math.isinf(self.trial_share_seconds):
+            self.trial_share_seconds = TRIAL_SHARE * left_seconds
         decision = self._decide(left_seconds)
         if isinstance(decision, Stop) and self._pool.release_similar():
             decision = self._decide(left_seconds)
@@ -608,7 +625,7 @@ class Proposer:
         if len(self.speed) >= FIRST_TRIALS or not allowed.any():
             return np.zeros_like(allowed)
         longest = self._costs.measuring_seconds(forecast.step * np.exp(forecast.sigma), self._accumulation)
-        most = self._most_first - (self._costs.startup_seconds if self._costs.started else 0.0)
+        most = self.trial_share_seconds - (self._costs.startup_seconds if self._costs.started else 0.0)
         return np.asarray(longest > max(most, float(longest[allowed].min())))
 
     def _ahead(self, forecast: Forecast) -> tuple[Floats, Floats]:
