@@ -104,7 +104,8 @@ class Proposer:
         self.speed: dict[Candidate, float] = {}
         self._costs = Costs(job)
         self._overran: Counter[Candidate] = Counter()  # number of trials that a tuner's time limit ended
-        self._ran_out = 0
+        # OOMs that a model did not expect, by whether the predictor of memory was rejected
+        self._ran_out: Counter[bool] = Counter()
         self._proposed = 0  # candidates proposed in this call
         self._sampled = 0  # sampler proposals among them
         self._in_a_row = 0  # consecutive sampler proposals up to now
@@ -163,6 +164,9 @@ class Proposer:
         at = self._index.get(candidate)
         if at is not None and not outdated:
             self.knobs.observe(at, outcome.measurement, self._model.predicted_logs)
+        chance = self._model.known_chance(at)
+        surprising = chance is None or chance >= self._least_chance
+        rejected = self._model.memory.predictor_rejected
         self._model.observe(candidate, at, outcome)
         self._costs.observe(outcome)
         if outdated:
@@ -170,7 +174,7 @@ class Proposer:
         self._pool.observe(candidate, outcome)
         # the start candidate was not chosen by a prediction
         foreign = self._start is not None and candidate == self._start.candidate
-        self._ran_out += outcome.kind.is_oom and not foreign
+        self._ran_out[rejected] += outcome.kind.is_oom and surprising and not foreign
         measured, over = outcome.measurement, float(max(FAILED * GIB, outcome.missing_bytes or 0))
         speed = measured.samples_per_second if measured else 0.0
         if measured:
@@ -228,7 +232,7 @@ class Proposer:
             searched: the candidate's measurement in the search; None if there is none.
             share: share of that measurement's memory that would fit.
         """
-        self._ran_out += 1
+        self._ran_out[self._model.memory.predictor_rejected] += 1
         if outcome.kind.is_oom:
             self._pool.observe(candidate, outcome)
         if (at := self._index.get(candidate)) is None:
@@ -566,7 +570,7 @@ class Proposer:
         )
         if not (mine & self._open).any():
             return None
-        if self.exhaustive and not self._ran_out and len(self.speed) >= MEMORY_END_AFTER:
+        if self.exhaustive and not self._ran_out.total() and len(self.speed) >= MEMORY_END_AFTER:
             higher = self._open & mine & (self._micro_batch > current.micro_batch)
             if higher.any():  # one OOM calibrates all predicted peaks
                 return Proposal(self._lowest(higher), "looks for where memory ends")
@@ -614,8 +618,16 @@ class Proposer:
         ahead, sigma = self._ahead(forecast)
         gain = expected_gain(ahead, sigma) * forecast.fits
         if not self.exhaustive:
-            barred = barred | ~self._groups.fitted & (forecast.fits < min(MOST_CAUTIOUS, RISK_STEP * self._ran_out))
+            barred = barred | ~self._groups.fitted & (forecast.fits < self._least_chance)
         return np.where(barred, -np.inf, gain / seconds), gain
+
+    @property
+    def _least_chance(self) -> float:
+        """Least probability of fitting of a proposal, which grows with the OOMs that the model in use did not expect.
+
+        An OOM that the model expected, such as that of a candidate of the sampler, says nothing against its probabilities.
+        """
+        return min(MOST_CAUTIOUS, RISK_STEP * self._ran_out[self._model.memory.predictor_rejected])
 
     def _too_long(self, forecast: Forecast, allowed: Flags) -> Flags:
         """Return which candidates take too long for one of the first trials, (n,); never all of the allowed ones.

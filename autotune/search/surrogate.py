@@ -244,6 +244,11 @@ class SpeedMemoryModel:
         recent = self._surprises[-8:]
         return max(1.0, math.sqrt(sum(z * z for z in recent) / len(recent))) if len(recent) > 1 else 1.0
 
+    def known_chance(self, at: int | None) -> float | None:
+        """Return the probability of fitting by the latest forecast; None without one since the last outcome."""
+        forecast = self._forecasts.get(False)
+        return None if forecast is None or at is None else float(forecast.fits[at])
+
     def forecast(self, rival: bool = False) -> Forecast:
         """Return predictions for every candidate by the model with the better score.
 
