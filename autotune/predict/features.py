@@ -182,7 +182,7 @@ def columns_of(
         alone: values of missing knobs in a job without DeepSpeed, from `step_time.fsdp_settings`. They come before the
             user's own config, which torch does not read.
     """
-    own = _own_values(job.base_config) | alone
+    own = {**_own_values(job.base_config), **alone}
     zero = "zero_optimization."
     raws = [candidate.as_dict for candidate in candidates]
     kinds: list[object] = [None, *ATTENTIONS]
