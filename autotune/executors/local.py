@@ -51,7 +51,6 @@ class LocalExecutor:
     """Real DeepSpeed in rank processes.
 
     Args:
-        job: the job.
         hardware: the machine, or all nodes.
         folder: the study's folder or one below it. Each trial's logs go to a subfolder.
         candidates: first candidates; they determine the DeepSpeed ops that `open` builds.
@@ -458,6 +457,8 @@ class LocalSession:
 #
 # Convert the ranks' reports, or their failure, to the trial's outcome.
 
+_MEASURE = "measure"  # seconds of a whole measurement, as ranks report no phases of their steps while they are measured
+
 
 def measurement_of(
     results: list[Message],
@@ -475,9 +476,6 @@ def measurement_of(
         results: the `measured` message of each rank, by rank.
         peaks: sampled peaks.
         phase_seconds: seconds by phase.
-        candidate: the candidate.
-        job: the job.
-        hardware: the machine.
         facts: report of rank 0 of a script.
     """
     # ranks of a slice are timed separately; other ranks share one time
@@ -517,7 +515,9 @@ def measurement_of(
         pinned_bytes=max_reported(results, "pinned_bytes"),
         model_tflops_per_gpu=tflops,
         mfu=mfu,
-        phase_seconds={phase: round(seconds, 4) for phase, seconds in phase_seconds.items()},
+        phase_seconds={
+            _MEASURE if phase == Phase.FORWARD else phase: round(s, 4) for phase, s in phase_seconds.items()
+        },
     )
 
 
@@ -673,7 +673,6 @@ class SliceExtrapolator:
     Its predictor does not learn, so that all trials are treated alike.
 
     Args:
-        job: the job.
         hardware: all nodes.
     """
 
@@ -782,7 +781,6 @@ def check_group(
 
     Args:
         launcher: starts the ranks.
-        hardware: the machine.
         spec: the job and further settings of the ranks.
         ranks: number of ranks.
         folder: log folder.
