@@ -230,7 +230,9 @@ COMMANDS = (("show", "s"), ("show", "s", "--json"), ("report", "s"), ("export", 
 
 
 @pytest.mark.parametrize("owner", ["study", "trial"])
-@pytest.mark.parametrize("nested", [False, True], ids=["values", "values-in-values"])
+@pytest.mark.parametrize(
+    "nested", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["values", "values-in-values"]
+)
 def test_a_malformed_value_of_a_study_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], owner: str, nested: bool
 ) -> None:

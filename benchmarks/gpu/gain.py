@@ -18,6 +18,7 @@ DEFAULTS = ("--space", str(HERE / "gpu" / "deepspeed_defaults.yaml"))
 _CAPPED = ("--gpus", "1", "--memory-cap", "24GiB", "--seq-len", "768")
 _UNCAPPED = ("--gpus", "1", "--seq-len", "1024")
 _REHEARSED = ("--model", "tiny-llama", "--device", "cpu", "--gpus", "1", "--seq-len", "32", "--space", "small.yaml")
+_REHEARSED += ("--no-references",)
 _SPACE = "knobs: {zero_stage: [0], train_micro_batch_size_per_gpu: [1], gradient_accumulation_steps: [1]}\n"
 
 

@@ -40,9 +40,10 @@ RARE = {  # up to a minute each; other tests run their parts
     "sandbox",  # tests/sandbox
     "trials-cpu",  # tests/executors/test_local.py
     "parallel-cpu",  # tests/commands/test_run_parallel.py
+    "reliability-kills",  # calls that are killed, in tests/benchmarks/test_faults.py
     "fidelity-cpu",  # the step `fidelity` of tests/benchmarks/test_gpu_acceptance.py
 }
-WHOLE = "reliability/faults.py"  # tests/benchmarks/test_faults.py runs it with thirty faults
+WHOLE = "reliability/faults.py"  # tests/benchmarks/test_faults.py runs it with a dozen faults
 
 
 @pytest.mark.slow

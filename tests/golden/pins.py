@@ -362,7 +362,7 @@ GROUPS: dict[str, Callable[[Path], Texts]] = {
     "templates": templates,
     "two-nodes": run_on_two_nodes,
 }
-SLOW = ("two-nodes",)
+SLOW = ("two-nodes", "search-simulated")
 
 
 def expected(group: str) -> Texts:
