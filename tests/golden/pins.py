@@ -24,6 +24,7 @@ import symtable
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -239,6 +240,7 @@ def resumed_study(folder: Path) -> Texts:
 # -- processes -----------------------------------------------------------------------------------------------------------
 
 
+@cache
 def sources() -> dict[str, ast.Module]:
     """Modules of the package by their dotted names."""
     found = {}
