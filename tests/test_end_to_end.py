@@ -184,6 +184,7 @@ def export(
     assert code == 0, err
 
 
+@pytest.mark.slow
 def test_the_exported_config_trains_under_plain_deepspeed(finished_study: FinishedStudy, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import json, os, sys, torch, deepspeed\n"

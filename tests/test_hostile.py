@@ -194,7 +194,10 @@ def test_a_plans_page_of_a_hostile_model_shows_texts(trap: Trap) -> None:
     "words",
     [
         ("report", "s"),
-        *(pytest.param(w, marks=SLOW) for w in (("export", "s", "--format", "sbatch"), ("record", "s"), ("share", "s"))),
+        *(
+            pytest.param(w, marks=SLOW)
+            for w in (("export", "s", "--format", "sbatch"), ("record", "s"), ("share", "s"))
+        ),
     ],
 )
 def test_no_file_of_the_reader_is_written_through_a_link_in_the_studys_folder(
@@ -243,9 +246,7 @@ COMMANDS = (("show", "s"), ("show", "s", "--json"), ("report", "s"), ("export", 
 
 
 @pytest.mark.parametrize("owner", ["study", pytest.param("trial", marks=SLOW)])
-@pytest.mark.parametrize(
-    "nested", [False, pytest.param(True, marks=SLOW)], ids=["values", "values-in-values"]
-)
+@pytest.mark.parametrize("nested", [False, pytest.param(True, marks=SLOW)], ids=["values", "values-in-values"])
 def test_a_malformed_value_of_a_study_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], owner: str, nested: bool
 ) -> None:

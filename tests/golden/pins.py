@@ -364,7 +364,7 @@ GROUPS: dict[str, Callable[[Path], Texts]] = {
     "templates": templates,
     "two-nodes": run_on_two_nodes,
 }
-SLOW = ("two-nodes", "search-simulated")
+SLOW = ("two-nodes", "search-simulated", "search-recorded")
 
 
 def expected(group: str) -> Texts:
