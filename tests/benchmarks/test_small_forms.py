@@ -39,6 +39,8 @@ RARE = {  # up to a minute each; other tests run their parts
     "recovery-cpu",  # tests/recovery
     "sandbox",  # tests/sandbox
     "trials-cpu",  # tests/executors/test_local.py
+    "nodes",  # tests/benchmarks/test_nodes.py, tests/executors/cluster
+    "first-step-cpu",  # calls of `autotune run`: tests/test_examples.py
     "parallel-cpu",  # tests/commands/test_run_parallel.py
     "reliability-kills",  # calls that are killed, in tests/benchmarks/test_faults.py
     "fidelity-cpu",  # the step `fidelity` of tests/benchmarks/test_gpu_acceptance.py
