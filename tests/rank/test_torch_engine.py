@@ -40,7 +40,9 @@ def traced(parent: Parent, folder: Path, candidate: Candidate, **job: Any) -> Tr
 
 
 @pytest.mark.parametrize(
-    ("precision", "config"), [("fp32", {"gradient_clipping": 0.5}), ("bf16", {})], ids=["fp32", "bf16"]
+    ("precision", "config"),
+    [("fp32", {"gradient_clipping": 0.5}), pytest.param("bf16", {}, marks=pytest.mark.slow)],
+    ids=["fp32", "bf16"],
 )
 def test_ddp_and_fsdp2_train_what_zero_trains(
     parent: Parent, tmp_path: Path, precision: str, config: dict[str, Any]
