@@ -17,6 +17,7 @@ from autotune.problem.space import load_space
 from autotune.recovery.supervisor import Attempt, LaunchSummary
 from autotune.search.fingerprint import fingerprint
 from autotune.search.tuner import SearchSummary
+from autotune.util.units import GIB
 from tests.cli_call import call
 from tests.conftest import make_candidate, make_job
 from tests.studies import study_of_every_kind
@@ -93,6 +94,12 @@ def test_variables_that_are_others_than_the_studys_are_said(
     known = {name: value for name, value in store.fingerprint.items() if name != "environment"}
     store._set("fingerprint", known)
     assert said not in call(monkeypatch, capsys, *command)[2]
+
+
+def test_memory_reserved_in_the_study_stays_reserved_in_the_training() -> None:
+    tuned = detect("cpu", 2).reserving(GIB)
+    found = launch._machines(make_job(), tuned, None, None)
+    assert found.limit_bytes == found.memory_bytes - GIB
 
 
 def test_the_winners_own_variable_that_was_exported_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
