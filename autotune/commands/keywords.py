@@ -71,7 +71,7 @@ class RunOptions(TypedDict, total=False):
     # Machines to use, of those in the hostfile, in Slurm's allocation or in Ray's cluster. If there are none,
     # this machine is tuned as one of so many equal ones.
     nodes: int | None
-    # adamw, adam, fused_adam, lion, sgd or adagrad.
+    # adamw, adam, fused_adam, lion, sgd, adagrad or muon.
     optimizer: str | float | PurePath | None
     # File for the winner; default: runs/NAME/NAME.json.
     out: str | PurePath | None
@@ -159,7 +159,7 @@ class PlanOptions(TypedDict, total=False):
     model: str | float | PurePath | None
     # Machines, each with --gpus GPUs: 2 with --gpus 8 is 16 GPUs.
     nodes: int | None
-    # adamw, adam, fused_adam, lion, sgd or adagrad.
+    # adamw, adam, fused_adam, lion, sgd, adagrad or muon.
     optimizer: str | float | PurePath | None
     # Pack sequences of --lengths into rows of --seq-len.
     packed: bool | None
