@@ -161,7 +161,7 @@ class Request:
         metavar="NAME",
     )
     optimizer: str = _option(
-        "adamw", "adamw, adam, fused_adam, lion, sgd or adagrad.", Panel.TRAINING, "run plan", metavar="NAME"
+        "adamw", "adamw, adam, fused_adam, lion, sgd, adagrad or muon.", Panel.TRAINING, "run plan", metavar="NAME"
     )
     global_batch_size: int | str | None = _option(
         None,

@@ -483,7 +483,7 @@ def measurement_of(
     pace = _pace(leading, job)
     trained = samples(job, candidate)
     if not candidate.knobs:  # a probe run of a script
-        trained = facts["micro_batch"] * facts["accumulation"] * job.ranks
+        trained = facts["micro_batch"] * facts["accumulation"] * job.data_ranks
     tokens = trained * job.tokens_per_sample
     if "tokens" in results[0]:
         tokens = sum(result["tokens"] for result in results) * job.ranks / len(results)
