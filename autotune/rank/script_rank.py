@@ -34,7 +34,7 @@ from autotune.rank.measure import (
 from autotune.rank.random_state import RandomState
 from autotune.rank.sandbox import Sandbox
 from autotune.rank.training_trace import TraceRecorder
-from autotune.script.profile import TOKENS, UNCOUNTED, Counted
+from autotune.script.profile import SEEDS, TOKENS, UNCOUNTED, Counted
 from autotune.script.source_digests import SOURCES
 from autotune.workers.protocol import Channel, Message
 
@@ -125,6 +125,8 @@ class ScriptRank(BaseRank):
         self.begin()
         assert self.job.script is not None
         self.script = self.job.script
+        if seeds := self.script.profile.get(SEEDS, [])[self.number : self.number + 1]:
+            self.random_state = RandomState(self.number, *seeds)
         context = Context(
             self.job, self.candidate, self, self.spec["device"], sandbox.files, quiet=True, sandbox=sandbox
         )
@@ -229,6 +231,7 @@ class ScriptRank(BaseRank):
     def entered(self, phase: Phase) -> None:
         """Process the start of a phase; count micro-batches at their first backward."""
         if phase is Phase.INIT:
+            self.random_state.leave_seeds()
             self.enter(phase)
             self.fault(phase)
             return
@@ -383,6 +386,8 @@ class ScriptRank(BaseRank):
             facts["beside"] = {number: usual(rows) for number, rows in self.rows_beside.items()}
         self.channel.send(
             "measured",
+            seeds=self.random_state.named if self.candidate is None else [],
+            repeats_seeds=self.random_state.repeats,
             step_seconds=self.average([seconds for seconds, _ in self.timed]),
             warmup_steps=WARMUP_STEPS,
             measured_seconds=time.perf_counter() - self._measuring_began,

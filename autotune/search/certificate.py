@@ -34,6 +34,7 @@ _FLOORS = 4.0  # tolerated multiples of the floor, which is itself estimated fro
 # which noise passes in 99 % of all cases (Student's t, four degrees of freedom).
 _SYSTEMATIC = 2.0
 _CLEARS = 0.02  # relative difference of the gradient norm up to which another loss has no effect
+_CLOSE = 0.05  # tolerance up to which a comparison is close
 _MOST = math.log(1.4)  # no noise floor tolerates more: factors of 1.5 and 0.67 are always found
 _RATE_TOLERANCE = 0.01  # relative; a schedule's length in steps is rounded
 _ROWS_TOLERANCE = 0.25  # relative; the last batch of a data set may be smaller
@@ -88,18 +89,20 @@ def floor_of(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
     }
 
 
-def floor_of_cut(first: TrainingTrace, second: TrainingTrace) -> dict[str, float] | None:
-    """Return the noise floor by a run on another cut of the same batch; None if it differs systematically.
+def floor_of_cut(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
+    """Return the noise floor by a run on another cut of the same batch: the scatter of the steps around their mean, by quantity.
 
-    The noise of a step has any sign, and an effect of the cut the same sign in every step.
+    An effect of the cut shifts the mean and leaves the scatter. A script that draws no random numbers has no noise: its
+    scatter counts only if the cut shifts nothing.
     """
-    least = _least(first, second)
-    found = {name: each for name in (LOSS, NORM, UPDATE) if (each := _differences(first, second, name))}
-    for each in found.values():
-        scatter = statistics.stdev(each) if len(each) >= LEAST_STEPS else 0.0
-        if abs(statistics.fmean(each)) > max(least, _SYSTEMATIC * scatter):
-            return None
-    return floor_of(first, second)
+    floor, least = floor_of(first, second), _least(first, second)
+    for name in floor:
+        each = _differences(first, second, name)
+        if len(each) >= LEAST_STEPS:
+            floor[name] = statistics.stdev(each)
+            if not first.draws and abs(statistics.fmean(each)) > max(least, _SYSTEMATIC * floor[name]):
+                floor[name] = 0.0
+    return floor
 
 
 def compare(
@@ -155,7 +158,23 @@ def compare(
         return _different(
             why, name, factor, reference, own, trace, candidate, is_users, loss_factor=loss, same_gradient=same
         )
-    return Certificate(Verdict.SAME, _figures(reference, trace, found))
+    reserve = _reserve(reference, trace, max(tolerance.values()))
+    return Certificate(Verdict.SAME, _figures(reference, trace, found) + reserve)
+
+
+def _reserve(reference: TrainingTrace, trace: TrainingTrace, tolerance: float) -> str:
+    """Return how far two runs may differ unseen, and why; empty if no more than a few percent."""
+    if tolerance <= _CLOSE:
+        return ""
+    if not _same_weights(reference, trace):
+        why = "its initial weights differ from run to run"
+    elif not same_rows(reference, trace):
+        why = "its rows differ from run to run"
+    elif reference.draws and not reference.floor:
+        why = "the noise of its random numbers was not measured"
+    else:
+        why = "the noise of its random numbers"
+    return f"; compared only to within {math.expm1(tolerance):.0%}: {why}"
 
 
 def _samples(candidate: Candidate) -> int:

@@ -103,8 +103,9 @@ def test_a_noise_floor_admits_dropout_and_its_absence_does_not() -> None:
     assert compare(noisy, OWN, other, OWN).verdict is Verdict.SAME
 
 
-def test_another_cut_gives_the_noise_floor_unless_it_differs_in_one_direction() -> None:
+def test_scatter_of_another_cut_is_the_noise_and_its_mean_the_effect() -> None:
     reference, signs = trace("fp32"), (1, -1, 1, 1, -1)
+    draws = dataclasses.replace(reference, draws=True)
 
     def cut(factors: tuple[float, ...]) -> TrainingTrace:
         steps = zip(reference.steps, factors, strict=True)
@@ -112,12 +113,17 @@ def test_another_cut_gives_the_noise_floor_unless_it_differs_in_one_direction() 
         return dataclasses.replace(reference, steps=changed)
 
     floor = floor_of_cut(reference, cut(tuple(1 + 0.03 * sign for sign in signs)))
-    assert floor is not None
-    assert floor[NORM] == pytest.approx(0.03, rel=0.05)
+    assert floor[NORM] == pytest.approx(0.033, rel=0.05)
     assert floor[LOSS] == 0
     assert floor_of_cut(reference, reference) == dict.fromkeys((LOSS, NORM, UPDATE), 0.0)
-    assert floor_of_cut(reference, cut(tuple(1.05 + 0.01 * sign for sign in signs))) is None
-    assert floor_of_cut(reference, cut((1.002,) * MOST_STEPS)) is None
+    for factors, with_draws in (
+        (tuple(1.05 + 0.01 * sign for sign in signs), Verdict.DIFFERS),
+        (tuple(1.03 + 0.01 * sign for sign in signs), Verdict.SAME),
+        ((1.002,) * MOST_STEPS, Verdict.DIFFERS),
+    ):
+        for one, verdict in ((reference, Verdict.DIFFERS), (draws, with_draws)):
+            known = dataclasses.replace(one, floor=floor_of_cut(one, cut(factors)))
+            assert compare(known, OWN, cut(factors), OWN).verdict is verdict, (factors, one.draws)
 
 
 def test_an_optimizer_that_uses_the_shapes_of_weights_is_named() -> None:
