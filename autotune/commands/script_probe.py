@@ -557,7 +557,20 @@ class ShortRuns:
 _NAMED = {MICRO_BATCH: "micro-batch", ACCUMULATION: "accumulation"}
 _OWN = ("micro_batch", "accumulation")  # keys of a profile
 _MOST_FLAGS = 6  # flags that get another value at once
-_TIMES = (0.5, 2, 0.25, 3, 5, 7, 11, 13, 17, 19, 23, 29)  # of a flag's own value, of which at least one is free for each
+_TIMES = (
+    0.5,
+    2,
+    0.25,
+    3,
+    5,
+    7,
+    11,
+    13,
+    17,
+    19,
+    23,
+    29,
+)  # of a flag's own value, of which at least one is free for each
 
 
 def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[str, Any]:
@@ -589,9 +602,7 @@ def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[
         now = _batch_with(runs, script, facts, changed)
         if now is None:
             continue
-        carriers = {
-            knob: [flag for flag in options if changed[flag] == now[knob] != own[knob]] for knob in wanted
-        }
+        carriers = {knob: [flag for flag in options if changed[flag] == now[knob] != own[knob]] for knob in wanted}
         found: dict[str, Any] = {FOUND: {knob: flags[0] for knob, flags in carriers.items() if len(flags) == 1}}
         if products is not None and MICRO_BATCH not in found[FOUND]:
             more = products.roles({flag: changed[flag] for flag in of_products}, now)
@@ -666,9 +677,7 @@ class _Products:
         if now[MICRO_BATCH] != self.micro_batch and len(of_micro) == 1:
             multiple = self.options[of_micro[0]] // self.micro_batch
             return {FOUND: {MICRO_BATCH: of_micro[0]}, TIMES: {MICRO_BATCH: multiple}}
-        of_step = [
-            flag for flag in changed if self.options[flag] in self.steps and times[flag] == now_step / self.step
-        ]
+        of_step = [flag for flag in changed if self.options[flag] in self.steps and times[flag] == now_step / self.step]
         return {PRODUCTS: {flag: self.options[flag] for flag in of_step if now_step != self.step}}
 
 
@@ -777,9 +786,7 @@ def check_batch(
     own = own_candidate(script)
     if least is not None:
         own = least.but(**{MICRO_BATCH: own.micro_batch, ACCUMULATION: own.accumulation})
-    job = dataclasses.replace(
-        job_of(script, runs.executor.hardware, None), interpreter=runs.executor.job.interpreter
-    )
+    job = dataclasses.replace(job_of(script, runs.executor.hardware, None), interpreter=runs.executor.job.interpreter)
     refused: list[tuple[Candidate, Outcome]] = []
     for number, other in enumerate(others(own)[: runs.left], 1):
         outcome, _ = runs.run(other, f"probe-batch-{number}", _TRACED_STEPS, job)

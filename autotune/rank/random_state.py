@@ -104,11 +104,9 @@ class RandomState:
             return self._bytes(count)
 
         def seed_python(original: Callable[..., Any], made: Any, /, a: Any = None, *args: Any, **kwargs: Any) -> None:
-            if a is None:
-                a = kernel(16) if _caller(3) in _NAMING else self._number()  # called by `wrap`, by `Random.__init__`
-            else:
-                a = self._repeated(a)
-            original(made, a, *args, **kwargs)
+            naming = a is None and _caller(3) in _NAMING  # called by `wrap`, by `Random.__init__`
+            number = kernel(16) if naming else self._number() if a is None else self._repeated(a)
+            original(made, number, *args, **kwargs)
 
         def seed_default(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
             named = [name for name in ("a", "seed") if kwargs.get(name) is not None]
