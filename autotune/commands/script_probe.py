@@ -545,7 +545,7 @@ class ShortRuns:
         if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
             raise Stopped("stopped during the checks of the script's batch size")
         self.repeats_seeds |= bool(session.facts.get("repeats_seeds"))
-        return outcome, session.facts
+        return outcome, dict(session.facts)
 
 
 # -- flags that carry the batch ----------------------------------------------------------------------------------------
