@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NoReturn
 
 from autotune.errors import Cause, Unusable
@@ -429,7 +430,7 @@ _MISSING_DEEPSPEED = (
 )
 
 
-become = partial(measure_as, ScriptRank)  # arguments: address, number
+become = functools.partial(measure_as, ScriptRank)  # arguments: address, number
 
 
 # -- observed training -------------------------------------------------------------------------------------------------
@@ -627,6 +628,10 @@ class SavedTensors:
     """Count the bytes that forwards save for backward, from construction until `close`.
 
     Parameters of the model are not counted, and each storage is counted once.
+
+    Autograd returns what its hooks have seen as other tensors, which lack a parameter's attributes. A function of the script
+    may read them in its backward (ZeRO-3's `ds_status` in TRL, Megatron's `main_grad`), so it saves its tensors without hooks,
+    and they are counted afterwards.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -645,13 +650,36 @@ class SavedTensors:
             return tensor
 
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        self._function: Any = torch.autograd.Function
+        self._apply = apply = vars(self._function)["apply"]
+
+        @functools.wraps(apply.__func__)
+        def unhooked(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._inside:  # a function within a function, whose graph is not kept
+                return apply.__func__(kind, *args, **kwargs)
+            self._inside = True
+            self._hooks.__exit__(None, None, None)
+            try:
+                found = apply.__func__(kind, *args, **kwargs)
+            finally:
+                self._hooks.__enter__()
+                self._inside = False
+            results = found if isinstance(found, tuple) else (found,)
+            node = next((one.grad_fn for one in results if getattr(one, "grad_fn", None) is not None), None)
+            with suppress(RuntimeError):  # a saved tensor was changed since
+                for tensor in getattr(node, "saved_tensors", ()):
+                    pack(tensor)
+            return found
+
         self._hooks.__enter__()
-        self._open = True
+        self._function.apply = classmethod(unhooked)
+        self._open, self._inside = True, False
 
     def close(self) -> None:
         """Remove the hooks of saved tensors, once."""
         if self._open:
             self._open = False
+            self._function.apply = self._apply
             self._hooks.__exit__(None, None, None)
 
 
