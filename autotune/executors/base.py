@@ -4,7 +4,7 @@ To add an executor, implement `Executor` and `Session`; `executors/replay.py` is
 
 1. Accept its name in `_what_is_tuned` (`commands/setup.py`), and keep what it needs in `Setup`.
 2. Create it in `first_executor` (`commands/run.py`). `--parallel` creates only local executors (`executors_beside`).
-3. Without rank processes, follow the checks for a replay in `commands/run.py`: `local` and `setup.landscape is None`.
+3. Without rank processes, let `Setup.runs_ranks` (`commands/setup.py`) be false, and `local` in `run_study` (`commands/run.py`).
 4. Name it in the help of `Request.executor` (`commands/request.py`).
 
 A scheduler or a connection to nodes is no executor. `LocalExecutor` starts its ranks through a `LaunchTarget`, which
@@ -237,7 +237,6 @@ class Executor(Protocol):
         """Create an engine for the candidate's family.
 
         Args:
-            candidate: the candidate.
             name: name of the log folder.
             patience: factor on all limits.
             job: the job to measure; None: the executor's.

@@ -28,6 +28,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, S
 from autotune.problem.training_trace import TrainingTrace
 from autotune.rank.ds_config import all_ops, trial_config
 from autotune.rank.step_statistics import Pace, median_spread, pace_of
+from autotune.script.profile import SEEDS
 from autotune.script.script import heavy_imports
 from autotune.util.entry_points import MODEL_RANK, SCRIPT_RANK, SELFTEST_RANK
 from autotune.util.units import GIB
@@ -51,7 +52,6 @@ class LocalExecutor:
     """Real DeepSpeed in rank processes.
 
     Args:
-        job: the job.
         hardware: the machine, or all nodes.
         folder: the study's folder or one below it. Each trial's logs go to a subfolder.
         candidates: first candidates; they determine the DeepSpeed ops that `open` builds.
@@ -357,6 +357,10 @@ class LocalSession:
         """Return the outcome of everything since `_ask_measure`, including the peaks of a certification."""
         group = self._running()
         self.facts.update(self._results[0].get("facts", {}))
+        if any(result.get("seeds") for result in self._results):
+            self.facts[SEEDS] = [result["seeds"] for result in self._results]
+        if any(result.get("repeats_seeds") for result in self._results):
+            self.facts["repeats_seeds"] = True
         hardware = self._executor.hardware
         seen = (self._results, group.peaks(), group.seconds_by_phase())
         measurement = measurement_of(*seen, candidate=candidate, job=self._job, hardware=hardware, facts=self.facts)
@@ -480,6 +484,8 @@ class LocalSession:
 #
 # Convert the ranks' reports, or their failure, to the trial's outcome.
 
+_MEASURE = "measure"  # seconds of a whole measurement, as ranks report no phases of their steps while they are measured
+
 
 def measurement_of(
     results: list[Message],
@@ -497,9 +503,6 @@ def measurement_of(
         results: the `measured` message of each rank, by rank.
         peaks: sampled peaks.
         phase_seconds: seconds by phase.
-        candidate: the candidate.
-        job: the job.
-        hardware: the machine.
         facts: report of rank 0 of a script.
     """
     # ranks of a slice are timed separately; other ranks share one time
@@ -507,7 +510,7 @@ def measurement_of(
     pace = _pace(leading, job)
     trained = samples(job, candidate)
     if not candidate.knobs:  # a probe run of a script
-        trained = facts["micro_batch"] * facts["accumulation"] * job.ranks
+        trained = facts["micro_batch"] * facts["accumulation"] * job.data_ranks
     tokens = trained * job.tokens_per_sample
     if "tokens" in results[0]:
         tokens = sum(result["tokens"] for result in results) * job.ranks / len(results)
@@ -539,7 +542,9 @@ def measurement_of(
         pinned_bytes=max_reported(results, "pinned_bytes"),
         model_tflops_per_gpu=tflops,
         mfu=mfu,
-        phase_seconds={phase: round(seconds, 4) for phase, seconds in phase_seconds.items()},
+        phase_seconds={
+            _MEASURE if phase == Phase.FORWARD else phase: round(s, 4) for phase, s in phase_seconds.items()
+        },
     )
 
 
@@ -695,7 +700,6 @@ class SliceExtrapolator:
     Its predictor does not learn, so that all trials are treated alike.
 
     Args:
-        job: the job.
         hardware: all nodes.
     """
 
@@ -804,7 +808,6 @@ def check_group(
 
     Args:
         launcher: starts the ranks.
-        hardware: the machine.
         spec: the job and further settings of the ranks.
         ranks: number of ranks.
         folder: log folder.

@@ -390,7 +390,7 @@ class Predictor:
         shift, log_sigma = _corrected(self._time, by_constants, self._time_near, prepared.features, hooks)
         log_step = log_step + shift
         c = prepared.columns
-        rows = c.micro_batch * c.accumulation * self.job.ranks
+        rows = c.micro_batch * c.accumulation * self.job.data_ranks
         samples = rows * np.where(c.packed > 0, self._packed_rows, 1.0) / np.exp(log_step)
         host = prepared.bill.host * float(np.exp(self._host.mean[0]))
         peak, peak_sigma, allocated, allocated_sigma, needed = memory
@@ -703,7 +703,7 @@ class Prepared:
         doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)
         features = _features(c, job, hardware, trace)
         made = job_with_candidate(job, candidates[0]) if candidates else job  # all compute the loss the same way
-        loss = loss_bytes(made) * c.micro_batch
+        loss = loss_bytes(made) * c.rows
         return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven, loss)
 
     def on(self, job: Job, hardware: Hardware, trace: Trace) -> Prepared:
@@ -906,8 +906,8 @@ def _in_large_blocks(job: Job, c: Columns, activations: Floats) -> Floats:
     if shape is None:
         return np.full(len(c), MIXED)
     _, width, vocabulary = shape
-    entries = job.element_bytes * c.micro_batch * job.seq_len
-    of_loss = np.minimum(1.0, _LOSS_BYTES * vocabulary * c.micro_batch * job.seq_len / np.maximum(activations, 1.0))
+    entries = job.element_bytes * c.rows * job.seq_len
+    of_loss = np.minimum(1.0, _LOSS_BYTES * vocabulary * c.rows * job.seq_len / np.maximum(activations, 1.0))
     of_loss = np.where(entries * vocabulary >= OWN_SEGMENT_BYTES, of_loss, 0.0)
     return np.asarray(of_loss + (1 - of_loss) * np.where(entries * width >= OWN_SEGMENT_BYTES, MIXED, 0.0))
 

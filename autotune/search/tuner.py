@@ -30,6 +30,7 @@ from autotune.problem.candidate import (
     samples,
 )
 from autotune.problem.hardware import Hardware
+from autotune.problem.knobs import lossy_of
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace
 from autotune.rank.ds_config import why_no_reference
@@ -597,10 +598,23 @@ class References:
     def __init__(self, trials: TrialRecorder, executor: Executor) -> None:
         self.trials, self.executor, self.clock, self.proposer = trials, executor, trials.clock, trials.proposer
         self._say = trials.observer.say
-        able = executor.runs_torch_alone and self.clock.budget_seconds >= LEAST_REFERENCE_BUDGET
-        stages = [Candidate.of({"zero_stage": stage}) for stage in (0, 3)] if able else []
-        self._stages = [one.stage for one in stages if not why_no_reference(one, self.proposer.job)]
+        stages = (0, 3) if executor.runs_torch_alone else ()
+        self._why_not = {stage: self._why_no_stage(stage) for stage in stages}
+        self._stages = [stage for stage, why in self._why_not.items() if not why]
         self.clock.references = len(self._stages)
+
+    def _why_no_stage(self, stage: int) -> str:
+        if why := why_no_reference(Candidate.of({"zero_stage": stage}), self.proposer.job):
+            return why
+        least = f"the budget is shorter than {format_duration(LEAST_REFERENCE_BUDGET)}"
+        return least * (self.clock.budget_seconds < LEAST_REFERENCE_BUDGET)
+
+    def _say_left_out(self) -> None:
+        """Print one line for each reason why a reference cannot be measured."""
+        for why in filter(None, dict.fromkeys(self._why_not.values())):
+            names = [reference_name(stage, self.proposer.job) for stage, own in self._why_not.items() if own == why]
+            were = "was" if len(names) == 1 else "were"
+            self._say(f"{' and '.join(names)} {were} not measured for comparison: {why}")
 
     def run(self, winner: Candidate) -> bool:
         """Measure each reference of a winner that this call verified, as long as they take a tenth of the budget.
@@ -611,6 +625,7 @@ class References:
         self.clock.references, began = 0, self.clock.used_seconds  # the search no longer keeps their time free
         if not self.trials.leaderboard.verified_now(winner):
             return False
+        self._say_left_out()
         stored = False
         for stage in self._stages:
             name, spent = reference_name(stage, self.proposer.job), self.clock.used_seconds - began
@@ -633,7 +648,8 @@ class References:
         Returns:
             None if all are predicted not to fit beyond their intervals, as for candidates (`Forecast.hopeless`).
         """
-        kept = {knob: value for knob, value in winner.knobs if knob in (*MODEL_KNOBS, EXPANDABLE)} | {
+        lossy = lossy_of(winner.as_dict, self.proposer.job.precision)  # have no counterpart
+        kept = {knob: value for knob, value in winner.knobs if knob in (*MODEL_KNOBS, EXPANDABLE, *lossy)} | {
             "zero_stage": stage
         }
         size = winner.micro_batch * winner.accumulation

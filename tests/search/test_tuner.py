@@ -154,6 +154,7 @@ def test_trials_end_early_below_what_could_win_by_speed_or_thrift(landscape: Lan
         assert least == 0.0 if not best else 0.9 * best < least < (1 - THRIFT_SHARE) * best
 
 
+@pytest.mark.slow
 def test_short_budget_measures_four_candidates_and_verifies_a_winner() -> None:
     """Two CPU ranks of real DeepSpeed, if imports take 5 of 30 seconds."""
     for name in ("gemma_2xcpu", "llama-wide_2xcpu", "t5_2xcpu"):
