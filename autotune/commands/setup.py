@@ -113,6 +113,11 @@ class Setup:
     job_text: str = ""  # job file that repeats the call
     trackers: tuple[str, ...] = ()  # names
 
+    @property
+    def runs_ranks(self) -> bool:
+        """True if trials run in rank processes, unlike those of a recorded table."""
+        return self.landscape is None
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSetup:

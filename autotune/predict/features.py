@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -168,15 +169,22 @@ _STAGE3 = (
 )
 
 
-def columns_of(candidates: Sequence[Candidate], job: Job, deepspeed: Release = READ) -> Columns:
+def columns_of(
+    candidates: Sequence[Candidate],
+    job: Job,
+    deepspeed: Release = READ,
+    alone: Mapping[str, float] = MappingProxyType({}),
+) -> Columns:
     """Return the knobs that decide memory and time.
 
     Missing ones come from the user's own config, then from DeepSpeed's defaults.
 
     Args:
         deepspeed: version whose defaults apply.
+        alone: values of missing knobs in a job without DeepSpeed, from `step_time.fsdp_settings`. They come before the
+            user's own config, which torch does not read.
     """
-    own = _own_values(job.base_config)
+    own = {**_own_values(job.base_config), **alone}
     zero = "zero_optimization."
     raws = [candidate.as_dict for candidate in candidates]
     kinds: list[object] = [None, *ATTENTIONS]

@@ -501,6 +501,38 @@ def dense_shape(config: Config) -> tuple[int, int, int] | None:
     return layers, heads * head, vocabulary
 
 
+def fsdp_settings(config: Config, elements: float) -> dict[str, float]:
+    """Return the knobs of stage 3 with which ZeRO's bill describes FSDP2, wrapped block by block.
+
+    Embedding and head are the root's own parameters. They stay whole from forward to backward, and the next block is
+    gathered during each block (torch/distributed/fsdp: the root is not resharded; BackwardPrefetch.BACKWARD_PRE). A
+    block's gradients are reduced together, out of a copy that is made when they are complete. Those of the root wait for
+    the embedding's, so the head's gradient exists through all of backward. FSDP2 has no bucket of a fixed size.
+
+    Args:
+        config: the model's configuration. Without a number of blocks the whole model is one.
+        elements: parameters of the model.
+    """
+    text: Config = config.get("text_config") or config
+    one = _first(text, _LAYERS[:4])
+    blocks = sum(int(text[name]) for name in ("encoder_layers", "decoder_layers") if text.get(name))
+    if not blocks and one is not None:
+        of_t5 = one if str(text.get("model_type", "")).endswith("t5") else 0
+        blocks = one + int(text.get("num_decoder_layers") or of_t5)
+    tables = 1 if text.get("tie_word_embeddings") else 2
+    ends = int(text.get("vocab_size", 0)) * (_first(text, _HIDDEN) or 0) * tables if blocks else 0
+    block = max(1, int((elements - ends) / max(1, blocks)))
+    zero = "zero_optimization.stage3_"
+    return {
+        "reduce_bucket_size": max(block, ends),
+        "contiguous_gradients": False,
+        zero + "prefetch_bucket_size": block,
+        zero + "max_live_parameters": ends + 2 * block,
+        zero + "max_reuse_distance": ends + 2 * block,
+        zero + "param_persistence_threshold": 0,
+    }
+
+
 def matmul_parameters(config: Config, task: str = CAUSAL) -> int | None:
     """Return the parameters in a matrix product for every token: all but the embedding look-up.
 

@@ -574,7 +574,7 @@ def sync_note(job: Job, stage: int, free_bytes: float) -> str:
         free_bytes: bytes of a device that are free at the peak, without the engine's own.
     """
     if stage < 3:
-        return "no room besides the training's: below stage 3 a rank holds the full weights"
+        return "it needs no further room: below stage 3 a rank holds the full weights"
     if job.model.parameters is None:
         return "room for a full copy of the weights if they are gathered at once; the peak does not include it"
     need = weights_bytes(job.model.parameters, job.element_bytes)

@@ -7,7 +7,7 @@
 * `single` and `ddp` in bf16 without DeepSpeed train in the weights' own type: torch keeps no master weights.
 * FSDP in bf16 keeps 32-bit shards (torch.distributed.fsdp.MixedPrecision casts what it gathers), unless a row says `pure`.
 * fp16 without DeepSpeed is autocast: gradients in fp16 cannot be unscaled (torch.amp.GradScaler).
-* `fsdp` is stage 3 with a block as the unit (`models.as_fsdp`), stage 0 without DeepSpeed torch's DDP.
+* `fsdp` is stage 3 with a block as the unit (`step_time.fsdp_settings`), stage 0 without DeepSpeed torch's DDP.
 * Without DeepSpeed transformers' Trainer runs forward under autocast also of 16-bit weights (`bf16=True`), unless a row says
   `pure`: cross entropy is then taken in 32 bits.
 * Logits are made 32-bit or not as the model's code of the figure's year did (`models.loss_of`).
@@ -25,6 +25,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.predict.step_time import fsdp_settings
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware, gpu_table
 from autotune.problem.job import ATTENTIONS, SEQUENCE_RANKS, Job, Lora
@@ -33,7 +34,7 @@ from autotune.util.units import GIB
 from benchmarks.predict.published.decisions import largest_micro_batch, verdict
 from benchmarks.predict.published.gpus import gpu_of
 from benchmarks.predict.published.lora import lora_of, targets_in
-from benchmarks.predict.published.models import as_fsdp, eager_then, hidden_size, loss_of, model_of, year_of
+from benchmarks.predict.published.models import eager_then, hidden_size, loss_of, model_of, parameters_of, year_of
 from benchmarks.predict.published.number_formats import Length
 from benchmarks.predict.published.optimizers import optimizer_of
 from benchmarks.predict.published.parallel import parallel_of
@@ -386,7 +387,7 @@ def _candidate(s: Settings) -> Candidate:
         if s.stage == 3:
             knobs["offload_param"] = s.offload_param
             knobs["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden**2)
-            knobs |= {} if s.deepspeed else as_fsdp(s.model)
+            knobs |= {} if s.deepspeed else fsdp_settings(s.model.config, parameters_of(s.model))
     knobs |= s.zero
     return Candidate.of(knobs)
 
