@@ -11,7 +11,7 @@ import functools
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, MutableMapping
 from typing import Any
 
 import optuna
@@ -52,7 +52,7 @@ class RowStorage(optuna.storages.RDBStorage):
             return _read(session, wanted)
 
 
-class StoredAttributes(Mapping[str, Any]):
+class StoredAttributes(MutableMapping[str, Any]):
     """Attributes of a finished trial as stored texts, parsed when they are read.
 
     Optuna's cache keeps every trial of a study, and parsed outcomes need four times the memory of their texts.
@@ -69,6 +69,17 @@ class StoredAttributes(Mapping[str, Any]):
         if key not in self._names:
             raise KeyError(key)
         return json.loads(self._texts[self._names.index(key)])
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Set an attribute of this object, as `FrozenTrial.set_user_attr` does. The database is not changed."""
+        stored = {**dict(zip(self._names, self._texts, strict=True)), key: json.dumps(value)}
+        self._names, self._texts = _shared(tuple(stored)), tuple(stored.values())
+
+    def __delitem__(self, key: str) -> None:
+        """Delete an attribute of this object."""
+        stored = dict(zip(self._names, self._texts, strict=True))
+        del stored[key]
+        self._names, self._texts = _shared(tuple(stored)), tuple(stored.values())
 
     def __iter__(self) -> Iterator[str]:
         """Return the names."""
