@@ -28,6 +28,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, S
 from autotune.problem.training_trace import TrainingTrace
 from autotune.rank.ds_config import all_ops, trial_config
 from autotune.rank.step_statistics import Pace, median_spread, pace_of
+from autotune.script.profile import SEEDS
 from autotune.script.script import heavy_imports
 from autotune.util.entry_points import MODEL_RANK, SCRIPT_RANK, SELFTEST_RANK
 from autotune.util.units import GIB
@@ -356,6 +357,10 @@ class LocalSession:
         """Return the outcome of everything since `_ask_measure`, including the peaks of a certification."""
         group = self._running()
         self.facts.update(self._results[0].get("facts", {}))
+        if any(result.get("seeds") for result in self._results):
+            self.facts[SEEDS] = [result["seeds"] for result in self._results]
+        if any(result.get("repeats_seeds") for result in self._results):
+            self.facts["repeats_seeds"] = True
         hardware = self._executor.hardware
         seen = (self._results, group.peaks(), group.seconds_by_phase())
         measurement = measurement_of(*seen, candidate=candidate, job=self._job, hardware=hardware, facts=self.facts)
