@@ -232,7 +232,7 @@ class ScriptRank(BaseRank):
     def entered(self, phase: Phase) -> None:
         """Process the start of a phase; count micro-batches at their first backward."""
         if phase is Phase.INIT:
-            self.random_state.leave_seeds()
+            self.random_state.note_engine()
             self.enter(phase)
             self.fault(phase)
             return
