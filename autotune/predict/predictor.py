@@ -126,11 +126,11 @@ class Predictor:
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
         """Record an Outcome. The next prediction fits the constants again."""
         if outcome.measurement is not None or outcome.kind is OutcomeKind.OOM_DEVICE:
-            self._seen[candidate] = outcome
+            _keep_latest(self._seen, candidate, outcome)
             self._stale = True
         ran = outcome.measurement is not None or outcome.kind is OutcomeKind.OOM_HOST
         if ran and candidate.offloaded:
-            self._host_seen[candidate] = outcome
+            _keep_latest(self._host_seen, candidate, outcome)
             self._stale = True
 
     def believe(self, memory: Predictor | None = None, time: Predictor | None = None) -> None:
@@ -179,8 +179,7 @@ class Predictor:
         self._calibrate_host()
         if not self._seen:
             return
-        candidates = list(self._seen)[-_MOST_OBSERVATIONS:]
-        outcomes = [self._seen[c] for c in candidates]
+        candidates, outcomes = list(self._seen), list(self._seen.values())
         prepared = self.prepare(candidates)
         measured = np.array([o.measurement is not None for o in outcomes])
         self._fit_memory(prepared, outcomes, measured)
@@ -190,9 +189,8 @@ class Predictor:
     def _calibrate_host(self) -> None:
         if self.hardware.device != "cuda" or not self._host_seen:
             return
-        candidates = list(self._host_seen)[-_MOST_OBSERVATIONS:]
+        candidates, outcomes = list(self._host_seen), list(self._host_seen.values())
         bill = self.prepare(candidates).bill.host
-        outcomes = [self._host_seen[c] for c in candidates]
         offloaded = bill > 0  # otherwise all of it is on NVMe
         if offloaded.any():
             told = [o for o, one in zip(outcomes, offloaded, strict=True) if one]
@@ -439,6 +437,12 @@ class Predictor:
     def _log_step(self, p: Prepared, constants: Floats) -> Floats:
         """Return (..., n) logarithms of a step's seconds at constants (..., constants)."""
         return np.asarray(np.log(self._spent(p, constants).step) + constants[..., len(TIME) :] @ p.quirks.T)
+
+
+def _keep_latest(seen: dict[Candidate, Outcome], candidate: Candidate, outcome: Outcome) -> None:
+    seen[candidate] = outcome
+    if len(seen) > _MOST_OBSERVATIONS:
+        del seen[next(iter(seen))]
 
 
 def _way(job: Job, knobs: Candidate | Mapping[str, object]) -> tuple[object, ...]:

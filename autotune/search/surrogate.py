@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,7 +89,7 @@ class SpeedMemoryModel:
         self._room = np.full(self._count, float(hardware.ceiling_bytes))
         self._measured_room = self._room.copy()
         self._host_ran_out = False
-        self._surprises: list[float] = []
+        self._surprises: deque[float] = deque(maxlen=8)
         self._table: Table | None = None
         self._forecasts: dict[bool, Forecast] = {}
         self._before: Table | None = None  # the latest table; rows of a large space may be older
@@ -216,7 +217,7 @@ class SpeedMemoryModel:
     @property
     def _interval_inflation(self) -> float:
         """Factor that widens the intervals after recent predictions missed by more than their intervals."""
-        recent = self._surprises[-8:]
+        recent = self._surprises
         return max(1.0, math.sqrt(sum(z * z for z in recent) / len(recent))) if len(recent) > 1 else 1.0
 
     def forecast(self, rival: bool = False) -> Forecast:
@@ -327,8 +328,8 @@ class Surrogate:
             second: (n, features) of second-order knobs.
         """
         self._first, self._second = first, second
-        self._at: list[int] = []
-        self._seen: list[float] = []
+        self._at: deque[int] = deque(maxlen=MOST_POINTS)
+        self._seen: deque[float] = deque(maxlen=MOST_POINTS)
         self._fitted: tuple[float, float, Floats, Floats, float] | None = None
 
     def __len__(self) -> int:
@@ -347,7 +348,7 @@ class Surrogate:
         expected, spread = np.empty(len(places)), np.empty(len(places))
         for block in range(0, len(places), _BLOCK):
             some = slice(block, block + _BLOCK)
-            near = self._kernel(places[some], np.array(self._at[-MOST_POINTS:]), amplitude, share)
+            near = self._kernel(places[some], np.array(self._at), amplitude, share)
             own = self._own(places[some], amplitude, share)
             expected[some] = mean + near @ weights
             spread[some] = own - np.einsum("ij,ij->i", near @ inverse, near)
@@ -355,7 +356,7 @@ class Surrogate:
 
     def _fit(self) -> tuple[float, float, Floats, Floats, float]:
         """Choose the most probable scales and compute the matrices for predictions."""
-        at, seen = np.array(self._at[-MOST_POINTS:]), np.array(self._seen[-MOST_POINTS:])
+        at, seen = np.array(self._at), np.array(self._seen)
         mean = float(np.median(seen))
         likeliest, scales = -math.inf, (AMPLITUDES[0], SECOND_ORDER[0])
         for amplitude, share in itertools.product(AMPLITUDES, SECOND_ORDER):
