@@ -174,9 +174,9 @@ def remove(folder: Path) -> None:
         for _, names, _, opened in os.fwalk(base) if base.is_dir() else ():
             for name in names:
                 with suppress(OSError):  # a script that still runs may put a link in a folder's place
-                    folder = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=opened)
-                    os.chmod(f"/proc/self/fd/{folder}", 0o700)
-                    os.close(folder)
+                    below = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=opened)
+                    os.chmod(f"/proc/self/fd/{below}", 0o700)
+                    os.close(below)
         shutil.rmtree(base, ignore_errors=True)
 
 

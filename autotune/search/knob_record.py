@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -80,9 +79,10 @@ class KnobRecord:
         self._first = [at for at, name in enumerate(names) if name in FIRST_ORDER]
         self._tried = np.zeros(len(candidates), dtype=bool)
         self._measured: dict[int, tuple[float, float]] = {}  # place -> log of speed, its standard deviation
-        latest = functools.partial(deque, maxlen=MOST_PAIRS)
-        self._pairs: dict[tuple[int, int, int], deque[_Pair]] = defaultdict(latest)  # by knob and direction
-        self.errors: dict[str, deque[float]] = defaultdict(latest)  # of predicted effects, by knob
+        # by knob and direction
+        self._pairs: dict[tuple[int, int, int], deque[_Pair]] = defaultdict(lambda: deque(maxlen=MOST_PAIRS))
+        # of predicted effects, by knob
+        self.errors: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MOST_PAIRS))
 
     def observe(self, at: int, measured: Measurement | None, predicted: Floats | None) -> None:
         """Record a trial, and its pairs with all earlier ones.
