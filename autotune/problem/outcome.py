@@ -138,6 +138,8 @@ class Outcome:
     log: str | None = None
     seconds: float = 0.0  # s; wall time of the trial
     outside_seconds: float = 0.0  # s; the part outside measured steps
+    # s; lower bound of a step of a trial that was too slow for its share of the budget (TIMEOUT)
+    least_step_seconds: float | None = None
     started: bool = False  # a new engine was started; a rung of a living engine costs less
     trace: TrainingTrace | None = None  # first optimizer steps; None in studies of earlier versions
     trains_otherwise: str = ""  # knob because of which it trains something else than the reference

@@ -401,7 +401,7 @@ def config_sentence(candidate: Candidate, job: Job, hardware: Hardware) -> str:
     if not candidate.knobs:
         return AS_IS
     unit = _unit(hardware)
-    batch = candidate.micro_batch * candidate.accumulation * job.ranks
+    batch = candidate.micro_batch * candidate.accumulation * job.data_ranks
     return ", ".join(
         [
             f"ZeRO-{candidate.stage}",
@@ -519,7 +519,7 @@ def _unit(hardware: Hardware) -> str:
 
 def unlike_steps(own: Candidate, winner: Candidate, job: Job) -> str:
     """Return a note if the two take steps of different size."""
-    mine, theirs = (one.micro_batch * one.accumulation * job.ranks for one in (winner, own))
+    mine, theirs = (one.micro_batch * one.accumulation * job.data_ranks for one in (winner, own))
     return "" if mine == theirs else f"; its steps are of {theirs} samples, the winner's of {mine}"
 
 

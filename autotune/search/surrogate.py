@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from autotune.predict.features import Flags, Floats, Places
 from autotune.predict.predictor import Predictor, Prepared, Table
 from autotune.predict.step_time import host_limit_bytes
 from autotune.predict.zero_memory import saved_bytes
-from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate, Value
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate, Value, samples
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.knobs import FIRST_ORDER
@@ -89,7 +88,7 @@ class SpeedMemoryModel:
         self._room = np.full(self._count, float(hardware.ceiling_bytes))
         self._measured_room = self._room.copy()
         self._host_ran_out = False
-        self._surprises: deque[float] = deque(maxlen=8)
+        self._surprises: list[float] = []
         self._table: Table | None = None
         self._forecasts: dict[bool, Forecast] = {}
         self._before: Table | None = None  # the latest table; rows of a large space may be older
@@ -162,8 +161,22 @@ class SpeedMemoryModel:
             self._observe(at, outcome.measurement)
         elif at is not None and outcome.kind is OutcomeKind.OOM_DEVICE:
             self._observe_oom(at, outcome)
+        elif at is not None and outcome.least_step_seconds is not None:
+            self._observe_too_slow(at, samples(self.job, candidate) / outcome.least_step_seconds)
         self._host_ran_out |= outcome.kind is OutcomeKind.OOM_HOST
         self.predictor.observe(candidate, outcome)
+        self._table = None
+        self._forecasts.clear()
+
+    def begin_call(self) -> None:
+        """Start a call. All measurements so far are those of earlier calls."""
+        self._speeds.begin_call()
+        self.predictor.begin_call()
+
+    def set_pace(self, pace: float) -> None:
+        """Scale the speeds of earlier calls by this factor."""
+        self._speeds.shift_earlier(math.log(pace))
+        self.predictor.set_pace(pace)
         self._table = None
         self._forecasts.clear()
 
@@ -212,13 +225,29 @@ class SpeedMemoryModel:
             least = max(least, expected)  # an OOM gives a lower bound of the need
         self._peaks.observe(at, least)
 
+    def _observe_too_slow(self, at: int, most_samples_per_second: float) -> None:
+        """Score both models by an upper bound of a speed, and have the surrogate expect no more."""
+        most = math.log(most_samples_per_second)
+        if len(self._speeds):
+            expected, sigma = _one(self._speeds, at)
+            if self._table is not None:
+                z = (most - math.log(self._table.samples[at])) / float(self._table.step_sigma[at])
+                self.speed.update_log_score(_log_share(z), _log_share((most - expected) / sigma))
+            most = min(most, expected)
+        self._speeds.observe(at, most)
+
     # -- believing ---------------------------------------------------------------------------------------------------
 
     @property
     def _interval_inflation(self) -> float:
         """Factor that widens the intervals after recent predictions missed by more than their intervals."""
-        recent = self._surprises
+        recent = self._surprises[-8:]
         return max(1.0, math.sqrt(sum(z * z for z in recent) / len(recent))) if len(recent) > 1 else 1.0
+
+    def known_chance(self, at: int | None) -> float | None:
+        """Return the probability of fitting by the latest forecast; None without one since the last outcome."""
+        forecast = self._forecasts.get(False)
+        return None if forecast is None or at is None else float(forecast.fits[at])
 
     def forecast(self, rival: bool = False) -> Forecast:
         """Return predictions for every candidate by the model with the better score.
@@ -328,8 +357,9 @@ class Surrogate:
             second: (n, features) of second-order knobs.
         """
         self._first, self._second = first, second
-        self._at: deque[int] = deque(maxlen=MOST_POINTS)
-        self._seen: deque[float] = deque(maxlen=MOST_POINTS)
+        self._at: list[int] = []
+        self._seen: list[float] = []
+        self._earlier: list[float] = []  # the first values of `_seen`, as earlier calls measured them
         self._fitted: tuple[float, float, Floats, Floats, float] | None = None
 
     def __len__(self) -> int:
@@ -341,6 +371,15 @@ class Surrogate:
         self._seen.append(value)
         self._fitted = None
 
+    def begin_call(self) -> None:
+        """Start a call. All values so far are those of earlier calls."""
+        self._earlier = self._seen.copy()
+
+    def shift_earlier(self, shift: float) -> None:
+        """Add this to the logarithms that earlier calls measured."""
+        self._seen[: len(self._earlier)] = [value + shift for value in self._earlier]
+        self._fitted = None
+
     def predict(self, rows: Places | None = None) -> tuple[Floats, Floats]:
         """Return mean and standard deviation of the logarithm for the candidates at these places, or for all."""
         amplitude, share, inverse, weights, mean = self._fitted or self._fit()
@@ -348,7 +387,7 @@ class Surrogate:
         expected, spread = np.empty(len(places)), np.empty(len(places))
         for block in range(0, len(places), _BLOCK):
             some = slice(block, block + _BLOCK)
-            near = self._kernel(places[some], np.array(self._at), amplitude, share)
+            near = self._kernel(places[some], np.array(self._at[-MOST_POINTS:]), amplitude, share)
             own = self._own(places[some], amplitude, share)
             expected[some] = mean + near @ weights
             spread[some] = own - np.einsum("ij,ij->i", near @ inverse, near)
@@ -356,7 +395,7 @@ class Surrogate:
 
     def _fit(self) -> tuple[float, float, Floats, Floats, float]:
         """Choose the most probable scales and compute the matrices for predictions."""
-        at, seen = np.array(self._at), np.array(self._seen)
+        at, seen = np.array(self._at[-MOST_POINTS:]), np.array(self._seen[-MOST_POINTS:])
         mean = float(np.median(seen))
         likeliest, scales = -math.inf, (AMPLITUDES[0], SECOND_ORDER[0])
         for amplitude, share in itertools.product(AMPLITUDES, SECOND_ORDER):

@@ -11,7 +11,7 @@ import functools
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any
 
@@ -112,7 +112,7 @@ class StoredTrial(FrozenTrial):
     __hash__ = FrozenTrial.__hash__
 
 
-class StoredAttributes(Mapping[str, Any]):
+class StoredAttributes(MutableMapping[str, Any]):
     """Attributes of a trial that has ended as stored texts, parsed when they are read."""
 
     __slots__ = ("_texts",)
@@ -123,6 +123,14 @@ class StoredAttributes(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         """Return a parsed value, a new object for each call."""
         return json.loads(self._texts[key])
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Set an attribute of this object, as `FrozenTrial.set_user_attr` does. The database is not changed."""
+        self._texts[key] = json.dumps(value)
+
+    def __delitem__(self, key: str) -> None:
+        """Delete an attribute of this object."""
+        del self._texts[key]
 
     def __iter__(self) -> Iterator[str]:
         """Return the names."""

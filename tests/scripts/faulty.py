@@ -18,16 +18,18 @@ sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 
 
 class Model(torch.nn.Module):
-    """Two layers; the first is used twice if a fault is about that."""
+    """Two layers; the first is used twice, and the loss stands beside the output, if a fault is about that."""
 
-    def __init__(self, twice: bool) -> None:
+    def __init__(self, twice: bool, own_loss: bool) -> None:
         super().__init__()
         self.first, self.last = torch.nn.Linear(32, 32), torch.nn.Linear(32, 8)
-        self.twice = twice
+        self.twice, self.own_loss = twice, own_loss
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x = torch.tanh(self.first(x))
-        return self.last(torch.tanh(self.first(x)) if self.twice else x)
+        x = self.last(torch.tanh(self.first(x)) if self.twice else x)
+        loss = x.float().pow(2).mean()
+        return (loss, x) if self.own_loss else (loss,)
 
 
 def config_of(facts: dict) -> dict:
@@ -60,7 +62,7 @@ def weights_of(model: torch.nn.Module, stage: int) -> list[torch.Tensor]:
 def apart(facts: dict) -> float:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = Model(facts.get("module_reused", False))
+    model = Model(facts.get("module_reused", False), facts.get("backward_of_one_output", False))
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.bfloat16())
@@ -73,7 +75,7 @@ def apart(facts: dict) -> float:
 
     own = optimizer_of(plain)
     for rows in data:
-        (plain(rows.flatten(0, 1).double()).pow(2).mean() / passes).backward()
+        (plain(rows.flatten(0, 1).double())[0] / passes).backward()
     for p in plain.parameters():
         p.grad *= scale
     own.step()
@@ -83,7 +85,8 @@ def apart(facts: dict) -> float:
         if facts.get("boundary_by_hand"):
             engine.set_gradient_accumulation_boundary(number == passes)
         x = rows[rank].to(next(model.parameters()).dtype)
-        engine.backward(engine(x).float().pow(2).mean() / parts)
+        loss = engine(x)[0] / parts
+        loss.backward() if facts.get("backward_of_one_output") else engine.backward(loss)
         if facts.get("grad_changed_by_hand"):
             for p in engine.parameters():
                 if p.grad is not None:

@@ -118,3 +118,12 @@ def test_finished_trials_keep_their_attributes_as_texts(store: StudyStore) -> No
     kept["candidate"].clear()
     assert kept["candidate"], "each read parses anew"
     assert kept.get("no such") is None
+
+
+def test_an_attribute_of_a_finished_trial_can_be_set_as_optuna_allows(store: StudyStore) -> None:
+    first, second = [one for one in store.study.trials if one.state.is_finished()][:2]
+    names = set(first.user_attrs)
+    first.set_user_attr("mine", {"note": 1})
+    assert (first.user_attrs["mine"], "mine" in second.user_attrs) == ({"note": 1}, False)
+    del first.user_attrs["mine"]
+    assert set(first.user_attrs) == names

@@ -20,8 +20,11 @@ engine, *_ = deepspeed.initialize(args=arguments, model=model, model_parameters=
 texts = TensorDataset(torch.randint(0, 4096, (8192, 64)))
 while engine.global_steps < arguments.steps:
     for (ids,) in DataLoader(texts, batch_size=engine.train_micro_batch_size_per_gpu(), shuffle=True):
-        loss = engine(input_ids=ids.to(engine.device), labels=ids.to(engine.device)).loss
-        loss.backward()
+        ids = ids.to(engine.device)
+        # DeepSpeed 0.19 divides the gradient by the accumulation at every output: with the model's own loss beside its
+        # logits twice, so that every other accumulation would be another training.
+        logits = engine(input_ids=ids).logits
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()).backward()
         engine.step()
         if engine.global_steps >= arguments.steps:
             break
