@@ -92,7 +92,7 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: 
         training = _from_plan(setup)
     found = _machines(training.job, training.hardware, setup.memory_cap_bytes, nodes)
     who = f"launch of {setup.script.target}"
-    ground = nodes.cluster if nodes is not None else None
+    cluster = nodes.cluster if nodes is not None else None
     if training.job.script is not None and (half := half_told(training.job.script, training.ladder[0].candidate)):
         say(half)
     say(
@@ -110,10 +110,10 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: 
         say=say,
         threads=training.threads,
     )
-    if ground is not None:
-        ground = dataclasses.replace(ground, who=who, cancelled=lambda: supervisor.stopped, echo=True)
-    with lock_gpus(found, who, say) if ground is None else nullcontext():  # agents lock their own GPUs
-        summary = supervisor.run(ground)
+    if cluster is not None:
+        cluster = dataclasses.replace(cluster, who=who, cancelled=lambda: supervisor.stopped, echo=True)
+    with lock_gpus(found, who, say) if cluster is None else nullcontext():  # agents lock their own GPUs
+        summary = supervisor.run(cluster)
     _write_page(summary, training, found, say)
     return summary
 
@@ -317,7 +317,7 @@ class Launched:
     # -- the batch ---------------------------------------------------------------------------------------------------
 
     def _about_batch(self, asked: int | str | None, config: dict[str, Any] | None) -> list[str]:
-        target, tuned = self.script.target, self.winner.micro_batch * self.winner.accumulation * self.job.ranks
+        target, tuned = self.script.target, self.winner.micro_batch * self.winner.accumulation * self.job.data_ranks
         if asked not in (None, FREE, tuned):
             raise UserError(
                 f"--global-batch-size {asked}: study {self.study} was tuned for {tuned} samples per optimizer step. Give that, "

@@ -17,7 +17,7 @@ from autotune.errors import Stopped, UserError
 from autotune.executors.base import Effort, Executor
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.faults import own_facts, warnings
-from autotune.problem.job import Job, Script
+from autotune.problem.job import SEQUENCE_RANKS, Job, Script
 from autotune.problem.knobs import Circumstances, steps_on_gpu
 from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
@@ -32,6 +32,7 @@ from autotune.script.profile import (
     EARLIER,
     KEPT,
     OPS,
+    SEEDS,
     SPLIT,
     TOKENS,
     TORCHS,
@@ -150,7 +151,7 @@ def _checked(
     seconds: float,
     say: Callable[[str], None],
 ) -> Probe:
-    """Return the findings of a first run, and of the runs that follow it: noise, flags, another batch.
+    """Return the findings of a first run, and of the runs that follow it: flags, another batch, noise.
 
     Args:
         executor: runs the script.
@@ -182,14 +183,17 @@ def _checked(
         )
     elif profile["checkpointed"] and not profile["checkpointing"]:
         say("the script's activation checkpointing cannot be switched off and stays on")
+    runs = ShortRuns(executor, seconds)
+    seeds = {SEEDS: facts[SEEDS]} if measured is not None and facts.get(SEEDS) else {}
+    profile |= seeds
     if measured is not None:
-        profile |= flags_found(executor, dataclasses.replace(script, profile=profile), facts, seconds)
+        profile |= flags_found(runs, dataclasses.replace(script, profile=profile), facts)
         for line in _lines_of_flags(profile, _integers(script, facts)):
             say(line)
     varies = bool(facts.get("counted_by"))  # its steps have other rows each, and another loss
     reference = measured.trace if measured is not None and not varies else None
     least = thrifty(facts.get("optimizer", ""), executor.hardware.device) if measured is None else None
-    check = check_batch(executor, _mapped(script, profile), seconds, reference, least)
+    check = check_batch(runs, _mapped(script, profile), reference, least)
     note = check.note
     if note:
         say(f"{note}; its batch is kept, and everything else is tuned")
@@ -200,7 +204,12 @@ def _checked(
     used = facts.get(SOURCES, ())
     profile[SOURCES] = digests([*([script.path] if script.path else []), *used], script.cwd)
     if measured is not None:
-        trace = check.reference or _with_noise_floor(executor, measured.trace, seconds)
+        trace = check.reference or _with_noise_floor(runs, dataclasses.replace(script, profile=seeds), measured.trace)
+        if runs.repeats_seeds:
+            say(f"{script.name} seeds by the time or its process: trials repeat the seeds of its first run")
+            profile |= seeds
+        else:
+            profile.pop(SEEDS, None)
         measured = dataclasses.replace(_counted_as(measured, facts, profile), trace=trace)
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
     kept |= {"ran_out": ran_out.to_json()} if ran_out else {}
@@ -290,16 +299,16 @@ def _batch(facts: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any
     return read({**facts, "micro_batch": 1, "accumulation": 1, "said": {}})
 
 
-def _with_noise_floor(executor: Executor, trace: TrainingTrace | None, seconds: float) -> TrainingTrace | None:
+def _with_noise_floor(runs: ShortRuns, script: Script, trace: TrainingTrace | None) -> TrainingTrace | None:
     """Return the probe run's trace with its noise floor.
 
     A second run of the same config draws other random numbers from its first forward on (dropout, noise). It is left
     out for a script that draws none there.
     """
-    if trace is None or not trace.draws:
+    if trace is None or not trace.draws or not runs.left:
         return trace
-    with closing(executor.session(Candidate(()), "probe-noise")) as session:
-        again = session.measure(Candidate(()), dataclasses.replace(_TRACED_STEPS, reseed=True), seconds)
+    job = dataclasses.replace(runs.executor.job, script=script)
+    again, _ = runs.run(Candidate(()), "probe-noise", dataclasses.replace(_TRACED_STEPS, reseed=True), job)
     return trace if again.trace is None else dataclasses.replace(trace, floor=floor_of(trace, again.trace))
 
 
@@ -450,7 +459,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
         )
     }
     # These are stored only if present, so that studies of earlier versions keep the same job.
-    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK)
+    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK, SEQUENCE_RANKS)
     named = ("lightning", "optimizer", "spellings", "variables", "beside", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
     if facts.get("evaluating"):  # transformers' layers do not checkpoint in evaluation mode
@@ -502,22 +511,74 @@ def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:
     return dataclasses.replace(space, knobs=knobs)
 
 
+# -- short runs after the probe run ------------------------------------------------------------------------------------
+
+_MOST_RUNS = 2
+
+
+class ShortRuns:
+    """Short runs of a script after its probe run, of which a study makes at most two.
+
+    The first ones find the flags that carry the batch, and the next ones check another batch, which also shows the noise.
+    Later trials find what a check that was left out would have shown: each compares its own batch and trace.
+
+    Args:
+        executor: runs the script.
+        seconds: limit of each run.
+    """
+
+    def __init__(self, executor: Executor, seconds: float) -> None:
+        self.executor, self.left, self._seconds = executor, _MOST_RUNS, seconds
+        self.repeats_seeds = False  # the script named other seeds than in its first run
+
+    def run(
+        self, candidate: Candidate, name: str, effort: Effort, job: Job | None = None
+    ) -> tuple[Outcome, dict[str, Any]]:
+        """Return the outcome and the facts of a run.
+
+        Raises:
+            Stopped: the user stopped the tuner.
+        """
+        self.left -= 1
+        with closing(self.executor.session(candidate, name, job=job)) as session:
+            outcome = session.measure(candidate, effort, self._seconds)
+        if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
+            raise Stopped("stopped during the checks of the script's batch size")
+        self.repeats_seeds |= bool(session.facts.get("repeats_seeds"))
+        return outcome, dict(session.facts)
+
+
 # -- flags that carry the batch ----------------------------------------------------------------------------------------
 #
-# Find flags without `--map`. Each integer flag with the value of the micro-batch or the accumulation gets another value, all in
-# one short run of the script. The batch of its steps then shows the role of each flag. If none carries the micro-batch, flags
-# with the value of a product (a batch over all ranks, or a whole step's) are tried in the same way.
+# Find flags without `--map`. Each integer flag with the value of the micro-batch or the accumulation gets another value, as does
+# each flag with the value of a product (a batch over all ranks, or a whole step's), all in one short run of the script. The
+# batch of its steps then shows the role of each flag.
 
 _NAMED = {MICRO_BATCH: "micro-batch", ACCUMULATION: "accumulation"}
 _OWN = ("micro_batch", "accumulation")  # keys of a profile
 _MOST_FLAGS = 6  # flags that get another value at once
-_TIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)  # multiples, of which at least one is free for each flag
+_TIMES = (
+    0.5,
+    2,
+    0.25,
+    3,
+    5,
+    7,
+    11,
+    13,
+    17,
+    19,
+    23,
+    29,
+)  # of a flag's own value, of which at least one is free for each
 
 
-def flags_found(executor: Executor, script: Script, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
+def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the flags that carry the micro-batch or the accumulation, of those that no known flag carries, as a profile.
 
     Args:
+        runs: short runs that are left.
+        script: the script, with its profile.
         facts: of the probe run.
 
     Returns:
@@ -533,26 +594,46 @@ def flags_found(executor: Executor, script: Script, facts: dict[str, Any], secon
     wanted = [knob for knob in own if not carries_knob(script, knob)]
     taken = {*dict(script.flags).values(), *LOCAL_RANK_FLAGS}
     integers = {flag: value for flag, value in _integers(script, facts).items() if flag not in taken}
-    found: dict[str, Any] = {}
+    products = _Products.of(runs.executor.hardware.count, own, facts, integers) if MICRO_BATCH in wanted else None
+    for options, of_products in _attempts(own, wanted, integers, products.options if products else {}):
+        if not runs.left:
+            break
+        changed = _other_values(options, of_products, own[MICRO_BATCH])
+        now = _batch_with(runs, script, facts, changed)
+        if now is None:
+            continue
+        carriers = {knob: [flag for flag in options if changed[flag] == now[knob] != own[knob]] for knob in wanted}
+        found: dict[str, Any] = {FOUND: {knob: flags[0] for knob, flags in carriers.items() if len(flags) == 1}}
+        if products is not None and MICRO_BATCH not in found[FOUND]:
+            more = products.roles({flag: changed[flag] for flag in of_products}, now)
+            found = {**more, FOUND: {**found[FOUND], **more.get(FOUND, {})}}
+        return {key: value for key, value in found.items() if value}
+    return {}
+
+
+def _attempts(
+    own: dict[str, int], wanted: list[str], integers: dict[str, int], products: dict[str, int]
+) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
+    """Yield flags to change in one run, those with the value of a knob and those of a product; the most first.
+
+    Args:
+        own: values of the knobs.
+        wanted: knobs that no known flag carries.
+        integers: values of all flags.
+        products: flags with the value of a product.
+    """
+    tried = []
     # An accumulation of 1 alone would try each flag that happens to be 1.
-    for knobs in (wanted, wanted[:1]) if len(wanted) > 1 else (wanted,):
+    for knobs, others in ((wanted, products), (wanted[:1], products), (wanted, {}), (wanted[:1], {}), ([], products)):
         options = {flag: value for flag, value in integers.items() if value in [own[knob] for knob in knobs]}
         if len(options) > _MOST_FLAGS:  # a file of data has many
             options = {flag: value for flag, value in options.items() if flag.startswith("-")}
-        if (MICRO_BATCH in knobs and own[MICRO_BATCH] not in options.values()) or not 0 < len(options) <= _MOST_FLAGS:
-            continue
-        changed = _other_values(options, halves=True)
-        now = _batch_with(executor, script, facts, changed, seconds)
-        if now is not None:
-            carriers = {
-                knob: [flag for flag, value in changed.items() if value == now[knob] != own[knob]] for knob in knobs
-            }
-            found = {FOUND: {knob: flags[0] for knob, flags in carriers.items() if len(flags) == 1}}
-            break
-    if MICRO_BATCH in wanted and MICRO_BATCH not in found.get(FOUND, {}):
-        more = _products_found(executor, _mapped(script, {**seen, **found}), facts, integers, seconds)
-        found = {**more, FOUND: {**found.get(FOUND, {}), **more.get(FOUND, {})}}
-    return {key: value for key, value in found.items() if value}
+        beside = {flag: value for flag, value in others.items() if flag not in options}
+        finds = beside or MICRO_BATCH not in wanted or own[MICRO_BATCH] in options.values()
+        attempt = (options, beside)
+        if finds and 0 < len(options) + len(beside) <= _MOST_FLAGS and attempt not in tried:
+            tried.append(attempt)
+            yield attempt
 
 
 def _integers(script: Script, facts: dict[str, Any]) -> dict[str, int]:
@@ -563,67 +644,74 @@ def _integers(script: Script, facts: dict[str, Any]) -> dict[str, int]:
     return {**integers_in_files(script), **integers_in_words(script.argv), **facts.get("integers", {})}
 
 
-def _products_found(
-    executor: Executor, script: Script, facts: dict[str, Any], integers: dict[str, int], seconds: float
-) -> dict[str, Any]:
-    """Return the flags whose value is a product with the micro-batch, as keys of a profile.
+@dataclasses.dataclass(frozen=True)
+class _Products:
+    """Flags whose value may be a product with the micro-batch: the samples or tokens of a micro-batch or a step."""
 
-    Such a flag counts the samples or tokens of a micro-batch or of a step, on one rank or on all. Flags with the value of the
-    accumulation are changed too, because a script may divide a whole step's batch by it.
-    """
-    ranks, micro_batch, accumulation = executor.hardware.count, *(script.profile[key] for key in _OWN)
-    integers = {flag: value for flag, value in integers.items() if flag.startswith("-")}
-    tokens, step = int(facts.get("widest", 1)), micro_batch * accumulation
-    units = {1, ranks, tokens, ranks * tokens}
-    micros, steps = (
-        {micro_batch * unit for unit in units} - {micro_batch},
-        {step * unit for unit in units} - {micro_batch},
-    )
-    options = {flag: value for flag, value in integers.items() if value in micros | steps}
-    divisors = {
-        flag: value
-        for flag, value in integers.items()
-        if value == accumulation > 1 and flag not in options and not carries_knob(script, ACCUMULATION)
-    }
-    for beside in (divisors, {}) if divisors else ({},):
-        if not 0 < len(options) + len(beside) <= _MOST_FLAGS or not options:
-            return {}
-        changed = _other_values(beside)
-        common = math.prod(value // beside[flag] for flag, value in changed.items()) if beside else 1
-        changed |= {flag: value * common for flag, value in _other_values(options, halves=not beside).items()}
-        now = _batch_with(executor, script, facts, changed, seconds)
-        if now is None:
-            continue
-        dividing = [flag for flag in beside if changed[flag] == now[ACCUMULATION] != accumulation]
-        found: dict[str, Any] = {FOUND: {ACCUMULATION: dividing[0]} if len(dividing) == 1 else {}}
+    micro_batch: int
+    step: int  # samples of a rank's step
+    micros: frozenset[int]  # values of a micro-batch, of one rank or all, in samples or tokens
+    steps: frozenset[int]  # values of a step
+    options: dict[str, int]
 
+    @classmethod
+    def of(cls, ranks: int, own: dict[str, int], facts: dict[str, Any], integers: dict[str, int]) -> _Products:
+        """Return the flags among these integers."""
+        micro_batch, step = own[MICRO_BATCH], own[MICRO_BATCH] * own[ACCUMULATION]
+        tokens = int(facts.get("widest", 1))
+        units = {1, ranks, tokens, ranks * tokens}
+        micros = frozenset(micro_batch * unit for unit in units) - {micro_batch}
+        steps = frozenset(step * unit for unit in units) - {micro_batch}
+        options = {flag: value for flag, value in integers.items() if flag.startswith("-") and value in micros | steps}
+        return cls(micro_batch, step, micros, steps, options)
+
+    def roles(self, changed: dict[str, int], now: dict[str, float]) -> dict[str, Any]:
+        """Return the roles of changed flags as keys of a profile, by the batch of a run with them."""
+        times = {flag: value / self.options[flag] for flag, value in changed.items()}
         now_step = now[MICRO_BATCH] * now[ACCUMULATION]
-        times = {flag: value / options[flag] for flag, value in changed.items() if flag in options}
         of_micro = [
-            flag for flag in options if options[flag] in micros and times[flag] == now[MICRO_BATCH] / micro_batch
+            flag
+            for flag in changed
+            if self.options[flag] in self.micros and times[flag] == now[MICRO_BATCH] / self.micro_batch
         ]
-        if now[MICRO_BATCH] != micro_batch and len(of_micro) == 1:
-            multiple = options[of_micro[0]] // micro_batch
-            return {FOUND: {MICRO_BATCH: of_micro[0], **found[FOUND]}, TIMES: {MICRO_BATCH: multiple}}
-        of_step = [flag for flag in options if options[flag] in steps and times[flag] == now_step / step]
-        return {**found, PRODUCTS: {flag: options[flag] for flag in of_step if now_step != step}}
-    return {}
+        if now[MICRO_BATCH] != self.micro_batch and len(of_micro) == 1:
+            multiple = self.options[of_micro[0]] // self.micro_batch
+            return {FOUND: {MICRO_BATCH: of_micro[0]}, TIMES: {MICRO_BATCH: multiple}}
+        of_step = [flag for flag in changed if self.options[flag] in self.steps and times[flag] == now_step / self.step]
+        return {PRODUCTS: {flag: self.options[flag] for flag in of_step if now_step != self.step}}
 
 
-def _other_values(options: dict[str, int], *, halves: bool = False) -> dict[str, int]:
-    """Return another value for each flag: multiples of its own that are distinct from all others.
+def _other_values(options: dict[str, int], products: dict[str, int], micro_batch: int) -> dict[str, int]:
+    """Return another value for each flag, distinct from all others; the smallest values first, which need least memory.
 
     Args:
         options: values by flag.
-        halves: take half the value of a single flag, which needs least memory.
+        products: values by flag. Each gets a multiple of its own, another one than the others, so that a script can still
+            divide it by any of the options.
+        micro_batch: of the script. No product makes it the new value of an option.
     """
-    if halves and len(options) == 1 and (only := next(iter(options.values()))) % 2 == 0:
-        return dict.fromkeys(options, only // 2)
     changed: dict[str, int] = {}
+    taken = {*options.values(), *products.values()}
     for flag, value in options.items():
-        taken = {*changed.values(), *options.values()}
-        changed[flag] = next(value * times for times in _TIMES if value * times not in taken)
+        changed[flag] = next(int(value * times) for times in _TIMES if _is_free(value * times, taken))
+        taken.add(changed[flag])
+    ratios = {changed[flag] / value for flag, value in options.items()}
+    common = math.lcm(*(int(ratio) for ratio in ratios if ratio > 1))
+    own = {*changed.values()}
+    multiples = [common * times for times in (1, *_TIMES) if common * times > 1 or (times == 0.5 and not options)]
+    for flag, value in products.items():
+        at = next(
+            at
+            for at, times in enumerate(multiples)
+            if _is_free(value * times, taken) and own.isdisjoint(micro_batch * times / by for by in (1, *ratios))
+        )
+        changed[flag] = int(value * multiples.pop(at))
+        taken.add(changed[flag])
     return changed
+
+
+def _is_free(value: float, taken: set[int]) -> bool:
+    return value == int(value) > 0 and value not in taken
 
 
 def _lines_of_flags(profile: dict[str, Any], integers: dict[str, int]) -> Iterator[str]:
@@ -637,7 +725,7 @@ def _lines_of_flags(profile: dict[str, Any], integers: dict[str, int]) -> Iterat
 
 
 def _batch_with(
-    executor: Executor, script: Script, facts: dict[str, Any], flags: dict[str, int], seconds: float
+    runs: ShortRuns, script: Script, facts: dict[str, Any], flags: dict[str, int]
 ) -> dict[str, float] | None:
     """Return the batch of the script's own steps with these values of its flags, by knob; None if it does not run with them."""
     argv = list(script.argv)
@@ -647,12 +735,8 @@ def _batch_with(
         argv = with_flag(argv, flag, flags[flag])
     named = with_declared_files(dataclasses.replace(script, flags=(*script.flags, *((name, name) for name in tried))))
     typed = dataclasses.replace(script, argv=tuple(argv), files=named.files, profile={TRIED: tried} if tried else {})
-    job = dataclasses.replace(executor.job, script=typed)
-    with closing(executor.session(Candidate(()), "probe-flags", job=job)) as session:
-        outcome = session.measure(Candidate(()), _TWO_STEPS, seconds)
-    if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
-        raise Stopped("stopped before it was known which flags carry the script's batch")
-    now = session.facts
+    job = dataclasses.replace(runs.executor.job, script=typed)
+    outcome, now = runs.run(Candidate(()), "probe-flags", _TWO_STEPS, job)
     if not outcome.ok or not now.get("rows") or not now.get("micros"):
         return None
     rows_of_one = facts["rows"] / (facts["micros"] * script.profile["micro_batch"])
@@ -664,7 +748,6 @@ def _batch_with(
 # Batch check: run a user's script with another batch before the search, to see that it honours a batch size.
 
 _TWO_STEPS = Effort(min_steps=2, max_steps=2, min_seconds=0.0)
-_MOST_TRIES = 2  # batches that the script may refuse before its own is kept
 _AVERAGES = "--average_tokens_across_devices True averages the loss over the tokens of all ranks, however they are cut"
 _MOST_TIMES = 4  # multiple of the script's micro-batch that is assumed to fit in memory
 
@@ -678,18 +761,16 @@ class BatchCheck:
 
 
 def check_batch(
-    executor: Executor,
-    script: Script,
-    seconds: float,
-    reference: TrainingTrace | None = None,
-    least: Candidate | None = None,
+    runs: ShortRuns, script: Script, reference: TrainingTrace | None = None, least: Candidate | None = None
 ) -> BatchCheck:
     """Check that the script honours another batch, and trains the same on it.
 
-    A run on another cut of the batch also draws other random numbers. If its differences scatter around zero, they are
-    the noise floor. Only systematic ones need a second run of the script's own config, to tell a cut from noise.
+    A run on another cut of the batch also draws other random numbers. Its differences from the probe run are the noise, if
+    they scatter around zero, and an effect of the cut, if they do not.
 
     Args:
+        runs: short runs that are left. Without one, the trials of the search check their own batch.
+        script: the script, with its profile.
         reference: trace of the probe run. A loss that depends on the cut of the batch, or a schedule that counts
             micro-batches, differs from it.
         least: settings with minimal memory, for a script that does not fit with its own.
@@ -705,16 +786,19 @@ def check_batch(
     own = own_candidate(script)
     if least is not None:
         own = least.but(**{MICRO_BATCH: own.micro_batch, ACCUMULATION: own.accumulation})
+    job = dataclasses.replace(job_of(script, runs.executor.hardware, None), interpreter=runs.executor.job.interpreter)
     refused: list[tuple[Candidate, Outcome]] = []
-    for number, other in enumerate(others(own)[:_MOST_TRIES], 1):
-        outcome = _told(executor, script, other, f"probe-batch-{number}", seconds)
+    for number, other in enumerate(others(own)[: runs.left], 1):
+        outcome, _ = runs.run(other, f"probe-batch-{number}", _TRACED_STEPS, job)
         unknown = outcome.kind.is_oom or not outcome.kind.is_attributable_to_candidate
         if outcome.ok and reference is not None and outcome.trace is not None:
-            return _compared(executor, script, seconds, reference, other, outcome.trace)
+            return _compared(script, reference, other, outcome.trace)
         if outcome.ok or (unknown and not refused):
             return BatchCheck()
         if not unknown:
             refused.append((other, outcome))
+    if not refused:
+        return BatchCheck()
     other, first = refused[0]
     if first.source is not Source.BATCH:
         return BatchCheck(f"told another batch ({other}), {script.target} fails: {first.reason}")
@@ -725,17 +809,12 @@ def check_batch(
     return BatchCheck(first.reason)
 
 
-def _compared(
-    executor: Executor, script: Script, seconds: float, reference: TrainingTrace, other: Candidate, trace: TrainingTrace
-) -> BatchCheck:
+def _compared(script: Script, reference: TrainingTrace, other: Candidate, trace: TrainingTrace) -> BatchCheck:
     """Return the findings of a run on another cut of the script's batch."""
-    own, floor = own_candidate(script), floor_of_cut(reference, trace)
+    own = own_candidate(script)
     if not same_rows(reference, trace):  # drawn from what no seed reaches, such as the time
         reference = dataclasses.replace(reference, draws=True)
-    if floor is not None:
-        reference = dataclasses.replace(reference, floor=floor)
-    else:
-        reference = _with_noise_floor(executor, reference, seconds) or reference
+    reference = dataclasses.replace(reference, floor=floor_of_cut(reference, trace))
     found = compare(reference, own, trace, other)
     averages = f"; {_AVERAGES}" if script.profile.get(BY_RANK) and found.cause == MICRO_BATCH else ""
     return BatchCheck(f"{found.text}{averages}" if found.verdict is Verdict.DIFFERS else "", reference)
@@ -763,13 +842,3 @@ def others(own: Candidate) -> list[Candidate]:
 def _samples(candidate: Candidate) -> int:
     """Return the samples of one rank's step."""
     return candidate.micro_batch * candidate.accumulation
-
-
-def _told(executor: Executor, script: Script, other: Candidate, name: str, seconds: float) -> Outcome:
-    """Return the outcome of a few steps of the script with this batch."""
-    job = dataclasses.replace(job_of(script, executor.hardware, None), interpreter=executor.job.interpreter)
-    with closing(executor.session(other, name, job=job)) as session:
-        outcome = session.measure(other, _TRACED_STEPS, seconds)
-    if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
-        raise Stopped("stopped during the check of the script's batch size")
-    return outcome

@@ -38,7 +38,8 @@ class TrainingTrace:
     accumulation: int  # of the engine's config; a script may run more backwards
     draws: bool = False  # random numbers were drawn between the first forward and the last traced step
     missing: str = ""  # why a quantity was not seen
-    weights: float | None = None  # mean square of sampled weights before the first step
+    # projections of sampled weights before the first step, divided by the root of their sum of squares; empty if unknown
+    initial: tuple[float, ...] = ()
     # relative difference between two runs of the user's own config, by quantity; only in the trace of the probe run
     floor: dict[str, float] = field(default_factory=dict)
 
@@ -61,7 +62,6 @@ class TrainingTrace:
         first = told[0]
         length = min(len(one["steps"]) for one in told)
         steps = tuple(_merged([one["steps"][at] for one in told]) for at in range(length))
-        square, elements = (sum(one.get("weights", (0.0, 0))[at] for one in told) for at in (0, 1))
         return cls(
             steps,
             first["stage"],
@@ -69,7 +69,7 @@ class TrainingTrace:
             first["accumulation"],
             any(one["draws"] for one in told),
             next((one["missing"] for one in told if one["missing"]), ""),
-            square / elements if elements else None,
+            _initial([one.get("weights", ()) for one in told]),
         )
 
     @classmethod
@@ -77,12 +77,24 @@ class TrainingTrace:
         """Read the output of `dataclasses.asdict`; fields of a newer version are dropped."""
         known = _of(cls, data)
         steps = (_of(TracedStep, step) for step in data["steps"])
+        known["initial"] = tuple(known.get("initial", ()))
         return cls(**{**known, "steps": tuple(TracedStep(**{**s, "rates": tuple(s["rates"])}) for s in steps)})
 
 
 def _of(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
     names = {one.name for one in dataclasses.fields(kind)}
     return {name: value for name, value in data.items() if name in names}
+
+
+def _initial(ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Merge the projections of all ranks, which hold parts of the weights or copies of all."""
+    if not all(ranks):
+        return ()
+    square, elements, _, *projections = (math.fsum(each) for each in zip(*ranks, strict=True))
+    copies = elements / ranks[0][2] if ranks[0][2] else 0.0
+    if not copies or not copies.is_integer() or not square:  # some parts were not seen
+        return ()
+    return tuple(one / copies / math.sqrt(square / copies) for one in projections)
 
 
 def _merged(ranks: Sequence[Mapping[str, Any]]) -> TracedStep:

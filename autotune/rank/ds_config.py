@@ -20,6 +20,7 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lion": {"type": "Lion", "params": {"lr": 1e-6}},
     "sgd": {"type": "SGD", "params": {"lr": 1e-5, "momentum": 0.9}},
     "adagrad": {"type": "Adagrad", "params": {"lr": 1e-5}},
+    "muon": {"type": "Muon", "params": {"lr": 1e-3}},
 }
 MOST_SCALE_POWER = 8  # cap of a dynamic loss scale's initial power in trials; exported configs keep their own
 QUIET = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning", "dump_state")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import secrets
 import sys
 import uuid
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 _MOST_WATCHED = 64  # generators; a data set may make one for each sample
+_MOST_SEEDS = 64  # that a script names; a data set may name one for each sample
 # Modules with a generator for names of files. Such names must differ between trials, which share caches and /dev/shm:
 # multiprocessing gives up after 100 names of semaphores that exist, and `datasets` loads a cache file that has the name.
 _NAMING = ("tempfile", "datasets.fingerprint")
+_LIBRARIES = {"autotune", "random", "torch", "numpy"}  # whose frames do not tell places of a script apart
 
 
 class _Patches(Protocol):
@@ -31,16 +34,30 @@ class RandomState:
     """Random state of one rank.
 
     Once installed, its seed is the only source of default seeds: `random.Random()`, `torch.seed()`,
-    `torch.Generator().seed()`, `numpy.random.default_rng()`, `secrets` and `os.urandom` no longer draw from the kernel.
-    Seeds that a script computes from the time or a process id stay different.
+    `torch.Generator().seed()`, `numpy.random.default_rng()`, `secrets.randbits` and `os.urandom` no longer draw from the
+    kernel. Names and tokens (`uuid4`, `secrets.token_hex`, `secrets.choice`) still do. Seeds that the script names before
+    its first forward are recorded in its first run and repeated in the next ones, because the script may compute them from
+    the time, a process id, a hash or a UUID.
 
     Args:
         rank: number of the rank.
+        named: `named` of the script's first run.
+
+    Attributes:
+        named: the first seeds that the script named, each with its place in the code.
+        repeats: the script named another seed than in its first run.
     """
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, named: Sequence[Sequence[Any]] = ()) -> None:
         self._rank, self._seed, self._pid = rank, 0, os.getpid()
         self._entropy = random.Random(f"0.{rank}")
+        self.named: list[list[Any]] = []
+        self.repeats = False
+        self._before_engine: int | None = None  # number of seeds
+        self._is_scripts, self._first_pid = True, os.getpid()  # False while this class seeds, and after `leave_seeds`
+        self._known: dict[str, deque[Any]] = {}
+        for place, seed in named:
+            self._known.setdefault(place, deque()).append(seed)
         # last generators of torch and numpy that the script has made; numpy's allow no weak reference
         self._own: deque[Any] = deque(maxlen=_MOST_WATCHED)
         self._made = 0  # number of all of them
@@ -51,10 +68,12 @@ class RandomState:
         import torch
 
         self._seed, self._entropy = seed, random.Random(f"{seed}.{self._rank}")
+        self._is_scripts = False
         torch.manual_seed(seed)
         random.seed(seed * 1_000_003 + self._rank)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed((seed * 1_000_003 + self._rank) % 2**32)
+        self._is_scripts = True
 
     def reseed(self, seed: int) -> None:
         """Give other numbers to all generators, also to those that the script has made and seeded.
@@ -64,6 +83,7 @@ class RandomState:
         import torch
 
         self._seed, self._entropy = seed, random.Random(f"{seed}.{self._rank}")
+        self.leave_seeds()
         torch.manual_seed(seed)
         random.seed(_next_seed(seed, random.getstate()))
         if (numpy := sys.modules.get("numpy")) is not None:
@@ -75,10 +95,10 @@ class RandomState:
             else:
                 one.bit_generator.state = type(one.bit_generator)(number).state
 
-    # -- default seeds -----------------------------------------------------------------------------------------------
+    # -- seeds ---------------------------------------------------------------------------------------------------------
 
     def install(self, patches: _Patches) -> None:
-        """Take the place of the kernel's random numbers, and note the generators that the script makes."""
+        """Take the place of the kernel's random numbers, and note the seeds that the script names and its generators."""
         import torch
 
         kernel = os.urandom
@@ -87,31 +107,46 @@ class RandomState:
             return self._bytes(count)
 
         def seed_python(original: Callable[..., Any], made: Any, /, a: Any = None, *args: Any, **kwargs: Any) -> None:
-            if a is None:
-                a = kernel(16) if _caller(3) in _NAMING else self._number()  # called by `wrap`, by `Random.__init__`
-            original(made, a, *args, **kwargs)
+            naming = a is None and _caller(3) in _NAMING  # called by `wrap`, by `Random.__init__`
+            number = kernel(16) if naming else self._number() if a is None else self._repeated(a)
+            original(made, number, *args, **kwargs)
 
         def seed_default(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-            if all(one is None for one in (*args[:1], kwargs.get("a"), kwargs.get("seed"))):
-                original(self._number() % 2**32)
+            named = [name for name in ("a", "seed") if kwargs.get(name) is not None]
+            if args and args[0] is not None:
+                original(self._repeated(args[0]), *args[1:], **kwargs)
+            elif named:
+                original(*args, **{**kwargs, named[0]: self._repeated(kwargs[named[0]])})
             else:
-                original(*args, **kwargs)
+                original(self._number() % 2**32)
+
+        def seed_all(original: Callable[..., Any], /, seed: Any) -> Any:
+            return original(self._repeated(seed))
 
         def seed_torch(_: Any, /) -> int:
             torch.manual_seed(number := self._number())
             return number
 
-        def noted(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            return self._note(original(*args, **kwargs))
+        def noted(original: Callable[..., Any], /, seed: Any = None) -> Any:
+            return self._note(original(seed if seed is None else self._repeated(seed)))
 
         patches.wrap(os, "urandom", urandom)
         patches.wrap(random, "_urandom", urandom)  # read by `SystemRandom`, `secrets` and numpy's `SeedSequence`
-        # Names by uuid must differ between trials that share a folder.
+        # Names by uuid and tokens must differ between trials that share a folder. numpy takes its seeds from `secrets.randbits`.
         patches.wrap(uuid, "uuid4", lambda _, /: uuid.UUID(bytes=kernel(16), version=4))
+        patches.wrap(
+            secrets,
+            "token_bytes",
+            lambda _, /, nbytes=None: kernel(secrets.DEFAULT_ENTROPY if nbytes is None else nbytes),
+        )
+        patches.wrap(secrets, "choice", lambda _, /, seq: seq[int.from_bytes(kernel(8), "big") % len(seq)])
         patches.wrap(random.Random, "seed", seed_python)
         patches.wrap(random, "seed", seed_default)
         for owner in (torch, torch.random):
             patches.wrap(owner, "seed", seed_torch)
+            patches.wrap(owner, "manual_seed", seed_all)
+        for name in ("manual_seed", "manual_seed_all"):
+            patches.wrap(torch.cuda, name, seed_all)
         patches.replace(torch, "Generator", self._generator_class())
         if (numpy := sys.modules.get("numpy")) is not None:
             patches.wrap(numpy.random, "seed", seed_default)
@@ -128,6 +163,34 @@ class RandomState:
 
     def _number(self) -> int:
         return int.from_bytes(self._bytes(8), "big") >> 1  # 63 bits, which torch's seeds may have
+
+    def _repeated(self, seed: Any) -> Any:
+        """Return the seed that the script named at this place in its first run; without one, this seed."""
+        theirs = self._is_scripts and os.getpid() == self._first_pid  # workers of a data loader have seeds of their own
+        if not theirs or not isinstance(seed, int | float | str):
+            return seed
+        place = _place()
+        if len(self.named) < _MOST_SEEDS:
+            self.named.append([place, seed])
+        known = self._known.get(place)
+        if not known:
+            return seed
+        first = known.popleft()
+        self.repeats = self.repeats or first != seed
+        return first
+
+    def note_engine(self) -> None:
+        """Take seeds from now on for those of rows that the script reads, unless one place names only one."""
+        self._before_engine = len(self.named) if self._before_engine is None else self._before_engine
+
+    def leave_seeds(self) -> None:
+        """Record and repeat no seed that the script names from now on."""
+        self._is_scripts = False
+        before = self.named[: self._before_engine]
+        later = self.named[len(before) :]
+        times = Counter(place for place, _ in later)
+        self.named = [*before, *([place, seed] for place, seed in later if times[place] == 1)]
+        self._before_engine = len(self.named)
 
     def _note(self, generator: Any) -> Any:
         self._made += 1
@@ -149,16 +212,21 @@ class RandomState:
         def made(generator: Any, *_: Any, **__: Any) -> None:
             self._note(generator)
 
+        def manual_seed(generator: Any, seed: Any) -> Any:
+            return original.manual_seed(generator, self._repeated(seed))
+
         def seed(generator: Any) -> int:
-            generator.manual_seed(number := self._number())
+            original.manual_seed(generator, number := self._number())
             return number
 
-        return _Instances("Generator", (original,), {"__init__": made, "seed": seed, "__module__": "torch"})
+        methods = {"__init__": made, "manual_seed": manual_seed, "seed": seed, "__module__": "torch"}
+        return _Instances("Generator", (original,), methods)
 
     # -- draws -------------------------------------------------------------------------------------------------------
 
     def mark(self) -> None:
-        """Remember the states of all generators, for `has_drawn`."""
+        """Remember the states of all generators at the first forward, for `has_drawn`."""
+        self.leave_seeds()
         self._marked = self._made, [(one, _state(one)) for one in self._own], _global_states()
 
     def has_drawn(self) -> bool:
@@ -178,6 +246,14 @@ def _caller(steps: int) -> str:
             return ""
         frame = frame.f_back
     return str(frame.f_globals.get("__name__", ""))
+
+
+def _place() -> str:
+    """Return the file and line of the call of a library's seed function."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _next_seed(seed: int, state: Any) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NoReturn
 
 from autotune.errors import Cause, Unusable
@@ -20,7 +21,7 @@ from autotune.problem.outcome import Phase
 from autotune.rank import measure
 from autotune.rank.base import EXIT_REPORTED, BaseRank, leave
 from autotune.rank.hooks import Hooks
-from autotune.rank.hooks.base import Context, Sizes
+from autotune.rank.hooks.base import Context, Patches, Sizes
 from autotune.rank.measure import (
     MeasureRequest,
     certify_save,
@@ -34,7 +35,7 @@ from autotune.rank.measure import (
 from autotune.rank.random_state import RandomState
 from autotune.rank.sandbox import Sandbox
 from autotune.rank.training_trace import TraceRecorder
-from autotune.script.profile import TOKENS, UNCOUNTED, Counted
+from autotune.script.profile import SEEDS, TOKENS, UNCOUNTED, Counted
 from autotune.script.source_digests import SOURCES
 from autotune.workers.protocol import Channel, Message
 
@@ -125,6 +126,8 @@ class ScriptRank(BaseRank):
         self.begin()
         assert self.job.script is not None
         self.script = self.job.script
+        if seeds := self.script.profile.get(SEEDS, [])[self.number : self.number + 1]:
+            self.random_state = RandomState(self.number, *seeds)
         context = Context(
             self.job, self.candidate, self, self.spec["device"], sandbox.files, quiet=True, sandbox=sandbox
         )
@@ -229,6 +232,7 @@ class ScriptRank(BaseRank):
     def entered(self, phase: Phase) -> None:
         """Process the start of a phase; count micro-batches at their first backward."""
         if phase is Phase.INIT:
+            self.random_state.note_engine()
             self.enter(phase)
             self.fault(phase)
             return
@@ -272,6 +276,7 @@ class ScriptRank(BaseRank):
             self.warmup.append(seconds)
             if len(self.warmup) == WARMUP_STEPS:
                 self.warmup = self.average(self.warmup)
+                self.request = request = measure.after_warmup(request, self.warmup)
                 self._go_on(measure.stretch(request, 0.0, 0, max(self.warmup)))
                 self._measuring_began = time.perf_counter()
             return
@@ -351,7 +356,9 @@ class ScriptRank(BaseRank):
     def _compare_clocks(self, request: MeasureRequest) -> None:
         """End the measurement on all ranks at once, or schedule the next comparison."""
         elapsed, steps = self.agree(time.perf_counter() - self._measuring_began), len(self.timed)
-        if request.can_be_beaten and measure.beaten(request, self.average([seconds for seconds, _ in self.timed])):
+        if not measure.holds_another(request, elapsed, elapsed / steps) or (
+            request.can_be_beaten and measure.beaten(request, self.average([seconds for seconds, _ in self.timed]))
+        ):
             self._finish()
         elif not measure.enough(request, elapsed, steps):
             self._go_on(measure.stretch(request, elapsed, steps, elapsed / steps))
@@ -383,6 +390,8 @@ class ScriptRank(BaseRank):
             facts["beside"] = {number: usual(rows) for number, rows in self.rows_beside.items()}
         self.channel.send(
             "measured",
+            seeds=self.random_state.named if self.candidate is None else [],
+            repeats_seeds=self.random_state.repeats,
             step_seconds=self.average([seconds for seconds, _ in self.timed]),
             warmup_steps=WARMUP_STEPS,
             measured_seconds=time.perf_counter() - self._measuring_began,
@@ -424,7 +433,7 @@ _MISSING_DEEPSPEED = (
 )
 
 
-become = partial(measure_as, ScriptRank)  # arguments: address, number
+become = functools.partial(measure_as, ScriptRank)  # arguments: address, number
 
 
 # -- observed training -------------------------------------------------------------------------------------------------
@@ -622,6 +631,10 @@ class SavedTensors:
     """Count the bytes that forwards save for backward, from construction until `close`.
 
     Parameters of the model are not counted, and each storage is counted once.
+
+    Autograd returns what its hooks have seen as other tensors, which lack a parameter's attributes. A function of the script
+    may read them in its backward (ZeRO-3's `ds_status` in TRL, Megatron's `main_grad`), so it saves its tensors without hooks,
+    and they are counted afterwards.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -640,13 +653,35 @@ class SavedTensors:
             return tensor
 
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        self._open, self._inside, self._patches = True, False, Patches()
+        apply: Any = vars(torch.autograd.Function)["apply"]
+
+        @functools.wraps(apply.__func__)
+        def unhooked(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._inside:  # a function within a function, whose graph is not kept
+                return apply.__func__(kind, *args, **kwargs)
+            self._inside = True
+            self._hooks.__exit__(None, None, None)
+            try:
+                found = apply.__func__(kind, *args, **kwargs)
+            finally:
+                self._hooks.__enter__()
+                self._inside = False
+            results = found if isinstance(found, tuple) else (found,)
+            node = next((one.grad_fn for one in results if getattr(one, "grad_fn", None) is not None), None)
+            with suppress(RuntimeError):  # a saved tensor was changed since
+                for tensor in getattr(node, "saved_tensors", ()):
+                    pack(tensor)
+            return found
+
         self._hooks.__enter__()
-        self._open = True
+        self._patches.replace(torch.autograd.Function, "apply", classmethod(unhooked))
 
     def close(self) -> None:
         """Remove the hooks of saved tensors, once."""
         if self._open:
             self._open = False
+            self._patches.undo()
             self._hooks.__exit__(None, None, None)
 
 

@@ -13,6 +13,7 @@ from autotune.rank.random_state import RandomState
 
 _SAMPLED = 16  # parameters, evenly spaced over the model's trained ones
 _ELEMENTS = 512  # of each sampled parameter, evenly spaced over it
+_PROJECTIONS = 8  # of the initial weights
 _OF_A_ROW = 32  # first elements of a row that its digest reads
 _LARGEST = sys.float_info.max  # stands for a value that is not finite, which JSON cannot hold
 
@@ -40,8 +41,8 @@ class TraceRecorder:
         self._in_backward = False
         self._root: Any = None  # tensor on which autograd runs now
         self._sample: list[tuple[Any, Any]] | None = None  # (parameter, positions)
-        self._before: list[Any] | None = None
-        self._initial: list[Any] | None = None  # sampled weights before the first step
+        self._before: list[tuple[Any, Any] | None] | None = None
+        self._initial: list[float] = []  # projections of the sampled weights before the first step, see `_projected`
         self._own_norm: Any = None
         self._skipped = 0
         self._marked = False  # the generators' states at the first forward are known
@@ -139,8 +140,8 @@ class TraceRecorder:
                 norm = _gradient_norm(engine.module)
                 self._own_norm = norm / _loss_scale(engine) if norm is not None else None
             self._before = self._weights(engine)
-            if self._initial is None:
-                self._initial = [one for one in self._before if one is not None]
+            if not self._initial:
+                self._initial = _projected(self._before, sum(len(positions) for _, positions in self._sample))
 
     def _precision(self, engine: Any) -> str:
         from autotune.rank import devices
@@ -162,7 +163,7 @@ class TraceRecorder:
             step["skipped"] = int(getattr(engine, "skipped_steps", 0)) > self._skipped
             after = self._weights(engine) if self._before else None
             if self._before and after:
-                pairs = [(a, b) for a, b in zip(self._before, after, strict=True) if a is not None and b is not None]
+                pairs = [(a[1], b[1]) for a, b in zip(self._before, after, strict=True) if a and b]
                 step["squares"] = [(b - a).square().sum() for a, b in pairs]
                 step["elements"] = sum(int(a.numel()) for a, _ in pairs)
             self._before = None
@@ -170,8 +171,8 @@ class TraceRecorder:
             if not self.records:
                 self._draws = self._random.has_drawn()
 
-    def _weights(self, engine: Any) -> list[Any]:
-        """Return copies of this rank's share of the sampled weights in fp32."""
+    def _weights(self, engine: Any) -> list[tuple[Any, Any] | None]:
+        """Return positions and copies of this rank's share of the sampled weights in fp32."""
         masters = _masters(engine)
         return [_picked(parameter, positions, masters) for parameter, positions in self._sample or ()]
 
@@ -182,10 +183,7 @@ class TraceRecorder:
         return {
             **self._about,
             "draws": self._draws,
-            "weights": [
-                math.fsum(float(one.square().sum()) for one in self._initial or ()),
-                sum(int(one.numel()) for one in self._initial or ()),
-            ],
+            "weights": self._initial,
             "missing": self._missing,
             "steps": [_plain(s) for s in self._steps],
         }
@@ -310,8 +308,27 @@ def _masters(engine: Any) -> dict[int, Any]:
     return found
 
 
-def _picked(parameter: Any, positions: Any, masters: Mapping[int, Any]) -> Any:
-    """Return a copy of the sampled elements that this rank holds in fp32; None if it holds none.
+def _projected(weights: list[tuple[Any, Any] | None], sampled: int) -> list[float]:
+    """Return [sum of squares, elements, sampled elements of all ranks, projections on cosines of their positions...].
+
+    Other draws of the same distribution have other projections, and the same squares. Rounding to 16 bits changes neither.
+    """
+    import torch
+
+    found = torch.zeros(2 + _PROJECTIONS, dtype=torch.float64)
+    frequencies = torch.arange(2, 2 + _PROJECTIONS, dtype=torch.float64).sqrt()
+    for number, one in enumerate(weights):
+        if one is not None:
+            at, values = one[0].double(), one[1].double().cpu()
+            found[0] += values.square().sum()
+            found[1] += values.numel()
+            found[2:] += torch.cos(torch.outer(frequencies, at + 7919 * number)) @ values
+    square, elements, *projections = found.tolist()
+    return [square, elements, sampled, *projections]
+
+
+def _picked(parameter: Any, positions: Any, masters: Mapping[int, Any]) -> tuple[Any, Any] | None:
+    """Return the positions and a copy of the sampled elements that this rank holds in fp32; None if it holds none.
 
     Stages 1 and 2 hold a fragment at an address of the parameter, stage 3 equal parts in the order of the ranks. Source:
     deepspeed 0.19.8, `utils/tensor_fragment.py` and `zero/partition_parameters.py`.
@@ -335,8 +352,8 @@ def _picked(parameter: Any, positions: Any, masters: Mapping[int, Any]) -> Any:
         if part.dtype != torch.float32:  # rounding would hide the update
             return None
     flat = part.detach().reshape(-1)
-    inside = positions[(positions >= at) & (positions < at + flat.numel())] - at
-    return flat.index_select(0, inside.to(flat.device)).clone() if len(inside) else None
+    inside = positions[(positions >= at) & (positions < at + flat.numel())]
+    return (inside, flat.index_select(0, (inside - at).to(flat.device)).clone()) if len(inside) else None
 
 
 def local_part(parameter: Any) -> tuple[Any, int]:

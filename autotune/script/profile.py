@@ -10,7 +10,7 @@ from typing import Any
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.ds_config import SIXTEEN_BITS, in_new_names, read_config, sixteen_bits_enabled
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job, Script, script_text
+from autotune.problem.job import Job, Script, script_text, sequence_ranks
 from autotune.problem.models import ModelSpec
 from autotune.script.script import candidate_of_config, config_path
 
@@ -26,6 +26,7 @@ KEPT = "kept_configs"  # key of a profile: ZeRO settings of accelerate's other p
 BY_HAND = "accumulated_by_hand"
 BY_RANK = "averages_by_rank"  # key of a profile: Trainer averages a loss over each rank's own tokens
 OPS = "ops"  # key of a profile: builders of DeepSpeed's ops that were first seen in the probe run
+SEEDS = "seeds"  # key of a profile: by rank, seeds of the probe run, if the script names other ones in each run
 UNCOUNTED = "the sequences of the script's batches cannot be counted: no tensor is among what its model is given"
 
 _END_TO_END = "its rows are packed end to end, so its micro-batch cannot be checked"
@@ -227,7 +228,9 @@ def loops_by_hand(script: Script) -> bool:
 
 def own_samples(script: Script, ranks: int) -> int:
     """Return the samples per optimizer step over all ranks of the unmodified script; requires a profile."""
-    return int(script.profile["micro_batch"] * script.profile["accumulation"] * ranks)
+    return int(
+        script.profile["micro_batch"] * script.profile["accumulation"] * (ranks // sequence_ranks(script.profile))
+    )
 
 
 def own_candidate(script: Script) -> Candidate:
@@ -243,7 +246,7 @@ def other_batch(candidate: Candidate, job: Job) -> str:
     """Return a warning if a script's steps have another size than its own; empty otherwise."""
     if job.script is None or "micro_batch" not in job.script.profile:
         return ""
-    own, now = own_samples(job.script, job.ranks), candidate.micro_batch * candidate.accumulation * job.ranks
+    own, now = own_samples(job.script, job.ranks), candidate.micro_batch * candidate.accumulation * job.data_ranks
     if own == now:
         return ""
     return (

@@ -29,11 +29,16 @@ from autotune.versions import StrEnum
 # splits and offloads (`trace_by_stage.py` of issue 35, DeepSpeed 0.19.8, AdamW, three steps). Kernels of other devices
 # and two more steps get five times (bf16) and a hundred times (fp32) as much.
 LEAST_TOLERANCE = {"fp32": 1e-3, "mixed": 5e-3, "bf16": 5e-3, "fp16": 5e-3}
+# Adam divides a gradient by its own size, so that the rounding of a gradient near zero shows in the update: 0.1 % between
+# stages 2 and 3 in fp32, where loss and gradient norm agree to six digits (a PPO loop on two CPU ranks).
+_LEAST_OF_UPDATES = 5e-3
 _FLOORS = 4.0  # tolerated multiples of the floor, which is itself estimated from a few steps
 # Mean difference, in standard deviations of the steps, from which it is systematic: 4.5 standard errors of five steps,
 # which noise passes in 99 % of all cases (Student's t, four degrees of freedom).
 _SYSTEMATIC = 2.0
 _CLEARS = 0.02  # relative difference of the gradient norm up to which another loss has no effect
+_ERRORS = 3.0  # standard errors of the mean that noise explains, where its floor is above what any floor tolerates
+_CLOSE = 0.05  # tolerance up to which a comparison is close
 _MOST = math.log(1.4)  # no noise floor tolerates more: factors of 1.5 and 0.67 are always found
 _RATE_TOLERANCE = 0.01  # relative; a schedule's length in steps is rounded
 _ROWS_TOLERANCE = 0.25  # relative; the last batch of a data set may be smaller
@@ -41,9 +46,9 @@ _CLAMP = 1e-3  # smallest ratio, for a quantity that is zero in one run
 _TINY = 1e-12  # a quantity below is zero
 _SMALL_LOSS = 1e-4  # losses around zero, such as those of policy gradients, are compared with this size
 _SAME_ROWS = 1e-6  # relative; digests of equal rows, summed in another order
-# Relative difference of the mean squares of the same initial weights: sums in another order (fp32), or samples in fp32 and
-# rounded to 16 bits. Norms' weights of 1 hide draws: two draws of a small Llama differ by 2e-5 and 8e-5.
-_SAME_INITIAL = {"fp32": 1e-6, "mixed": 1e-6, "bf16": 1e-5, "fp16": 1e-5}
+# Root mean square difference of the projections of the same initial weights. Rounding to bf16 changes them by less than 0.001;
+# another draw by 0.7, or 0.03 if norms' weights of 1 make up a third of the sample and the others have a deviation of 0.02.
+_SAME_INITIAL = 5e-3
 # Adam's betas by default. DeepSpeed makes a dummy optimizer step when it initializes stage 0 in 16 bits, so that Adam's
 # step counter is one ahead: 0.744x in the first step, 0.83x in the second, harmless (`DEEPSPEED_FAULTS.md`, 0.19.8).
 _BETAS = (0.9, 0.999)
@@ -88,18 +93,20 @@ def floor_of(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
     }
 
 
-def floor_of_cut(first: TrainingTrace, second: TrainingTrace) -> dict[str, float] | None:
-    """Return the noise floor by a run on another cut of the same batch; None if it differs systematically.
+def floor_of_cut(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
+    """Return the noise floor by a run on another cut of the same batch: the scatter of the steps around their mean, by quantity.
 
-    The noise of a step has any sign, and an effect of the cut the same sign in every step.
+    An effect of the cut shifts the mean and leaves the scatter. A script that draws no random numbers has no noise: its
+    scatter counts only if the cut shifts nothing.
     """
-    least = _least(first, second)
-    found = {name: each for name in (LOSS, NORM, UPDATE) if (each := _differences(first, second, name))}
-    for each in found.values():
-        scatter = statistics.stdev(each) if len(each) >= LEAST_STEPS else 0.0
-        if abs(statistics.fmean(each)) > max(least, _SYSTEMATIC * scatter):
-            return None
-    return floor_of(first, second)
+    floor, least = floor_of(first, second), _least(first, second)
+    for name in floor:
+        each = _differences(first, second, name)
+        if len(each) >= LEAST_STEPS:
+            floor[name] = statistics.stdev(each)
+            if not first.draws and abs(statistics.fmean(each)) > max(least, _SYSTEMATIC * floor[name]):
+                floor[name] = 0.0
+    return floor
 
 
 def compare(
@@ -118,7 +125,7 @@ def compare(
     pairs = _paired(reference, trace)
     if sum(not a.skipped for a, _ in pairs) < LEAST_STEPS:
         return Certificate(Verdict.NOT_COMPARED, f"fewer than {LEAST_STEPS} optimizer steps were traced")
-    unknown = reference.weights is None or trace.weights is None
+    unknown = not reference.initial or not trace.initial
     if unknown and not is_users and 3 in {reference.stage, trace.stage} and reference.stage != trace.stage:
         return Certificate(Verdict.NOT_COMPARED, "initial weights were not seen (an earlier version, or NVMe)")
     if _samples(own) != _samples(candidate):
@@ -146,6 +153,10 @@ def compare(
         # The update of Adam hides a factor of the gradient, so the largest deviation names the quantity.
         name = max(beyond, key=lambda one: abs(statistics.fmean(found[one])))
         factor = math.exp(statistics.fmean(found[name]))
+        noise = _ERRORS * reference.floor.get(name, 0.0) / math.sqrt(len(found[name]))
+        if abs(math.log(factor)) <= noise:
+            much = f"two runs of {your} own config differ by {math.expm1(reference.floor[name]):.0%} in one step"
+            return Certificate(Verdict.NOT_COMPARED, f"{name} is {factor:.3g}x of {yours}, and {much}")
         why = f"{name} is {factor:.3g}x of {yours}"
         loss = math.exp(statistics.fmean(found[LOSS])) if LOSS in beyond else None
         if loss is not None and name != LOSS:
@@ -155,7 +166,24 @@ def compare(
         return _different(
             why, name, factor, reference, own, trace, candidate, is_users, loss_factor=loss, same_gradient=same
         )
-    return Certificate(Verdict.SAME, _figures(reference, trace, found))
+    apart = max(abs(_mean(name, found, reference, trace)) for name in found) > _least(reference, trace)
+    reserve = _reserve(reference, trace, max(tolerance.values())) if apart else ""
+    return Certificate(Verdict.SAME, _figures(reference, trace, found) + reserve)
+
+
+def _reserve(reference: TrainingTrace, trace: TrainingTrace, tolerance: float) -> str:
+    """Return how far two runs that do not agree closely may differ unseen, and why; empty if no more than a few percent."""
+    if tolerance <= _CLOSE:
+        return ""
+    if not same_weights(reference, trace):
+        why = "its initial weights differ from run to run"
+    elif not same_rows(reference, trace):
+        why = "its rows differ from run to run"
+    elif reference.draws and not reference.floor:
+        why = "the noise of its random numbers was not measured"
+    else:
+        why = "the noise of its random numbers"
+    return f"; compared only to within {math.expm1(tolerance):.0%}: {why}"
 
 
 def _samples(candidate: Candidate) -> int:
@@ -224,11 +252,11 @@ def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace) -> flo
     If the two runs trained on other rows, the variation between the reference's steps is tolerated too. If they began with
     other weights (`zero.Init` draws them on the device), all noise is.
     """
-    least = _least(reference, trace)
+    least = max(_least(reference, trace), _LEAST_OF_UPDATES if name == UPDATE else 0.0)
     if reference.draws and not reference.floor:  # dropout of an unknown size
         return _MOST
     floor = _FLOORS * reference.floor.get(name, 0.0)
-    if not _same_weights(reference, trace):
+    if not same_weights(reference, trace):
         floor = _MOST
     elif not same_rows(reference, trace):
         values = [abs(value) for step in reference.counted if (value := _value(step, name))]
@@ -262,11 +290,11 @@ def _same_rows(one: TracedStep, other: TracedStep) -> bool:
     return abs(one.digest - other.digest) <= _SAME_ROWS * max(1.0, one.rows)
 
 
-def _same_weights(one: TrainingTrace, other: TrainingTrace) -> bool:
+def same_weights(one: TrainingTrace, other: TrainingTrace) -> bool:
     """Return True unless the runs are known to begin with other weights."""
-    known = [trace.weights for trace in (one, other) if trace.weights is not None]
-    tolerance = max(_SAME_INITIAL.get(trace.precision, 1e-5) for trace in (one, other))
-    return len(known) < 2 or math.isclose(*known, rel_tol=tolerance)
+    if not one.initial or not other.initial:
+        return True
+    return math.dist(one.initial, other.initial) / math.sqrt(len(one.initial)) <= _SAME_INITIAL
 
 
 def _mean(name: str, found: dict[str, list[float]], reference: TrainingTrace, trace: TrainingTrace) -> float:

@@ -16,7 +16,7 @@ from autotune.problem.hardware import Hardware, threads_per_rank
 from autotune.problem.job import Job
 from autotune.problem.nvml import open_nvml
 from autotune.script.argument_files import value_at
-from autotune.script.profile import OPS
+from autotune.script.profile import OPS, SEEDS
 from autotune.script.source_digests import SOURCES, edited, sources_of
 from autotune.util import inquiry
 from autotune.util.interpreter import OWN, Interpreter
@@ -189,7 +189,7 @@ def _with_seen_ops(mark: dict[str, Any], ops: list[str]) -> dict[str, Any]:
     profile = value_at(mark, _PROFILE)
     if profile is None:
         return mark
-    others = {key: value for key, value in profile.items() if key != OPS}
+    others = {key: value for key, value in profile.items() if key not in (OPS, SEEDS)}
     script = {**mark["job"]["script"], "profile": {**others, **({OPS: ops} if ops else {})}}
     return {**mark, "job": {**mark["job"], "script": script}}
 

@@ -31,8 +31,8 @@ class NoTraining:
     def __init__(self, job: Any, hardware: Any, ladder: Any, folder: Path, **options: Any) -> None:
         NoTraining.given = {"job": job, "hardware": hardware, "ladder": ladder, "folder": folder, **options}
 
-    def run(self, ground: object) -> LaunchSummary:
-        assert ground is None
+    def run(self, cluster: object) -> LaunchSummary:
+        assert cluster is None
         return LaunchSummary(0, [Attempt(0, "it", steps=3, ended="done")])
 
 
@@ -126,7 +126,7 @@ def test_the_ladder_of_a_run_whose_winner_went_elsewhere_is_the_one(
         storage=None,
         space=space,
         candidates=(),
-        landscape=None,
+        runs_ranks=True,
     )
     found = SearchSummary(store.winner, True, "budget used", False, 1.0)
     files = run._summary(setup, store, found, [], traced_predictor(store.job, store.hardware), lambda line: None).files

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autotune.commands.script_probe import _mapped, flags_found
+from autotune.commands.script_probe import ShortRuns, _mapped, flags_found
 from autotune.executors.base import Effort
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.job import Job, Script
@@ -30,6 +30,7 @@ class Executor:
     def __init__(self, batch: Callable[[Values], Batch], values: Values) -> None:
         self.job, self.hardware = make_job(), SimpleNamespace(count=RANKS)
         self.batch, self.values, self.runs = batch, values, 0
+        self.facts: dict[str, Any] = {}
 
     def session(self, candidate: Candidate, name: str, *, job: Job) -> Executor:
         assert job.script is not None
@@ -85,6 +86,8 @@ def of_tokens(now: Values) -> Batch:
         (of_a_step, {"--global_batch_size": 32, "--accum": 4}, {"--global_batch_size": 32}, {"--accum": 2}),
         (derived, {"--train_batch_size": 32, "--micro_train_batch_size": 4}, {}, {"--micro_train_batch_size": 8}),
         (of_tokens, {"--max_tokens": 256, "--warmup": 64}, {}, {"--max_tokens": 1024}),
+        (over_ranks, {"--batch-size": 8, "--iter-size": 4, "--workers": 4, "--threads": 4}, {}, {"--batch-size": 16}),
+        (derived, {"--train_batch_size": 32, "--micro_train_batch_size": 4, "--workers": 4}, {}, {}),
         (per_gpu, {"--batch_size": 3, "--update_freq": 2, "--steps": 6}, {}, {"--batch_size": 6, "--update_freq": 1}),
     ],
 )
@@ -99,8 +102,8 @@ def test_flags_of_a_rank_of_all_ranks_of_a_step_and_of_tokens_are_found(
     script = Script(("train.py", *typed), str(tmp_path), profile=profile)
     facts = {"rows": total, "micros": accumulation, "accumulation": accumulation, "integers": values, "widest": TOKENS}
     executor: Any = Executor(batch, values)
-    learnt = flags_found(executor, script, facts, 60.0)
-    assert executor.runs <= 2
+    learnt = flags_found(ShortRuns(executor, 60.0), script, facts)
+    assert executor.runs == 1
     assert learnt.get(PRODUCTS, {}) == found
     known = _mapped(script, {**profile, **learnt})
     other = make_candidate(1, total, 1) if accumulation == 1 else make_candidate(1, 2 * micro_batch, accumulation // 2)
@@ -126,7 +129,7 @@ def test_values_of_an_argument_file_are_found(tmp_path: Path) -> None:
     script = Script(("train.py", "--config", "x.yaml"), str(tmp_path), profile=profile)
     assert not script.files, "nothing in the file is known by name"
     executor: Any = Executor(of_a_file, values)
-    learnt = flags_found(executor, script, {"rows": 8, "micros": 2, "accumulation": 2}, 60.0)
+    learnt = flags_found(ShortRuns(executor, 60.0), script, {"rows": 8, "micros": 2, "accumulation": 2})
     assert executor.now.keys() == values.keys()
     assert len(set(executor.now.values())) == len(values), "each role shows"
     known = _mapped(script, {**profile, **learnt})
@@ -139,3 +142,15 @@ def test_values_of_an_argument_file_are_found(tmp_path: Path) -> None:
     data = parsed(text, "x.yaml")
     assert [value_at(data, ("train", name)) for name in ("batch", "accumulate")] == [8, 1]
     assert data["model"] == {"layers": 4}
+
+
+def test_a_script_that_no_flag_changes_takes_two_runs_at_most(tmp_path: Path) -> None:
+    values = {"--workers": 4, "--layers": 4, "--hidden": 8}
+    profile: dict[str, Any] = {"through_arguments": False, "counted": "rows", "rows_per_sample": 1, "config": {}}
+    profile |= {"micro_batch": 4, "accumulation": 1}
+    facts = {"rows": 4, "micros": 1, "accumulation": 1, "integers": values}
+    for batch in (lambda now: (4, 1), lambda now: (4, 1 if now == values else 0)):
+        executor: Any = Executor(batch, values)
+        runs = ShortRuns(executor, 60.0)
+        assert not flags_found(runs, Script(("train.py",), str(tmp_path), profile=profile), facts)
+        assert executor.runs == 2 - runs.left <= 2

@@ -1,12 +1,15 @@
 """Random state of a rank: default seeds come from the study's seed, and draws of a script's own generators are seen."""
 
+import json
 import os
 import pickle
 import random
 import secrets
+import string
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -19,7 +22,7 @@ SOURCES: dict[str, Callable[[], object]] = {
     "random.Random()": lambda: random.Random().random(),
     "random.seed()": lambda: (random.seed(), random.random())[1],
     "SystemRandom": lambda: random.SystemRandom().randrange(1 << 40),
-    "secrets": lambda: secrets.token_hex(8),
+    "secrets": lambda: secrets.randbits(64),
     "os.urandom": lambda: os.urandom(8),
     "default_rng()": lambda: numpy.random.default_rng().integers(1 << 40),
     "numpy.random.seed()": lambda: (numpy.random.seed(), numpy.random.randint(1 << 30))[1],
@@ -53,12 +56,21 @@ def test_default_seeds_are_those_of_the_study_and_the_rank(patches: Patches, sou
     assert drawn(1, 1) != first
 
 
-def test_names_by_uuid_differ_between_trials(patches: Patches) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        lambda: uuid.uuid4(),
+        lambda: secrets.token_hex(8),
+        lambda: secrets.token_urlsafe(),
+        lambda: "".join(secrets.choice(string.ascii_letters) for _ in range(16)),  # as Weights & Biases names runs
+    ],
+)
+def test_names_differ_between_trials(patches: Patches, name: Callable[[], object]) -> None:
     state, found = RandomState(), set()
     state.install(patches)
     for _ in range(2):
         state.seed(1)
-        found.add(uuid.uuid4())
+        found.add(name())
     assert len(found) == 2
 
 
@@ -134,6 +146,35 @@ def test_a_seed_that_a_script_names_is_kept(patches: Patches) -> None:
         assert numpy.random.random() == numpy.random.RandomState(3).random()
 
 
+NAMED: dict[str, Callable[[int], float]] = {
+    "torch.manual_seed": lambda seed: (torch.manual_seed(seed), torch.rand(1).item())[1],
+    "random.seed": lambda seed: (random.seed(seed), random.random())[1],
+    "numpy.random.seed": lambda seed: (numpy.random.seed(seed=seed), numpy.random.random())[1],
+    "random.Random": lambda seed: random.Random(seed).random(),
+    "default_rng": lambda seed: float(numpy.random.default_rng(seed).random()),
+    "Generator": lambda seed: torch.rand(1, generator=torch.Generator().manual_seed(seed)).item(),
+}
+
+
+@pytest.mark.parametrize("way", NAMED)
+def test_seeds_of_the_time_are_those_of_the_first_run(patches: Patches, way: str) -> None:
+    def drawn(seed: int, known: list[list[Any]]) -> tuple[list[float], RandomState]:
+        state = RandomState(0, known)
+        state.install(patches)
+        state.seed(0)
+        found = [NAMED[way](seed + more) for more in range(2)]
+        patches.undo()
+        return found, state
+
+    first, state = drawn(1000, [])
+    known = json.loads(json.dumps(state.named))
+    assert drawn(2000, [])[0] != first
+    assert not drawn(1000, known)[1].repeats
+    again, state = drawn(2000, known)
+    assert again == first
+    assert state.repeats
+
+
 @pytest.mark.parametrize("module", ["tempfile", "datasets.fingerprint"])
 def test_names_of_files_differ_between_trials(patches: Patches, module: str) -> None:
     state, found = RandomState(), set()
@@ -172,3 +213,21 @@ def test_generators_that_ranks_have_in_common_stay_in_common(patches: Patches) -
     before = [torch.rand(1, generator=torch.Generator().manual_seed(1)).item(), numpy.random.default_rng(1).random()]
     assert drawn(0) == drawn(1)
     assert not {*drawn(0)} & {*before, random.Random(1).random(), numpy.random.RandomState(1).random()}
+
+
+def test_seeds_of_rows_are_not_repeated(patches: Patches) -> None:
+    def drawn(index: int, known: list[list[Any]]) -> tuple[list[float], list[list[Any]]]:
+        state = RandomState(0, known)
+        state.install(patches)
+        state.seed(0)
+        state.note_engine()
+        once = random.Random(index).random()
+        rows = [random.Random(index + at).random() for at in range(2)]
+        state.mark()
+        later = random.Random(index).random()
+        patches.undo()
+        return [once, *rows, later], state.named
+
+    first, known = drawn(10, [])
+    again, _ = drawn(20, known)
+    assert [one == other for one, other in zip(first, again, strict=True)] == [True, False, False, False]

@@ -646,6 +646,38 @@ def test_what_a_forward_keeps_is_counted_once_and_without_parameters() -> None:
     saved.close()
 
 
+def test_a_function_of_the_script_reads_attributes_of_the_parameters_that_it_saved() -> None:
+    """TRL reads ZeRO-3's `ds_status` of its head in a backward, and Megatron `main_grad`."""
+
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(Inner.apply(x), weight)
+            return x @ weight.T
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            x, weight = ctx.saved_tensors
+            return grad @ weight, grad.T @ x * weight.factor
+
+    net = torch.nn.Linear(16, 4, bias=False)
+    net.weight.factor = 2.0  # type: ignore[assignment]
+    before = vars(torch.autograd.Function)["apply"]
+    saved = SavedTensors(SimpleNamespace(module=net))
+    loss = Product.apply(torch.ones(8, 16), net.weight).sum()
+    saved.close()
+    assert saved.bytes == 8 * 16 * 4
+    loss.backward()
+    assert net.weight.grad is not None
+    assert net.weight.grad[0, 0] == 16.0
+    assert vars(torch.autograd.Function)["apply"] is before
+
+
 EVERY_FOURTH = """
     import sys, time, torch, deepspeed
     net = torch.nn.Linear(16, 1)

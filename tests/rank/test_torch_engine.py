@@ -40,7 +40,9 @@ def traced(parent: Parent, folder: Path, candidate: Candidate, **job: Any) -> Tr
 
 
 @pytest.mark.parametrize(
-    ("precision", "config"), [("fp32", {"gradient_clipping": 0.5}), ("bf16", {})], ids=["fp32", "bf16"]
+    ("precision", "config"),
+    [("fp32", {"gradient_clipping": 0.5}), pytest.param("bf16", {}, marks=pytest.mark.slow)],
+    ids=["fp32", "bf16"],
 )
 def test_ddp_and_fsdp2_train_what_zero_trains(
     parent: Parent, tmp_path: Path, precision: str, config: dict[str, Any]
@@ -48,12 +50,12 @@ def test_ddp_and_fsdp2_train_what_zero_trains(
     job: dict[str, Any] = {"precision": precision, "base_config": config}
     own, plain = make_candidate(2, 2, 2), make_candidate(0, 2, 2, activation_checkpointing=True)
     zero = traced(parent, tmp_path / "zero", own, **job)
-    assert zero.weights is not None
+    assert zero.initial
     for name, candidate in (("ddp", plain), ("fsdp2", make_candidate(3, 2, 2))):
         trace = traced(parent, tmp_path / name, candidate, torch_alone=True, **job)
         found = compare(zero, own, trace, candidate, is_users=False)
         assert found.verdict is Verdict.SAME, f"{name}: {found.text}"
-        assert trace.weights == pytest.approx(zero.weights, rel=1e-6), "the same initial weights"
+        assert trace.initial == pytest.approx(zero.initial, abs=1e-3), "the same initial weights"
         assert trace.precision == ("fp32" if precision == "fp32" else "mixed")
         close = 1e-4 if precision == "fp32" else 5e-3
         for mine, theirs in zip(trace.steps, zero.steps, strict=False):

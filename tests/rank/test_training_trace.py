@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.problem.training_trace import MOST_STEPS
+from autotune.problem.training_trace import MOST_STEPS, TrainingTrace
 from autotune.rank import devices
 from autotune.rank.hooks import deepspeed as hooks
-from autotune.rank.training_trace import TraceRecorder
+from autotune.rank.training_trace import TraceRecorder, _projected
+from autotune.search.certificate import same_weights
 
 QUEUED_SECONDS, SCALE = 0.1, 1024.0
 
@@ -149,3 +150,26 @@ def test_a_backward_without_the_engine_keeps_no_graph_alive() -> None:
     del loss
     gc.collect()
     assert alive() is None
+
+
+def test_other_draws_of_initial_weights_are_told_from_rounded_ones() -> None:
+    """Norms' weights of 1 hide other draws from a mean of squares, and rounding to 16 bits changes it as much."""
+    at = torch.arange(512)
+
+    def trace(seed: int, dtype: torch.dtype, ranks: int) -> TrainingTrace:
+        generator = torch.Generator().manual_seed(seed)
+        whole = [torch.ones(512), *(torch.randn(512, generator=generator) * 0.02 for _ in range(2))]
+        whole = [one.to(dtype).float() for one in whole]
+        parts = [[(p, w[p]) for w in whole for p in [at.chunk(ranks)[rank]]] for rank in range(ranks)]
+        initial = [_projected([*part], 3 * 512) for part in parts]
+        initial = initial if ranks > 1 else initial * 2  # copies of all
+        step = {"micro_batches": 1, "forwards": 1, "rows": 1, "digest": 0.0, "loss": 1.0, "gradient_norm": 1.0}
+        step |= {"elements": 1, "squares": 1.0, "rates": [1.0], "skipped": False}
+        about = {"stage": 1, "precision": "bf16", "accumulation": 1, "draws": False, "missing": "", "steps": [step]}
+        merged = TrainingTrace.merged([{**about, "weights": one} for one in initial])
+        assert merged is not None
+        return merged
+
+    own = trace(0, torch.float32, 1)
+    assert same_weights(own, trace(0, torch.bfloat16, 2))
+    assert not any(same_weights(own, trace(seed, torch.float32, 1)) for seed in range(1, 200))
