@@ -188,7 +188,7 @@ def test_one_line_says_why_references_are_left_out(
 
 def trace(loss: float) -> TrainingTrace:
     step = TracedStep(1, 1, 4, 1.0, loss, loss, 1e-5, (1e-5,))
-    return TrainingTrace((step,) * 5, 0, "fp32", 1, weights=1.0)
+    return TrainingTrace((step,) * 5, 0, "fp32", 1, initial=(1.0,))
 
 
 def facts_of(
