@@ -137,7 +137,7 @@ class Predictor:
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
         """Record an Outcome. The next prediction fits the constants again."""
         if outcome.measurement is not None or outcome.kind is OutcomeKind.OOM_DEVICE:
-            self._seen[candidate] = outcome
+            _keep_latest(self._seen, candidate, outcome)
             self._earlier.pop(candidate, None)
             self._stale = True
         if outcome.least_step_seconds is not None:
@@ -145,7 +145,7 @@ class Predictor:
             self._stale = True
         ran = outcome.measurement is not None or outcome.kind is OutcomeKind.OOM_HOST
         if ran and candidate.offloaded:
-            self._host_seen[candidate] = outcome
+            _keep_latest(self._host_seen, candidate, outcome)
             self._stale = True
 
     def begin_call(self) -> None:
@@ -155,7 +155,7 @@ class Predictor:
     def set_pace(self, pace: float) -> None:
         """Divide the step times of earlier calls by `pace`, the speed of this call relative to theirs."""
         for candidate, outcome in self._earlier.items():
-            if measured := outcome.measurement:
+            if candidate in self._seen and (measured := outcome.measurement):
                 scaled = dataclasses.replace(measured, step_seconds=measured.step_seconds / pace)
                 self._seen[candidate] = dataclasses.replace(outcome, measurement=scaled)
         self._stale = True
@@ -223,9 +223,8 @@ class Predictor:
     def _calibrate_host(self) -> None:
         if self.hardware.device != "cuda" or not self._host_seen:
             return
-        candidates = list(self._host_seen)[-_MOST_OBSERVATIONS:]
+        candidates, outcomes = list(self._host_seen), list(self._host_seen.values())
         bill = self.prepare(candidates).bill.host
-        outcomes = [self._host_seen[c] for c in candidates]
         offloaded = bill > 0  # otherwise all of it is on NVMe
         if offloaded.any():
             told = [o for o, one in zip(outcomes, offloaded, strict=True) if one]
@@ -484,6 +483,12 @@ class Predictor:
     def _log_step(self, p: Prepared, constants: Floats) -> Floats:
         """Return (..., n) logarithms of a step's seconds at constants (..., constants)."""
         return np.asarray(np.log(self._spent(p, constants).step) + constants[..., len(TIME) :] @ p.quirks.T)
+
+
+def _keep_latest(seen: dict[Candidate, Outcome], candidate: Candidate, outcome: Outcome) -> None:
+    seen[candidate] = outcome
+    if len(seen) > _MOST_OBSERVATIONS:
+        del seen[next(iter(seen))]
 
 
 def _way(job: Job, knobs: Candidate | Mapping[str, object]) -> tuple[object, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -865,7 +865,8 @@ class Costs:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._starts: list[float] = []
+        self._starts: deque[float] = deque(maxlen=RECENT)
+        self._longest_start = 0.0
         self._most_step = MOST_STEP_SECONDS
         self._slow_start = 0.0  # seconds; longest start that a tuner's time limit ended
 
@@ -879,6 +880,7 @@ class Costs:
         started = outcome.started or outcome.outside_seconds > 1.0
         if started and outcome.kind in (OutcomeKind.OK, OutcomeKind.OOM_DEVICE):
             self._starts.append(outcome.outside_seconds)
+            self._longest_start = max(self._longest_start, outcome.outside_seconds)
 
     def note_slow_start(self, outcome: Outcome) -> None:
         """Raise the start limit of all candidates after a tuner's time limit ended a start."""
@@ -893,7 +895,7 @@ class Costs:
     @property
     def startup_seconds(self) -> float:
         """Expected seconds of an engine start, including warm-up."""
-        return float(np.median(self._starts[-RECENT:])) if self._starts else STARTUP_SECONDS
+        return float(np.median(self._starts)) if self._starts else STARTUP_SECONDS
 
     def measuring_seconds(self, step_seconds: Floats, accumulation: Floats) -> Floats:
         """Return the expected seconds to measure each candidate in a running engine, (n,)."""
@@ -912,7 +914,8 @@ class Costs:
             patience: factor on the usual limit.
         """
         measuring = 12 * min(step_seconds, self._most_step) + 30.0
-        starting = 4 * max(self._starts, default=STARTUP_SECONDS) + size_seconds(self._job, candidate)
+        longest = self._longest_start if self._starts else STARTUP_SECONDS
+        starting = 4 * longest + size_seconds(self._job, candidate)
         usual = patience * (starting + measuring)
         # an ended start gives only a lower bound of the start time
         return max(usual, 3 * self._slow_start + measuring if self._slow_start else 0.0)

@@ -428,6 +428,7 @@ class TrialRecorder:
         if outcome.source is Source.TRACE:
             self.proposer.exclude_alike(candidate, self.certifier.shares_cause(candidate, outcome), outcome.reason)
         searched = self.leaderboard.measured.get(candidate)
+        outcome = outcome.without_details()  # it is kept until the end of the search
         self.leaderboard.learn(number, candidate, outcome, role)
         if role in (VERIFY, RESUME):
             apply_verification_result(candidate, outcome, searched, self.leaderboard, self.proposer)
