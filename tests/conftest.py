@@ -141,6 +141,7 @@ SERVERS = {"bench", "scripts", "parent"}  # fixtures that start a fork server: f
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # a slow one that begins last is waited for
     for item in items:
         used = SERVERS & set(getattr(item, "fixturenames", ()))
         group = DEAR.get(item.nodeid.partition("::")[0])

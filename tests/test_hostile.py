@@ -30,16 +30,22 @@ from tests.cli_call import call
 from tests.hostile import SHADOWS, TEXT, Trap, controls, lay, live, space, table
 from tests.studies import study_of_every_kind
 
+SLOW = pytest.mark.slow
 READING = [
     ("show", "s"),
-    ("show", "s", "--json"),
     ("report", "s"),
     ("export", "s"),
-    ("export", "s", "--format", "accelerate"),
-    ("export", "s", "--format", "hf"),
-    ("export", "s", "--format", "sbatch"),
     ("record", "s"),
     ("share", "s"),
+    *(
+        pytest.param(words, marks=SLOW)
+        for words in (
+            ("show", "s", "--json"),
+            ("export", "s", "--format", "accelerate"),
+            ("export", "s", "--format", "hf"),
+            ("export", "s", "--format", "sbatch"),
+        )
+    ),
 ]
 
 
@@ -102,7 +108,9 @@ def test_a_run_with_a_hostile_study_does_not_take_its_python(trap: Trap) -> None
     assert "--trust" in done.stderr
 
 
-@pytest.mark.parametrize(("answer", "ran"), [("n", []), ("\n", []), ("y", ["python"])])
+@pytest.mark.parametrize(
+    ("answer", "ran"), [pytest.param("n", [], marks=SLOW), pytest.param("\n", [], marks=SLOW), ("y", ["python"])]
+)
 def test_a_launch_at_a_terminal_asks_first(tmp_path: Path, answer: str, ran: list[str]) -> None:
     trap = lay(tmp_path)
     said = at_a_terminal(trap, LAUNCH, answer)
@@ -169,6 +177,7 @@ def test_a_hostile_entry_and_space_are_refused_in_one_line(trap: Trap) -> None:
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_plans_page_of_a_hostile_model_shows_texts(trap: Trap) -> None:
     model = trap.folder / "<img src=x onerror=owned()>"
     model.mkdir()
@@ -182,7 +191,14 @@ def test_a_plans_page_of_a_hostile_model_shows_texts(trap: Trap) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("report", "s"), ("export", "s", "--format", "sbatch"), ("record", "s"), ("share", "s")]
+    "words",
+    [
+        ("report", "s"),
+        *(
+            pytest.param(w, marks=SLOW)
+            for w in (("export", "s", "--format", "sbatch"), ("record", "s"), ("share", "s"))
+        ),
+    ],
 )
 def test_no_file_of_the_reader_is_written_through_a_link_in_the_studys_folder(
     tmp_path: Path, words: tuple[str, ...]
@@ -229,8 +245,8 @@ MALFORMED = ("null", "-1", '"x"', "[1]", '{"a": 1}', "NaN")
 COMMANDS = (("show", "s"), ("show", "s", "--json"), ("report", "s"), ("export", "s"), ("record", "s"), ("share", "s"))
 
 
-@pytest.mark.parametrize("owner", ["study", "trial"])
-@pytest.mark.parametrize("nested", [False, True], ids=["values", "values-in-values"])
+@pytest.mark.parametrize("owner", ["study", pytest.param("trial", marks=SLOW)])
+@pytest.mark.parametrize("nested", [False, pytest.param(True, marks=SLOW)], ids=["values", "values-in-values"])
 def test_a_malformed_value_of_a_study_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], owner: str, nested: bool
 ) -> None:

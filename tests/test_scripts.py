@@ -528,7 +528,7 @@ def launch(
         silent_seconds=silent_seconds,
         convert=convert,
         say=lines.append,
-        launcher=scripts.executor.launcher if scripts is not None else None,
+        machine=scripts.executor.target if scripts is not None else None,
     )
     return supervisor.run()
 

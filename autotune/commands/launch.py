@@ -92,7 +92,7 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: 
         training = _from_plan(setup)
     found = _machines(training.job, training.hardware, setup.memory_cap_bytes, nodes)
     who = f"launch of {setup.script.target}"
-    ground = nodes.cluster if nodes is not None else None
+    cluster = nodes.cluster if nodes is not None else None
     if training.job.script is not None and (half := half_told(training.job.script, training.ladder[0].candidate)):
         say(half)
     say(
@@ -110,10 +110,10 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: 
         say=say,
         threads=training.threads,
     )
-    if ground is not None:
-        ground = dataclasses.replace(ground, who=who, cancelled=lambda: supervisor.stopped, echo=True)
-    with lock_gpus(found, who, say) if ground is None else nullcontext():  # agents lock their own GPUs
-        summary = supervisor.run(ground)
+    if cluster is not None:
+        cluster = dataclasses.replace(cluster, who=who, cancelled=lambda: supervisor.stopped, echo=True)
+    with lock_gpus(found, who, say) if cluster is None else nullcontext():  # agents lock their own GPUs
+        summary = supervisor.run(cluster)
     _write_page(summary, training, found, say)
     return summary
 
@@ -121,8 +121,10 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: 
 def _machines(job: Job, tuned: Hardware, memory_cap_bytes: int | None, nodes: Nodes | None) -> Hardware:
     """Return the hardware for the training, equal in size to the hardware for which it was tuned or planned.
 
+    Memory that was reserved for another process stays reserved.
+
     Raises:
-        UserError: there are fewer devices, or another number of machines.
+        UserError: there are fewer devices, another number of machines, or too little memory besides the reserved one.
     """
     if nodes is None:
         if tuned.nodes > 1:
@@ -136,7 +138,7 @@ def _machines(job: Job, tuned: Hardware, memory_cap_bytes: int | None, nodes: No
             memory_cap_bytes=memory_cap_bytes,
             headroom=tuned.headroom,
             interpreter=job.interpreter,
-        )
+        ).reserving(tuned.reserve_bytes)
     if nodes.cluster is None:
         path = str(Path.cwd())
         found = nodes.reach(tuned.device, tuned.per_node, memory_cap_bytes, tuned.headroom, path, tuned.nodes)
@@ -147,7 +149,7 @@ def _machines(job: Job, tuned: Hardware, memory_cap_bytes: int | None, nodes: No
             f"the study was tuned on {tuned.nodes} nodes with {tuned.per_node} devices each, not on {found.nodes} with "
             f"{found.per_node}. Select as many (--nodes, --include), or tune on these"
         )
-    return found
+    return found.reserving(tuned.reserve_bytes)
 
 
 def _write_page(summary: LaunchSummary, training: _Training, hardware: Hardware, say: Callable[[str], None]) -> None:
@@ -315,7 +317,7 @@ class Launched:
     # -- the batch ---------------------------------------------------------------------------------------------------
 
     def _about_batch(self, asked: int | str | None, config: dict[str, Any] | None) -> list[str]:
-        target, tuned = self.script.target, self.winner.micro_batch * self.winner.accumulation * self.job.ranks
+        target, tuned = self.script.target, self.winner.micro_batch * self.winner.accumulation * self.job.data_ranks
         if asked not in (None, FREE, tuned):
             raise UserError(
                 f"--global-batch-size {asked}: study {self.study} was tuned for {tuned} samples per optimizer step. Give that, "

@@ -30,10 +30,9 @@ from autotune.predict.what_if import (
     published_widening,
 )
 from autotune.problem.candidate import ATTENTION, LIGER, LOSS, Candidate
-from autotune.problem.ds_config import check_data_parallel
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_hardware
-from autotune.problem.job import FULL, Job
+from autotune.problem.job import FULL, SEQUENCE_RANKS, Job
 from autotune.problem.space import fitted, load_space
 from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, PlannedGain, WayPlan, short
 
@@ -57,7 +56,6 @@ def plans(request: Request, gpus: Sequence[str | None], say: Callable[[str], Non
     traces: dict[str, Trace] = {}  # by precision: one trace serves all GPUs
     python = ranks_python(request.python, say, named=NAMED_MODEL)  # without torch the plan is less exact
     for setup in (with_plausible_batch(one, request) for one in plan_setups(request, gpus, python)):
-        check_data_parallel(setup.job.base_config, request.ds_config)
         trace = traces.get(setup.job.precision)
         with nullcontext() if trace is not None else _tracing(setup, say):
             predictor = traced_predictor(setup.job, setup.hardware, trace, published_widening)
@@ -92,8 +90,8 @@ def with_plausible_batch(setup: PlanSetup, request: Request) -> PlanSetup:
     job = setup.job
     if request.global_batch_size is not None or job.global_batch_size is not None:
         return setup
-    share = _PLAUSIBLE_TOKENS / (job.tokens_per_sample * job.samples_per_row * job.ranks)
-    job = dataclasses.replace(job, global_batch_size=job.ranks * 2 ** max(0, round(math.log2(share))))
+    share = _PLAUSIBLE_TOKENS / (job.tokens_per_sample * job.samples_per_row * job.data_ranks)
+    job = dataclasses.replace(job, global_batch_size=job.data_ranks * 2 ** max(0, round(math.log2(share))))
     space = load_space(request.space or "default")
     try:
         space.rungs(job)
@@ -144,7 +142,21 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
     machines = Machines(setup, Elsewhere(setup.space, predictor, candidates, table, batch_assumed=setup.batch_assumed))
     cards = tuple(_with_answer(card, plan.outlook) for card in machines.cards())
     helped = gains(plan.outlook, machines, cards) if plan.outlook else ()
-    return dataclasses.replace(plan, own=machines.fewest_of_own(), cards=cards, gains=helped)
+    shared = None if best or with_host is not None else _shared_sequences(machines)
+    return dataclasses.replace(plan, own=machines.fewest_of_own(), cards=cards, gains=helped, shared=shared)
+
+
+def _shared_sequences(machines: Machines) -> Outlook | None:
+    """Return the fastest prediction with the fewest GPUs of a node that have to share each sequence for it to fit, or None."""
+    job, hardware = machines.setup.job, machines.setup.hardware
+    for size in range(job.sequence_ranks + 1, hardware.per_node + 1):
+        try:
+            split = dataclasses.replace(job, base_config={**job.base_config, SEQUENCE_RANKS: size})
+        except UserError:  # the size divides neither ranks nor heads
+            continue
+        if found := machines.fastest(machines.elsewhere.on(hardware, split)):
+            return found
+    return None
 
 
 def _with_answer(card: CardPlan, answer: Outlook | None) -> CardPlan:

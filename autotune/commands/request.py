@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numbers
 import re
-import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -162,7 +161,7 @@ class Request:
         metavar="NAME",
     )
     optimizer: str = _option(
-        "adamw", "adamw, adam, fused_adam, lion, sgd or adagrad.", Panel.TRAINING, "run plan", metavar="NAME"
+        "adamw", "adamw, adam, fused_adam, lion, sgd, adagrad or muon.", Panel.TRAINING, "run plan", metavar="NAME"
     )
     global_batch_size: int | str | None = _option(
         None,
@@ -787,7 +786,8 @@ _ANNOTATIONS: dict[Any, str] = {
 _KEYWORDS = [
     '"""Keyword arguments of the Python API, from the fields of Request.',
     "",
-    "`python -m autotune.commands.request > autotune/commands/keywords.py` writes this file.",
+    "`autotune run --help` describes them. `python -m autotune.commands.request >",
+    "autotune/commands/keywords.py` writes this file.",
     '"""',
     "",
     "from __future__ import annotations",
@@ -807,9 +807,8 @@ def keywords_text() -> str:
         lines += [f'    """Options of `autotune.{function}`; None keeps the default."""', ""]
         for one in sorted(parameters(command), key=lambda one: one.name):
             if one.option.in_python:
-                lines += textwrap.wrap(one.help, 110, initial_indent="    # ", subsequent_indent="    # ")
                 lines.append(f"    {one.name}: {' | '.join(_ANNOTATIONS[kind] for kind in one.types)} | None")
-        lines += ["    # Folder of the studies; default: runs.", "    runs: str | PurePath | None"]
+        lines.append("    runs: str | PurePath | None")
     return "\n".join([*lines, ""])
 
 

@@ -169,7 +169,7 @@ def _run(
             nodes = dataclasses.replace(setup.nodes, who=who, say=observer.say, cancelled=stopped.is_set)
             setup = dataclasses.replace(setup, nodes=nodes)
         kept.enter_context(observer)
-        if setup.landscape is None:
+        if setup.runs_ranks:
             observer.doing("starting the ranks' Python, which imports torch and DeepSpeed")
         workers = SearchWorkers((lambda candidate: False) if setup.parallel_offload else host_bound)
         deadline = StartupDeadline(setup.budget_seconds)
@@ -177,12 +177,12 @@ def _run(
         cancelled = lambda: stopped.is_set() or workers.failed or deadline.ends_startup  # noqa: E731
         with closing(first_executor(setup, work, cancelled, observer.doing)) as first:
             opening = first.now()
-            if setup.landscape is None:  # a replay's clock is simulated
+            if setup.runs_ranks:  # a replay's clock is simulated
                 opening -= clock.seconds
             deadline.begin(first, opening)
             first.begin()  # its imports run while the study is opened
             probed = None
-            if setup.landscape is None and setup.job.script is not None:
+            if setup.runs_ranks and setup.job.script is not None:
                 with deadline.no_trial():
                     _open(first, observer.say)
                     observer.showing("running the script as it is, then with another batch")
@@ -214,7 +214,7 @@ def _run(
                     )
                     _open(first, observer.say)
                 candidates = _with_ops(first, setup.job, candidates, observer.say)
-                if setup.landscape is None:
+                if setup.runs_ranks:
                     store.note_extensions(first.ops.folder)
             executor = first.for_search(setup.job, observer.phase, complete)
             deadline.end_startup()
@@ -383,7 +383,7 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
     with readable("the study"):
         store, resumed = StudyStore.create_or_resume(*of, force=setup.force, shared=shared)
     failing.ask(partial(store.measured_here.what_is_left, store.study.study_name, storage))
-    if setup.landscape is None:
+    if setup.runs_ranks:
         grant([*named_by(setup.job, other_python(setup.job.interpreter)), *knob_names(setup.candidates)])
     if shared:
         store.share(observer.say)
@@ -506,7 +506,7 @@ def _summary(
     facts = store.facts()
     if found.winner is not None:
         files = _export(setup, store, found.winner, found.verified, say)
-        if setup.landscape is None:
+        if setup.runs_ranks:
             ladder = ladder_path(setup.folder, setup.name)
             files.append(_write_ladder(setup, store, predictor, found.winner.candidate, ladder))
         files += _write_report(setup, store, predictor, say)
@@ -611,7 +611,7 @@ def with_agreed_protection(setup: Setup, work: Path, confirm: Callable[[str], bo
     Raises:
         UserError: this machine offers no protection of the user's files, and the user has not agreed to go without.
     """
-    user_code = setup.landscape is None and (setup.job.script is not None or setup.job.workload is not None)
+    user_code = setup.runs_ranks and (setup.job.script is not None or setup.job.workload is not None)
     if not user_code or setup.nodes is not None:  # each node answers for itself
         return setup
     cwd = Path(setup.job.script.cwd) if setup.job.script is not None else Path.cwd()

@@ -21,11 +21,22 @@ from autotune.executors.replay import Landscape, load_landscape
 from autotune.predict.calibration import overhead_prior
 from autotune.predict.features import installed_deepspeed
 from autotune.problem.candidate import Candidate
-from autotune.problem.ds_config import global_batch_of, load_ds_config
+from autotune.problem.ds_config import check_whole_model, global_batch_of, load_ds_config
 from autotune.problem.faults import facts_of, own_facts, removed_keys, warnings
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import Hardware, detect, named_hardware
-from autotune.problem.job import FULL, Job, Lora, Script, load_lengths, longest_sequence, parse_lora, with_positions
+from autotune.problem.job import (
+    FULL,
+    SEQUENCE_RANKS,
+    Job,
+    Lora,
+    Script,
+    load_lengths,
+    longest_sequence,
+    parse_lora,
+    sequence_ranks,
+    with_positions,
+)
 from autotune.problem.knobs import Circumstances, loss_possible, missing_package, not_quantized
 from autotune.problem.models import ModelSpec, image_size_of, resolve_model, task_of, workload_spec
 from autotune.problem.nvml import visible_gpus
@@ -101,6 +112,11 @@ class Setup:
     command: str = ""  # as typed, to repeat the call; empty if nothing was typed
     job_text: str = ""  # job file that repeats the call
     trackers: tuple[str, ...] = ()  # names
+
+    @property
+    def runs_ranks(self) -> bool:
+        """True if trials run in rank processes, unlike those of a recorded table."""
+        return self.landscape is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,6 +339,11 @@ def _what_is_tuned(request: Request, nodes: Nodes | None, interpreter: Interpret
         return _Tuned(job, hardware, space, first_candidates(typed.script), notes, said, slots=places)
     _refuse(request, "maps worst_case", "needs a training script after `--`, like `-- train.py`")
     job = _named_job(request, hardware, interpreter)
+    if job.sequence_ranks > 1:
+        raise UserError(
+            f"{request.ds_config}: {SEQUENCE_RANKS} {job.sequence_ranks}: trials of --model give each rank whole sequences. Use "
+            "autotune plan, or tune your own script after `--`"
+        )
     if missing_package(job.lora, interpreter) == "bitsandbytes":
         raise UserError("--quantize needs the package bitsandbytes. Install it, or remove --quantize.")
     space, notes = fitted(space, job, hardware)
@@ -428,6 +449,10 @@ def _named_job(request: Request, hardware: Hardware, interpreter: Interpreter) -
     """Return the Job of a model or a workload on this hardware."""
     model = _model(request, interpreter)
     own = _own_config(request.ds_config, interpreter) if request.ds_config else {}
+    check_whole_model(own, request.ds_config)
+    installed = interpreter.origin("deepspeed") if request.optimizer == "muon" else None
+    if installed is not None and not (Path(installed).parent / "runtime/zero/muon").exists():
+        raise UserError("--optimizer muon: the installed DeepSpeed has no Muon. Install a newer one.")
     precision, base = precision_of(request.precision, own, hardware)
     lengths = load_lengths(request.lengths) if request.lengths else ()
     task = task_of(model.config, request.task, model.name)
@@ -594,6 +619,7 @@ def kept_batch(asked: int | str | None, config: dict[str, Any], ranks: int, file
     if asked is not None:
         return parse_global_batch(asked)
     batch, words = global_batch_of(config, ranks)
+    ranks = max(1, ranks // sequence_ranks(config))
     if batch is not None and batch % ranks:
         near = " or ".join(str(size) for size in (batch // ranks * ranks, (batch // ranks + 1) * ranks) if size)
         raise UserError(

@@ -4,7 +4,7 @@ To add an executor, implement `Executor` and `Session`; `executors/replay.py` is
 
 1. Accept its name in `_what_is_tuned` (`commands/setup.py`), and keep what it needs in `Setup`.
 2. Create it in `first_executor` (`commands/run.py`). `--parallel` creates only local executors (`executors_beside`).
-3. Without rank processes, follow the checks for a replay in `commands/run.py`: `local` and `setup.landscape is None`.
+3. Without rank processes, let `Setup.runs_ranks` (`commands/setup.py`) be false, and `local` in `run_study` (`commands/run.py`).
 4. Name it in the help of `Request.executor` (`commands/request.py`).
 
 A scheduler or a connection to nodes is no executor. `LocalExecutor` starts its ranks through a `LaunchTarget`, which
@@ -24,7 +24,9 @@ from autotune.executors.machine import Ops, RankRequirements
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Outcome
+from autotune.problem.outcome import Outcome, OutcomeKind, Phase, Source
+from autotune.rank.step_statistics import MAX_TIMED_MICRO_BATCHES
+from autotune.util.units import format_duration
 from autotune.workers.host_workers import MultiHostLaunch
 from autotune.workers.launchers import Launcher
 
@@ -42,12 +44,45 @@ class Effort:
     min_seconds: float = 1.0  # measured steps
     max_seconds: float = 20.0
     beaten_step_seconds: float = math.inf  # a candidate whose interval lies above cannot win; measuring ends early
+    # the trial's share of the budget, its start included; measuring is cut to it, to one step at least
+    share_seconds: float = math.inf
+
+    def measuring_seconds(self, start_seconds: float) -> float:
+        """Return the part of the share that is left for steps: at least half, because no start can be cut."""
+        return max(self.share_seconds - start_seconds, 0.5 * self.share_seconds)
+
+    def most_first_seconds(self, start_seconds: float) -> float:
+        """Return the seconds of the first step after which a trial of the search ends as too slow for the budget."""
+        return math.inf if self.full else OVERRUN * self.measuring_seconds(start_seconds)
 
 
+OVERRUN = 1.5  # first step over the share of the budget that is left for steps, at most
 SEARCH = Effort()
 VERIFY = Effort(full=True, certify=True, min_steps=5, max_steps=60, min_seconds=3.0, max_seconds=40.0)
 REFERENCE = Effort(full=True, min_steps=5, max_steps=60, min_seconds=2.0)  # without DeepSpeed, see `Job.torch_alone`
 RESUME = Effort(full=True, resume=True, min_steps=1, max_steps=1, min_seconds=0.0)
+
+
+def too_slow_outcome(phase: Phase, candidate: Candidate, ran_seconds: float, *, scripted: bool = False) -> Outcome:
+    """Return the outcome of a trial that ended before its first answer, after more than its share of the budget.
+
+    Args:
+        phase: the ranks' phase.
+        candidate: the candidate.
+        ran_seconds: seconds since the engine was ready.
+        scripted: ranks of a script answer after two steps of warm-up and another one, those of a model after the first
+            step, of which they run at most MAX_TIMED_MICRO_BATCHES.
+    """
+    steps = 3.0 if scripted else min(1.0, MAX_TIMED_MICRO_BATCHES / candidate.accumulation)
+    least_step_seconds = ran_seconds / steps
+    return Outcome(
+        OutcomeKind.TIMEOUT,
+        phase,
+        reason=f"too slow for this budget: a step takes over {format_duration(least_step_seconds)}",
+        evidence=f"{ran_seconds:.1f} s without a result, more than a trial's share of the budget",
+        source=Source.BUDGET,
+        least_step_seconds=least_step_seconds,
+    )
 
 
 class Session(Protocol):
@@ -202,7 +237,6 @@ class Executor(Protocol):
         """Create an engine for the candidate's family.
 
         Args:
-            candidate: the candidate.
             name: name of the log folder.
             patience: factor on all limits.
             job: the job to measure; None: the executor's.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import Cause, MachineTrouble, Stopped, Unusable
-from autotune.executors.base import Effort, LaunchTarget
+from autotune.executors.base import Effort, LaunchTarget, too_slow_outcome
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements, remove_scratch, trial_sandbox
 from autotune.predict.calibration import overhead_prior
 from autotune.predict.step_time import model_flops_per_token, size_seconds
@@ -52,7 +52,6 @@ class LocalExecutor:
     """Real DeepSpeed in rank processes.
 
     Args:
-        job: the job.
         hardware: the machine, or all nodes.
         folder: the study's folder or one below it. Each trial's logs go to a subfolder.
         candidates: first candidates; they determine the DeepSpeed ops that `open` builds.
@@ -262,14 +261,20 @@ class LocalSession:
         deadline = began + deadline_seconds
         try:
             stop = self._start(deadline) if started else WatchEnd.ARRIVED
+            ready = time.monotonic()
             if stop is WatchEnd.ARRIVED:
-                stop = self._ask_measure(candidate, effort, deadline, 0.6 * deadline_seconds)
+                stop = self._ask_measure(candidate, effort, deadline, 0.6 * deadline_seconds, ready - began)
             if stop is WatchEnd.ARRIVED and effort.certify:
                 stop = self._ask_certify(candidate, deadline)
             if stop is WatchEnd.ARRIVED and effort.resume:
                 outcome = self._resume(candidate, effort, deadline)
             else:
                 outcome = self._measured(candidate) if stop is WatchEnd.ARRIVED else self._failed(stop)
+            ended = time.monotonic()
+            if stop is WatchEnd.DEADLINE and outcome.kind is OutcomeKind.INTERRUPTED and ended < deadline:
+                outcome = too_slow_outcome(
+                    outcome.phase, candidate, ended - ready, scripted=self._job.script is not None
+                )
         except Stopped:  # during a restart of the fork server
             outcome = interrupted_outcome(Phase.START)
         except MachineTrouble as error:  # a lost node did not return
@@ -284,14 +289,24 @@ class LocalSession:
         outside, log = seconds - inside, str(self._folder)
         return dataclasses.replace(outcome, log=log, seconds=seconds, outside_seconds=outside, started=started)
 
-    def _ask_measure(self, candidate: Candidate, effort: Effort, deadline: float, most_seconds: float) -> WatchEnd:
-        """Have the ranks measure, and store their answers in `_results`."""
+    def _ask_measure(
+        self, candidate: Candidate, effort: Effort, deadline: float, most_seconds: float, start_seconds: float = 0.0
+    ) -> WatchEnd:
+        """Have the ranks measure, and store their answers in `_results`.
+
+        Args:
+            candidate: the candidate.
+            effort: length of the measurement.
+            deadline: of the trial.
+            most_seconds: of the measurement.
+            start_seconds: time that the trial took so far.
+        """
         group = self._running()
         group.reset_peaks()
         group.enter(Phase.FORWARD)
         stop = self._request(
             "measure",
-            deadline,
+            min(deadline, time.monotonic() + effort.most_first_seconds(start_seconds)),
             micro_batch=candidate.micro_batch,
             accumulation=candidate.accumulation,
             full=effort.full,
@@ -302,7 +317,10 @@ class LocalSession:
             max_seconds=min(effort.max_seconds, max(1.0, most_seconds)),
             most_seconds=most_seconds,
             beaten_step_seconds=effort.beaten_step_seconds,
+            share_seconds=effort.measuring_seconds(start_seconds),
         )
+        if stop is WatchEnd.DEADLINE and group.compiles:  # only the first step compiles
+            stop = self._await_answers(deadline)
         self._results = [self._answers[rank] for rank in sorted(self._answers)]
         return stop
 
@@ -422,10 +440,13 @@ class LocalSession:
 
     def _request(self, verb: str, deadline: float, **request: Any) -> WatchEnd:
         """Send a request to every rank and wait for all answers."""
-        group, world = self._running(), self._executor.hardware.processes
         self._answers = {}
-        group.send(verb, **request)
-        return group.watch(lambda: len(self._answers) == world, deadline)
+        self._running().send(verb, **request)
+        return self._await_answers(deadline)
+
+    def _await_answers(self, deadline: float) -> WatchEnd:
+        world = self._executor.hardware.processes
+        return self._running().watch(lambda: len(self._answers) == world, deadline)
 
     def _failed(self, stop: WatchEnd) -> Outcome:
         """Collect the evidence, end the whole group at once, and return the outcome.
@@ -463,6 +484,8 @@ class LocalSession:
 #
 # Convert the ranks' reports, or their failure, to the trial's outcome.
 
+_MEASURE = "measure"  # seconds of a whole measurement, as ranks report no phases of their steps while they are measured
+
 
 def measurement_of(
     results: list[Message],
@@ -480,9 +503,6 @@ def measurement_of(
         results: the `measured` message of each rank, by rank.
         peaks: sampled peaks.
         phase_seconds: seconds by phase.
-        candidate: the candidate.
-        job: the job.
-        hardware: the machine.
         facts: report of rank 0 of a script.
     """
     # ranks of a slice are timed separately; other ranks share one time
@@ -490,7 +510,7 @@ def measurement_of(
     pace = _pace(leading, job)
     trained = samples(job, candidate)
     if not candidate.knobs:  # a probe run of a script
-        trained = facts["micro_batch"] * facts["accumulation"] * job.ranks
+        trained = facts["micro_batch"] * facts["accumulation"] * job.data_ranks
     tokens = trained * job.tokens_per_sample
     if "tokens" in results[0]:
         tokens = sum(result["tokens"] for result in results) * job.ranks / len(results)
@@ -522,7 +542,9 @@ def measurement_of(
         pinned_bytes=max_reported(results, "pinned_bytes"),
         model_tflops_per_gpu=tflops,
         mfu=mfu,
-        phase_seconds={phase: round(seconds, 4) for phase, seconds in phase_seconds.items()},
+        phase_seconds={
+            _MEASURE if phase == Phase.FORWARD else phase: round(s, 4) for phase, s in phase_seconds.items()
+        },
     )
 
 
@@ -678,7 +700,6 @@ class SliceExtrapolator:
     Its predictor does not learn, so that all trials are treated alike.
 
     Args:
-        job: the job.
         hardware: all nodes.
     """
 
@@ -787,7 +808,6 @@ def check_group(
 
     Args:
         launcher: starts the ranks.
-        hardware: the machine.
         spec: the job and further settings of the ranks.
         ranks: number of ranks.
         folder: log folder.

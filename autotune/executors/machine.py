@@ -22,7 +22,7 @@ from autotune.script.argument_files import output_folder
 from autotune.script.argument_writer import output_folders, write_trial_files
 from autotune.util.interpreter import OWN, Interpreter, bound_command
 from autotune.util.units import counted, format_duration
-from autotune.workers.jit_ops import FOLDER
+from autotune.workers.jit_ops import FOLDER, is_built, own_folder
 from autotune.workers.launchers import ForkLauncher, Launcher, SpawnLauncher, training_environment, trial_environment
 from autotune.workers.protocol import Message
 
@@ -124,7 +124,13 @@ class LocalMachine:
             self.opened_launcher = SpawnLauncher(needs.environment(), log, needs.cwd, needs.interpreter.path)
 
     def load_ops(self, names: Sequence[str], needs: RankRequirements) -> bool:
-        """Build and load DeepSpeed's ops; return whether ranks may still be forked. See `Ops.load`."""
+        """Build and load DeepSpeed's ops; return whether ranks may still be forked. See `Ops.load`.
+
+        A training's ranks load built ops themselves. The folder of the ops is known for this process's environment only.
+        """
+        if needs.training and not needs.interpreter.is_other:
+            folder = Path(os.environ.get(FOLDER) or own_folder(needs.device))
+            names = [name for name in names if not is_built(name, folder)]
         log, python = self.folder / "server.log", needs.interpreter.path
         return self.ops.load(self.launcher, names, needs.environment(), log, self.cancelled, python)
 
@@ -436,8 +442,6 @@ def trial_sandbox(
 
     Args:
         folder: the executor's folder.
-        job: the job.
-        candidate: the candidate.
         study: the study's folder, which a view of the user's folder leaves out.
         unprotected: run without protection if this machine has none.
         kept: folders whose content outlives the trial; created if missing.

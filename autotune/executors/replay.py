@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError, near
-from autotune.executors.base import Effort, Executor, Session
+from autotune.executors.base import Effort, Executor, Session, too_slow_outcome
 from autotune.problem.candidate import KNOBS, Candidate, Value, samples
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_gpu
 from autotune.problem.job import Job, Lora
@@ -27,6 +27,7 @@ from autotune.problem.knobs import knob_value
 from autotune.problem.models import CAUSAL, ModelSpec, resolve_model
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.problem.space import Domain, SearchSpace
+from autotune.rank.step_statistics import MAX_TIMED_MICRO_BATCHES
 from autotune.script.recorded import recorded_job
 from autotune.util.bounds import parse_json, read_text
 from autotune.util.files import cannot_write, remove_file, write_atomically
@@ -340,6 +341,16 @@ class ReplaySession(Session):
             measured = row.step_seconds * (effort.min_steps if effort.full else min(4.0, 6 / candidate.accumulation))
             if row.step_seconds > effort.beaten_step_seconds:  # one of two timed steps, after two of warm-up
                 measured *= 0.75
+            first = row.step_seconds * (
+                1.0 if effort.full else min(1.0, MAX_TIMED_MICRO_BATCHES / candidate.accumulation)
+            )
+            measured = max(first, min(measured, effort.measuring_seconds(outside)))
+            most = effort.most_first_seconds(outside)
+            if first > most and outside + most < deadline_seconds:
+                executor.advance(outside + most)
+                self._ended = True
+                slow = too_slow_outcome(Phase.FORWARD, candidate, most)
+                return dataclasses.replace(slow, seconds=outside + most, outside_seconds=outside + most)
         seconds = outside + measured
         if seconds > deadline_seconds:
             executor.advance(max(0.0, deadline_seconds))

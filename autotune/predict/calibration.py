@@ -238,7 +238,7 @@ MEMORY_CONSTANTS = ("overhead", *MEMORY)  # in the order of a fit
 _CONTEXT_GIB = {"cuda": Prior(0.75, 0.4), "cpu": Prior(0.40, 0.1)}
 # An H100 with NCCL 2.28 and driver 580 had 0.60 GiB of context, 0.55 more after the first collective of a single rank (0.37
 # of two ranks), and 0.13 more after products: 1.29 GiB in every trial of one rank (benchmarks/results/gpu-h100.json).
-_HOPPER_ON, _HOPPER_GIB, _HOPPER_ALONE_GIB = ("h100", "h200", "b200"), 0.1, 0.5
+_RECENT_GIB, _RECENT_ALONE_GIB = 0.1, 0.5
 # NCCL's buffers grow with its channels, and channels depend on the link. The number of ranks in a node hardly matters
 # beyond two (its maintainer in NVIDIA/nccl issue 986). Measured: 0.53 GiB between two and 0.67 among four A100 on
 # NVLink (issue 964); 0.99 with the context on 8 H100 before an all-to-all, which ZeRO does not use (issue 1685). Few
@@ -309,7 +309,7 @@ def overhead_prior(hardware: Hardware, ranks: int) -> Prior:
         return context
     facts = hardware.gpu_facts
     assert facts is not None, "of any GPU"
-    newer = (_HOPPER_ALONE_GIB if ranks == 1 else _HOPPER_GIB) if facts.name.startswith(_HOPPER_ON) else 0.0
+    newer = (_RECENT_ALONE_GIB if ranks == 1 else _RECENT_GIB) if facts.is_recent_server_card else 0.0
     if ranks == 1:
         return Prior(context.mean + newer, context.sigma)
     link = _NCCL_GIB.get(facts.link, _NCCL_GIB["pcie"])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,7 @@ Places = NDArray[np.intp]  # indices of candidates
 _WIDTHS = {"fp32": 4.0, "float32": 4.0, "float": 4.0, "fp16": 2.0, "float16": 2.0, "half": 2.0} | dict.fromkeys(
     ("bf16", "bfloat16"), 2.0
 )  # bytes of DeepSpeed's names of dtypes (runtime/config.py, DtypeEnum)
+SEQUENCE_GRADIENTS = "seq_parallel_communication_data_type"
 PLACES = {"none": 0.0, "cpu": 1.0, "nvme": 2.0}
 
 
@@ -107,6 +109,7 @@ class Columns:
 
     stage: Floats
     micro_batch: Floats
+    rows: Floats  # sequences that a rank computes: the micro-batch, or its part of it if ranks share sequences
     accumulation: Floats
     checkpointing: Floats
     offload_optimizer: Floats
@@ -166,15 +169,22 @@ _STAGE3 = (
 )
 
 
-def columns_of(candidates: Sequence[Candidate], job: Job, deepspeed: Release = READ) -> Columns:
+def columns_of(
+    candidates: Sequence[Candidate],
+    job: Job,
+    deepspeed: Release = READ,
+    alone: Mapping[str, float] = MappingProxyType({}),
+) -> Columns:
     """Return the knobs that decide memory and time.
 
     Missing ones come from the user's own config, then from DeepSpeed's defaults.
 
     Args:
         deepspeed: version whose defaults apply.
+        alone: values of missing knobs in a job without DeepSpeed, from `step_time.fsdp_settings`. They come before the
+            user's own config, which torch does not read.
     """
-    own = _own_values(job.base_config)
+    own = {**_own_values(job.base_config), **alone}
     zero = "zero_optimization."
     raws = [candidate.as_dict for candidate in candidates]
     kinds: list[object] = [None, *ATTENTIONS]
@@ -195,6 +205,7 @@ def columns_of(candidates: Sequence[Candidate], job: Job, deepspeed: Release = R
     columns = Columns(
         stage,
         micro_batch,
+        micro_batch / (job.sequence_ranks if job.script is None else 1),  # a script shows what a rank computes
         np.array([float(c.accumulation) for c in candidates]),
         np.array([float(c.checkpointing) for c in candidates]),
         place("offload_optimizer"),
@@ -249,16 +260,18 @@ def _precisions(raws: list[dict[str, Any]], job: Job, deepspeed: Release) -> dic
     """
     width = job.element_bytes
 
-    def of(path: str) -> Floats:
-        return np.array([_WIDTHS.get(str(one).removeprefix("torch."), width) for one in _set(raws, job, path)])
+    def of(path: str, default: float = width) -> Floats:
+        return np.array([_WIDTHS.get(str(one).removeprefix("torch."), default) for one in _set(raws, job, path)])
 
+    # Under sequence parallelism gradients have a key of their own (engine.py, `_configure_distributed_model`).
+    sent, default = ("communication_data_type", width) if job.sequence_ranks == 1 else (SEQUENCE_GRADIENTS, 4.0)
     low = f"{job.precision}.{job.precision}_master_weights_and_grads"
     low_masters, low_states = (
         _flags(raws, job, path) * has_low_masters(deepspeed) for path in (low, "bf16.bf16_optimizer_states")
     )
     return {
         "accumulated": of("data_types.grad_accum_dtype"),
-        "communicated": of("communication_data_type"),
+        "communicated": of(sent, default),
         "master": np.where(job.plain, 0.0, np.where(low_masters, 2.0, 4.0)),
         "state_share": np.where(job.plain, job.trained_bytes / 4, np.where(low_states, 0.5, 1.0)),
         "immediate": _flags(raws, job, "bf16.immediate_grad_update"),

@@ -41,14 +41,23 @@ from autotune.predict.calibration import (
 )
 from autotune.predict.calibration import PRIOR as HOST
 from autotune.predict.features import Columns, Flags, Floats, Places, columns_of, installed_deepspeed, unknown_newer
-from autotune.predict.step_time import Spent, Work, dense_shape, hooks_share, host_limit_bytes, spend, work
+from autotune.predict.step_time import (
+    Spent,
+    Work,
+    dense_shape,
+    fsdp_settings,
+    hooks_share,
+    host_limit_bytes,
+    spend,
+    work,
+)
 from autotune.predict.trace_cache import loss_bytes
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import SUMS, TABLES, Bill, bill, stepper, unread_keys, unread_knobs
 from autotune.problem.candidate import ATTENTION, LIGER, LOSS, TRACED_KNOBS, Candidate, job_with_candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
-from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
+from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.util.units import GIB, MIB
 
 __all__ = ["SIGMAS", "SURE_SIGMAS", "Prediction", "Predictor", "Prepared", "Table"]
@@ -110,6 +119,8 @@ class Predictor:
         self._packed_rows = job.seq_len / job.tokens_per_sample
         self._memory_noise, self._time_noise = MEMORY_NOISE * widen, TIME_NOISE * widen
         self._seen: dict[Candidate, Outcome] = {}
+        self._earlier: dict[Candidate, Outcome] = {}  # outcomes of earlier calls, at their pace
+        self._too_slow: dict[Candidate, float] = {}  # lower bounds of steps in seconds
         self._host_seen: dict[Candidate, Outcome] = {}  # outcomes of candidates that offload
         # logarithm of the factor on the bill
         self._host = Posterior(np.array([HOST.mean]), np.array([[HOST.sigma**2]]), 0.0)
@@ -126,12 +137,28 @@ class Predictor:
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
         """Record an Outcome. The next prediction fits the constants again."""
         if outcome.measurement is not None or outcome.kind is OutcomeKind.OOM_DEVICE:
-            self._seen[candidate] = outcome
+            _keep_latest(self._seen, candidate, outcome)
+            self._earlier.pop(candidate, None)
+            self._stale = True
+        if outcome.least_step_seconds is not None:
+            self._too_slow[candidate] = outcome.least_step_seconds
             self._stale = True
         ran = outcome.measurement is not None or outcome.kind is OutcomeKind.OOM_HOST
         if ran and candidate.offloaded:
-            self._host_seen[candidate] = outcome
+            _keep_latest(self._host_seen, candidate, outcome)
             self._stale = True
+
+    def begin_call(self) -> None:
+        """Start a call. All outcomes so far are those of earlier calls."""
+        self._earlier = dict(self._seen)
+
+    def set_pace(self, pace: float) -> None:
+        """Divide the step times of earlier calls by `pace`, the speed of this call relative to theirs."""
+        for candidate, outcome in self._earlier.items():
+            if candidate in self._seen and (measured := outcome.measurement):
+                scaled = dataclasses.replace(measured, step_seconds=measured.step_seconds / pace)
+                self._seen[candidate] = dataclasses.replace(outcome, measurement=scaled)
+        self._stale = True
 
     def believe(self, memory: Predictor | None = None, time: Predictor | None = None) -> None:
         """Adopt the posteriors of predictors for other jobs on similar machines. `observe` would start from the priors.
@@ -161,7 +188,7 @@ class Predictor:
         ran = {candidate: o.measurement for candidate, o in self._seen.items() if o.measurement}
         if not ran:
             return None
-        residuals = self._time_residuals(self.prepare(list(ran)), list(ran.values()))
+        residuals = self._time_residuals(self.prepare(list(ran)), [one.step_seconds for one in ran.values()])
         return CalibrationEvidence.of(self._time_priors, fit(self._time_priors, residuals, noise=ELSEWHERE))
 
     def for_torch_alone(self) -> Predictor:
@@ -177,22 +204,27 @@ class Predictor:
             return
         self._stale = False
         self._calibrate_host()
-        if not self._seen:
+        bounds = {candidate: least for candidate, least in self._too_slow.items() if candidate not in self._seen}
+        candidates = [*bounds, *self._seen][-_MOST_OBSERVATIONS:]
+        if not candidates:
             return
-        candidates = list(self._seen)[-_MOST_OBSERVATIONS:]
-        outcomes = [self._seen[c] for c in candidates]
-        prepared = self.prepare(candidates)
-        measured = np.array([o.measurement is not None for o in outcomes])
-        self._fit_memory(prepared, outcomes, measured)
-        if measured.any():
-            self._fit_time(prepared.rows(measured), [o.measurement for o in outcomes if o.measurement])
+        prepared, outcomes = self.prepare(candidates), [self._seen.get(candidate) for candidate in candidates]
+        seen = np.array([outcome is not None for outcome in outcomes])
+        seconds = [
+            bounds.get(c, o.measurement.step_seconds if o and o.measurement else 0.0)
+            for c, o in zip(candidates, outcomes, strict=True)
+        ]
+        timed = np.array(seconds) > 0
+        if seen.any():
+            self._fit_memory(prepared.rows(seen), [outcome for outcome in outcomes if outcome is not None])
+        if timed.any():
+            self._fit_time(prepared.rows(timed), np.array(seconds)[timed], ~seen[timed])
 
     def _calibrate_host(self) -> None:
         if self.hardware.device != "cuda" or not self._host_seen:
             return
-        candidates = list(self._host_seen)[-_MOST_OBSERVATIONS:]
+        candidates, outcomes = list(self._host_seen), list(self._host_seen.values())
         bill = self.prepare(candidates).bill.host
-        outcomes = [self._host_seen[c] for c in candidates]
         offloaded = bill > 0  # otherwise all of it is on NVMe
         if offloaded.any():
             told = [o for o, one in zip(outcomes, offloaded, strict=True) if one]
@@ -204,7 +236,8 @@ class Predictor:
         self.calibrate()
         return float(np.hypot(np.sqrt(self._host.covariance[0, 0]), self._host.noise))
 
-    def _fit_memory(self, prepared: Prepared, outcomes: Sequence[Outcome], measured: Flags) -> None:
+    def _fit_memory(self, prepared: Prepared, outcomes: Sequence[Outcome]) -> None:
+        measured = np.array([o.measurement is not None for o in outcomes])
         seen = np.array([o.measurement.peak_bytes if o.measurement else self._lacked(o) for o in outcomes])
         # Bytes allocated by torch are more precise than NVML's, which include the allocator's cache. 0: unknown.
         torchs = np.array([(o.measurement and o.measurement.torch_allocated_bytes) or 0 for o in outcomes], dtype=float)
@@ -238,16 +271,27 @@ class Predictor:
             return self._memory_priors
         return [Prior(float(np.median(gib)), max(MEASURED_OVERHEAD_GIB, float(gib.std()))), *self._memory_priors[1:]]
 
-    def _fit_time(self, prepared: Prepared, measured: Sequence[Measurement]) -> None:
-        residuals = self._time_residuals(prepared, measured)
+    def _fit_time(self, prepared: Prepared, seconds: Floats, bounded: Flags) -> None:
+        """Fit the rates to steps of these seconds, which are lower bounds if `bounded` is true, (n,) each."""
+        differences = self._time_residuals(prepared, seconds)
+
+        def residuals(constants: Floats) -> Floats:
+            off = differences(constants)
+            return np.asarray(np.where(bounded, np.minimum(off, 0.0), off))
+
         self._time = fit(self._time_known, residuals, noise=self._time_noise)
         slower = -residuals(self._time.mean)
-        self._time_near = Neighbours.of(prepared.features[_LATEST], slower[_LATEST], self._time.noise, REPEAT_TIME)
+        told = ~bounded | (slower > 0)  # a bound that the prediction keeps is no evidence
+        if not told.any():
+            return
+        self._time_near = Neighbours.of(
+            prepared.features[told][_LATEST], slower[told][_LATEST], self._time.noise, REPEAT_TIME
+        )
 
-    def _time_residuals(self, prepared: Prepared, measured: Sequence[Measurement]) -> Callable[[Floats], Floats]:
-        """Return a function of the constants: logarithms of predicted steps less those measured."""
-        seconds = np.log([one.step_seconds for one in measured])
-        return lambda constants: self._log_step(prepared, constants) - seconds
+    def _time_residuals(self, prepared: Prepared, seconds: Sequence[float] | Floats) -> Callable[[Floats], Floats]:
+        """Return a function of the constants: logarithms of predicted steps less those of measured ones."""
+        measured = np.log(seconds)
+        return lambda constants: self._log_step(prepared, constants) - measured
 
     @property
     def time_noise(self) -> float:
@@ -345,7 +389,7 @@ class Predictor:
         shift, log_sigma = _corrected(self._time, by_constants, self._time_near, prepared.features, hooks)
         log_step = log_step + shift
         c = prepared.columns
-        rows = c.micro_batch * c.accumulation * self.job.ranks
+        rows = c.micro_batch * c.accumulation * self.job.data_ranks
         samples = rows * np.where(c.packed > 0, self._packed_rows, 1.0) / np.exp(log_step)
         host = prepared.bill.host * float(np.exp(self._host.mean[0]))
         peak, peak_sigma, allocated, allocated_sigma, needed = memory
@@ -439,6 +483,12 @@ class Predictor:
     def _log_step(self, p: Prepared, constants: Floats) -> Floats:
         """Return (..., n) logarithms of a step's seconds at constants (..., constants)."""
         return np.asarray(np.log(self._spent(p, constants).step) + constants[..., len(TIME) :] @ p.quirks.T)
+
+
+def _keep_latest(seen: dict[Candidate, Outcome], candidate: Candidate, outcome: Outcome) -> None:
+    seen[candidate] = outcome
+    if len(seen) > _MOST_OBSERVATIONS:
+        del seen[next(iter(seen))]
 
 
 def _way(job: Job, knobs: Candidate | Mapping[str, object]) -> tuple[object, ...]:
@@ -651,13 +701,14 @@ class Prepared:
         cls, job: Job, hardware: Hardware, trace: Trace, candidates: Sequence[Candidate], *, guessed: bool = False
     ) -> Prepared:
         """Prepare candidates that share this trace. `guessed`: the trace is an estimate, while the job's own is exact."""
-        c = columns_of(candidates, job, installed_deepspeed(job.interpreter))
+        alone = fsdp_settings(job.model.config, float(sum(trace.every_size))) if job.torch_alone else {}
+        c = columns_of(candidates, job, installed_deepspeed(job.interpreter), alone)
         b = bill(job, trace, c, hardware.device)
         uneven, spread = uneven_shares(job, c, b.activations.max(axis=0))
         doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)
         features = _features(c, job, hardware, trace)
         made = job_with_candidate(job, candidates[0]) if candidates else job  # all compute the loss the same way
-        loss = loss_bytes(made) * c.micro_batch
+        loss = loss_bytes(made) * c.rows
         return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven, loss)
 
     def on(self, job: Job, hardware: Hardware, trace: Trace) -> Prepared:
@@ -860,8 +911,8 @@ def _in_large_blocks(job: Job, c: Columns, activations: Floats) -> Floats:
     if shape is None:
         return np.full(len(c), MIXED)
     _, width, vocabulary = shape
-    entries = job.element_bytes * c.micro_batch * job.seq_len
-    of_loss = np.minimum(1.0, _LOSS_BYTES * vocabulary * c.micro_batch * job.seq_len / np.maximum(activations, 1.0))
+    entries = job.element_bytes * c.rows * job.seq_len
+    of_loss = np.minimum(1.0, _LOSS_BYTES * vocabulary * c.rows * job.seq_len / np.maximum(activations, 1.0))
     of_loss = np.where(entries * vocabulary >= OWN_SEGMENT_BYTES, of_loss, 0.0)
     return np.asarray(of_loss + (1 - of_loss) * np.where(entries * width >= OWN_SEGMENT_BYTES, MIXED, 0.0))
 

@@ -11,11 +11,19 @@ import numpy as np
 
 from autotune.predict.features import Columns, Floats
 from autotune.predict.trace_data import Trace
-from autotune.predict.zero_memory import NF4_BYTES, kept_at_turn, persistent, quantized_sizes, staying, stepper
+from autotune.predict.zero_memory import (
+    NF4_BYTES,
+    kept_at_turn,
+    muon_sizes,
+    persistent,
+    quantized_sizes,
+    staying,
+    stepper,
+)
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import GpuFacts, Hardware, threads_per_rank, usable_cpus
 from autotune.problem.job import Job
-from autotune.problem.models import CAUSAL, DECODED, IMAGE_TEXT, MASKED, SEQ2SEQ, told_image_size
+from autotune.problem.models import CAUSAL, DECODED, IMAGE_TEXT, MASKED, SEQ2SEQ, attention_heads, told_image_size
 from autotune.util.units import GIB
 
 # -- roofline ----------------------------------------------------------------------------------------------------------
@@ -123,9 +131,9 @@ class Work:
     """Work of a candidate's step, in seconds at full rates; one entry per candidate.
 
     Per micro-batch: products, their tail (products per token: the waste of small batches), moved (other operators), starts
-    (the processor's work to start kernels), hooks (of ZeRO-3 on GPUs, part of starts), gather_micro and reduce_micro
-    (communication), pcie_micro. Per step: step_starts, gather_step, reduce_step, optimizer, cpu_adam, pcie_step, nvme,
-    collectives, loop (data and the training loop).
+    (the processor's work to start kernels), hooks (of ZeRO-3 on GPUs, part of starts), exchange_micro (between the ranks of a
+    sequence), gather_micro and reduce_micro (communication), pcie_micro. Per step: step_starts, gather_step, reduce_step,
+    optimizer, cpu_adam, pcie_step, nvme, collectives, loop (data and the training loop).
     """
 
     forward_share: Floats  # share of products, without recomputation
@@ -136,6 +144,7 @@ class Work:
     starts: Floats
     hooks: Floats
     step_starts: Floats
+    exchange_micro: Floats
     gather_micro: Floats
     gather_step: Floats
     reduce_micro: Floats
@@ -162,7 +171,7 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
 
     whole_pass = [sum(run.flops) + ATTENTION_SHARE * sum(run.attention) for run in (plain, again)]
     forward = plain.flops[0] + ATTENTION_SHARE * plain.attention[0]
-    rows = c.micro_batch * c.tokens / job.seq_len  # traced rows are as long as the longest; most are shorter
+    rows = c.rows * c.tokens / job.seq_len  # traced rows are as long as the longest; most are shorter
     moved = (
         either(plain.moved[0][0] + plain.moved[1][0], again.moved[0][0] + again.moved[1][0])
         + either(plain.moved[0][1] + plain.moved[1][1], again.moved[0][1] + again.moved[1][1]) * rows
@@ -183,6 +192,7 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
         loop=c.accumulation * MICRO_SECONDS,
         hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage; otherwise both use one stream
         queued=np.full(len(c), float(hardware.device == "cuda")),
+        exchange_micro=_exchanged(job, hardware, c, rates),
         **_sent(job, hardware, trace, c, rates),
         **_stepped(job, hardware, trace, c, rates),
     )
@@ -191,6 +201,23 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
 def _share(part: float, whole: float) -> float:
     """Return a share of the whole; a model whose rows could not be counted shows no products at all."""
     return part / whole if whole else 1.0
+
+
+def _exchanged(job: Job, hardware: Hardware, c: Columns, rates: DeviceRates) -> Floats:
+    """Return the seconds in which the ranks of a sequence exchange its queries, keys, values and attention's output.
+
+    Each layer does so in forward, in backward, and when it is recomputed (Jacobs et al. 2023, DeepSpeed Ulysses, section 3.2).
+    Of its bytes a rank sends each rank of its group an equal part; those to other nodes pass the node's network, which all its
+    ranks share. Attention waits for them, so that nothing hides them.
+    """
+    size, heads = job.sequence_ranks, attention_heads(job.model.config)
+    if size == 1 or heads is None or job.script is not None:
+        return np.zeros(len(c))
+    near = min(size, hardware.per_node)
+    network = hardware.network_gb_per_s * 1e9 / hardware.per_node
+    per_byte = (near - 1) / size / rates.node_link + (size - near) / size / network
+    tokens = c.rows * c.tokens * np.where(c.checkpointing > 0, 3.0, 2.0)
+    return np.asarray(heads.layers * heads.exchanged(size) * job.element_bytes * tokens * per_byte)
 
 
 def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: DeviceRates) -> dict[str, Floats]:
@@ -209,6 +236,8 @@ def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: DeviceR
     # all_to_all_quant_reduce).
     reduced = others * total * np.where(three & (c.narrow_gradients > 0), 0.5, c.communicated)
     # Buckets are all-reduced; with that turned off, each part is reduced to its rank.
+    if muon_sizes(job, trace):  # stage 3 all-reduces, too: `reduce_scatter` is off
+        reduced = reduced * np.where(three, 2.0, 1.0)
     to_its_rank = np.where((one | two) & (c.multi_rank == 0), 1.0, 2.0)
     carried = np.where(c.narrow_weights > 0, 1.0, width)  # 8 bits (partition_parameters.py, CUDAQuantizer)
     whole = persistent(trace, c)  # gathered after a step, and kept
@@ -252,12 +281,25 @@ def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Devi
     return {
         "pcie_micro": (leaves * back * accumulating + np.where(parameters_out, 2 * width * held, 0.0)) / rates.pcie,
         "pcie_step": leaves * (width * part + np.where(one, width * part, 0.0)) / rates.pcie,
-        "optimizer": (1 - leaves) * elements * step_bytes / rates.memory,
+        "optimizer": (1 - leaves) * elements * step_bytes / rates.memory
+        + sum(muon_sizes(job, trace))
+        * _newton_schulz_flops(job)
+        / np.where(c.stage == 0, 1.0, job.ranks)
+        / rates.flops,
         "cpu_adam": leaves * total / hardware.nodes * host_bytes / host_memory_rate(hardware),
         "adam_beside": c.adam_beside,
         "nvme": ((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * held)
         / (NVME_GB_PER_S * 1e9),
     }
+
+
+def _newton_schulz_flops(job: Job) -> float:
+    """Return Muon's FLOPs per element of a matrix: five steps of three products with a side of the model's width.
+
+    Source: deepspeed 0.19.8, zero/muon/original_muon.py, `zeropower_via_newtonschulz5`. Its Gram iteration takes fewer.
+    """
+    text = job.model.config.get("text_config") or job.model.config
+    return 5 * 3 * 2.0 * (_first(text, _HIDDEN) or 0)
 
 
 def _hops_seconds(hardware: Hardware) -> float:
@@ -353,7 +395,7 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
     compute = started(gpu)
     # The GPU waits for this communication instead of computing. A processor slower than both hides it.
     waits = np.maximum(micro - hidden * gpu, (1 - hidden) * micro)
-    exposed = (started(gpu + waits) - compute) * c.accumulation
+    exposed = (started(gpu + waits) - compute + k["comm"] * w.exchange_micro) * c.accumulation
     # Communication that happens once a step overlaps the last backward. Gathering the updated weights does not.
     exposed = exposed + np.maximum(step - hidden * compute * 0.66, (1 - hidden * 0.66) * step)
     total = compute * c.accumulation
@@ -457,6 +499,38 @@ def dense_shape(config: Config) -> tuple[int, int, int] | None:
         return None
     head = text.get("head_dim") or text.get("d_kv") or hidden // heads
     return layers, heads * head, vocabulary
+
+
+def fsdp_settings(config: Config, elements: float) -> dict[str, float]:
+    """Return the knobs of stage 3 with which ZeRO's bill describes FSDP2, wrapped block by block.
+
+    Embedding and head are the root's own parameters. They stay whole from forward to backward, and the next block is
+    gathered during each block (torch/distributed/fsdp: the root is not resharded; BackwardPrefetch.BACKWARD_PRE). A
+    block's gradients are reduced together, out of a copy that is made when they are complete. Those of the root wait for
+    the embedding's, so the head's gradient exists through all of backward. FSDP2 has no bucket of a fixed size.
+
+    Args:
+        config: the model's configuration. Without a number of blocks the whole model is one.
+        elements: parameters of the model.
+    """
+    text: Config = config.get("text_config") or config
+    one = _first(text, _LAYERS[:4])
+    blocks = sum(int(text[name]) for name in ("encoder_layers", "decoder_layers") if text.get(name))
+    if not blocks and one is not None:
+        of_t5 = one if str(text.get("model_type", "")).endswith("t5") else 0
+        blocks = one + int(text.get("num_decoder_layers") or of_t5)
+    tables = 1 if text.get("tie_word_embeddings") else 2
+    ends = int(text.get("vocab_size", 0)) * (_first(text, _HIDDEN) or 0) * tables if blocks else 0
+    block = max(1, int((elements - ends) / max(1, blocks)))
+    zero = "zero_optimization.stage3_"
+    return {
+        "reduce_bucket_size": max(block, ends),
+        "contiguous_gradients": False,
+        zero + "prefetch_bucket_size": block,
+        zero + "max_live_parameters": ends + 2 * block,
+        zero + "max_reuse_distance": ends + 2 * block,
+        zero + "param_persistence_threshold": 0,
+    }
 
 
 def matmul_parameters(config: Config, task: str = CAUSAL) -> int | None:

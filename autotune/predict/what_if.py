@@ -70,7 +70,7 @@ class Elsewhere:
         Without a global batch two kinds remain: the most micro-batches a step, which are fastest, and the fewest, which take
         the least memory. The latter have only the fewest sequences, as these decide what fits at all.
         """
-        share = None if job.global_batch_size is None else job.global_batch_size // job.ranks
+        share = None if job.global_batch_size is None else job.global_batch_size // job.data_ranks
         if share not in self._known:
             self._known[share] = self._candidates(job)
         return self._known[share]
@@ -98,7 +98,8 @@ class Elsewhere:
         job = job or self.first.job
         batch = job.global_batch_size
         if self.batch_assumed and batch is not None:
-            batch = hardware.count * max(1, round(batch / hardware.count))
+            at_once = max(1, hardware.count // job.sequence_ranks)
+            batch = at_once * max(1, round(batch / at_once))
         try:
             job = dataclasses.replace(job, ranks=hardware.count, global_batch_size=batch)
         except UserError:

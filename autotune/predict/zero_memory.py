@@ -15,6 +15,7 @@ from autotune.problem.candidate import GATHER_ON_SAVE, Candidate
 from autotune.problem.ds_config import in_new_names
 from autotune.problem.import_time_env import ALLOCATOR_VARIABLES
 from autotune.problem.job import Job, weights_bytes
+from autotune.problem.models import attention_heads
 from autotune.script.profile import TORCHS
 from autotune.util.units import MIB
 
@@ -124,8 +125,23 @@ class _Terms:
         self.master = np.where(self.fsdp, 0.0, columns.master)
         self.sub_group = sub_groups(columns, self.part, self.largest, self.ranks)
         self.stays = staying(columns, self.part, self.largest, self.ranks)
+        self.sharing, self.row_bytes = job.sequence_ranks, job.element_bytes * job.seq_len  # of one channel
+        self.heads = attention_heads(job.model.config) if self.sharing > 1 and job.script is None else None
         self._gradients(job)
         self._buckets()
+        self._muon(muon_sizes(job, trace))
+
+    def exchanged(self, checkpointing: float) -> Floats:
+        """Return the bytes by which Ulysses adds to the activations, all of them in the model's precision.
+
+        The layer that runs holds the blocks that it has exchanged besides its own (ulysses_sp.py, `_combine_local_sequences`).
+        Each layer whose activations are kept also keeps the copies of repeated keys and values.
+        """
+        if self.heads is None:
+            return np.zeros(len(self.columns))
+        kept = self.heads.repeated(self.sharing) * (1 if checkpointing else self.heads.layers)
+        elements = self.heads.exchanged(self.sharing) + kept
+        return np.asarray(self.row_bytes * elements * self.columns.rows)
 
     def _gradients(self, job: Job) -> None:
         """Set the gradients that are kept in another precision than backward makes (`grad_accum_dtype`).
@@ -142,6 +158,32 @@ class _Terms:
         self.across = np.where(self.two & (self.columns.round_robin > 0), self.width * self.largest, 0.0)
         self.contiguous = (self.columns.contiguous > 0) | (self.two & self.out)
         self.accumulates = (self.columns.accumulation > 1) | (self.columns.keeps_gradients > 0)
+
+    def _muon(self, sizes: list[int]) -> None:
+        """Set what Muon keeps for its matrices, besides Adam's states of the rest, and what it gathers to step them.
+
+        Stages 1 and 2 keep a momentum as wide as the gradients, and a copy of it that a skipped step discards
+        (stage_1_and_2.py, `_muon_momentum_buffer`, `_muon_staging_momentum`). Stage 3 keeps one in the type that is sent
+        (stage3.py, `_create_momentum_buffer`), and gathers gradients and momenta: of a bucket, or of a whole sub-group if they
+        are offloaded (`_apply_muon_to_accumulated_grads`, `_apply_muon_updates_cpu_offload`).
+        """
+        self.orthogonalized = np.zeros(len(self.columns))
+        if not sizes:
+            return
+        share, largest = sum(sizes) / self.total, float(max(sizes))
+        in_two = self.two & ~self.bf16_optimizer
+        momentum = np.select([in_two & ~self.out, self.three], [2 * self.made, self.sent], 4.0)
+        self.states = share * momentum + (1 - share) * _ADAM_BYTES * self.columns.state_share
+        whole = np.where(self.out, self.sub_group * self.ranks, self.columns.reduce_bucket)
+        whole = np.minimum(share * self.total, np.maximum(whole, largest))
+        gathered = np.select(
+            [self.three, in_two & self.out],
+            [_GATHERED_BY_MUON * self.sent * whole, _GATHERED_BY_MUON * 4.0 * largest],
+            np.where(
+                in_two, self.made * share * self.part, 0.0
+            ),  # the updates, besides the gradients that they replace
+        )
+        self.orthogonalized = gathered + _NEWTON_SCHULZ_BYTES * largest
 
     def _buckets(self) -> None:
         """Set the buckets, and the bytes kept between micro-batches."""
@@ -201,12 +243,25 @@ def quantized_sizes(job: Job, trace: Trace) -> list[int]:
 
     Embeddings and the head have `vocab_size x hidden_size` elements. Norms and biases are smaller than any matrix.
     """
-    if job.lora is None or not job.lora.quantize:
+    return _inner_matrices(job, trace.frozen_sizes) if job.lora is not None and job.lora.quantize else []
+
+
+def muon_sizes(job: Job, trace: Trace) -> list[int]:
+    """Return the elements of each parameter that Muon steps; its Adam steps embeddings, the head and vectors.
+
+    Source: deepspeed 0.19.8, __init__.py, `set_optimizer_flags`.
+    """
+    if job.optimizer_kind != "muon":
         return []
+    return trace.parameters if job.lora else _inner_matrices(job, trace.parameters)
+
+
+def _inner_matrices(job: Job, sizes: list[int]) -> list[int]:
+    """Select the sizes of matrices between embedding and head."""
     text = job.model.config.get("text_config") or job.model.config
     hidden = int(text.get("hidden_size") or text.get("n_embd") or 1)
     ends = int(text.get("vocab_size", 0)) * hidden
-    return [size for size in trace.frozen_sizes if size > 16 * hidden and size != ends]
+    return [size for size in sizes if size > 16 * hidden and size != ends]
 
 
 def frozen_width(job: Job, trace: Trace) -> tuple[float, float]:
@@ -242,6 +297,7 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
     c = t.columns
     every = np.ones(len(c), dtype=bool)
     gathered = np.where(t.three, gathered_bytes(t.trace, c, t.frozen_width, t.ranks), t.dequantized)
+    copied = {choice: t.exchanged(choice) for choice in (0.0, 1.0)}
     for choice, run in ((0.0, t.trace.plain), (1.0, t.trace.of(True))):
         mine = c.checkpointing == choice
         kept = np.where(c.fused_by_compiling & (choice == 0), COMPILED_KEPT, 1.0)
@@ -259,7 +315,7 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
                     np.maximum(t.kept_buckets, t.standing + buckets),
                     whole,
                     np.maximum(t.kept, held + shards),
-                    kept * np.maximum(0.0, fixed + each * c.micro_batch) + _kept_inputs(t, run, each),
+                    kept * np.maximum(0.0, fixed + each * c.rows) + _kept_inputs(t, run, each) + copied[choice],
                     shards + t.fsdp * whole,
                 )
     held, buckets = _pending(t, t.whole, done=True)
@@ -280,7 +336,7 @@ def _kept_inputs(t: _Terms, run: Pass, each: float) -> Floats:
     """
     fixed, per_sequence = run.frozen_only
     share = min(1.0, max(0.0, each / run.after_forward[1])) if run.after_forward[1] > 0 else 1.0
-    return np.where(t.three & (t.columns.own_linear > 0), share * (fixed + per_sequence * t.columns.micro_batch), 0.0)
+    return np.where(t.three & (t.columns.own_linear > 0), share * (fixed + per_sequence * t.columns.rows), 0.0)
 
 
 def _add_step(t: _Terms, moments: _Moments, gradients: Floats) -> None:
@@ -302,10 +358,14 @@ def _add_step(t: _Terms, moments: _Moments, gradients: Floats) -> None:
     of_split = np.where((t.stays > 0) & t.on_gpu, 4.0, 0.0) * t.sub_group
     shards = _shards(t, t.whole, stepping=True)
     one_by_one = t.stepper.one_by_one_bytes * np.where(t.zero0, t.largest, np.minimum(t.largest, t.part))
-    copies = one_by_one + np.select(
-        [t.zero0, t.bf16_optimizer, t.two & ~t.out, t.fsdp & ~t.out, t.three & ~t.out, t.three],
-        [of_all, of_sum, of_part, shards + t.temporary_bytes * t.part, of_sub_group, of_split],
-        0.0,
+    copies = (
+        one_by_one
+        + t.orthogonalized
+        + np.select(
+            [t.zero0, t.bf16_optimizer, t.two & ~t.out, t.fsdp & ~t.out, t.three & ~t.out, t.three],
+            [of_all, of_sum, of_part, shards + t.temporary_bytes * t.part, of_sub_group, of_split],
+            0.0,
+        )
     )
     whole = np.where(t.three & (t.ranks > 1), t.frozen_width * persistent(t.trace, t.columns), 0.0)
     moments.add("step", every, t.kept_buckets, whole, np.maximum(copies, t.kept), moments.zero, shards + t.fsdp * whole)
@@ -575,6 +635,10 @@ def _threshold_bytes() -> float:
 # Bytes of 32-bit states per parameter, without the master weights.
 STATE_BYTES = {"adamw": 8, "adam": 8, "fused_adam": 8, "lion": 4, "sgd": 4, "adagrad": 4, "muon": 4, "rmsprop": 4}
 STATE_BYTES |= {"onebitadam": 12, "zerooneadam": 12, "onebitlamb": 12, "fusedlamb": 8, "lamb": 8}
+_ADAM_BYTES = STATE_BYTES["adamw"]
+# Muon's step: gradients and momenta are each gathered into a block, and cut out of it in another; Newton-Schulz holds a
+# matrix three times in 16 bits, and its update (zero/muon/original_muon.py).
+_GATHERED_BY_MUON, _NEWTON_SCHULZ_BYTES = 4.0, 8.0
 # States whose width does not follow the weights'. 8-bit states have a 32-bit scale for 256 elements (bitsandbytes
 # 0.4x, functional.quantize_blockwise). Paged states use CUDA's managed memory, which moves to the host when the
 # device is full, and torch does not count it. Adafactor keeps a row and a column of a matrix (Shazeer & Stern 2018).
@@ -706,7 +770,6 @@ _READ_OFFLOAD |= {"pipeline", "pipeline_read", "pipeline_write"}
 _SECTIONS = (
     "torch_autocast",
     "tensor_parallel",
-    "sequence_parallel_size",
     "pipeline",
     "expert_parallel",
     "hybrid_engine",

@@ -174,8 +174,10 @@ class Candidate:
         _tidy_zero(config, self)
         if self.stage == 3:  # otherwise Trainer saves no model, and accelerate raises, at the end of the training
             config["zero_optimization"].setdefault(GATHER_ON_SAVE, True)
+            if job.optimizer_kind == "muon":  # stage3.py refuses it with `reduce_scatter`, which is on by default
+                config["zero_optimization"].setdefault("reduce_scatter", False)
         if job.script is None or not job.script.holds_batch:
-            config["train_batch_size"] = self.micro_batch * self.accumulation * job.ranks
+            config["train_batch_size"] = self.micro_batch * self.accumulation * job.data_ranks
         if job.script is not None and under_lightning(job.script):
             config.pop(ACCUMULATION, None)  # Lightning raises if a config has this key; its Trainer passes the value
         for precision in ("bf16", "fp16"):
@@ -224,7 +226,10 @@ def job_with_candidate(job: Job, candidate: Candidate) -> Job:
 def samples(job: Job, candidate: Candidate) -> float:
     """Return the sequences of one optimizer step over all ranks. Packed sequences are counted individually."""
     return (
-        candidate.micro_batch * candidate.accumulation * job.ranks * job_with_candidate(job, candidate).samples_per_row
+        candidate.micro_batch
+        * candidate.accumulation
+        * job.data_ranks
+        * job_with_candidate(job, candidate).samples_per_row
     )
 
 

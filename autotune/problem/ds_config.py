@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
+from autotune.problem.job import sequence_ranks
 from autotune.problem.knobs import ACCUMULATION, KNOBS, MICRO_BATCH, ZERO, Knob, knob_value
 from autotune.util.bounds import check_data, read_text
 
@@ -206,22 +207,20 @@ def _at(data: Any, key: str) -> tuple[bool, Any]:
     return True, data
 
 
-# Sizes of groups of ranks that share a model or a sample (0.19.8, runtime/config.py, tensor_parallel/config.py,
-# module_inject/auto_ep_config.py, pipe/). Above 1, ranks are not all data-parallel.
+# Sizes of groups of ranks that share a model (0.19.8, tensor_parallel/config.py, module_inject/auto_ep_config.py, pipe/).
 _GROUP_SIZES = (
     "tensor_parallel.autotp_size",
     "tensor_parallel.tp.tp_size",
-    "sequence_parallel_size",
     "expert_parallel.autoep_size",
     "pipeline.stages",
 )
 
 
-def check_data_parallel(config: dict[str, Any], file: Path | None) -> None:
-    """Check that a config leaves every rank its own samples and the whole model.
+def check_whole_model(config: dict[str, Any], file: Path | None) -> None:
+    """Check that a config gives every rank the whole model.
 
     Raises:
-        UserError: the config splits the model or a sample over ranks.
+        UserError: the config splits the model over ranks.
     """
     for key in _GROUP_SIZES:
         _, size = _at(config, key)
@@ -229,8 +228,8 @@ def check_data_parallel(config: dict[str, Any], file: Path | None) -> None:
         off = isinstance(section, dict) and section.get("enabled") is False
         if isinstance(size, int) and size > 1 and not off:
             raise UserError(
-                f"{file}: {key} {size} splits the model or the samples over ranks, and only data-parallel trainings are "
-                f"predicted. Remove {key}, or plan for the GPUs of one group"
+                f"{file}: {key} {size} splits the model over ranks, and neither plan nor run of a named model does. Remove "
+                f"{key}, or plan for the GPUs of one group"
             )
 
 
@@ -259,8 +258,9 @@ def global_batch_of(config: dict[str, Any], ranks: int) -> tuple[int | None, str
 
     The result is (None, "") if the config leaves the batch open, or to its caller by `"auto"`. DeepSpeed's rule (0.19.8,
     runtime/config.py, `_set_batch_related_parameters`): `train_batch_size`, or else the product of micro-batch, accumulation
-    (default 1) and ranks.
+    (default 1) and ranks, or groups of ranks that share sequences.
     """
+    ranks = max(1, ranks // sequence_ranks(config))
     total, micro, accumulation = config.get(BATCH), config.get(MICRO_BATCH), config.get(ACCUMULATION, 1)
     if isinstance(total, int | float):
         return int(total), f"{BATCH} {int(total)}"

@@ -23,6 +23,9 @@ from autotune.util.units import GIB
 # Table of GPUs: capacity and speed of each card, by NVML's name or by a name that a user types.
 
 
+_AMPERE = 8.0  # lowest compute capability of cards that compute in bf16
+
+
 @dataclass(frozen=True)
 class GpuFacts:
     """Row of `data/gpus.json`; rates are peaks of one GPU, in one direction."""
@@ -40,13 +43,20 @@ class GpuFacts:
     network_gb_per_s: float | None = None  # of a whole node; None: estimated from the class of the card
     doubt: float = 0.0  # standard deviation of the rates' logarithms, if the rates are no table row's
     whence: str = ""  # source of such rates
+    compute_capability: float = 0.0  # 0: unknown, as in rates that older studies stored
+
+    @property
+    def is_recent_server_card(self) -> bool:
+        """True for Hopper's and Blackwell's server cards; the desktop's Blackwell has compute capability 12."""
+        return 9.0 <= self.compute_capability < 12.0
 
 
 @cache
 def gpu_table() -> dict[str, GpuFacts]:
     """Return the rows of `data/gpus.json` by name."""
     text = (resources.files("autotune") / "data" / "gpus.json").read_text(encoding="utf-8")
-    return {row["name"]: GpuFacts(**row) for row in json.loads(text)["gpus"]}
+    rows = json.loads(text)["gpus"]
+    return {row["name"]: GpuFacts(**row, bf16=row["compute_capability"] >= _AMPERE) for row in rows}
 
 
 def facts_for(nvml_name: str, memory_bytes: int) -> GpuFacts | None:
@@ -258,6 +268,7 @@ def _as_told(name: str, memory_bytes: int, told: NvmlFigures, unified: bool) -> 
         link_gb_per_s=told.nvlink_gb_per_s or (kin.link_gb_per_s if kin.link == "pcie" else pcie),
         link="nvlink" if told.nvlink_gb_per_s else "pcie",
         bf16=told.capability >= (8, 0),
+        compute_capability=float("{}.{}".format(*told.capability)),
     )
 
 

@@ -199,7 +199,9 @@ class Hardware:
 
     def __str__(self) -> str:
         cap = f" capped at {format_bytes(self.capacity_bytes)} a rank" if self.memory_cap_bytes else ""
-        cap += f" less {format_bytes(self.reserve_bytes)} reserved for another process" if self.reserve_bytes else ""
+        if self.reserve_bytes:
+            less = "," if cap else " less"
+            cap += f"{less} {format_bytes(self.reserve_bytes)} reserved for another process"
         free = f"{format_bytes(self.memory_bytes - self.taken_bytes)} free of " if self.taken_bytes else ""
         whose = " of main memory" if self.unified else ""
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""

@@ -7,16 +7,28 @@ import hashlib
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
 from autotune.masking import learn_data, learn_words
-from autotune.problem.models import CAUSAL, SEQ2SEQ, TASKS, ModelSpec
+from autotune.problem.models import CAUSAL, SEQ2SEQ, TASKS, ModelSpec, attention_heads
 from autotune.util.bounds import parse_json, read_text, shown, whole_number
 from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import format_bytes
+
+# -- sequence parallelism ----------------------------------------------------------------------------------------------
+
+SEQUENCE_RANKS = "sequence_parallel_size"  # key of a DeepSpeed config, and of a script's profile
+
+
+def sequence_ranks(found: Mapping[str, Any]) -> int:
+    """Return the ranks that share each sequence, by a DeepSpeed config or a script's profile; 1 if each rank has its own."""
+    size = found.get(SEQUENCE_RANKS)
+    return size if isinstance(size, int) and size > 1 else 1
+
 
 # -- job ---------------------------------------------------------------------------------------------------------------
 #
@@ -25,7 +37,7 @@ from autotune.util.units import format_bytes
 MOST_BATCH = 2**31  # sequences per optimizer step
 PRECISIONS = ("bf16", "fp16", "fp32")
 # `adamw` is torch's fused AdamW, the default of Hugging Face's Trainer. If it is offloaded, DeepSpeed replaces it by its own.
-OPTIMIZERS = ("adamw", "adam", "fused_adam", "lion", "sgd", "adagrad")
+OPTIMIZERS = ("adamw", "adam", "fused_adam", "lion", "sgd", "adagrad", "muon")
 
 
 # Ways to compute the loss of a named model: from all logits, from slices of the vocabulary, or by Liger's kernel.
@@ -246,15 +258,45 @@ class Job:
             raise UserError(f"--packing is for --task {CAUSAL}: {self.task} does not concatenate sequences")
         if self.packed and not self.lengths:
             raise UserError("--packing needs the lengths of the sequences: give --lengths FILE")
+        if why := self._unsplittable():
+            raise UserError(f"{SEQUENCE_RANKS} {self.sequence_ranks}: {why}")
         if self.global_batch_size is not None:
             whole_number(self.global_batch_size, "--global-batch-size", 1, MOST_BATCH)
-            if self.global_batch_size % self.ranks:
-                low = self.global_batch_size // self.ranks * self.ranks
-                near = " or ".join(str(size) for size in (low, low + self.ranks) if size)
+            if self.global_batch_size % self.data_ranks:
+                low = self.global_batch_size // self.data_ranks * self.data_ranks
+                near = " or ".join(str(size) for size in (low, low + self.data_ranks) if size)
+                among = "ranks" if self.sequence_ranks == 1 else f"groups of {self.sequence_ranks} ranks"
                 raise UserError(
-                    f"--global-batch-size {self.global_batch_size} cannot be split evenly over {self.ranks} ranks: "
+                    f"--global-batch-size {self.global_batch_size} cannot be split evenly over {self.data_ranks} {among}: "
                     f"try {near}"
                 )
+
+    def _unsplittable(self) -> str:
+        """Return why Ulysses cannot split the sequences of a named model; empty if it can, or if they stay whole.
+
+        Source: deepspeed 0.19.8, runtime/sequence_parallel: parallel_state_sp.py, `initialize_sequence_parallel`; ulysses_sp.py,
+        `UlyssesSPAttentionHF` and `UlyssesSPDataLoaderAdapter`.
+        """
+        size = self.sequence_ranks
+        if size == 1:
+            return ""
+        if self.ranks % size:
+            return f"does not divide the {self.ranks} ranks. Change --gpus, or the size"
+        if self.script is not None:
+            return ""
+        heads = attention_heads(self.model.config)
+        if heads is None or self.task != CAUSAL:
+            return "Ulysses splits causal models with attention in each layer. Remove the key"
+        if heads.queries % size or (heads.keys % size and size % heads.keys):
+            return (
+                f"{self.model.name} has {heads.queries} attention heads and {heads.keys} of keys, which {size} ranks cannot "
+                "share. Choose a size that divides them"
+            )
+        if self.attention == "eager":
+            return "Ulysses does not run with --attn eager. Choose another attention"
+        return (
+            f"does not divide the {self.seq_len} tokens of --seq-len. Change one of them" if self.seq_len % size else ""
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the job as JSON data, without unused fields."""
@@ -289,6 +331,16 @@ class Job:
         lengths = tuple((tokens, count) for tokens, count in values.get("lengths", ()))
         model = ModelSpec(**values["model"])
         return cls(**{**values, "model": model, "script": script, "lora": lora, "lengths": lengths})
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that share each sequence (Ulysses): of the user's own config, or as seen in a script; 1 if each has its own."""
+        return sequence_ranks(self.base_config if self.script is None else self.script.profile)
+
+    @property
+    def data_ranks(self) -> int:
+        """Micro-batches that all ranks train on at a time: the ranks, or their groups if they share sequences."""
+        return self.ranks // self.sequence_ranks
 
     @property
     def element_bytes(self) -> float:
@@ -339,7 +391,7 @@ class Job:
         For a script it is the mean of its first steps, over all forwards of a sample.
         """
         if self.script is not None and self.script.profile.get("tokens_per_sample"):
-            return float(self.script.profile["tokens_per_sample"])
+            return float(self.script.profile["tokens_per_sample"]) * self.sequence_ranks  # seen: a rank's part
         sides = 2 if self.task == SEQ2SEQ else 1  # source and target
         if not self.lengths:
             return float(sides * self.seq_len)
@@ -363,6 +415,7 @@ class Job:
         extras += [f"LoRA of rank {self.lora.rank}"] if self.lora else []
         extras += [self.attention] if self.attention else []
         extras += ["compiled"] if self.compiled else []
+        extras += [f"sequences split over {self.sequence_ranks} ranks"] if self.sequence_ranks > 1 else []
         tokens = f"{self.seq_len} tokens"
         if self.lengths:
             packed = f"packed to {self.seq_len}" if self.packed else f"{self.seq_len} at most"
@@ -521,7 +574,7 @@ def sync_note(job: Job, stage: int, free_bytes: float) -> str:
         free_bytes: bytes of a device that are free at the peak, without the engine's own.
     """
     if stage < 3:
-        return "no room besides the training's: below stage 3 a rank holds the full weights"
+        return "it needs no further room: below stage 3 a rank holds the full weights"
     if job.model.parameters is None:
         return "room for a full copy of the weights if they are gathered at once; the peak does not include it"
     need = weights_bytes(job.model.parameters, job.element_bytes)

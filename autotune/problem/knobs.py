@@ -75,6 +75,17 @@ def whole_if_quantized(value: Value, c: Circumstances) -> str:
     )
 
 
+def unscattered_for_muon(value: Value, c: Circumstances) -> str:
+    """Refuse stage 3 if the user's config asks for `reduce_scatter` with Muon; otherwise candidates turn it off.
+
+    Source: deepspeed 0.19.8, stage3.py, `Muon and reduce scatter cannot be used together`.
+    """
+    zero = c.job.base_config.get("zero_optimization")
+    scatters = isinstance(zero, Mapping) and zero.get("reduce_scatter") is True
+    needs = "needs zero_optimization.reduce_scatter: false, as the optimizer is Muon: your own config sets true"
+    return needs * bool(value == 3 and c.job.optimizer_kind == "muon" and scatters)
+
+
 def _quantized_refused(knobs: Knobs) -> str:
     """Refuse stage 3 for 4-bit weights of the knob `lora`, see `whole_if_quantized`."""
     lora = str(knobs.get(LORA, "none"))
@@ -258,7 +269,7 @@ def engine_compile(value: Value, c: Circumstances) -> str:
 
 
 # Needs without which DeepSpeed fails. If another need is missing, the knob only gains nothing.
-FATAL: tuple[Need, ...] = (cuda, adam, mics_init, whole_if_quantized)
+FATAL: tuple[Need, ...] = (cuda, adam, mics_init, whole_if_quantized, unscattered_for_muon)
 OF_PACKAGES: tuple[Need, ...] = (its_package, liger_kernel, a_compiler)
 
 
@@ -426,7 +437,13 @@ _DTYPES = ("fp32", "fp16", "bf16")
 _FIRST: dict[str, Knob] = {
     MICRO_BATCH: Knob(MICRO_BATCH, int, low=1, short="mb"),
     ACCUMULATION: Knob(ACCUMULATION, int, low=1, short="ga"),
-    "zero_stage": Knob(ZERO + "stage", int, high=3, needs=(sharded_for_its_optimizer, whole_if_quantized), short="z"),
+    "zero_stage": Knob(
+        ZERO + "stage",
+        int,
+        high=3,
+        needs=(sharded_for_its_optimizer, whole_if_quantized, unscattered_for_muon),
+        short="z",
+    ),
     CHECKPOINTING: Knob(None, bool, short="ckpt"),
     ATTENTION: Knob(None, ATTENTIONS, needs=(its_package,)),
     COMPILED: Knob(None, bool, off=False, needs=(a_compiler,)),

@@ -129,6 +129,49 @@ def workload_spec(reference: str, interpreter: Interpreter = OWN) -> ModelSpec:
     return ModelSpec(function, {}, f"{found} {hashlib.sha256(text).hexdigest()[:12]}")
 
 
+@dataclass(frozen=True)
+class AttentionHeads:
+    """Attention heads of each layer of a model, under the names that Ulysses reads.
+
+    Source: deepspeed 0.19.8, runtime/sequence_parallel/ulysses_sp.py, `register_with_transformers`.
+    """
+
+    layers: int
+    queries: int
+    keys: int  # and as many of values
+    size: int  # elements of a head
+
+    def exchanged(self, ranks: int) -> int:
+        """Return the elements per token that the exchanges of a layer carry: queries, keys, values and the output.
+
+        Keys are repeated until each of the `ranks` of a sequence has one (`kv_replication_factor`).
+        """
+        return 2 * self.size * (self.queries + max(self.keys, ranks))
+
+    def repeated(self, ranks: int) -> int:
+        """Return the elements per token of a layer's keys and values that are copies."""
+        return 2 * self.size * max(0, ranks - self.keys)
+
+
+def attention_heads(config: dict[str, Any]) -> AttentionHeads | None:
+    """Return the heads of a model's attention layers; None if the configuration lacks them, or some layers are recurrent.
+
+    accelerate refuses to split sequences of recurrent layers (1.15, big_modeling.py).
+    """
+    text: dict[str, Any] = config.get("text_config") or config
+    if any("linear_attention" in str(kind) for kind in text.get("layer_types") or ()):
+        return None
+    names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")
+    layers, queries, keys, hidden = (text.get(name) for name in names)
+    if not all(isinstance(size, int) and size > 0 for size in (layers, queries, keys, hidden)):
+        return None
+    assert layers
+    assert queries
+    assert keys
+    assert hidden
+    return AttentionHeads(layers, queries, keys, text.get("head_dim") or hidden // queries)
+
+
 # -- model sizes -------------------------------------------------------------------------------------------------------
 #
 # Sizes in a model's configuration, and their bounds.

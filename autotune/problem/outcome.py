@@ -115,6 +115,9 @@ class Measurement:
         return self.samples_per_second / ranks, self.tokens_per_second / ranks
 
 
+_NONE: dict[str, Any] = {}  # shared by all outcomes without details
+
+
 @dataclass(frozen=True)
 class Outcome:
     """End of one trial of one candidate."""
@@ -135,6 +138,8 @@ class Outcome:
     log: str | None = None
     seconds: float = 0.0  # s; wall time of the trial
     outside_seconds: float = 0.0  # s; the part outside measured steps
+    # s; lower bound of a step of a trial that was too slow for its share of the budget (TIMEOUT)
+    least_step_seconds: float | None = None
     started: bool = False  # a new engine was started; a rung of a living engine costs less
     trace: TrainingTrace | None = None  # first optimizer steps; None in studies of earlier versions
     trains_otherwise: str = ""  # knob because of which it trains something else than the reference
@@ -155,6 +160,12 @@ class Outcome:
     def device_capacity_bytes(self) -> int | None:
         """Bytes of a rank's device if that ran out; None: as much as today."""
         return self.capacity_bytes if self.kind is OutcomeKind.OOM_DEVICE else None
+
+    def without_details(self) -> Outcome:
+        """Return the outcome without what no search reads: trace, log, and figures by phase."""
+        bare: dict[str, Any] = {"live_tensor_bytes": _NONE, "phase_seconds": _NONE}
+        measured = self.measurement and dataclasses.replace(self.measurement, **bare)
+        return dataclasses.replace(self, measurement=measured, trace=None, log=None, evidence="")
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that are set; secrets in the ranks' texts are masked."""

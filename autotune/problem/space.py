@@ -159,7 +159,7 @@ class SearchSpace:
         sizes = sorted(int(value) for value in micro.values)
         if job.global_batch_size is None:
             return sorted(itertools.product(sizes, sorted(int(value) for value in accumulation.values)))
-        share = job.global_batch_size // job.ranks
+        share = job.global_batch_size // job.data_ranks
         if micro.is_range:
             sizes = list(range(sizes[0], min(sizes[-1], share) + 1))
         pairs = [(size, share // size) for size in sizes if share % size == 0]
@@ -167,7 +167,7 @@ class SearchSpace:
             pairs = [pair for pair in pairs if pair[1] in accumulation.values]
         if not pairs:
             raise UserError(
-                f"a global batch of {job.global_batch_size} over {job.ranks} ranks cannot be made from the "
+                f"a global batch of {job.global_batch_size} over {job.data_ranks} ranks cannot be made from the "
                 f"micro-batches of space {self.name!r} ({sizes[0]} to {sizes[-1]}): "
                 "change the batch (--global-batch-size) or the space"
             )

@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autotune.problem.candidate import BATCH_KEYS, Candidate, job_with_candidate
+from autotune.problem.candidate import BATCH_KEYS, Candidate, job_with_candidate, settings_of
 from autotune.problem.job import Job
-from autotune.problem.knobs import DEEPCOMPILE, QUANTIZED
+from autotune.problem.knobs import DEEPCOMPILE, QUANTIZED, lossy_of
+from autotune.problem.models import CAUSAL
 from autotune.script.profile import OPS
 
 # The type of the optimizer determines memory and time of a step. The learning rate does not, and is never exported.
@@ -19,6 +20,7 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lion": {"type": "Lion", "params": {"lr": 1e-6}},
     "sgd": {"type": "SGD", "params": {"lr": 1e-5, "momentum": 0.9}},
     "adagrad": {"type": "Adagrad", "params": {"lr": 1e-5}},
+    "muon": {"type": "Muon", "params": {"lr": 1e-3}},
 }
 MOST_SCALE_POWER = 8  # cap of a dynamic loss scale's initial power in trials; exported configs keep their own
 QUIET = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning", "dump_state")
@@ -92,19 +94,33 @@ def why_no_reference(candidate: Candidate, job: Job) -> str:
         job: the study's job.
     """
     if job.script is not None or job.workload is not None:
-        return "references are for named models"
-    if job.precision == "fp16" or job.plain:
-        return f"DeepSpeed trains this job in {job.precision} without its counterpart in torch"
+        return "only named models are trained without DeepSpeed"
+    if job.precision == "fp16":
+        return "DeepSpeed's loss scale of fp16 is its own"
+    if job.plain:
+        return f"DeepSpeed trains this job in {job.precision} without fp32 master weights"
     if candidate.stage == 3 and job.ranks == 1:
-        return "FSDP2 needs several ranks"
-    if candidate.stage == 3 and job_with_candidate(job, candidate).lora is not None:
-        return "FSDP2 cannot shard fp32 adapters and other weights in one block"
+        return "it needs several ranks"
+    lora = job_with_candidate(job, candidate).lora
+    if candidate.stage == 3 and lora is not None and lora.quantize:
+        return "4-bit weights are whole on each rank"
     config = trial_config(candidate, job)
     if torch_optimizer(config["optimizer"]) is None:
         return f"torch has no optimizer {config['optimizer']['type']}"
+    for name, how in lossy_of(settings_of(config), job.precision).items():
+        return f"torch has no counterpart of {name}: {how}"
     if unlike := sorted(config.keys() - _TORCH_HAS):
         return f"torch has no counterpart of {unlike[0]} in the DeepSpeed config"
     return ""
+
+
+def may_skip_parameters(job: Job) -> bool:
+    """Return True if a forward may leave out parameters: experts without tokens, the last layers of a vision tower, a pooler.
+
+    DDP ends with an error then, and FSDP2 may hang, unless they look for such parameters. The search costs time, so a
+    dense causal model does without it.
+    """
+    return job.task != CAUSAL or any("expert" in key for key in job.model.config)
 
 
 def needed_ops(candidates: Sequence[Candidate], job: Job, device: str) -> list[str]:

@@ -12,7 +12,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ from autotune.problem.job import Script, checkpoint_bytes
 from autotune.problem.outcome import Phase
 from autotune.rank.base import EXIT_REPORTED, BaseRank, greet, leave
 from autotune.rank.sandbox import Sandbox
-from autotune.rank.step_statistics import UNLIKE, pace_of
+from autotune.rank.step_statistics import MAX_TIMED_MICRO_BATCHES, UNLIKE, pace_of
 from autotune.script.command_line import ACCELERATE
 from autotune.script.script import line_of
 from autotune.workers.jit_ops import use_own_folder
@@ -148,8 +148,7 @@ def load(rank: BaseRank, load_checkpoint: Callable[[str], Any]) -> None:
 
 SETTLED = 0.05  # warm-up ends when two step times in a row differ by less than this fraction
 MAX_WARMUP_STEPS = 6
-MAX_TIMED_MICRO_BATCHES = 3  # a longer accumulation runs only the first, a middle and the boundary micro-batch
-
+WARMUP_SHARE = 0.4  # share of the longest measurement's seconds after which warm-up ends
 BEATEN_STEPS = 2  # steps after which a candidate may be beaten
 LONGER = 2  # factor on the most steps and seconds if recurring work may have been missed
 ALIKE_STEPS = 12  # equal steps after which nothing is expected to recur, even if the first took longer
@@ -170,6 +169,7 @@ class MeasureRequest:
     max_seconds: float
     most_seconds: float = math.inf  # upper limit of any extension
     beaten_step_seconds: float = math.inf  # a candidate whose interval lies above cannot win
+    share_seconds: float = math.inf  # for warm-up and measured steps, of which there is at least one
     full: bool = False  # run every micro-batch of an accumulation, without extrapolation
 
     @classmethod
@@ -198,17 +198,29 @@ class MeasureRequest:
 def warmed_up(step_seconds: list[float], request: MeasureRequest) -> bool:
     """Return True if the warm-up may end: step times have settled, or it took its share of the time."""
     count = len(step_seconds)
-    if count >= MAX_WARMUP_STEPS:
+    if count >= MAX_WARMUP_STEPS or sum(step_seconds) > WARMUP_SHARE * request.share_seconds:
         return True
     # The first step allocates the optimizer's states and compiles kernels, so it is never compared with the second.
     if count >= 3 and abs(step_seconds[-1] - step_seconds[-2]) <= SETTLED * step_seconds[-2]:
         return True
-    return count >= 2 and sum(step_seconds) > min(3 * request.min_seconds, 0.4 * request.max_seconds)
+    return count >= 2 and sum(step_seconds) > min(3 * request.min_seconds, WARMUP_SHARE * request.max_seconds)
+
+
+def after_warmup(request: MeasureRequest, step_seconds: list[float]) -> MeasureRequest:
+    """Return the request with the share that these warm-up steps leave."""
+    return replace(request, share_seconds=request.share_seconds - sum(step_seconds))
+
+
+def holds_another(request: MeasureRequest, elapsed_seconds: float, seconds_per_step: float) -> bool:
+    """Return True if the request's share holds another step."""
+    return elapsed_seconds + seconds_per_step <= request.share_seconds
 
 
 def enough(request: MeasureRequest, elapsed_seconds: float, steps: int) -> bool:
-    """Return True if the measured steps and seconds satisfy the request."""
+    """Return True if the measured steps and seconds satisfy the request, or its share holds no other step."""
     if steps >= request.max_steps or elapsed_seconds > request.max_seconds:
+        return True
+    if steps and not holds_another(request, elapsed_seconds, elapsed_seconds / steps):
         return True
     return steps >= request.min_steps and elapsed_seconds > request.min_seconds
 
@@ -252,7 +264,7 @@ def stretch(request: MeasureRequest, elapsed_seconds: float, steps: int, seconds
     wanted = max(request.min_steps - steps, math.ceil((request.min_seconds - elapsed_seconds) / seconds_per_step))
     if steps < BEATEN_STEPS and seconds_per_step > request.beaten_step_seconds:
         wanted = min(wanted, BEATEN_STEPS - steps)
-    affordable = int((request.max_seconds - elapsed_seconds) / seconds_per_step)
+    affordable = int((min(request.max_seconds, request.share_seconds) - elapsed_seconds) / seconds_per_step)
     return max(1, min(wanted, affordable, request.max_steps - steps))
 
 

@@ -99,14 +99,21 @@ class ModelRank(BaseRank):
         device = self.own_device
         device.reset_peaks()
         batches = self._batches(request.micro_batch)
-        began = time.perf_counter()
+        began = measuring = time.perf_counter()
         warm: list[float] = []  # seconds of the slowest rank
+        steps: list[StepParts] = []
         while not measure.warmed_up(warm, request):
-            warm.append(self.agree(sum(self._whole_step(batches, request))))
-        warmup_seconds = time.perf_counter() - began
-        self.live_steps = []
-        measuring = time.perf_counter()
-        steps = self._timed_steps(batches, request, warm[-1])
+            measuring = time.perf_counter()
+            steps = [self._whole_step(batches, request)]
+            warm.append(self.agree(sum(steps[0])))
+        request = measure.after_warmup(request, warm)
+        if measure.holds_another(
+            request, 0.0, warm[-1]
+        ):  # otherwise the last step of the warm-up is all that is measured
+            measuring = time.perf_counter()
+            self.live_steps = []
+            steps = self._timed_steps(batches, request, warm[-1])
+        warmup_seconds = measuring - began
         step_seconds = self.average([measure.extrapolate(parts, request.accumulation) for parts in steps])
         device.synchronize()
         self.channel.send(

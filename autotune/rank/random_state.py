@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import secrets
 import sys
 import uuid
 from collections import Counter, deque
@@ -33,9 +34,10 @@ class RandomState:
     """Random state of one rank.
 
     Once installed, its seed is the only source of default seeds: `random.Random()`, `torch.seed()`,
-    `torch.Generator().seed()`, `numpy.random.default_rng()`, `secrets` and `os.urandom` no longer draw from the kernel.
-    Seeds that the script names before its first forward are recorded in its first run and repeated in the next ones, because the
-    script may compute them from the time, a process id, a hash or a UUID.
+    `torch.Generator().seed()`, `numpy.random.default_rng()`, `secrets.randbits` and `os.urandom` no longer draw from the
+    kernel. Names and tokens (`uuid4`, `secrets.token_hex`, `secrets.choice`) still do. Seeds that the script names before
+    its first forward are recorded in its first run and repeated in the next ones, because the script may compute them from
+    the time, a process id, a hash or a UUID.
 
     Args:
         rank: number of the rank.
@@ -130,8 +132,14 @@ class RandomState:
 
         patches.wrap(os, "urandom", urandom)
         patches.wrap(random, "_urandom", urandom)  # read by `SystemRandom`, `secrets` and numpy's `SeedSequence`
-        # Names by uuid must differ between trials that share a folder.
+        # Names by uuid and tokens must differ between trials that share a folder. numpy takes its seeds from `secrets.randbits`.
         patches.wrap(uuid, "uuid4", lambda _, /: uuid.UUID(bytes=kernel(16), version=4))
+        patches.wrap(
+            secrets,
+            "token_bytes",
+            lambda _, /, nbytes=None: kernel(secrets.DEFAULT_ENTROPY if nbytes is None else nbytes),
+        )
+        patches.wrap(secrets, "choice", lambda _, /, seq: seq[int.from_bytes(kernel(8), "big") % len(seq)])
         patches.wrap(random.Random, "seed", seed_python)
         patches.wrap(random, "seed", seed_default)
         for owner in (torch, torch.random):

@@ -31,7 +31,9 @@ from typing import Any
 from autotune.util import linux
 from autotune.versions import StrEnum
 
-_DROPPED = (2, 17, 19, 21, 27)  # capabilities(7): open by handle, raw devices, other processes' files, mount, mknod
+# capabilities(7) of root: those that a container has by default (moby, oci/caps/defaults.go) without mknod, and those to
+# pin memory and to raise limits
+_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 14, 18, 24, 29, 31)
 _KERNEL_FOLDERS = ("/proc", "/sys", "/dev")  # hold no user's files, except for shared memory
 _MACHINE_SETTINGS = ("sys", "sysrq-trigger", "irq", "bus", "fs")  # in /proc; the list of container engines (runc)
 _SHARED_MEMORY = "/dev/shm"
@@ -129,10 +131,12 @@ class Sandbox:
                 linux.restrict_writes(["/"])
             if linux.in_user_namespace():
                 os.rename, os.replace = _copying_rename(os.rename), _copying_rename(os.replace)
-            linux.drop_capabilities(_DROPPED)
+            linux.keep_capabilities(() if linux.in_user_namespace() else _CAPABILITIES)
         elif self.protection is Protection.LANDLOCK:
             os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tmp-", dir=home)  # short: sockets
-            linux.restrict_writes([*writable, str(self.folder), _SHARED_MEMORY], files_in=("/dev", "/proc"))
+            own = "/proc" if linux.in_user_namespace() or os.getuid() else "/proc/self"  # root may change settings
+            linux.restrict_writes([*writable, str(self.folder), _SHARED_MEMORY], files_in=[*_devices(), own])
+            linux.keep_capabilities(_CAPABILITIES)
             linux.ignore_attribute_changes()
         os.chdir(self.script_cwd)
 
@@ -167,11 +171,12 @@ def remove(folder: Path) -> None:
     with suppress(FileNotFoundError):
         folder.rename(folder.with_name(f"{folder.name}-{os.urandom(8).hex()}"))
     for base in (*folder.parent.glob(f"{folder.name}-*"), *_spare_bases(folder)):
-        for path, names, _ in os.walk(base):
+        for _, names, _, opened in os.fwalk(base) if base.is_dir() else ():
             for name in names:
-                if not os.path.islink(below := os.path.join(path, name)):
-                    with suppress(OSError):
-                        os.chmod(below, 0o700)
+                with suppress(OSError):  # a script that still runs may put a link in a folder's place
+                    below = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=opened)
+                    os.chmod(f"/proc/self/fd/{below}", 0o700)
+                    os.close(below)
         shutil.rmtree(base, ignore_errors=True)
 
 
@@ -242,6 +247,9 @@ class _Tree:
             linux.mount(path, at, linux.BIND | linux.RECURSIVE)
             if path != "/proc":  # devices can be written to, but not removed
                 linux.make_read_only(at, recursive=path == "/sys")
+            for disk in linux.disks(self._mounts) if path == "/dev" else ():
+                linux.mount(disk, self._at(disk), linux.BIND)
+                linux.make_read_only(self._at(disk), devices=False)
             for name in _MACHINE_SETTINGS if path == "/proc" and not self._ordinary else ():
                 with suppress(OSError):  # not in this kernel
                     linux.mount(f"{at}/{name}", f"{at}/{name}", linux.BIND | linux.RECURSIVE)
@@ -362,6 +370,14 @@ class _Tree:
 
     def _at(self, path: str) -> str:
         return self._root + path.rstrip("/")
+
+
+def _devices() -> list[str]:
+    """Return paths that hold all devices of the machine except for disks that this process may write to."""
+    if not (disks := linux.disks(linux.mount_points())):
+        return ["/dev"]
+    entries = [entry.path for entry in os.scandir("/dev") if not entry.is_symlink()]
+    return [one for one in entries if not any(_contains(one, disk) for disk in disks)]
 
 
 def _make_alike(path: str, made: str) -> None:

@@ -276,6 +276,7 @@ class ScriptRank(BaseRank):
             self.warmup.append(seconds)
             if len(self.warmup) == WARMUP_STEPS:
                 self.warmup = self.average(self.warmup)
+                self.request = request = measure.after_warmup(request, self.warmup)
                 self._go_on(measure.stretch(request, 0.0, 0, max(self.warmup)))
                 self._measuring_began = time.perf_counter()
             return
@@ -355,7 +356,9 @@ class ScriptRank(BaseRank):
     def _compare_clocks(self, request: MeasureRequest) -> None:
         """End the measurement on all ranks at once, or schedule the next comparison."""
         elapsed, steps = self.agree(time.perf_counter() - self._measuring_began), len(self.timed)
-        if request.can_be_beaten and measure.beaten(request, self.average([seconds for seconds, _ in self.timed])):
+        if not measure.holds_another(request, elapsed, elapsed / steps) or (
+            request.can_be_beaten and measure.beaten(request, self.average([seconds for seconds, _ in self.timed]))
+        ):
             self._finish()
         elif not measure.enough(request, elapsed, steps):
             self._go_on(measure.stretch(request, elapsed, steps, elapsed / steps))

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+MAX_TIMED_MICRO_BATCHES = 3  # a longer accumulation runs only the first, a middle and the boundary micro-batch
 UNLIKE = 1.25  # ratio to the median, up or down, beyond which a step has different work
 RARE = 0.1  # share of steps; fewer at irregular distances are stalls of the machine
 SETTLED = 0.05  # relative change of the estimate that one step may cause
+LONE = 0.25  # half the relative width of the interval of a single step
 SURE = 0.1  # relative width of a mean's interval below which measuring may stop
 _PERIODS = 2  # whole periods needed for a reliable mean
 
@@ -87,8 +89,10 @@ def median_spread(values: Sequence[float]) -> float:
     """Return half the width of a 95 % interval of the median: 1.96 x 1.2533 x s / sqrt(n).
 
     The standard deviation s comes from the interquartile range, which is robust against a single slow step. Source:
-    normal theory of the sample median.
+    normal theory of the sample median. A single step shows no variation, so its interval is wide.
     """
+    if len(values) == 1:
+        return LONE * values[0]
     if len(values) < 3:
         return max(values) - min(values)
     low, _, high = statistics.quantiles(sorted(values), n=4, method="inclusive")

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from autotune.problem.job import Job
-from autotune.problem.models import CAUSAL
 from autotune.problem.training_trace import MOST_STEPS
-from autotune.rank.ds_config import torch_optimizer
+from autotune.rank.ds_config import may_skip_parameters, torch_optimizer
 from autotune.rank.model_builder import DTYPES, build_model, enable_checkpointing, replace_loss
 from autotune.rank.workload import Source, synthetic_batches
 
@@ -139,26 +138,29 @@ class TorchEngine:
         return self._is_mixed
 
 
-def may_skip_parameters(job: Job) -> bool:
-    """Return True if a forward may leave out parameters: experts without tokens, the last layers of a vision tower, a pooler.
-
-    DDP ends with an error then, unless it searches for them. The search costs time, so a dense causal model does without it.
-    """
-    return job.task != CAUSAL or any("expert" in key for key in job.model.config)
-
-
 def _shard(model: Any, *, job: Job, device: torch.device) -> None:
-    """Shard a model on the host with FSDP2, block by block, which moves it to the device."""
+    """Shard a model on the host with FSDP2, block by block, which moves it to the device.
+
+    Raises:
+        NotImplementedError: this torch cannot shard a model whose ranks may use different parameters.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     low = None if job.precision == "fp32" else DTYPES[job.precision]
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # adapters on 16-bit weights; shards keep the dtype that they are made with
+            parameter.data = parameter.data.float()
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     how: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)}
     blocks = set(getattr(model, "_no_split_modules", None) or ())
     for module in _groups(model, blocks):
         fully_shard(module, **how, reshard_after_forward=True)
     fully_shard(model, **how)
+    if may_skip_parameters(job):  # the sizes of reductions would differ between ranks
+        if not hasattr(model, "set_reduce_scatter_unused_params"):
+            raise NotImplementedError(f"FSDP2 of torch {torch.__version__} hangs if ranks use different parameters")
+        model.set_reduce_scatter_unused_params(True)
 
 
 def _groups(model: Any, blocks: Container[str]) -> list[Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from autotune.errors import ExitCode, MachineTrouble, Stopped, UserError, one_line
 from autotune.executors.base import LaunchTarget
-from autotune.executors.machine import Ops, RankRequirements, op_name
+from autotune.executors.machine import LocalMachine, Ops, RankRequirements, op_name
 from autotune.masking import masked, masked_data
 from autotune.problem.candidate import trial_environment
 from autotune.problem.hardware import Hardware, threads_per_rank
@@ -34,8 +34,6 @@ from autotune.util.linux import NOTICES
 from autotune.util.units import counted, format_bytes, format_duration
 from autotune.workers.failure_classifier import classify_failure
 from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
-from autotune.workers.jit_ops import FOLDER, is_built, own_folder
-from autotune.workers.launchers import Launcher, SpawnLauncher, training_environment
 from autotune.workers.protocol import Message
 
 # -- supervisor --------------------------------------------------------------------------------------------------------
@@ -96,8 +94,8 @@ class Supervisor:
             nothing computed, read or written.
         convert: convert checkpoints for a rung that cannot load them directly.
         say: callback for one line of text to the user.
-        launcher: starts the ranks, and is closed by the caller; None: each rank is a separate interpreter, which ends as the
-            script alone would.
+        machine: starts the ranks here, and is opened and closed by the caller; None: each rank is a separate interpreter,
+            which ends as the script alone would.
         threads: CPU threads per rank, as the study was measured with; None: a share of this machine's.
     """
 
@@ -112,7 +110,7 @@ class Supervisor:
         silent_seconds: float,
         say: Callable[[str], None],
         convert: bool = False,
-        launcher: Launcher | None = None,
+        machine: LaunchTarget | None = None,
         threads: int | None = None,
     ) -> None:
         assert job.script is not None
@@ -121,12 +119,10 @@ class Supervisor:
         self._silent_seconds = silent_seconds
         self._policy = GroupPolicy(HELLO_SECONDS, lambda phase: silent_seconds, SETTLE_SECONDS, may_exit=True)
         self.threads = threads or hardware.threads or threads_per_rank(job.ranks)
-        self._env = training_environment(hardware.device, self.threads, job.interpreter)
-        self._ops = Ops(self.say)
-        self._own_launcher = SpawnLauncher(self._env, cwd=job.script.cwd, python=job.interpreter.path)
-        self._launcher = launcher or self._own_launcher
-        self._ground: LaunchTarget | None = None
-        self._opened = False
+        self._own_machine = LocalMachine(folder, Ops(self.say), lambda: self.stopped)
+        self.target: LaunchTarget = machine or self._own_machine
+        self._opened = machine is not None
+        self._is_local = True
         self._needs = RankRequirements(
             hardware.device, self.threads, training=True, cwd=job.script.cwd, interpreter=job.interpreter
         )
@@ -138,13 +134,14 @@ class Supervisor:
         self._reference: TrainingTrace | None = None  # of the first attempt
         self._otherwise = ""  # how a later attempt trains something else
 
-    def run(self, ground: LaunchTarget | None = None) -> LaunchSummary:
+    def run(self, cluster: LaunchTarget | None = None) -> LaunchSummary:
         """Train until the end. Pass SIGINT, SIGTERM and SIGHUP on, and SIGUSR1 and SIGUSR2 to ranks that catch them.
 
         Args:
-            ground: the nodes to train on, which poll `stopped` and are closed by the caller; None: this machine.
+            cluster: the nodes to train on, which poll `stopped` and are closed by the caller; None: this machine.
         """
-        self._ground = ground
+        if cluster is not None:
+            self.target, self._opened, self._is_local = cluster, False, False
         passed = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         # An ignored signal stays ignored: under nohup, trainings outlive their terminal.
         before = {
@@ -158,7 +155,7 @@ class Supervisor:
         try:
             summary = self._run()
         finally:
-            self._own_launcher.close()
+            self._own_machine.close()
             for number, old in before.items():
                 signal.signal(number, old)
         try:
@@ -269,42 +266,25 @@ class Supervisor:
             OSError: the machine refuses to start it.
         """
         try:
-            if self._ground is None:
-                self._build(rung)
-            else:
-                self._ready(self._ground, rung)
+            if not self._opened:
+                self.target.open(self._needs)
+                self._opened = True
+            if self.target.broken:
+                self.target.reconnect()
+            self.target.load_ops(all_ops([rung.candidate], self.job, self.hardware.device), self._needs)
         except Stopped:
             assert self._signal is not None
             reason = f"stopped by {self._signal.name}, before DeepSpeed's ops were built"
             return heard.end(128 + self._signal, None, reason)
         except MachineTrouble as trouble:  # a node that restarts is away for minutes
             return heard.end(ExitCode.MACHINE, OutcomeKind.INFRASTRUCTURE, str(trouble))
-        failed = (self._ground.ops if self._ground is not None else self._ops).failed
+        failed = self.target.ops.failed
         for builder in needed_ops([rung.candidate], self.job, self.hardware.device):
             # its ranks would fail with an error that does not concern memory
             if builder in failed.keys() - DISPENSABLE:
                 why = f"DeepSpeed's {op_name(builder)} cannot be built ({failed[builder]})"
                 return heard.end(1, OutcomeKind.INVALID, why)
         return None
-
-    def _ready(self, ground: LaunchTarget, rung: Rung) -> None:
-        if not self._opened:
-            ground.open(self._needs)
-            self._opened = True
-        if ground.broken:
-            ground.reconnect()
-        ground.load_ops(all_ops([rung.candidate], self.job, self.hardware.device), self._needs)
-
-    def _build(self, rung: Rung) -> None:
-        device = self.hardware.device
-        folder = Path(os.environ.get(FOLDER) or own_folder(device))
-        needed = all_ops([rung.candidate], self.job, device)
-        # Only the launcher knows the ops folder of an environment next to this one.
-        missing = [name for name in needed if self.job.interpreter.is_other or not is_built(name, folder)]
-        if missing:
-            log = self.folder / "server.log"
-            stopped, python = lambda: self._signal is not None, self.job.interpreter.path
-            self._ops.load(self._launcher, missing, self._env, log, stopped, python)
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
@@ -318,7 +298,7 @@ class Supervisor:
                     course.note(heard.steps, lambda: group.peaks().worst)
 
         group = self._group = WorkerGroup(
-            self._ground.launcher if self._ground is not None else self._launcher,
+            self.target.launcher,
             self.hardware,
             None,
             self._policy,
@@ -339,7 +319,7 @@ class Supervisor:
             "convert": self.convert,
         }
         try:
-            if self._ground is None:  # a node writes its own files
+            if self._is_local:  # a node writes its own files
                 write_trial_files(self.job, rung.candidate, group.home, quiet=False)
             stop = group.start(TRAIN_RANK, self.job.ranks, spec)
             if stop is WatchEnd.ARRIVED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,11 +85,13 @@ class StudyDiff:
         """Return the summary: counts, the usual change of peak and speed, possible causes, and the winners."""
         one, other = self.names
         fits = Counter((pair.first.ok, pair.second.ok) for pair in self.pairs)
-        lines = [
-            f"{counted(len(self.pairs), 'candidate')} in common, of {self.tried[0]} in {one} and {self.tried[1]} in {other}: "
-            f"{fits[True, True]} measured in both, {fits[True, False]} in {one} only, {fits[False, True]} in {other} only, "
-            f"{fits[False, False]} in neither"
-        ]
+        common = f"{counted(len(self.pairs), 'candidate')} in common" if self.pairs else "no candidate in common"
+        lines = [f"{common}, of {self.tried[0]} in {one} and {self.tried[1]} in {other}"]
+        if self.pairs:
+            lines[0] += (
+                f": {fits[True, True]} measured in both, {fits[True, False]} in {one} only, {fits[False, True]} in {other} "
+                f"only, {fits[False, False]} in neither"
+            )
         if peaks := [pair.peaks for pair in self.pairs if pair.peaks]:
             lines.append(f"peak in {other}: {_spread([100 * (after / before - 1) for before, after in peaks], '%')}")
         if ratios := [pair.ratio for pair in self.pairs if pair.ratio]:
@@ -100,10 +102,12 @@ class StudyDiff:
             )
         lines += self._causes()
         for name, winner, index in zip(self.names, self.winners, (1, 0), strict=True):
-            if winner is not None:
-                pair = next((pair for pair in self.pairs if pair.candidate == winner), None)
-                ended = outcome_line((pair.first, pair.second)[index]) if pair else "not tried"
-                lines.append(f"winner of {name}: {winner}; in {self.names[index]}: {ended}")
+            if winner is None:
+                lines.append(f"{name} has no winner yet")
+                continue
+            pair = next((pair for pair in self.pairs if pair.candidate == winner), None)
+            ended = outcome_line((pair.first, pair.second)[index]) if pair else "not tried"
+            lines.append(f"winner of {name}: {winner}; in {self.names[index]}: {ended}")
         return lines
 
     def _causes(self) -> list[str]:
@@ -155,20 +159,21 @@ def diff_studies(first: StudyStore, second: StudyStore) -> StudyDiff:
     ):
         raise UserError(f"both are study {first.name}. Name two different studies.")
     both = [_trials(store) for store in (first, second)]
-    pairs = [_pair(both[0][key], both[1][key]) for key in both[0] if key in both[1]]
+    found = {key: _pair(both[0][key], both[1][key]) for key in both[0] if key in both[1]}
     marks = first.fingerprint, second.fingerprint
     known = [mark.get(VERSIONS, {}) for mark in marks]
-    winners = [record.candidate if (record := store.winner) else None for store in (first, second)]
     spaces = ["the search spaces differ"] * (first.space_text != second.space_text)
-    changed = [line for line in changes(*marks) if not line.startswith(f"{VERSIONS}.")]
+    models = [mark["job"]["model"]["name"] for mark in marks]
+    left_out = (f"{VERSIONS}.", "job.model.config.") if models[0] != models[1] else (f"{VERSIONS}.",)
+    changed = [line for line in changes(*marks) if not line.startswith(left_out)]
     return StudyDiff(
         names=_names(first, second),
         versions={name: (known[0].get(name), known[1].get(name)) for name in dict.fromkeys([*known[0], *known[1]])},
         settings=(*changed, *spaces),
         capacity_bytes=(first.hardware.capacity_bytes, second.hardware.capacity_bytes),
-        pairs=tuple(sorted(pairs, key=lambda pair: pair._order)),
+        pairs=tuple(sorted(found.values(), key=lambda pair: pair._order)),
         tried=(len(both[0]), len(both[1])),
-        winners=(winners[0], winners[1]),
+        winners=(_winner(first, found), _winner(second, found)),
     )
 
 
@@ -178,17 +183,29 @@ def _names(first: StudyStore, second: StudyStore) -> tuple[str, str]:
     return names if names[0] != names[1] else (str(first.folder), str(second.folder))
 
 
+def _winner(store: StudyStore, pairs: Mapping[_Key, Pair]) -> Candidate | None:
+    """Return a study's winner, as its pair spells it if both studies tried it."""
+    if (record := store.winner) is None:
+        return None
+    pair = pairs.get(_key(record.candidate, store))
+    return pair.candidate if pair else record.candidate
+
+
 def _trials(store: StudyStore) -> dict[_Key, list[_Trial]]:
     """Return each candidate's attributable trials in order."""
-    precision = store.fingerprint["job"].get("precision")
     found: dict[_Key, list[_Trial]] = {}
     for record in store.records():
         outcome = record.outcome
         if outcome is None or record.role in (RESUME, TRAINING) or not outcome.kind.is_attributable_to_candidate:
             continue
-        key = frozenset(item for item in record.candidate.knobs if not is_off(*item, precision))
-        found.setdefault(key, []).append((record.role, record.candidate, outcome))
+        found.setdefault(_key(record.candidate, store), []).append((record.role, record.candidate, outcome))
     return found
+
+
+def _key(candidate: Candidate, store: StudyStore) -> _Key:
+    """Return the knobs that change something in a study's job."""
+    precision = store.fingerprint["job"].get("precision")
+    return frozenset(item for item in candidate.knobs if not is_off(*item, precision))
 
 
 def _pair(first: Sequence[_Trial], second: Sequence[_Trial]) -> Pair:

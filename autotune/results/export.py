@@ -31,7 +31,7 @@ from autotune.problem.knobs import is_off, lossy_of
 from autotune.problem.models import CAUSAL, LIGER_LOSS_ALONE
 from autotune.problem.nvml import ARCHITECTURES
 from autotune.problem.outcome import Measurement
-from autotune.rank.ds_config import all_ops
+from autotune.rank.ds_config import all_ops, may_skip_parameters
 from autotune.results.output_files import beside, check_out, secrets_note
 from autotune.script.argument_files import own_files
 from autotune.script.argument_writer import winners_files
@@ -153,7 +153,8 @@ def _accelerate(training: dict[str, Any], job: Job, device: str, nodes: int) -> 
 # -- FSDP --------------------------------------------------------------------------------------------------------------
 #
 # The config of accelerate's FSDP2 that corresponds to a candidate (accelerate 1.15, utils/fsdp_utils.py,
-# `fsdp2_prepare_model`). Stage 0 corresponds to plain DDP.
+# `fsdp2_prepare_model`). Stage 0 corresponds to plain DDP. It is MULTI_GPU on CPU ranks too, because `accelerate launch` starts
+# one process for MULTI_CPU without MPI (commands/launch.py, `simple_launcher`).
 
 _FSDP_HAS = (
     MICRO_BATCH,
@@ -165,10 +166,8 @@ _FSDP_HAS = (
 
 def fsdp_config(candidate: Candidate, job: Job, device: str = "cuda", nodes: int = 1) -> dict[str, Any]:
     """Return the content of a file for `accelerate launch --config_file` that trains with FSDP2, or DDP for stage 0."""
-    training: dict[str, Any] = {"distributed_type": "FSDP"}
-    if candidate.stage == 0:
-        training["distributed_type"] = "MULTI_GPU" if device == "cuda" else "MULTI_CPU"
-    else:
+    training: dict[str, Any] = {"distributed_type": "FSDP" if candidate.stage else "MULTI_GPU"}
+    if candidate.stage:
         training["fsdp_config"] = {
             "fsdp_version": 2,
             "fsdp_reshard_after_forward": candidate.stage == 3,
@@ -191,6 +190,13 @@ def fsdp_notes(candidate: Candidate, job: Job, device: str = "cuda") -> list[str
         lines.append(f"weights are sharded between steps too, unlike ZeRO-{candidate.stage}, and whole within a step")
     if device == "cpu" and sharded:
         lines.append("accelerate 1.15 trains with DDP on CPU ranks, whatever its FSDP section says")
+    if sharded and job.ranks > 1 and may_skip_parameters(job):
+        call = "model.set_reduce_scatter_unused_params(True) after accelerate's prepare"
+        lines.append(
+            f"ranks that use different parameters, like experts in modules of their own, hang FSDP2 without {call}"
+        )
+    if sharded and (lora := job_with_candidate(job, candidate).lora) is not None and lora.quantize:
+        lines.append("4-bit weights stay whole on each rank, unless bnb_4bit_quant_storage is a 16-bit type")
     if candidate.offloaded:
         lines.append("FSDP offloads weights, gradients and states together, and steps on the CPU; it has no NVMe")
     if low:
@@ -199,6 +205,8 @@ def fsdp_notes(candidate: Candidate, job: Job, device: str = "cuda") -> list[str
         )
         lines.append(f"{kept}; it computes under torch.autocast, and DeepSpeed in {job.precision} throughout")
         lines.append(f"gradients are reduced in {job.precision if sharded else 'fp32'}, and the states are fp32")
+        if job.precision == "fp16":
+            lines.append("accelerate's loss scale starts at 65536 and skips steps by its own rule, not DeepSpeed's")
     elif job.plain:
         lines.append(
             f"weights, gradients and states are all {job.precision}: load the model so; there are no fp32 masters"

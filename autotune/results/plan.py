@@ -17,7 +17,7 @@ from autotune.predict.what_if import KnownErrors, host_bytes_per_node, measured_
 from autotune.problem.candidate import Candidate, describe, job_with_candidate
 from autotune.problem.gpu_specs import Price, cloud_machines
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import CHUNKED, Job, sync_note
+from autotune.problem.job import CHUNKED, SEQUENCE_RANKS, Job, sync_note
 from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO, Circumstances, loss_possible
 from autotune.results.tables import DataTable
 from autotune.util.units import GIB, format_bytes, format_count, format_hours, format_usd
@@ -245,6 +245,7 @@ class Plan:
     tokens: float = TOKENS
     price: Price | None = None
     closest: Prediction | None = None  # if nothing fits: the config that lacks the least memory
+    shared: Outlook | None = None  # if nothing fits: the fewest GPUs with which it does if they share each sequence
     with_host: Prediction | None = None  # if nothing fits: the config that would fit with the least main memory
     host_assumed: bool = False  # main memory was neither measured nor given
     batch_assumed: bool = False  # the global batch was neither given nor in a config
@@ -297,6 +298,9 @@ class Plan:
             ],
             "closest": self._lacking_json(self.closest),
             "fits_with_host_memory": self._lacking_json(self.with_host),
+            "fits_with_shared_sequences": {SEQUENCE_RANKS: self.shared.job.sequence_ranks, **self.shared.to_json()}
+            if self.shared
+            else None,
             "chunked_loss": {
                 "same_config": prediction_json(self.chunked.same, self.job),
                 "fastest": prediction_json(self.chunked.fastest, self.job) if self.chunked.fastest else None,
@@ -421,7 +425,8 @@ def batch_line(plan: Plan) -> str:
         return "batch free: each config has its own tokens per step"
     tokens = job.global_batch_size * job.samples_per_row * job.tokens_per_sample
     assumed = " (assumed; --global-batch-size)" if plan.batch_assumed else ""
-    return f"{tokens:,.0f} tokens per step{assumed}"
+    groups = f", {job.data_ranks} micro-batch{'es' * (job.data_ranks > 1)} at a time" if job.sequence_ranks > 1 else ""
+    return f"{tokens:,.0f} tokens per step{groups}{assumed}"
 
 
 def _assumed(plan: Plan) -> str:
@@ -517,6 +522,12 @@ def nothing_fits_lines(plan: Plan) -> list[str]:
         host = f", {_gib(need.host_needed_bytes)} of main memory a node" if need.host_needed_bytes else ""
         said = f"nearest: {short(plan.closest.candidate)}: needs {need.gpu_needed_bytes / GIB:.1f} GiB a GPU ({usable}){host}"
         lines.append(f"{said}: {need}")
+    if plan.shared is not None:
+        job, one = plan.shared.job, plan.shared.prediction
+        key = f"{SEQUENCE_RANKS}: {job.sequence_ranks} in --ds-config, and a script that splits them"
+        lines.append(
+            f"fits if {job.sequence_ranks} GPUs share each sequence ({key}): {short(one.candidate)}, {token_speed(one, job)}"
+        )
     return lines
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ EFFECT_SIGMA: Mapping[str, float] = {
 OTHER_SIGMA = 0.06  # of a knob that no recorded table has
 PRIOR_PAIRS = 4  # weight of the value above, in pairs of this study
 SETTLED_PAIRS = 2  # pairs without an effect above noise after which a turn is settled
+MOST_PAIRS = 512  # latest pairs of a turn, and latest errors of a knob
 LEAST_NOISE = 0.01  # standard deviation of a measured effect, at least: clocks drift by as much
 
 
@@ -41,7 +42,7 @@ class KnobTurn:
     settled: bool  # measured often enough in other places, each time without an effect above noise
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Pair:
     """Two measured candidates that differ in one knob."""
 
@@ -78,8 +79,10 @@ class KnobRecord:
         self._first = [at for at, name in enumerate(names) if name in FIRST_ORDER]
         self._tried = np.zeros(len(candidates), dtype=bool)
         self._measured: dict[int, tuple[float, float]] = {}  # place -> log of speed, its standard deviation
-        self._pairs: dict[tuple[int, int, int], list[_Pair]] = defaultdict(list)  # by knob and direction
-        self.errors: dict[str, list[float]] = defaultdict(list)  # of predicted effects, by knob
+        # by knob and direction
+        self._pairs: dict[tuple[int, int, int], deque[_Pair]] = defaultdict(lambda: deque(maxlen=MOST_PAIRS))
+        # of predicted effects, by knob
+        self.errors: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MOST_PAIRS))
 
     def observe(self, at: int, measured: Measurement | None, predicted: Floats | None) -> None:
         """Record a trial, and its pairs with all earlier ones.

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autotune.problem.candidate import Candidate, samples
+from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, describe, samples
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
@@ -102,7 +102,7 @@ class Leaderboard:
     def _is_of_another_batch(self, candidate: Candidate) -> bool:
         if self._job is None or self._job.global_batch_size is None:
             return False
-        return candidate.micro_batch * candidate.accumulation * self._job.ranks != self._job.global_batch_size
+        return candidate.micro_batch * candidate.accumulation * self._job.data_ranks != self._job.global_batch_size
 
     def begin_call(self) -> None:
         """Start a call. Its speeds are compared with those of earlier calls only through a config verified in both.
@@ -400,6 +400,12 @@ def reference_name(stage: int, job: Job) -> str:
     return "FSDP2" if stage == 3 else "plain DDP" if job.ranks > 1 else "plain torch"
 
 
+def _split_of(candidate: Candidate) -> str:
+    """Return how a candidate splits its batch, like `mb4 ga2 ckpt`."""
+    names = {MICRO_BATCH: candidate.micro_batch, ACCUMULATION: candidate.accumulation}
+    return describe({**names, CHECKPOINTING: candidate.checkpointing})
+
+
 @dataclass(frozen=True)
 class Reference:
     """The winner's training without DeepSpeed: same model, data, global batch and optimizer."""
@@ -424,15 +430,18 @@ class Reference:
         figures = f"{measured.samples_per_second:.4g} samples/s, peak {format_bytes(measured.peak_bytes)}"
         if ratio is None:
             return f"{self.name} is not compared: it {self.training}"
+        own = _split_of(self.candidate)
+        split = f" ({own})" if own != _split_of(winner) else ""
         if self.wins:
-            how = " (`autotune export --format fsdp`)" if self.candidate.stage == 3 and winner.stage > 0 else ""
+            alike = self.candidate.stage == 3 and winner.stage > 0 and not (split or winner.offloaded)
+            how = " (`autotune export --format fsdp`)" if alike else ""
             return (
-                f"{self.name} was {ratio.times:.2f}x as fast as the best DeepSpeed config: {figures}; "
+                f"{self.name}{split} was {ratio.times:.2f}x as fast as the best DeepSpeed config: {figures}; "
                 f"use it if your training allows{how}"
             )
         over = f", {format_bytes(self.over_bytes)} over the ceiling" if self.over_bytes > 0 else ""
         said = "below noise" if ratio.is_noise else "faster" if ratio.times > 1 else "slower"
-        return f"{self.name}, without DeepSpeed: {ratio.times:.2f}x the winner's speed ({said}), {figures}{over}"
+        return f"{self.name}{split}, without DeepSpeed: {ratio.times:.2f}x the winner's speed ({said}), {figures}{over}"
 
     def to_json(self, winner: Candidate) -> dict[str, object]:
         """Return the reference as JSON data; its ratio is its speed divided by the winner's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -61,7 +61,7 @@ WORTHWHILE = 0.25  # share of the tolerance; a smaller predicted gain is ignored
 LOOSE_BOUND = 0.05  # speed that may be left; above it, the candidates that make the bound so high are measured
 CHECK_SHARE = 0.2  # share of the remaining budget, at most, for each kind of check before an early end
 FIRST_TRIALS = 4  # measured candidates that a short budget must hold
-FIRST_SHARE = 0.25  # share of the budget, at most, that one of them is predicted to take
+TRIAL_SHARE = 0.25  # share of the budget, at most, that one trial takes, and that one of the first is predicted to take
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,16 @@ class Proposer:
         self.speed: dict[Candidate, float] = {}
         self._costs = Costs(job)
         self._overran: Counter[Candidate] = Counter()  # number of trials that a tuner's time limit ended
-        self._ran_out = 0
+        # OOMs that a model did not expect, by whether the predictor of memory was rejected
+        self._ran_out: Counter[bool] = Counter()
         self._proposed = 0  # candidates proposed in this call
         self._sampled = 0  # sampler proposals among them
         self._in_a_row = 0  # consecutive sampler proposals up to now
         self._improved_at = 0  # value of `_proposed` at the last improvement
         self._audited = 0  # surrogate proposals since then
         self._bold_tries = 0
-        self._most_first = math.inf  # seconds that one of the first trials may take
+        self.trial_share_seconds = math.inf  # that one trial may take in this call
+        self._earlier: dict[Candidate, float] = {}  # speeds of earlier calls, at their pace
         self._turns, self._doubts = CheckBudget(), CheckBudget()  # for turns of knobs, and for a loose bound
         self._seed, self._answers = seed, dict[int, Answer]()
         self._start: Start | None = None
@@ -162,6 +164,9 @@ class Proposer:
         at = self._index.get(candidate)
         if at is not None and not outdated:
             self.knobs.observe(at, outcome.measurement, self._model.predicted_logs)
+        chance = self._model.known_chance(at)
+        surprising = chance is None or chance >= self._least_chance
+        rejected = self._model.memory.predictor_rejected
         self._model.observe(candidate, at, outcome)
         self._costs.observe(outcome)
         if outdated:
@@ -169,7 +174,7 @@ class Proposer:
         self._pool.observe(candidate, outcome)
         # the start candidate was not chosen by a prediction
         foreign = self._start is not None and candidate == self._start.candidate
-        self._ran_out += outcome.kind.is_oom and not foreign
+        self._ran_out[rejected] += outcome.kind.is_oom and surprising and not foreign
         measured, over = outcome.measurement, float(max(FAILED * GIB, outcome.missing_bytes or 0))
         speed = measured.samples_per_second if measured else 0.0
         if measured:
@@ -179,6 +184,7 @@ class Proposer:
             if speed > max(self.speed.values(), default=0.0) * (1 + self.tolerance):
                 self._improved_at, self._audited = self._proposed, 0
             self.speed[candidate] = speed
+            self._earlier.pop(candidate, None)
         self._fallback.take(at, outcome.kind, fits)
         if at is not None:
             self._coverage.mark(at)
@@ -189,6 +195,21 @@ class Proposer:
     def finish_search(self, candidate: Candidate, samples_per_second: float) -> None:
         """Replace the search's measurement of a candidate by that of its verification."""
         self.speed[candidate] = samples_per_second
+        self._earlier.pop(candidate, None)
+
+    def begin_call(self) -> None:
+        """Start a call. All speeds so far are those of earlier calls."""
+        self._earlier = dict(self.speed)
+        self._model.begin_call()
+
+    def set_pace(self, pace: float) -> None:
+        """Scale the speeds of earlier calls to this call's pace.
+
+        Args:
+            pace: this call's speeds divided by those of earlier calls, by what both have verified.
+        """
+        self.speed |= {one: pace * speed for one, speed in self._earlier.items() if one in self.speed}
+        self._model.set_pace(pace)
 
     def exclude(self, candidate: Candidate) -> None:
         """Remove a candidate that cannot win, or is unlikely to.
@@ -211,7 +232,7 @@ class Proposer:
             searched: the candidate's measurement in the search; None if there is none.
             share: share of that measurement's memory that would fit.
         """
-        self._ran_out += 1
+        self._ran_out[self._model.memory.predictor_rejected] += 1
         if outcome.kind.is_oom:
             self._pool.observe(candidate, outcome)
         if (at := self._index.get(candidate)) is None:
@@ -302,8 +323,8 @@ class Proposer:
         Args:
             left_seconds: budget that the search may still use.
         """
-        if math.isinf(self._most_first):
-            self._most_first = FIRST_SHARE * left_seconds
+        if math.isinf(self.trial_share_seconds):
+            self.trial_share_seconds = TRIAL_SHARE * left_seconds
         decision = self._decide(left_seconds)
         if isinstance(decision, Stop) and self._pool.release_similar():
             decision = self._decide(left_seconds)
@@ -549,7 +570,7 @@ class Proposer:
         )
         if not (mine & self._open).any():
             return None
-        if self.exhaustive and not self._ran_out and len(self.speed) >= MEMORY_END_AFTER:
+        if self.exhaustive and not self._ran_out.total() and len(self.speed) >= MEMORY_END_AFTER:
             higher = self._open & mine & (self._micro_batch > current.micro_batch)
             if higher.any():  # one OOM calibrates all predicted peaks
                 return Proposal(self._lowest(higher), "looks for where memory ends")
@@ -597,8 +618,16 @@ class Proposer:
         ahead, sigma = self._ahead(forecast)
         gain = expected_gain(ahead, sigma) * forecast.fits
         if not self.exhaustive:
-            barred = barred | ~self._groups.fitted & (forecast.fits < min(MOST_CAUTIOUS, RISK_STEP * self._ran_out))
+            barred = barred | ~self._groups.fitted & (forecast.fits < self._least_chance)
         return np.where(barred, -np.inf, gain / seconds), gain
+
+    @property
+    def _least_chance(self) -> float:
+        """Least probability of fitting of a proposal, which grows with the OOMs that the model in use did not expect.
+
+        An OOM that the model expected, such as that of a candidate of the sampler, says nothing against its probabilities.
+        """
+        return min(MOST_CAUTIOUS, RISK_STEP * self._ran_out[self._model.memory.predictor_rejected])
 
     def _too_long(self, forecast: Forecast, allowed: Flags) -> Flags:
         """Return which candidates take too long for one of the first trials, (n,); never all of the allowed ones.
@@ -608,7 +637,7 @@ class Proposer:
         if len(self.speed) >= FIRST_TRIALS or not allowed.any():
             return np.zeros_like(allowed)
         longest = self._costs.measuring_seconds(forecast.step * np.exp(forecast.sigma), self._accumulation)
-        most = self._most_first - (self._costs.startup_seconds if self._costs.started else 0.0)
+        most = self.trial_share_seconds - (self._costs.startup_seconds if self._costs.started else 0.0)
         return np.asarray(longest > max(most, float(longest[allowed].min())))
 
     def _ahead(self, forecast: Forecast) -> tuple[Floats, Floats]:
@@ -836,7 +865,8 @@ class Costs:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._starts: list[float] = []
+        self._starts: deque[float] = deque(maxlen=RECENT)
+        self._longest_start = 0.0
         self._most_step = MOST_STEP_SECONDS
         self._slow_start = 0.0  # seconds; longest start that a tuner's time limit ended
 
@@ -850,6 +880,7 @@ class Costs:
         started = outcome.started or outcome.outside_seconds > 1.0
         if started and outcome.kind in (OutcomeKind.OK, OutcomeKind.OOM_DEVICE):
             self._starts.append(outcome.outside_seconds)
+            self._longest_start = max(self._longest_start, outcome.outside_seconds)
 
     def note_slow_start(self, outcome: Outcome) -> None:
         """Raise the start limit of all candidates after a tuner's time limit ended a start."""
@@ -864,7 +895,7 @@ class Costs:
     @property
     def startup_seconds(self) -> float:
         """Expected seconds of an engine start, including warm-up."""
-        return float(np.median(self._starts[-RECENT:])) if self._starts else STARTUP_SECONDS
+        return float(np.median(self._starts)) if self._starts else STARTUP_SECONDS
 
     def measuring_seconds(self, step_seconds: Floats, accumulation: Floats) -> Floats:
         """Return the expected seconds to measure each candidate in a running engine, (n,)."""
@@ -883,7 +914,8 @@ class Costs:
             patience: factor on the usual limit.
         """
         measuring = 12 * min(step_seconds, self._most_step) + 30.0
-        starting = 4 * max(self._starts, default=STARTUP_SECONDS) + size_seconds(self._job, candidate)
+        longest = self._longest_start if self._starts else STARTUP_SECONDS
+        starting = 4 * longest + size_seconds(self._job, candidate)
         usual = patience * (starting + measuring)
         # an ended start gives only a lower bound of the start time
         return max(usual, 3 * self._slow_start + measuring if self._slow_start else 0.0)

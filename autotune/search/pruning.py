@@ -49,6 +49,7 @@ class CandidatePool:
         self._dominance = Dominance(candidates, rules)
         self._host = HostDominance(candidates, np.zeros(len(candidates)) if host is None else host)
         self._shared_causes = SharedCauseDetector(candidates)
+        self._micro_batch = np.array([candidate.micro_batch for candidate in candidates])
         families: dict[tuple[tuple[str, Value], ...], int] = {}
         self.family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
         self._refused: dict[str, list[Candidate]] = {}
@@ -93,6 +94,9 @@ class CandidatePool:
                 self._shared_causes.record_success(at)
         elif outcome.kind is OutcomeKind.OOM_DEVICE:
             self._exclude_larger(candidate)
+        elif outcome.least_step_seconds is not None:
+            slower = self.alike(candidate) & (self._micro_batch >= candidate.micro_batch)
+            self.exclude(slower, f"same engine and no smaller micro-batch than {candidate}, which was too slow")
         elif outcome.source is Source.DEATH:
             self.exclude(self.alike(candidate), f"same engine as {candidate}, which the tuner did not survive")
             self._exclude_shared_cause(candidate, outcome)

@@ -14,7 +14,7 @@ from autotune.predict.features import Flags, Floats, Places
 from autotune.predict.predictor import Predictor, Prepared, Table
 from autotune.predict.step_time import host_limit_bytes
 from autotune.predict.zero_memory import saved_bytes
-from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate, Value
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate, Value, samples
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.knobs import FIRST_ORDER
@@ -161,8 +161,22 @@ class SpeedMemoryModel:
             self._observe(at, outcome.measurement)
         elif at is not None and outcome.kind is OutcomeKind.OOM_DEVICE:
             self._observe_oom(at, outcome)
+        elif at is not None and outcome.least_step_seconds is not None:
+            self._observe_too_slow(at, samples(self.job, candidate) / outcome.least_step_seconds)
         self._host_ran_out |= outcome.kind is OutcomeKind.OOM_HOST
         self.predictor.observe(candidate, outcome)
+        self._table = None
+        self._forecasts.clear()
+
+    def begin_call(self) -> None:
+        """Start a call. All measurements so far are those of earlier calls."""
+        self._speeds.begin_call()
+        self.predictor.begin_call()
+
+    def set_pace(self, pace: float) -> None:
+        """Scale the speeds of earlier calls by this factor."""
+        self._speeds.shift_earlier(math.log(pace))
+        self.predictor.set_pace(pace)
         self._table = None
         self._forecasts.clear()
 
@@ -211,6 +225,17 @@ class SpeedMemoryModel:
             least = max(least, expected)  # an OOM gives a lower bound of the need
         self._peaks.observe(at, least)
 
+    def _observe_too_slow(self, at: int, most_samples_per_second: float) -> None:
+        """Score both models by an upper bound of a speed, and have the surrogate expect no more."""
+        most = math.log(most_samples_per_second)
+        if len(self._speeds):
+            expected, sigma = _one(self._speeds, at)
+            if self._table is not None:
+                z = (most - math.log(self._table.samples[at])) / float(self._table.step_sigma[at])
+                self.speed.update_log_score(_log_share(z), _log_share((most - expected) / sigma))
+            most = min(most, expected)
+        self._speeds.observe(at, most)
+
     # -- believing ---------------------------------------------------------------------------------------------------
 
     @property
@@ -218,6 +243,11 @@ class SpeedMemoryModel:
         """Factor that widens the intervals after recent predictions missed by more than their intervals."""
         recent = self._surprises[-8:]
         return max(1.0, math.sqrt(sum(z * z for z in recent) / len(recent))) if len(recent) > 1 else 1.0
+
+    def known_chance(self, at: int | None) -> float | None:
+        """Return the probability of fitting by the latest forecast; None without one since the last outcome."""
+        forecast = self._forecasts.get(False)
+        return None if forecast is None or at is None else float(forecast.fits[at])
 
     def forecast(self, rival: bool = False) -> Forecast:
         """Return predictions for every candidate by the model with the better score.
@@ -329,6 +359,7 @@ class Surrogate:
         self._first, self._second = first, second
         self._at: list[int] = []
         self._seen: list[float] = []
+        self._earlier: list[float] = []  # the first values of `_seen`, as earlier calls measured them
         self._fitted: tuple[float, float, Floats, Floats, float] | None = None
 
     def __len__(self) -> int:
@@ -338,6 +369,15 @@ class Surrogate:
         """Add the measured logarithm of the candidate at this place."""
         self._at.append(at)
         self._seen.append(value)
+        self._fitted = None
+
+    def begin_call(self) -> None:
+        """Start a call. All values so far are those of earlier calls."""
+        self._earlier = self._seen.copy()
+
+    def shift_earlier(self, shift: float) -> None:
+        """Add this to the logarithms that earlier calls measured."""
+        self._seen[: len(self._earlier)] = [value + shift for value in self._earlier]
         self._fitted = None
 
     def predict(self, rows: Places | None = None) -> tuple[Floats, Floats]:

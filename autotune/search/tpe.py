@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.trial import FrozenTrial, TrialState
 
 from autotune.predict.features import Flags, Floats
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
@@ -20,6 +22,8 @@ from autotune.problem.space import SearchSpace
 # Optuna's TPE sampler over the candidates, independent of other strategies.
 
 MOST_ASKED = 24  # consecutive proposals with a known result; an experienced sampler proposes few new candidates
+# results that the sampler reads: the best, of which Optuna's TPE models at most 25, and the latest
+MOST_BEST, MOST_ANSWERED = 25, 512
 FAILED = 1.0  # GiB; constraint value of a failed candidate, as if it were over memory
 
 Answer = tuple[float, float]  # (samples per second, GiB over memory)
@@ -67,7 +71,7 @@ class Sampler:
             if at in self._answers:
                 self._answered(trial, self._answers[at])
             else:
-                self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+                self._study.tell(trial, state=TrialState.FAIL)
         else:
             trial = self._study.ask(self._distributions)
             distances = self._distances.to(Candidate.of(trial.params))
@@ -84,7 +88,7 @@ class Sampler:
             elif running is not None and running[at]:
                 self._waiting.append((trial, at))
             else:
-                self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+                self._study.tell(trial, state=TrialState.FAIL)
 
     def _answered(self, trial: optuna.Trial, answer: Answer) -> None:
         speed, over = answer
@@ -93,21 +97,50 @@ class Sampler:
 
 
 class _Proposals(optuna.storages.InMemoryStorage):
-    """Storage that keeps one object for all failed trials, of which the sampler reads only the state.
+    """Storage of MOST_ANSWERED proposals with a result.
 
-    An experienced sampler proposes about 20 settings for each measured trial, and most of them are no candidate.
+    An experienced sampler proposes about 20 settings for each measured trial, and most of them are no candidate. It reads
+    nothing of those that failed.
     """
 
-    _FAILED = optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL)
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: dict[int, FrozenTrial] = {}  # by number, which is the trial's id too
 
-    def set_trial_state_values(
-        self, trial_id: int, state: optuna.trial.TrialState, values: Sequence[float] | None = None
-    ) -> bool:
-        """Store a trial's state and values."""
-        stored = super().set_trial_state_values(trial_id, state, values)
-        if state is optuna.trial.TrialState.FAIL:
-            self._set_trial(trial_id, self._FAILED)
-        return stored
+    def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
+        """Forget what the sampler does not read any more, store a new trial and return its id."""
+        for one in self._unread():
+            del self._kept[one.number], self._trial_id_to_study_id_and_number[one.number]
+        self._max_trial_id += 1
+        trial = self._create_running_trial()
+        trial.number = trial._trial_id = self._max_trial_id
+        self._trial_id_to_study_id_and_number[trial.number] = study_id, trial.number
+        self._set_trial(trial.number, trial)
+        return trial.number
+
+    def _unread(self) -> list[FrozenTrial]:
+        failed, answered = (self.get_all_trials(0, False, (one,)) for one in (TrialState.FAIL, TrialState.COMPLETE))
+        if (surplus := len(answered) - MOST_ANSWERED) <= 0:
+            return failed
+        best = {one.number for one in heapq.nlargest(MOST_BEST, answered, key=lambda one: one.value or 0.0)}
+        return failed + [one for one in answered if one.number not in best][:surplus]
+
+    def _get_trial(self, trial_id: int) -> FrozenTrial:
+        return self._kept[trial_id]
+
+    def _set_trial(self, trial_id: int, trial: FrozenTrial) -> None:
+        if trial.state is TrialState.COMPLETE:
+            trial.distributions = self._studies[0].param_distribution  # one object for all
+        self._kept[trial_id] = trial
+
+    def _update_cache(self, trial_id: int, study_id: int) -> None:
+        """Do not keep the best trial: the sampler does not ask for it."""
+
+    def get_all_trials(
+        self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
+    ) -> list[FrozenTrial]:
+        """Return the kept trials in order, without copying them."""
+        return [one for one in self._kept.values() if states is None or one.state in states]
 
 
 def accumulation_follows(candidates: Sequence[Candidate]) -> bool:

@@ -1,7 +1,7 @@
-"""Read a database's trials as rows.
+"""Read a database's trials as rows, and keep little of those that have ended.
 
 Optuna creates an ORM object for every parameter and attribute, about 25 per trial, which takes most of the time to read
-a large study. Based on Optuna 5.0.0 (`storages/_rdb/storage.py`, `_get_trials` and
+a large study. Its cache keeps every trial of a study. Based on Optuna 5.0.0 (`storages/_rdb/storage.py`, `_get_trials` and
 `_build_frozen_trial_from_trial_model`).
 """
 
@@ -11,7 +11,8 @@ import functools
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 import optuna
@@ -23,15 +24,20 @@ from sqlalchemy import ColumnElement, or_, select
 from sqlalchemy.orm import Session
 
 _MOST_IDS = 500  # ids per statement; SQLite before 3.32 allows 999 variables
+_BLOCK = 64  # trials that are read together when one of them is needed again
 
 # cached: a space has few distributions, while a study stores one per parameter
 _distribution = functools.lru_cache(maxsize=1024)(json_to_distribution)
-# one object for equal names of attributes
-_shared: Callable[[tuple[str, ...]], tuple[str, ...]] = functools.lru_cache(maxsize=256)(tuple)
 
 
 class RowStorage(optuna.storages.RDBStorage):
-    """Optuna's storage that reads many trials at once as rows."""
+    """Optuna's storage that reads many trials at once as rows.
+
+    The cache of Optuna gets a `StoredTrial` for each trial that has ended, without its texts.
+    """
+
+    # fields of the ended trials that were read last, by trial id
+    _fields: Mapping[int, dict[str, Any]] = MappingProxyType({})
 
     def _get_trials(
         self,
@@ -49,34 +55,90 @@ class RowStorage(optuna.storages.RDBStorage):
             wanted.append(or_(models.TrialModel.trial_id.in_(ids), models.TrialModel.trial_id > trial_id_greater_than))
         with _create_scoped_session(self.scoped_session) as session:
             models.StudyModel.find_or_raise_by_id(study_id, session)
-            return _read(session, wanted)
+            found = _read(session, wanted)
+        if ended := _ended(found):
+            self._fields = ended
+        return [StoredTrial(one, self) if one._trial_id in ended else one for one in found]
+
+    def fields(self, trial_id: int) -> dict[str, Any]:
+        """Return the fields of an ended trial, by their names in Optuna's class."""
+        found = self._fields
+        if trial_id not in found:
+            found = self._fields = self._read_block(trial_id)
+        return found[trial_id]
+
+    def _read_block(self, trial_id: int) -> dict[int, dict[str, Any]]:
+        first, column = trial_id // _BLOCK * _BLOCK, models.TrialModel.trial_id
+        with _create_scoped_session(self.scoped_session) as session:
+            return _ended(_read(session, [column >= first, column < first + _BLOCK]))
 
 
-class StoredAttributes(Mapping[str, Any]):
-    """Attributes of a finished trial as stored texts, parsed when they are read.
+def _ended(trials: Iterable[FrozenTrial]) -> dict[int, dict[str, Any]]:
+    """Return the fields of the trials that have ended, by trial id."""
+    return {one._trial_id: vars(one) for one in trials if one.state.is_finished()}
 
-    Optuna's cache keeps every trial of a study, and parsed outcomes need four times the memory of their texts.
+
+class StoredTrial(FrozenTrial):
+    """A trial that has ended, whose fields are read from the database again when they are needed.
+
+    Optuna's cache keeps an object for every trial of a study, and the fields of one take 3 KiB. Copies and pickles are
+    Optuna's own trials.
     """
 
-    __slots__ = ("_names", "_texts")
+    __slots__ = ("_distributions", "_number", "_storage", "_trial_id", "state")
 
-    def __init__(self, stored: Collection[tuple[str, str]]) -> None:
-        self._names = _shared(tuple(name for name, _ in stored))
-        self._texts = tuple(text for _, text in stored)
+    def __init__(self, trial: FrozenTrial, storage: RowStorage) -> None:
+        self._trial_id, self._number, self.state = trial._trial_id, trial.number, trial.state
+        self._distributions, self._storage = trial.distributions, storage
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a field that is not kept."""
+        fields = {} if name.startswith("__") else self._storage.fields(self._trial_id)
+        if name not in fields:
+            raise AttributeError(name)
+        return fields[name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to make one of Optuna's trials."""
+        return object.__new__, (FrozenTrial,), self._storage.fields(self._trial_id)
+
+    def __eq__(self, other: object) -> bool:
+        """Return True if all fields are equal."""
+        if not isinstance(other, FrozenTrial):
+            return NotImplemented
+        theirs = other._storage.fields(other._trial_id) if isinstance(other, StoredTrial) else vars(other)
+        return self._storage.fields(self._trial_id) == theirs
+
+    __hash__ = FrozenTrial.__hash__
+
+
+class StoredAttributes(MutableMapping[str, Any]):
+    """Attributes of a trial that has ended as stored texts, parsed when they are read."""
+
+    __slots__ = ("_texts",)
+
+    def __init__(self, stored: Iterable[tuple[str, str]]) -> None:
+        self._texts = dict(stored)
 
     def __getitem__(self, key: str) -> Any:
         """Return a parsed value, a new object for each call."""
-        if key not in self._names:
-            raise KeyError(key)
-        return json.loads(self._texts[self._names.index(key)])
+        return json.loads(self._texts[key])
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Set an attribute of this object, as `FrozenTrial.set_user_attr` does. The database is not changed."""
+        self._texts[key] = json.dumps(value)
+
+    def __delitem__(self, key: str) -> None:
+        """Delete an attribute of this object."""
+        del self._texts[key]
 
     def __iter__(self) -> Iterator[str]:
         """Return the names."""
-        return iter(self._names)
+        return iter(self._texts)
 
     def __len__(self) -> int:
         """Return the number of attributes."""
-        return len(self._names)
+        return len(self._texts)
 
 
 @functools.lru_cache(maxsize=256)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -21,6 +22,7 @@ from autotune.executors.base import Effort, Executor, Session
 from autotune.problem.candidate import (
     ACCUMULATION,
     CHECKPOINTING,
+    COMPILED,
     EXPANDABLE,
     MICRO_BATCH,
     MODEL_KNOBS,
@@ -28,6 +30,7 @@ from autotune.problem.candidate import (
     samples,
 )
 from autotune.problem.hardware import Hardware
+from autotune.problem.knobs import lossy_of
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace
 from autotune.rank.ds_config import why_no_reference
@@ -35,9 +38,10 @@ from autotune.search.budget import LEAST_REFERENCE_BUDGET, REFERENCE_SHARE, Budg
 from autotune.search.certificate import Certifier
 from autotune.search.concurrency import PeerTrials, SearchWorkers
 from autotune.search.leaderboard import NOT_VERIFIED, Leaderboard, Measured, first_of_calls, held_bytes, reference_name
-from autotune.search.proposer import Proposal, Proposer
+from autotune.search.proposer import TRIAL_SHARE, Proposal, Proposer
 from autotune.search.stopping import Confidence, Stop, StopReason
 from autotune.search.study import StudyStore
+from autotune.search.surrogate import HOPELESS_SIGMAS
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, set_attribute
 from autotune.util.units import format_bytes, format_duration
 
@@ -46,6 +50,7 @@ from autotune.util.units import format_bytes, format_duration
 # One `run` call: search loop, verification of the winner, and budget.
 
 MAX_VERIFIED = 4
+VERIFYING_SHARE = 0.8  # share of the time left in which a verification starts and measures; the rest is for the save
 _LOOK_SECONDS = 0.5  # seconds between polls of peer trials
 
 
@@ -116,7 +121,7 @@ class Tuner:
         self.trials.replay_study()
         if line := mark_out_of_space(self.store, self.leaderboard.set_aside):
             self.observer.say(line)
-        self.leaderboard.begin_call()
+        self.trials.begin_call()
         self.store.begin_call(self.clock.budget_seconds)
         try:
             ended, winner, verified = self._search_and_verify()
@@ -279,12 +284,17 @@ class SearchLoop:
             self.proposer.reserve([*self.peers.searching(), *self.workers.at_work])
 
     def _effort(self, candidate: Candidate) -> Effort:
-        """Return the length of a trial, which ends early once the candidate cannot beat the best one."""
-        leaderboard = self.trials.leaderboard
-        if not (slowest := leaderboard.least_winning_speed()):
-            return self.effort
-        beaten = samples(self.proposer.job, candidate) / slowest
-        return dataclasses.replace(self.effort, beaten_step_seconds=beaten)
+        """Return the length of a trial, which ends early once the candidate cannot beat the best one.
+
+        A trial that takes more than its share of the budget is cut. The first step of a compiled model has no such limit.
+        """
+        slowest = self.trials.leaderboard.least_winning_speed()
+        compiles = candidate.get(COMPILED, self.proposer.job.compiled)
+        return dataclasses.replace(
+            self.effort,
+            beaten_step_seconds=samples(self.proposer.job, candidate) / slowest if slowest else math.inf,
+            share_seconds=math.inf if compiles else self.proposer.trial_share_seconds,
+        )
 
     def _session_name(self) -> str:
         return f"{len(self.trials.store.study.get_trials(deepcopy=False)):04d}"
@@ -343,10 +353,15 @@ class TrialRecorder:
         begins = [first for first, _ in first_of_calls([record for record, _ in known])]
         for left, first, (record, outcome) in zip(range(len(known), 0, -1), begins, known, strict=True):
             if first:
-                self.leaderboard.begin_call()
+                self.begin_call()
             self.proposer.expect(left)
             self.peers.known.add(record.number)
             self._replay_outcome(record, outcome, record.number in mended)
+
+    def begin_call(self) -> None:
+        """Start a call. Its speeds are compared with those of earlier calls through what both have verified."""
+        self.leaderboard.begin_call()
+        self.proposer.begin_call()
 
     def save_call(self, ended: str = "") -> None:
         """Store the seconds used, and how the call ended."""
@@ -400,6 +415,8 @@ class TrialRecorder:
 
         An OOM with clearly less memory, or a failure that is `mended` (retryable), excludes nothing.
         """
+        if outcome.least_step_seconds is not None:  # this call may have more time for one trial than that one had
+            mended |= outcome.seconds < TRIAL_SHARE * self.clock.left_seconds
         if not (mended or self.hardware.outgrew(outcome.kind, outcome.capacity_bytes)):
             self._learn(record.number, record.candidate, outcome, record.role)
         elif outcome.kind is not OutcomeKind.OOM_HOST and record.role not in (VERIFY, RESUME):
@@ -411,6 +428,7 @@ class TrialRecorder:
         if outcome.source is Source.TRACE:
             self.proposer.exclude_alike(candidate, self.certifier.shares_cause(candidate, outcome), outcome.reason)
         searched = self.leaderboard.measured.get(candidate)
+        outcome = outcome.without_details()  # it is kept until the end of the search
         self.leaderboard.learn(number, candidate, outcome, role)
         if role in (VERIFY, RESUME):
             apply_verification_result(candidate, outcome, searched, self.leaderboard, self.proposer)
@@ -531,7 +549,8 @@ class Verifier:
         step_seconds = self.leaderboard.measured[candidate][1].step_seconds
         limit = self.clock.verification_limit(self.proposer.trial_seconds(candidate), step_seconds)
         left = max(1.0, self.clock.left_seconds)
-        effort = self.verify_effort if role == VERIFY else RESUME_EFFORT
+        effort = dataclasses.replace(self.verify_effort, share_seconds=VERIFYING_SHARE * left)
+        effort = effort if role == VERIFY else RESUME_EFFORT
         try:
             outcome = session.measure(candidate, effort, min(left, limit))
         except Unusable as error:  # a script may end early after it has loaded its previous training state
@@ -580,10 +599,23 @@ class References:
     def __init__(self, trials: TrialRecorder, executor: Executor) -> None:
         self.trials, self.executor, self.clock, self.proposer = trials, executor, trials.clock, trials.proposer
         self._say = trials.observer.say
-        able = executor.runs_torch_alone and self.clock.budget_seconds >= LEAST_REFERENCE_BUDGET
-        stages = [Candidate.of({"zero_stage": stage}) for stage in (0, 3)] if able else []
-        self._stages = [one.stage for one in stages if not why_no_reference(one, self.proposer.job)]
+        stages = (0, 3) if executor.runs_torch_alone else ()
+        self._why_not = {stage: self._why_no_stage(stage) for stage in stages}
+        self._stages = [stage for stage, why in self._why_not.items() if not why]
         self.clock.references = len(self._stages)
+
+    def _why_no_stage(self, stage: int) -> str:
+        if why := why_no_reference(Candidate.of({"zero_stage": stage}), self.proposer.job):
+            return why
+        least = f"the budget is shorter than {format_duration(LEAST_REFERENCE_BUDGET)}"
+        return least * (self.clock.budget_seconds < LEAST_REFERENCE_BUDGET)
+
+    def _say_left_out(self) -> None:
+        """Print one line for each reason why a reference cannot be measured."""
+        for why in filter(None, dict.fromkeys(self._why_not.values())):
+            names = [reference_name(stage, self.proposer.job) for stage, own in self._why_not.items() if own == why]
+            were = "was" if len(names) == 1 else "were"
+            self._say(f"{' and '.join(names)} {were} not measured for comparison: {why}")
 
     def run(self, winner: Candidate) -> bool:
         """Measure each reference of a winner that this call verified, as long as they take a tenth of the budget.
@@ -594,6 +626,7 @@ class References:
         self.clock.references, began = 0, self.clock.used_seconds  # the search no longer keeps their time free
         if not self.trials.leaderboard.verified_now(winner):
             return False
+        self._say_left_out()
         stored = False
         for stage in self._stages:
             name, spent = reference_name(stage, self.proposer.job), self.clock.used_seconds - began
@@ -611,8 +644,13 @@ class References:
         return stored
 
     def _chosen(self, stage: int, name: str, winner: Candidate) -> Candidate | None:
-        """Return the fastest split of the winner's batch that is predicted to fit; None if there is none."""
-        kept = {knob: value for knob, value in winner.knobs if knob in (*MODEL_KNOBS, EXPANDABLE)} | {
+        """Return the fastest split of the winner's batch that is predicted to fit, else the one that is likeliest to fit.
+
+        Returns:
+            None if all are predicted not to fit beyond their intervals, as for candidates (`Forecast.hopeless`).
+        """
+        lossy = lossy_of(winner.as_dict, self.proposer.job.precision)  # have no counterpart
+        kept = {knob: value for knob, value in winner.knobs if knob in (*MODEL_KNOBS, EXPANDABLE, *lossy)} | {
             "zero_stage": stage
         }
         size = winner.micro_batch * winner.accumulation
@@ -631,8 +669,11 @@ class References:
         table = predictor.table(options)
         if ranked := predictor.ranked(table):
             return options[ranked[0]]
+        margins = predictor.margins(table)
+        if margins.max() >= -HOPELESS_SIGMAS:
+            return options[int(margins.argmax())]
         least, ceiling = format_bytes(int(table.needed.min())), format_bytes(predictor.hardware.ceiling_bytes)
-        self._say(f"{name} is not predicted to fit: it needs {least} of {ceiling}")
+        self._say(f"{name} was not measured for comparison: it is predicted to need {least} of {ceiling}")
         return None
 
     def _measured(self, candidate: Candidate, name: str, left_seconds: float) -> bool:
@@ -640,12 +681,16 @@ class References:
         self._say(f"measuring {name} without DeepSpeed, for comparison: {candidate}")
         session = self.executor.session(candidate, f"reference-{candidate.stage}", job=job)
         try:
-            outcome = session.measure(candidate, REFERENCE_EFFORT, left_seconds)
+            effort = dataclasses.replace(REFERENCE_EFFORT, share_seconds=left_seconds)
+            outcome = session.measure(candidate, effort, left_seconds)
         finally:
             session.close()
         self.trials.save_call()
+        if outcome.source is Source.BUDGET:
+            self._say(f"{name} was not measured for comparison: {format_duration(left_seconds)} were not enough for it")
+            return False
         if not outcome.kind.is_attributable_to_candidate:
-            self._say(f"{name}: {outcome.kind.value}: {outcome.reason}")
+            self._say(f"{name} was not measured for comparison: {outcome.reason}")
             return False
         self.trials.store.note_reference(candidate, outcome)
         return True
@@ -705,6 +750,8 @@ def apply_verification_result(
     """
     why = leaderboard.why_not(candidate)
     if not why:
+        if leaderboard.pace != 1:
+            proposer.set_pace(leaderboard.pace)
         proposer.finish_search(candidate, leaderboard.verified[candidate][1].samples_per_second)
     if why in ("", NOT_VERIFIED):
         return

@@ -239,7 +239,7 @@ def _shared_with_parent() -> list[tuple[int, int]]:
 BIND, RECURSIVE = 0x1000, 0x4000  # mount(2)
 _PRIVATE, _DETACH = 0x40000, 2  # mount(2), umount2(2)
 _NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000  # unshare(2)
-_MOUNT_SETATTR, _AT_RECURSIVE, _ATTR_READ_ONLY = 442, 0x8000, 1  # mount_setattr(2)
+_MOUNT_SETATTR, _AT_RECURSIVE, _ATTR_READ_ONLY, _ATTR_NO_DEVICE = 442, 0x8000, 1, 4  # mount_setattr(2)
 _SECCOMP, _DROP_BOUND, _NO_NEW_PRIVILEGES = 22, 24, 38  # prctl(2)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -265,9 +265,16 @@ def unmount(at: str) -> None:
     _call("umount2", os.fsencode(at), _DETACH)
 
 
-def make_read_only(at: str, *, recursive: bool) -> None:
-    """Make the mount at a path read-only, with all mounts below it if `recursive`. mount_setattr(2)."""
-    attributes, flags = struct.pack("=4Q", _ATTR_READ_ONLY, 0, 0, 0), _AT_RECURSIVE if recursive else 0
+def make_read_only(at: str, *, recursive: bool = False, devices: bool = True) -> None:
+    """Make the mount at a path read-only. mount_setattr(2).
+
+    Args:
+        at: the path.
+        recursive: include all mounts below it.
+        devices: devices can be opened, and written to.
+    """
+    set_, flags = _ATTR_READ_ONLY | (0 if devices else _ATTR_NO_DEVICE), _AT_RECURSIVE if recursive else 0
+    attributes = struct.pack("=4Q", set_, 0, 0, 0)
     _syscall(_MOUNT_SETATTR, -100, os.fsencode(at), flags, attributes, ctypes.c_size_t(len(attributes)))
 
 
@@ -333,16 +340,28 @@ def in_user_namespace() -> bool:
     return Path("/proc/self/uid_map").read_text(encoding="utf-8").split() != ["0", "0", str(2**32 - 1)]
 
 
-def drop_capabilities(numbers: Collection[int]) -> None:
-    """Take these capabilities from this process and its children; all of them in a user namespace. capabilities(7)."""
-    for one in numbers:
-        with suppress(OSError):
+def disks(mounts: Collection[str]) -> list[str]:
+    """Return the block devices in /dev that this process may write to, without looking below the given mount points."""
+    found = []
+    for path, folders, names in os.walk("/dev"):
+        folders[:] = [name for name in folders if os.path.join(path, name) not in mounts]
+        for device in (os.path.join(path, name) for name in names):
+            with suppress(OSError):
+                if stat.S_ISBLK(os.lstat(device).st_mode) and os.access(device, os.W_OK):
+                    found.append(device)
+    return found
+
+
+def keep_capabilities(numbers: Collection[int]) -> None:
+    """Take all other capabilities from this process and its children. capabilities(7)."""
+    for one in set(range(64)).difference(numbers):
+        with suppress(OSError):  # unknown to this kernel, or not allowed
             _call("prctl", _DROP_BOUND, one, 0, 0, 0)
     header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))  # version 3, this process: capget(2)
     held = ctypes.create_string_buffer(24)
     _call("capget", header, held)
-    low, high = (0, 0) if in_user_namespace() else (~sum(1 << one for one in numbers), ~0)
-    masks = (low,) * 3 + (high,) * 3
+    mask = sum(1 << one for one in numbers)
+    masks = (mask & 0xFFFFFFFF,) * 3 + (mask >> 32,) * 3
     kept = (have & mask for have, mask in zip(struct.unpack("=6I", held.raw), masks, strict=True))
     _call("capset", header, struct.pack("=6I", *kept))
 
@@ -386,6 +405,7 @@ _X86_CALLS = (90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 235, 260, 2
 _ARM_CALLS = (5, 6, 7, 14, 15, 16, 52, 53, 54, 55, 88, 452, 463, 466, 469)
 _ATTRIBUTE_CALLS = {"x86_64": (0xC000003E, 16, _X86_CALLS), "aarch64": (0xC00000B7, 29, _ARM_CALLS)}
 _WRITING_IOCTL, _FLAGS_IOCTLS = 0xC000FF00, (0x40006600, 0x40005800, 0x40007600)  # direction and type: ioctl_iflags(2)
+_BTRFS_IOCTLS = 0x40009400  # change subvolumes through a folder that is open for reading; copies fall back from FICLONE
 _IO_URING_SETUP, _X32_CALLS = 425, 0x40000000  # ways to the same calls
 
 
@@ -401,7 +421,8 @@ def ignore_attribute_changes() -> None:
         raise OSError(errno.EOPNOTSUPP, f"No system calls are known for {platform.machine()}")
     architecture, ioctl, calls = _ATTRIBUTE_CALLS[platform.machine()]
     load, equals, at_least, mask, end = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF_LD, BPF_JEQ, BPF_JGE, BPF_AND, BPF_RET
-    ends = {"allow": 0x7FFF0000, "pretend": 0x00050000, "refuse": 0x00050000 | errno.ENOSYS}  # SECCOMP_RET_*
+    ends = {"allow": 0x7FFF0000, "pretend": 0x00050000}  # SECCOMP_RET_*
+    ends |= {"refuse": 0x00050000 | errno.ENOSYS, "lack": 0x00050000 | errno.EOPNOTSUPP}
     program = [  # code, value, where to go if it holds and if not
         (load, 4, "", ""),
         (equals, architecture, "", "refuse"),
@@ -413,6 +434,7 @@ def ignore_attribute_changes() -> None:
         (load, 24, "", ""),
         (mask, _WRITING_IOCTL, "", ""),
         *((equals, number, "pretend", "") for number in _FLAGS_IOCTLS),
+        (equals, _BTRFS_IOCTLS, "lack", ""),
         *((end, value, "", "") for value in ends.values()),
     ]
     goals = {name: len(program) - len(ends) + at for at, name in enumerate(ends)}

@@ -101,21 +101,29 @@ def classify_failure(evidence: FailureEvidence) -> FailureVerdict:
 
 # Errors of the kernel by which a limit shows. Native libraries and child processes print its texts.
 _ERRORS = {Limit.MEMORY_CAP: (errno.ENOMEM, errno.EAGAIN), Limit.SANDBOX: (errno.EACCES, errno.EPERM, errno.EROFS)}
-# Texts of Python and of glibc's loader for a thread or a mapping that was refused; they name no error of the kernel.
-_REFUSED_MEMORY = ("can't start new thread", "failed to map segment from shared object")
+_LOADER_REFUSAL = "failed to map segment from shared object"  # glibc's loader prints no error of the kernel there
 
 
 def suspected_limits(evidence: FailureEvidence) -> tuple[Limit, ...]:
-    """Return the tuner's limits that may have caused a failure, by the kernel's errors that ranks met."""
+    """Return the tuner's limits that may have caused a failure.
+
+    The evidence is an error of the kernel that ranks met, or a text that is classified as an OOM of main memory.
+    """
     met = {number for error in evidence.errors for number in error.get("errnos", ())}
     texts = [*(error.get("text", "") for error in evidence.errors), *evidence.logs.values()]
     found = []
     for limit, numbers in _ERRORS.items():
         words = [os.strerror(number).lower() for number in numbers]
-        words += _REFUSED_MEMORY if limit is Limit.MEMORY_CAP else ()
+        if limit is Limit.MEMORY_CAP:
+            words += [_LOADER_REFUSAL, *(text.lower() for text in texts if _is_host_oom(text))]
         if met & {*numbers} or any(word in text.lower() for text in texts for word in words):
             found.append(limit)
     return tuple(found)
+
+
+def _is_host_oom(text: str) -> bool:
+    found = classify_text(text, FailureContext("cuda"))
+    return found is not None and found[0] is OutcomeKind.OOM_HOST
 
 
 # Order of precedence, so that a peer's consequential error does not hide the cause.

@@ -162,7 +162,7 @@ def ssh(folder: Path) -> Iterator[Ground]:
         def cut_for(seconds: float) -> Blow:
             def mend() -> None:
                 time.sleep(seconds)
-                made[1].reconnect()
+                made[1].mend()
 
             return Blow(lambda session: made[1].cut(), mend)
 

@@ -10,6 +10,7 @@ import argparse
 import csv
 import difflib
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -234,6 +235,23 @@ def launch_kills() -> str:
     )
 
 
+def launch_recovery() -> str:
+    """Seconds and steps that a failure costs; trainings of one kind are one row."""
+    header = ["failure", "trainings", "restarts", "s to the next optimizer step: median, worst"]
+    header += ["steps trained again, most", "every sample as often as without"]
+    rows = []
+    for part, failure in (("oom", "OOM"), ("rank", "SIGKILL of a rank"), ("node", "node without power for 10 s")):
+        timed = [row for row in result("recovery-cpu") if row.get("to the next step, s (median)")]
+        if mine := [row for row in timed if row["part"] == part]:
+            median = statistics.median(row["to the next step, s (median)"] for row in mine)
+            seconds = f"{median:.1f}, {max(row['to the next step, s (most)'] for row in mine):.1f}"
+            again = max(row["steps trained again (most)"] for row in mine)
+            kept = sum(row["every sample as without failures"] for row in mine)
+            restarts = sum(row["restarts"] for row in mine)
+            rows.append([failure, str(len(mine)), str(restarts), seconds, str(again), f"{kept} of {len(mine)}"])
+    return table(header, rows)
+
+
 # -- what a study is kept in -----------------------------------------------------------------------------------------
 
 
@@ -415,6 +433,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "gpu-fidelity": gpu_fidelity,
     "launch-overhead": launch_overhead,
     "launch-kills": launch_kills,
+    "launch-recovery": launch_recovery,
     "parallel": parallel,
     "nodes": nodes,
     "node-trials": node_trials,

@@ -17,7 +17,10 @@ MODEL, BUDGET = "qwen2.5-0.5b", "200s"  # one that DeepSpeed's defaults fit, too
 DEFAULTS = ("--space", str(HERE / "gpu" / "deepspeed_defaults.yaml"))
 _CAPPED = ("--gpus", "1", "--memory-cap", "24GiB", "--seq-len", "768")
 _UNCAPPED = ("--gpus", "1", "--seq-len", "1024")
-_REHEARSED = ("--model", "tiny-llama", "--device", "cpu", "--gpus", "1", "--seq-len", "32", "--space", "small.yaml")
+_REHEARSED = (
+    *("--model", "tiny-llama", "--device", "cpu", "--gpus", "1", "--seq-len", "32"),
+    *("--space", "small.yaml", "--no-references"),
+)
 _SPACE = "knobs: {zero_stage: [0], train_micro_batch_size_per_gpu: [1], gradient_accumulation_steps: [1]}\n"
 
 

@@ -1,10 +1,11 @@
 """Memory and descriptors of the tuner: `python benchmarks/reliability/growth.py [--replayed 1000] [--live 100] [--json FILE]`.
 
 `autotune run` replays a table, and then measures on two CPU ranks. Between trials its unique memory (USS) is read, after a
-collection and `malloc_trim`, with its open descriptors and the bytes of all objects that the search keeps: its history. A
-line is fitted to each over the trials after the warm-up, with the 95 % interval of its slope. Memory that grows faster than
-the history is a leak. The residuals are not independent (an allocator grows in steps of 1 MiB), so the interval is a lower
-bound of the uncertainty. `--replayed 0` or `--live 0` leaves that row of `--json` as it is.
+collection and `malloc_trim`, with its open descriptors and the bytes of all objects that the search keeps: its history. The
+fork server's anonymous memory and descriptors are read too. A line is fitted to each over the second half of the trials,
+when windows and caches are full, with the 95 % interval of its slope. Memory that grows faster than the history is a leak.
+The residuals are not independent (an allocator grows in steps of 1 MiB), so the interval is a lower bound of the uncertainty.
+`--replayed 0` or `--live 0` leaves that row of `--json` as it is.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ import psutil
 
 from autotune.cli.app import main as autotune_main
 from autotune.problem.outcome import Outcome
-from autotune.search.surrogate import MOST_POINTS
 from autotune.search.tuner import SearchSummary, TrialRecorder, Tuner
+from autotune.util.entry_points import FORK_SERVER
 from autotune.util.units import KIB, MIB
 from benchmarks.common import command_line, kept_rows, parse, print_table, write_json
 from benchmarks.reliability.large_study import NAME, write_table
@@ -43,7 +44,7 @@ from benchmarks.reliability.planting import SPACE
 from benchmarks.reliability.study_calls import RUN
 
 REPLAYED, LIVE = "replayed", "live, two CPU ranks"
-WARM_UP = 0.2  # share of the trials that are left out of the fit
+WARM_UP = 0.5  # share of the trials that are left out of the fit
 SAMPLES = 40
 SURE = statistics.NormalDist().inv_cdf(0.975)
 
@@ -56,6 +57,8 @@ class Samples:
     memory: list[float] = field(default_factory=list)  # bytes, unique to the process
     descriptors: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # bytes of the history, by part
+    server_memory: list[float] = field(default_factory=list)  # bytes, anonymous; empty without a fork server
+    server_descriptors: list[float] = field(default_factory=list)
 
     @property
     def history(self) -> list[float]:
@@ -69,6 +72,11 @@ class Samples:
         self.descriptors.append(process.num_fds())
         for name, kept_bytes in history_bytes(tuner).items():
             self.parts[name].append(kept_bytes)
+        for child in process.children():
+            if FORK_SERVER in child.cmdline():
+                maps = child.memory_maps(grouped=False)
+                self.server_memory.append(sum(one.anonymous for one in maps))
+                self.server_descriptors.append(child.num_fds())
 
 
 def history_bytes(tuner: Tuner) -> dict[str, int]:
@@ -165,8 +173,7 @@ def sampled(words: list[str], folder: Path, seconds: float, every: int) -> Sampl
 
 def row(what: str, samples: Samples) -> dict[str, Any]:
     last = samples.trials[-1]
-    warm = max(WARM_UP * last, min(MOST_POINTS, last / 2))  # the models' windows fill
-    first = sum(count <= warm for count in samples.trials)
+    first = sum(count <= WARM_UP * last for count in samples.trials)
 
     def grows(y: list[float]) -> tuple[float, float]:
         return slope(samples.trials[first:], y[first:])
@@ -180,6 +187,9 @@ def row(what: str, samples: Samples) -> dict[str, Any]:
         ],
         "descriptors a trial": samples.descriptors,
     }
+    if len(samples.server_memory) == len(samples.trials):
+        measured["fork server: memory, KiB a trial"] = [one / KIB for one in samples.server_memory]
+        measured["fork server: descriptors a trial"] = samples.server_descriptors
     found: dict[str, Any] = {
         "trials": what,
         "count": samples.trials[-1],

@@ -1,15 +1,18 @@
-"""`autotune launch` under fire: `python benchmarks/reliability/recovery.py [--kills 20] [--turns 300] [--json FILE]`, on two
-CPU ranks.
+"""Time to recover under `autotune launch`, on two CPU ranks:
+`python benchmarks/reliability/recovery.py [--only oom,rank,node,overhead] [--kills 20] [--turns 300] [--json FILE]`.
 
-1. A Trainer script of 60 steps whose 7th, 19th and 40th batches are too long for the memory cap.
-2. The same without long batches, a rank killed at random moments.
-3. The same undisturbed, against torchrun alone, in turn (`benchmarks/trials/inturn.py`): seconds of a step.
+- `oom`: a Trainer script of 60 steps whose 7th, 19th and 40th batches are too long for the memory cap.
+- `rank`: the same without long batches. A rank is killed at random moments.
+- `node`: the same on two nodes over ssh. The second node loses its power and returns after 10 s.
+- `overhead`: the same undisturbed, against torchrun alone, in turn (`benchmarks/trials/inturn.py`): seconds of a step.
 
-Every step's samples are compared with those of an undisturbed training.
+Seconds count from the last forward before a failure to the end of the next optimizer step. The samples of every step are
+compared with those of an undisturbed training. Rows of other parts in FILE are kept.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import runpy
@@ -19,7 +22,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,20 +35,26 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 import psutil
 
+from autotune.executors.cluster.cluster import Cluster, NodeRequirements
+from autotune.executors.cluster.transports import Ssh, read_hostfile
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
 from autotune.recovery.ladder import Rung
 from autotune.util.units import MIB
-from benchmarks.common import command_line, parse, print_table, write_json
+from benchmarks.cluster.node_grounds import Unavailable, made_here, variables
+from benchmarks.common import CANNOT_RUN, command_line, kept_rows, parse, print_table, write_json
 from benchmarks.trials.inturn import ratio, take_turns, torchrun, under_autotune
 from benchmarks.trials.ranks import LaunchSummary, training_ranks
 from benchmarks.trials.ranks import launch as launch_training
 from benchmarks.trials.scripts import AUTO, OWN
+from tests.executors.cluster import hosts
 
 SCRIPT = OWN / "long_batches.py"
 BATCH = 8
+PARTS = ["oom", "rank", "node", "overhead"]
+AWAY_SECONDS = 10.0  # of a node without power
 FLAGS = [
     "--deepspeed",
     "ds.json",
@@ -130,10 +141,11 @@ def recoveries(folder: Path) -> list[tuple[float, int]]:
     return found
 
 
-def judged(what: str, folder: Path, steps: int, summary: LaunchSummary, seconds: float) -> dict[str, Any]:
+def judged(part: str, what: str, folder: Path, steps: int, summary: LaunchSummary, seconds: float) -> dict[str, Any]:
     expected = {step: set(range(BATCH * step, BATCH * (step + 1))) for step in range(steps)}
     again = recoveries(folder)
     row = {
+        "part": part,
         "case": what,
         "exit": summary.code,
         "restarts": len(summary.attempts) - 1,
@@ -189,32 +201,98 @@ def overhead(folder: Path, turns: int, ranks: int) -> dict[str, Any]:
     theirs = torchrun("torchrun", [*words, "--per_device_train_batch_size", str(micro_batch)], folder, ranks)
     take_turns([ours, theirs], turns)
     slower, spread = ratio(theirs, ours)
-    return {"case": f"overhead, {turns} turns each", "launch / torchrun, step": slower, "±": spread}
+    return {"part": "overhead", "case": f"overhead, {turns} turns each", "launch / torchrun, step": slower, "±": spread}
+
+
+def node_killed(folder: Path, size: Size, kills: int, seed: int) -> LaunchSummary:
+    """Cut the second node's link and kill all that runs there, so many times, each after one to nine steps of an attempt.
+
+    Raises:
+        Unavailable: this machine cannot have such nodes.
+    """
+    if hosts.WHY_NOT:
+        raise Unavailable(hosts.WHY_NOT)
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps(AUTO))
+    (made_folder := folder.parent / f"{folder.name}-hosts").mkdir()
+    (logs := folder.parent / f"{folder.name}-logs").mkdir()
+    chosen, done = random.Random(seed), threading.Event()
+    with made_here(hosts.made_hosts, made_folder) as made, variables(PATH=made.path):
+        if not made.own_links:
+            raise Unavailable("no network namespaces here")
+
+        def kill() -> None:
+            for number in range(kills):
+                steps = chosen.randint(1, 9)
+                while trained(folder) < (number + 1, steps) and not done.wait(0.02):
+                    pass
+                if done.wait(chosen.uniform(0.0, 0.3)):
+                    return
+                made[1].cut()
+                made[1].stop()
+                done.wait(AWAY_SECONDS)
+                made[1].mend()
+                made[1].start(made_folder / "authorized")
+
+        needs = NodeRequirements("cpu", path=str(folder), lasting=True)
+        with closing(Cluster(read_hostfile(made.hostfile()), Ssh(), needs, logs, say=print)) as cluster:
+            hardware = cluster.reach()
+            thread = threading.Thread(target=kill, daemon=True)
+            thread.start()
+            job = training(argv(size.steps), folder, 2)
+            summary = launch_training(job, hardware, size.ladder, folder, max_restarts=kills + 5, ground=cluster)
+            done.set()
+            thread.join()
+    return summary
+
+
+def parts_of(arguments: Namespace, root: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the parts that `--only` names."""
+    size, only = SMALL if arguments.small else Size(), arguments.only
+    left, number, peak = arguments.kills if "rank" in only else 0, 0, 0
+    while left > 0:
+        began, kills = time.monotonic(), min(5, left)
+        folder = root / f"kill{number}"
+        summary, reached = peak_of_ranks(partial(killed, folder, size, kills, number))
+        met, peak = len(summary.attempts) - 1, max(peak, reached)
+        what = f"a rank killed {met} times"
+        yield judged("rank", what, folder, size.steps, summary, time.monotonic() - began)
+        left, number = left - met, number + 1
+    if "oom" in only:
+        if not peak:
+            _, peak = peak_of_ranks(partial(launch, root / "calm", argv(size.steps), size, None, 0))
+        yield out_of_memory(root / "long", size, peak)
+    if "node" in only:
+        began, two = time.monotonic(), dataclasses.replace(size, ranks=2)
+        try:
+            summary = node_killed(root / "nodes", two, arguments.node_kills, 0)
+            what = f"a node without power for {AWAY_SECONDS:.0f} s, {len(summary.attempts) - 1} times"
+            yield judged("node", what, root / "nodes", two.steps, summary, time.monotonic() - began)
+        except Unavailable as why:
+            print(f"left out: node: {why}", file=sys.stderr)
+    if "overhead" in only:
+        yield overhead(root / "overhead", arguments.turns, size.ranks)
 
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=PARTS, metavar="PART,…", help="default: all"
+    )
+    parser.add_argument("--kills", type=int, default=20, help="of a rank")
+    parser.add_argument("--node-kills", type=int, default=5)
     parser.add_argument("--turns", type=int, default=300, help="of launch and torchrun, for the overhead")
-    arguments = parse(parser, kills=1, turns=2)
-    size = SMALL if arguments.small else Size()
-    rows: list[dict[str, Any]] = []
+    arguments = parse(parser, kills=1, node_kills=1, turns=2)
+    if unknown := set(arguments.only) - set(PARTS):
+        parser.error(f"--only {','.join(unknown)}: expected {', '.join(PARTS)}")
+    rows = kept_rows(arguments.json, "part", arguments.only)
     with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        left, part, peak = arguments.kills, 0, 0
-        while left > 0:
-            began, kills = time.monotonic(), min(5, left)
-            folder = root / f"kill{part}"
-            summary, reached = peak_of_ranks(partial(killed, folder, size, kills, part))
-            met, peak = len(summary.attempts) - 1, max(peak, reached)
-            what = f"a rank killed {met} times"
-            rows.append(judged(what, folder, size.steps, summary, time.monotonic() - began))
-            left, part = left - met, part + 1
-        if not peak:
-            _, peak = peak_of_ranks(partial(launch, root / "calm", argv(size.steps), size, None, 0))
-        rows.insert(0, out_of_memory(root / "long", size, peak))
-        rows.append(overhead(root / "overhead", arguments.turns, size.ranks))
-    print_table("training under autotune launch", rows)
+        measured = list(parts_of(arguments, Path(name)))
+    if not measured:
+        raise SystemExit(CANNOT_RUN)
+    rows += measured
+    rows.sort(key=lambda row: PARTS.index(row["part"]))
+    print_table("training under autotune launch", rows, keys=2)
     write_json(arguments.json, rows)
 
 
@@ -225,7 +303,7 @@ def out_of_memory(folder: Path, size: Size, peak_bytes: int) -> dict[str, Any]:
     summary = launch(folder, words, size, peak_bytes + 250 * MIB, 10)
     *before, last = [f"{step}th" for step in size.long_steps]
     what = f"{', '.join(before)} and {last} batch too long" if before else f"{last} batch too long"
-    return judged(what, folder, size.steps, summary, time.monotonic() - began)
+    return judged("oom", what, folder, size.steps, summary, time.monotonic() - began)
 
 
 def peak_of_ranks(work: Callable[[], LaunchSummary]) -> tuple[LaunchSummary, int]:

@@ -21,7 +21,6 @@ from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
 from autotune.recovery.supervisor import LaunchSummary, Supervisor
 from autotune.search.study import StudyStore
-from autotune.workers.host_workers import MultiHostLaunch
 from autotune.workers.launchers import ForkLauncher
 from benchmarks.reliability.fault_ground import Found, Ground, gone, limited_group
 from benchmarks.reliability.planting import SPACE, lost
@@ -185,8 +184,6 @@ def training_job(folder: Path) -> Job:
 
 def launch(executor: LocalExecutor | None, folder: Path, restarts: int) -> LaunchSummary:
     """Trains to the end, or until it fails for good; ranks are forked from the executor's server, where there is one."""
-    launcher = executor.launcher if executor is not None else None
-    assert not isinstance(launcher, MultiHostLaunch)  # all ranks are here
     return Supervisor(
         training_job(folder),
         detect("cpu", 2),
@@ -195,7 +192,7 @@ def launch(executor: LocalExecutor | None, folder: Path, restarts: int) -> Launc
         max_restarts=restarts,
         silent_seconds=SILENT_SECONDS,
         say=lambda text: None,
-        launcher=launcher,
+        machine=executor.target if executor is not None else None,
     ).run()
 
 

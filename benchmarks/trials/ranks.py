@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from autotune.executors.base import LaunchTarget
 from autotune.executors.local import Deadlines, LocalExecutor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, threads_per_rank
@@ -50,13 +51,20 @@ def opened(
 
 
 def launch(
-    job: Job, hardware: Hardware, ladder: list[Rung], folder: Path, *, max_restarts: int, silent_seconds: float = 300.0
+    job: Job,
+    hardware: Hardware,
+    ladder: list[Rung],
+    folder: Path,
+    *,
+    max_restarts: int,
+    silent_seconds: float = 300.0,
+    ground: LaunchTarget | None = None,
 ) -> LaunchSummary:
-    """A training as `autotune launch` runs it."""
+    """A training as `autotune launch` runs it, on nodes if `ground` is given."""
     supervisor = Supervisor(
         job, hardware, ladder, folder, max_restarts=max_restarts, silent_seconds=silent_seconds, say=print
     )
-    return supervisor.run()
+    return supervisor.run(ground)
 
 
 def training_ranks() -> list[psutil.Process]:

@@ -50,6 +50,10 @@ from tests.workers import failures
 Results = dict[str, Any]
 # steps that take seconds; the others are whole calls of `autotune run`, groups of ranks, or build ops
 CHEAP = ("facts",)
+RARE = {
+    "doctor",  # builds three ops; tests/commands/test_doctor.py
+    "study",  # benchmarks/gpu/rehearse.sh in `.ci/run`
+}
 GPU = {"name": "NVIDIA H200", "device": "cuda"}
 
 
@@ -74,7 +78,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
 
 def steps() -> Iterator[Any]:
     for step in BY_NAME:
-        yield pytest.param(step, marks=[] if step in CHEAP else [pytest.mark.slow])
+        yield pytest.param(step, marks=[pytest.mark.slow] * (step not in CHEAP) + [pytest.mark.rare] * (step in RARE))
 
 
 @pytest.mark.parametrize("step", steps())

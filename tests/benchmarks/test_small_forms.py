@@ -39,10 +39,16 @@ RARE = {  # up to a minute each; other tests run their parts
     "recovery-cpu",  # tests/recovery
     "sandbox",  # tests/sandbox
     "trials-cpu",  # tests/executors/test_local.py
+    "nodes",  # tests/benchmarks/test_nodes.py, tests/executors/cluster
+    "first-step-cpu",  # calls of `autotune run`: tests/test_examples.py
     "parallel-cpu",  # tests/commands/test_run_parallel.py
+    "predictor",  # tests/predict/test_zero_memory.py, tests/benchmarks/test_published.py
+    "reliability-large",  # tests/benchmarks/test_reliability.py
+    "search",  # the same program makes the sequences of tests/golden
+    "reliability-kills",  # calls that are killed, in tests/benchmarks/test_faults.py
     "fidelity-cpu",  # the step `fidelity` of tests/benchmarks/test_gpu_acceptance.py
 }
-WHOLE = "reliability/faults.py"  # tests/benchmarks/test_faults.py runs it with thirty faults
+WHOLE = "reliability/faults.py"  # tests/benchmarks/test_faults.py runs it with a dozen faults
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from autotune.problem.space import load_space
 from autotune.recovery.supervisor import Attempt, LaunchSummary
 from autotune.search.fingerprint import fingerprint
 from autotune.search.tuner import SearchSummary
+from autotune.util.units import GIB
 from tests.cli_call import call
 from tests.conftest import make_candidate, make_job
 from tests.studies import study_of_every_kind
@@ -30,8 +31,8 @@ class NoTraining:
     def __init__(self, job: Any, hardware: Any, ladder: Any, folder: Path, **options: Any) -> None:
         NoTraining.given = {"job": job, "hardware": hardware, "ladder": ladder, "folder": folder, **options}
 
-    def run(self, ground: object) -> LaunchSummary:
-        assert ground is None
+    def run(self, cluster: object) -> LaunchSummary:
+        assert cluster is None
         return LaunchSummary(0, [Attempt(0, "it", steps=3, ended="done")])
 
 
@@ -95,6 +96,12 @@ def test_variables_that_are_others_than_the_studys_are_said(
     assert said not in call(monkeypatch, capsys, *command)[2]
 
 
+def test_memory_reserved_in_the_study_stays_reserved_in_the_training() -> None:
+    tuned = detect("cpu", 2).reserving(GIB)
+    found = launch._machines(make_job(), tuned, None, None)
+    assert found.limit_bytes == found.memory_bytes - GIB
+
+
 def test_the_winners_own_variable_that_was_exported_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -119,7 +126,7 @@ def test_the_ladder_of_a_run_whose_winner_went_elsewhere_is_the_one(
         storage=None,
         space=space,
         candidates=(),
-        landscape=None,
+        runs_ranks=True,
     )
     found = SearchSummary(store.winner, True, "budget used", False, 1.0)
     files = run._summary(setup, store, found, [], traced_predictor(store.job, store.hardware), lambda line: None).files

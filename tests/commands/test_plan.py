@@ -93,13 +93,12 @@ def test_without_a_batch_a_plausible_one_is_assumed_and_shown(tmp_path: Path) ->
     ("config", "said"),
     [
         ({"tensor_parallel": {"autotp_size": 4}}, "tensor_parallel.autotp_size 4 splits"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size 2 splits"),
         ({"expert_parallel": {"enabled": True, "autoep_size": 4}}, "expert_parallel.autoep_size 4 splits"),
         ({"pipeline": {"stages": 2}}, "pipeline.stages 2 splits"),
         ({"pipeline": {"stages": "auto"}, "sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 1}}, ""),
     ],
 )
-def test_a_config_that_splits_model_or_samples_over_ranks_is_refused(
+def test_a_config_that_splits_the_model_over_ranks_is_refused(
     config: dict[str, object], said: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "ds.json"
@@ -110,6 +109,26 @@ def test_a_config_that_splits_model_or_samples_over_ranks_is_refused(
             plans(request, ["t4"])
     else:
         assert plans(request, ["t4", "t4"])[0].best
+
+
+@pytest.mark.slow
+def test_a_sequence_that_fits_only_if_gpus_share_it(tmp_path: Path) -> None:
+    typed = ["plan", "--model", "llama-3.2-1b", "--gpu", "rtx4090", "--gpus", "8", "--seq-len", "32768"]
+    done = CliRunner().invoke(app, typed)
+    text = " ".join(done.output.split())
+    assert done.exit_code == 3, text
+    found = re.search(r"fits if (\d) GPUs share each sequence \(sequence_parallel_size: \1 in --ds-config", text)
+    assert found, text
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"sequence_parallel_size": int(found.group(1))}))
+    shared = CliRunner().invoke(app, [*typed, "--ds-config", str(file)])
+    assert shared.exit_code == 0, shared.output
+    assert f"sequences split over {found.group(1)} ranks" in " ".join(shared.output.split())
+    run = ["run", "--model", "tiny-llama", "--gpus", "2", "--device", "cpu", "--ds-config", str(file)]
+    file.write_text('{"sequence_parallel_size": 2}')
+    refused = CliRunner().invoke(app, [*run, "--storage", str(tmp_path / "s.db")])
+    assert isinstance(refused.exception, UserError)
+    assert "sequence_parallel_size 2: trials of --model give each rank whole sequences" in str(refused.exception)
 
 
 def test_the_header_names_the_optimizer_of_the_config_and_what_is_not_modelled(tmp_path: Path) -> None:

@@ -38,7 +38,19 @@ def test_two_at_once(tmp_path: Path) -> None:
     if usable_cpus() < 2:
         pytest.skip("one CPU")
     (tmp_path / "few.yaml").write_text(SPACE)
-    words = ["run", *JOB, "--gpus", "1", "--parallel", "2", "--budget", "10m", "--exhaustive", "--json"]
+    words = [
+        "run",
+        *JOB,
+        "--gpus",
+        "1",
+        "--parallel",
+        "2",
+        "--budget",
+        "10m",
+        "--exhaustive",
+        "--json",
+        "--no-references",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "autotune", *words], cwd=tmp_path, capture_output=True, text=True, check=False
     )

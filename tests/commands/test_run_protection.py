@@ -35,7 +35,7 @@ class Setup(SimpleNamespace):
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("autotune.commands.run.dataclasses.replace", lambda one, **changes: one.__replace__(**changes))
     job = replace(make_job(), script=Script(("train.py",), str(tmp_path)))
-    return Setup(job=job, landscape=None, nodes=None, unprotected=False)
+    return Setup(job=job, runs_ranks=True, nodes=None, unprotected=False)
 
 
 @pytest.mark.parametrize("protection", [Protection.OVERLAY, Protection.LANDLOCK])
@@ -69,7 +69,7 @@ def test_without_protection_it_needs_an_answer_or_the_option(
 
 def test_a_named_model_and_a_replay_need_none(setup: Any, tmp_path: Path, offer: Callable[[Protection], None]) -> None:
     offer(Protection.NONE)
-    for harmless in (Setup(**{**vars(setup), "job": make_job()}), Setup(**{**vars(setup), "landscape": "table"})):
+    for harmless in (Setup(**{**vars(setup), "job": make_job()}), Setup(**{**vars(setup), "runs_ranks": False})):
         assert with_agreed_protection(harmless, tmp_path, None) is harmless
 
 

@@ -28,7 +28,7 @@ knobs:
   train_micro_batch_size_per_gpu: [1, 2]
 """
 JOB = ("--model", "tiny-gemma-2", "--device", "cpu", "--gpus", "1", "--seq-len", "16", "--space", "few.yaml")
-RUN = ("run", *JOB, "--study", "s", "--budget", "10m", "--exhaustive", "--yes")
+RUN = ("run", *JOB, "--study", "s", "--budget", "10m", "--exhaustive", "--yes", "--no-references")
 
 
 def started(folder: Path, url: str, log: Path) -> subprocess.Popen[bytes]:

@@ -24,6 +24,7 @@ import symtable
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -239,6 +240,7 @@ def resumed_study(folder: Path) -> Texts:
 # -- processes -----------------------------------------------------------------------------------------------------------
 
 
+@cache
 def sources() -> dict[str, ast.Module]:
     """Modules of the package by their dotted names."""
     found = {}
@@ -362,7 +364,7 @@ GROUPS: dict[str, Callable[[Path], Texts]] = {
     "templates": templates,
     "two-nodes": run_on_two_nodes,
 }
-SLOW = ("two-nodes",)
+SLOW = ("two-nodes", "search-simulated", "search-recorded")
 
 
 def expected(group: str) -> Texts:

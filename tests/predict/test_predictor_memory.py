@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autotune.predict.predictor import Predictor, moments, peaks, slopes
-from autotune.problem.candidate import Candidate
+from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.util.units import GIB, MIB
@@ -72,6 +72,17 @@ def test_what_fsdps_streams_have_taken_is_shown_beside_the_peak_and_can_be_given
     assert found.shown[0] - bare.shown[0] == pytest.approx(before)
     assert found.needed[0] - bare.needed[0] == pytest.approx(0.1 * before)
     assert found.allocated[0] == bare.allocated[0]
+
+
+def test_fsdp_has_no_bucket_of_deepspeeds_default_size() -> None:
+    """References of capped CPU ranks were refused for DeepSpeed's bucket of 5e8 elements."""
+    job = make_job(precision="fp32", seq_len=SEQ_LEN, base_config={"zero_optimization": {"reduce_bucket_size": 5e8}})
+    trace = recorded_trace(job)
+    predictor = Predictor(job, card(200 * GIB), trace)
+    alone, candidate = predictor.for_torch_alone(), Candidate.of({"zero_stage": 3, MICRO_BATCH: 1, ACCUMULATION: 1})
+    states = 16 * sum(trace.parameters)
+    assert predictor.table([candidate]).allocated[0] > 4 * 5e8
+    assert alone.table([candidate]).allocated[0] < states + 200 * MIB
 
 
 @pytest.mark.parametrize("torch_alone", [False, True])

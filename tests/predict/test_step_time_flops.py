@@ -15,7 +15,7 @@ from tests.conftest import make_job
         ("tiny-llama", "causal-lm"),
         pytest.param("tiny-bert", "masked-lm", marks=pytest.mark.slow),
         pytest.param("tiny-bert", "classification", marks=pytest.mark.slow),
-        ("tiny-t5", "seq2seq"),
+        pytest.param("tiny-t5", "seq2seq", marks=pytest.mark.slow),
         ("tiny-mixtral", "causal-lm"),
         pytest.param("tiny-llava", "image-text", marks=pytest.mark.slow),
     ],

@@ -1,12 +1,16 @@
 """What optimizers keep and take: by the config, and against torch's own where it runs here."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 
 from autotune.predict.features import columns_of
-from autotune.predict.zero_memory import STATE_BYTES, bill, stepper
+from autotune.predict.trace import trace_job
+from autotune.predict.zero_memory import STATE_BYTES, bill, muon_sizes, stepper
+from autotune.problem.hardware import named_hardware
 from autotune.problem.job import OPTIMIZERS, Job, Script
+from autotune.problem.knobs import Circumstances, unscattered_for_muon
 from tests.conftest import make_candidate, make_job
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 
@@ -193,3 +197,41 @@ def test_torchs_loops_take_what_is_said_of_them(kind: str) -> None:
             optimizer.step()
             taken = live.peak - live.bytes  # what a loop changes in place is counted, too
     assert taken / elements == pytest.approx(stepper(of_script(torchs(kind, foreach=False))).temporary_bytes, abs=0.1)
+
+
+# -- Muon ----------------------------------------------------------------------------------------------------------------
+
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "out", "momentum"),
+    [(0, "none", 4), (1, "none", 2 * 2), (2, "none", 2 * 2), (2, "cpu", 4), (3, "none", 2)],
+)
+def test_muon_keeps_momentum_for_matrices_and_adams_states_for_the_rest(stage: int, out: str, momentum: int) -> None:
+    job = make_job(2, model="llama-3.2-1b", precision="bf16", seq_len=2048, base_config=MUON)
+    trace = trace_job(job)
+    matrices = sum(muon_sizes(job, trace))
+    rest = sum(trace.parameters) - matrices
+    vocabulary, hidden = 128256, 2048
+    assert vocabulary * hidden < rest < 1.001 * vocabulary * hidden, "the embedding, which is the head, and norms"
+    candidate = make_candidate(stage, offload_optimizer=out) if stage else make_candidate()
+    columns = columns_of([candidate], job)
+    plain = dataclasses.replace(job, base_config={"optimizer": {"type": "SGD"}})
+    ours, without = (bill(one, trace, columns, "cuda") for one in (job, plain))
+    ranks = 2 if stage else 1
+    states = (momentum * matrices + 8 * rest) / ranks
+    less = 4 * sum(trace.parameters) / ranks  # SGD's
+    kept = ours.host - without.host if out == "cpu" else ours.optimizer - without.optimizer
+    assert kept[0] == pytest.approx(states - less, rel=1e-6)
+
+
+def test_muon_at_stage_3_does_not_scatter() -> None:
+    job = make_job(2, precision="bf16", base_config=MUON)
+    assert make_candidate(3).ds_config(job)["zero_optimization"]["reduce_scatter"] is False
+    assert "reduce_scatter" not in make_candidate(2).ds_config(job)["zero_optimization"]
+    own = dataclasses.replace(job, base_config={**MUON, "zero_optimization": {"reduce_scatter": True}})
+    circumstances = Circumstances.of(own, named_hardware("h100", 2))
+    assert "reduce_scatter: false" in unscattered_for_muon(3, circumstances)
+    assert not unscattered_for_muon(2, circumstances)
+    assert not unscattered_for_muon(3, Circumstances.of(job, named_hardware("h100", 2)))

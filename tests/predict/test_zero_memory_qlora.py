@@ -22,6 +22,7 @@ from autotune.problem.hardware import detect, named_hardware
 from autotune.problem.job import Job, Lora, parse_lora
 from autotune.problem.models import resolve_model
 from autotune.problem.space import fitted, load_space
+from autotune.util.units import GIB
 from tests.conftest import SHORT, make_candidate, make_job
 
 NF4 = Lora(8, quantize="nf4")
@@ -55,6 +56,25 @@ def test_weights_in_4_bits_need_what_is_published(shape: tuple[int, int, int, in
     predicted_gb = (width * trace.frozen + dequantized) / 1e9
     assert 0.0 < measured_gb - predicted_gb < 0.45
     assert predicted_gb == pytest.approx(measured_gb, rel=0.08)
+
+
+@pytest.mark.slow
+def test_training_needs_what_torchtune_publishes_for_an_8b_model_on_one_4090() -> None:
+    """pytorch/torchtune 482734bd5, README: batch 2, packed to 2048, checkpointing, chunked loss, all bf16: 7.4 GiB."""
+    modules = "q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
+    job = Job(
+        resolve_model("llama-3.1-8b"),
+        1,
+        2048,
+        lora=parse_lora(f"r=8,targets={modules},quantize=nf4"),
+        loss="chunked",
+        base_config={"bf16": {"enabled": False}},
+        torch_alone=True,
+    )
+    candidate = make_candidate(0, 2, activation_checkpointing=True)
+    one = bill(job, trace_job(job), columns_of([candidate], job), "cuda")
+    at = [i for i, name in enumerate(one.moments) if name != "init"]
+    assert float(one.peaks()[at, 0].max()) / GIB == pytest.approx(7.4, rel=0.05)
 
 
 def test_4_bit_weights_change_weights_and_time_and_nothing_else() -> None:

@@ -306,7 +306,9 @@ def test_a_reserve_is_left_to_another_process_and_limits_ranks(four_gpus: Driver
     assert str(kept) == f"2 x {RTX_3090} (23.69 GiB free of 24.00 GiB) less 8.00 GiB reserved for another process"
     assert Hardware.from_json(json.loads(json.dumps(kept.to_json()))) == kept
     assert whole.reserving(200 * MIB).capacity_bytes == whole.capacity_bytes, "what is held already counts"
-    assert whole.capped(4 * GIB).reserving(8 * GIB).limit_bytes == 4 * GIB
+    both = whole.capped(4 * GIB).reserving(8 * GIB)
+    assert both.limit_bytes == 4 * GIB
+    assert str(both).endswith(" capped at 4.00 GiB a rank, 8.00 GiB reserved for another process")
     marks = [fingerprint(make_job(), one)["hardware"] for one in (whole, kept)]
     assert marks[1] == {**marks[0], "reserve_bytes": 8 * GIB}
     with pytest.raises(UserError, match=r"--reserve 23.99 GiB leaves too little of 24.00 GiB a rank"):

@@ -7,10 +7,12 @@ import pytest
 from autotune.rank.measure import (
     MAX_WARMUP_STEPS,
     MeasureRequest,
+    after_warmup,
     beaten,
     boundary_seconds,
     enough,
     extrapolate,
+    holds_another,
     micro_seconds,
     settled,
     stretch,
@@ -85,6 +87,35 @@ def test_enough(elapsed: float, steps: int, is_enough: bool) -> None:
 )
 def test_steps_between_comparisons_of_the_clocks(elapsed: float, steps: int, pace: float, wanted: int) -> None:
     assert stretch(REQUEST, elapsed, steps, pace) == wanted
+
+
+SHARE = replace(REQUEST, share_seconds=20.0)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "done", "another"),
+    [
+        ([7.0], False, True),
+        ([9.0], True, True),  # one step, and time for another
+        ([11.0], True, False),  # the share holds no second one
+        ([7.0, 6.0], True, True),
+    ],
+)
+def test_slow_steps_are_cut_to_what_the_share_holds(warmup: list[float], done: bool, another: bool) -> None:
+    assert warmed_up(warmup, SHARE) is done
+    left = after_warmup(SHARE, warmup)
+    assert left.share_seconds == 20.0 - sum(warmup)
+    assert holds_another(left, 0.0, warmup[-1]) is another
+    assert not warmed_up(warmup, REQUEST), "without a share the warm-up goes on"
+
+
+def test_measuring_ends_before_a_step_that_the_share_does_not_hold() -> None:
+    left = replace(REQUEST, share_seconds=12.0)
+    assert stretch(left, 0.0, 0, 4.0) == 3
+    assert enough(left, 8.5, 2)
+    assert not enough(left, 8.0, 2)
+    assert not enough(REQUEST, 8.5, 2)
+    assert not enough(replace(REQUEST, share_seconds=0.0), 0.0, 0), "one step at least"
 
 
 BEATEN = replace(REQUEST, beaten_step_seconds=1.0)

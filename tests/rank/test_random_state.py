@@ -5,6 +5,7 @@ import os
 import pickle
 import random
 import secrets
+import string
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ SOURCES: dict[str, Callable[[], object]] = {
     "random.Random()": lambda: random.Random().random(),
     "random.seed()": lambda: (random.seed(), random.random())[1],
     "SystemRandom": lambda: random.SystemRandom().randrange(1 << 40),
-    "secrets": lambda: secrets.token_hex(8),
+    "secrets": lambda: secrets.randbits(64),
     "os.urandom": lambda: os.urandom(8),
     "default_rng()": lambda: numpy.random.default_rng().integers(1 << 40),
     "numpy.random.seed()": lambda: (numpy.random.seed(), numpy.random.randint(1 << 30))[1],
@@ -55,12 +56,21 @@ def test_default_seeds_are_those_of_the_study_and_the_rank(patches: Patches, sou
     assert drawn(1, 1) != first
 
 
-def test_names_by_uuid_differ_between_trials(patches: Patches) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        lambda: uuid.uuid4(),
+        lambda: secrets.token_hex(8),
+        lambda: secrets.token_urlsafe(),
+        lambda: "".join(secrets.choice(string.ascii_letters) for _ in range(16)),  # as Weights & Biases names runs
+    ],
+)
+def test_names_differ_between_trials(patches: Patches, name: Callable[[], object]) -> None:
     state, found = RandomState(), set()
     state.install(patches)
     for _ in range(2):
         state.seed(1)
-        found.add(uuid.uuid4())
+        found.add(name())
     assert len(found) == 2
 
 

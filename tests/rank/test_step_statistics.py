@@ -81,4 +81,5 @@ def test_steps_of_many_lengths_come_to_their_mean() -> None:
 def test_the_medians_interval() -> None:
     assert median_spread([1.0, 1.0, 1.0, 1.0]) == 0
     assert median_spread([1.0, 2.0]) == 1.0
+    assert median_spread([2.0]) == 0.5, "one step shows no variation"
     assert 0 < median_spread([1.0, 1.1, 1.2, 1.1, 1.0, 1.1, 9.0]) < 0.2

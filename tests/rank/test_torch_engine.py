@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from autotune.problem.candidate import Candidate
+from autotune.problem.job import Lora
 from autotune.problem.models import CAUSAL, IMAGE_TEXT, MASKED
 from autotune.problem.training_trace import TrainingTrace
-from autotune.rank.ds_config import torch_optimizer, trial_config, why_no_reference
-from autotune.rank.torch_engine import may_skip_parameters
+from autotune.rank.ds_config import may_skip_parameters, torch_optimizer, trial_config, why_no_reference
 from autotune.search.certificate import Verdict, compare
 from tests.conftest import make_candidate, make_job
 from tests.rank.conftest import Parent, make_spec
@@ -40,7 +40,9 @@ def traced(parent: Parent, folder: Path, candidate: Candidate, **job: Any) -> Tr
 
 
 @pytest.mark.parametrize(
-    ("precision", "config"), [("fp32", {"gradient_clipping": 0.5}), ("bf16", {})], ids=["fp32", "bf16"]
+    ("precision", "config"),
+    [("fp32", {"gradient_clipping": 0.5}), pytest.param("bf16", {}, marks=pytest.mark.slow)],
+    ids=["fp32", "bf16"],
 )
 def test_ddp_and_fsdp2_train_what_zero_trains(
     parent: Parent, tmp_path: Path, precision: str, config: dict[str, Any]
@@ -63,14 +65,19 @@ def test_ddp_and_fsdp2_train_what_zero_trains(
 
 
 @pytest.mark.parametrize(
-    ("model", "task", "stage"),
-    [("tiny-llava", IMAGE_TEXT, 0), ("tiny-bert", MASKED, 3)],
-    ids=["ddp-unused-parameters", "fsdp2-tied-weights"],
+    ("model", "task", "stage", "lora"),
+    [
+        ("tiny-llava", IMAGE_TEXT, 0, None),
+        ("tiny-bert", MASKED, 3, None),
+        ("tiny-mixtral", CAUSAL, 3, None),
+        ("tiny-llama", CAUSAL, 3, Lora(8)),
+    ],
+    ids=["ddp-unused-parameters", "fsdp2-tied-weights", "fsdp2-experts", "fsdp2-adapters"],
 )
-def test_unused_parameters_and_weights_tied_across_blocks_are_trained(
-    parent: Parent, tmp_path: Path, model: str, task: str, stage: int
+def test_unused_tied_and_frozen_weights_are_trained_as_they_should(
+    parent: Parent, tmp_path: Path, model: str, task: str, stage: int, lora: Lora | None
 ) -> None:
-    job: dict[str, Any] = {"model": model, "task": task, "seq_len": 64, "precision": "bf16"}
+    job: dict[str, Any] = {"model": model, "task": task, "seq_len": 64, "precision": "bf16", "lora": lora}
     trace = traced(parent, tmp_path / "torch", make_candidate(stage, 1, 2), torch_alone=True, **job)
     assert len(trace.counted) >= 3
 
@@ -85,6 +92,10 @@ def test_unused_parameters_and_weights_tied_across_blocks_are_trained(
         ({"optimizer": "lion"}, 0, "no optimizer Lion"),
         ({"precision": "fp16"}, 0, "fp16"),
         ({"workload": "mine:build"}, 0, "named models"),
+        ({"lora": Lora(8)}, 3, ""),
+        ({"lora": Lora(8, quantize="nf4")}, 0, ""),
+        ({"lora": Lora(8, quantize="nf4")}, 3, "4-bit weights"),
+        ({"base_config": {"bf16": {"bf16_master_weights_and_grads": True}}}, 0, "kept in bf16"),
         ({"base_config": {"gradient_clipping": 1.0, "bf16": {"enabled": True}}}, 3, ""),
         (
             {"base_config": {"scheduler": {"type": "WarmupLR", "params": {}}, "optimizer": {"type": "SGD"}}},

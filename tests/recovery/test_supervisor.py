@@ -5,14 +5,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autotune.errors import MachineTrouble, UserError
+from autotune.executors.machine import RankRequirements
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
@@ -22,6 +24,7 @@ from autotune.recovery.ladder import Rung
 from autotune.recovery.supervisor import AttemptMessages, LaunchSummary, Supervisor
 from autotune.workers.host_workers import LocalWorkers
 from autotune.workers.jit_ops import FOLDER
+from autotune.workers.launchers import SpawnLauncher
 from tests.conftest import make_candidate, make_job, pid_lives, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +110,9 @@ def test_a_rung_whose_op_cannot_be_built_is_passed_over(launch: Launch, monkeypa
 
 def test_the_first_rung_whose_op_cannot_be_built_ends_it(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     made = launch.make([{"steps": 7}], [make_candidate(1, 2, 2, offload_optimizer="cpu"), LADDER[2]])
-    monkeypatch.setattr(made._ops, "load", lambda *_: made._ops.failed.update(CPUAdamBuilder="no compiler") or True)
+    monkeypatch.setattr(
+        made.target, "load_ops", lambda *_: made.target.ops.failed.update(CPUAdamBuilder="no compiler") or True
+    )
     summary = made.run()
     assert (summary.code, rungs(summary), kinds(summary)) == (1, [0], ["invalid"])
 
@@ -307,15 +312,15 @@ def test_what_cannot_be_prepared_in_the_same_words_is_given_up_before_any_step(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, stepped: bool
 ) -> None:
     made, calls = launch.make([{"steps": 3 * stepped, "signal": "SIGKILL"}, {"steps": 9}]), []
-    build = made._build
+    load = made.target.load_ops
 
-    def breaking(rung: Rung) -> None:
-        calls.append(rung)
+    def breaking(names: Sequence[str], needs: RankRequirements) -> bool:
+        calls.append(names)
         if len(calls) in (2, 3, 4):
             raise UserError(f"the fork server died (process {len(calls)})")
-        build(rung)
+        return load(names, needs)
 
-    monkeypatch.setattr(made, "_build", breaking)
+    monkeypatch.setattr(made.target, "load_ops", breaking)
     summary = made.run()
     assert kinds(summary) == ["crash", *["infrastructure"] * (3 if stepped else 2), *["done"] * stepped]
 
@@ -329,14 +334,14 @@ def test_ranks_that_never_say_hello_are_the_machines_trouble(launch: Launch, mon
 def test_a_machine_that_starts_no_process_is_tried_again(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     made = launch.make([{"steps": 3}])
     refusals = [OSError(12, "Cannot allocate memory"), OSError(28, "No space left on device")]
-    real = made._launcher.launch
+    real = SpawnLauncher.launch
 
-    def refusing(*words: object) -> int:
+    def refusing(self: SpawnLauncher, *words: Any) -> int:
         if refusals:
             raise refusals.pop(0)
-        return real(*words)
+        return real(self, *words)
 
-    monkeypatch.setattr(made._launcher, "launch", refusing)
+    monkeypatch.setattr(SpawnLauncher, "launch", refusing)
     summary = made.run()
     assert (summary.code, rungs(summary)) == (0, [0, 0, 0])
     assert "Cannot allocate memory" in summary.attempts[0].ended
@@ -348,15 +353,15 @@ def test_what_breaks_while_a_later_attempt_is_prepared_is_tried_again(
     launch: Launch, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     made, calls = launch.make([{"steps": 3, "error": OOM}, {"steps": 9}]), []
-    build = made._build
+    load = made.target.load_ops
 
-    def breaking(rung: Rung) -> None:
-        calls.append(rung)
+    def breaking(names: Sequence[str], needs: RankRequirements) -> bool:
+        calls.append(names)
         if len(calls) == 2:
             raise error
-        build(rung)
+        return load(names, needs)
 
-    monkeypatch.setattr(made, "_build", breaking)
+    monkeypatch.setattr(made.target, "load_ops", breaking)
     summary = made.run()
     assert (summary.code, rungs(summary)) == (0, [0, 1, 1])
     assert kinds(summary) == ["oom_device", "infrastructure", "done"]
@@ -367,11 +372,15 @@ class Away:
     """Nodes of which one is lost when the first attempt has ended, and cannot be reached so many times."""
 
     def __init__(self, made: Supervisor, times: int) -> None:
-        self.launcher, self.ops, self.times = made._own_launcher, made._ops, times
+        self._machine, self.ops, self.times = made.target, made.target.ops, times
         self._began = made.folder / "attempts.rank0"
 
-    def open(self, needs: object) -> None:
-        pass
+    @property
+    def launcher(self) -> object:
+        return self._machine.launcher
+
+    def open(self, needs: RankRequirements) -> None:
+        self._machine.open(needs)
 
     def load_ops(self, names: object, needs: object) -> bool:
         return True
@@ -398,10 +407,10 @@ def test_a_node_that_restarts_is_waited_for_as_any_machine(launch: Launch, times
 def test_bad_input_is_said_before_anything_is_trained(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     made = launch.make([{"steps": 3}])
 
-    def breaking(rung: Rung) -> None:
+    def breaking(names: Sequence[str], needs: RankRequirements) -> bool:
         raise UserError("the fork server died")
 
-    monkeypatch.setattr(made, "_build", breaking)
+    monkeypatch.setattr(made.target, "load_ops", breaking)
     with pytest.raises(UserError, match="the fork server died"):
         made.run()
 

@@ -106,8 +106,23 @@ def test_a_knob_at_its_default_does_not_separate_candidates(tmp_path: Path) -> N
     first, second = (
         study(tmp_path, name, "2.9.0", [(one, ok(1, 300), SEARCH)]) for name, one in (("a", plain), ("b", spelled))
     )
+    for store in (first, second):
+        store.set_winner(0, "measured")
     diff = diff_studies(first, second)
     assert len(diff.pairs) == 1
     assert not any("cause" in line for line in diff.lines()), "nothing changed"
+    assert not any("not tried" in line for line in diff.lines()), "the other study's winner is spelled otherwise"
     with pytest.raises(UserError, match="both are study a"):
         diff_studies(first, StudyStore.load(str(tmp_path / "a")))
+
+
+def test_an_empty_study_and_one_without_a_winner_are_compared(tmp_path: Path) -> None:
+    some, none = (
+        study(tmp_path, name, "2.9.0", trials)
+        for name, trials in (("a", [(make_candidate(1, 2), OOM, SEARCH)]), ("b", []))
+    )
+    assert diff_studies(some, none).lines() == [
+        "no candidate in common, of 1 in a and 0 in b",
+        "a has no winner yet",
+        "b has no winner yet",
+    ]

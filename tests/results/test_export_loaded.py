@@ -121,14 +121,27 @@ def test_accelerate_finds_the_config_from_where_it_is_started(
 # -- FSDP --------------------------------------------------------------------------------------------------------------
 
 
-def launched(config: Path) -> dict[str, str]:
-    """Variables that `accelerate launch --config_file` gives its ranks."""
+def launch_arguments(config: Path) -> Any:
+    """Arguments of `accelerate launch --config_file`."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    arguments, *_ = _validate_launch_command(
+        launch_command_parser().parse_args(["--config_file", str(config), "train.py"])
+    )
+    return arguments
+
+
+def launches_ranks(config: Path) -> bool:
+    """Return True if it starts all ranks, as `launch_command` decides."""
+    arguments = launch_arguments(config)
+    return bool(arguments.multi_gpu or arguments.use_fsdp)
+
+
+def launched(config: Path) -> dict[str, str]:
+    """Variables that it gives its ranks."""
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    words = ["--config_file", str(config), "train.py"]
-    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
-    found = prepare_multi_gpu_env(arguments)
+    found = prepare_multi_gpu_env(launch_arguments(config))
     return {name: value for name, value in found.items() if os.environ.get(name) != value}
 
 
@@ -150,6 +163,8 @@ def test_accelerate_reads_the_fsdp_config(tmp_path: Path) -> None:
         assert ("weights are sharded between steps too, unlike ZeRO-2" in text) is (stage == 2)
     write_export(make_candidate(0), job, tmp_path / "0.fsdp.yaml", {}, style="fsdp")
     assert "ACCELERATE_USE_FSDP" not in launched(tmp_path / "0.fsdp.yaml"), "stage 0 is DDP"
+    write_export(make_candidate(0), job, tmp_path / "cpu.yaml", {}, style="fsdp", device="cpu")
+    assert launches_ranks(tmp_path / "cpu.yaml"), "it starts one process for MULTI_CPU"
 
 
 @pytest.mark.slow

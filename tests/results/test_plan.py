@@ -191,6 +191,7 @@ def test_errors_and_nearest_rows_in_words(whole: Plan) -> None:
         assert " ".join(line.split()) in text
 
 
+@pytest.mark.slow
 def test_large_logits_are_drawn_and_a_loss_in_chunks_is_advised() -> None:
     (plan,) = plans(Request("qwen3-0.6b", 1, seq_len=4096, global_batch_size=8), ["rtx3090"])
     chunked, answer = plan.chunked, plan.best[0]
@@ -209,6 +210,7 @@ def test_large_logits_are_drawn_and_a_loss_in_chunks_is_advised() -> None:
     assert plan.to_json()["chunked_loss"]["same_config"]["peak_bytes"] == round(chunked.same.peak_bytes)
 
 
+@pytest.mark.slow
 def test_loading_a_checkpoint_needs_a_copy_per_rank() -> None:
     few, many = (
         plans(Request("llama-3.1-8b", gpus, seq_len=1024, host_memory="128GiB"), ["a100-80gb"])[0] for gpus in (2, 8)

@@ -358,6 +358,10 @@ PYTHON = {
     "unlink_read_only": "os.unlink('readonly.txt')",
     "path_read_then_write_back": "t = Path('keep.txt').read_text(); Path('keep.txt').unlink(); Path('keep.txt').write_text(t)",
     "set_flags": "import fcntl, struct; fcntl.ioctl(os.open('keep.txt', os.O_RDONLY), 0x40086602, struct.pack('l', 0x80))",
+    "fallocate_zero": "f = os.open('model.pt', os.O_WRONLY); assert libc.fallocate(f, 0x10, ctypes.c_long(0), ctypes.c_long(100)) == 0",
+    "fallocate_collapse": "f = os.open(f'{D}/train.bin', os.O_WRONLY); libc.fallocate(f, 8, ctypes.c_long(0), ctypes.c_long(4096)); os.ftruncate(f, 1)",
+    "chmod_project": "os.chmod(P, 0o700)",
+    "acl_of_new_files": "os.setxattr(D, 'system.posix_acl_default', bytes.fromhex('0200000001000700ffffffff04000700ffffffff20000700ffffffff'))",
     "set_project": "import fcntl; f = os.open('keep.txt', os.O_RDONLY); v = bytearray(fcntl.ioctl(f, 0x801c581f, bytes(28))); v[0] |= 0x40; fcntl.ioctl(f, 0x401c5820, bytes(v))",
 }
 
@@ -505,6 +509,8 @@ ctypes.CFUNCTYPE(ctypes.c_int)(base)()""",
 }
 
 BREAK_OUT_SHELL |= {
+    "sigio_kill": "import fcntl, socket, time; a, b = socket.socketpair(); fcntl.fcntl(a, fcntl.F_SETOWN, int(OUT)); fcntl.fcntl(a, 10, 9); fcntl.fcntl(a, fcntl.F_SETFL, os.O_ASYNC); b.send(b'x'); time.sleep(0.2)",
+    "dnotify_kill": "import fcntl, time; f = os.open('.', os.O_RDONLY); fcntl.fcntl(f, fcntl.F_SETOWN, -int(OUT)); fcntl.fcntl(f, 10, 9); fcntl.fcntl(f, 1026, 0x8000003f); open('new', 'w').close(); time.sleep(0.2)",
     "kill_outside": "kill -9 $OUT",
     "pkill_outside": 'for p in /proc/[0-9]*; do if test "$(readlink $p/cwd)" = "$P"; then kill -TERM ${p#/proc/}; fi; done; sleep 0.02',
     "daemon_writes_late": '(setsid sh -c \'sleep 0.1; echo x > "$P/keep.txt"; rm -rf "$P/out"\' > /dev/null 2>&1 &)',

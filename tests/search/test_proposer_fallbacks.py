@@ -35,6 +35,7 @@ def test_where_nothing_runs_the_search_ends_soon(landscape: Landscape, kind: Out
         assert len({c.stage for _, c, _ in executor.log.trials}) == 4, "each stage had its turn"
 
 
+@pytest.mark.slow
 def test_the_thriftiest_is_found_although_the_predictor_was_refuted(landscape: Landscape) -> None:
     def only_the_thriftiest(c: Candidate, row: Row) -> Row:
         fits = row.kind is OutcomeKind.OK and c.micro_batch == 1 and c.checkpointing and c.offload_optimizer != "none"
@@ -44,6 +45,7 @@ def test_the_thriftiest_is_found_although_the_predictor_was_refuted(landscape: L
     assert result.verified
 
 
+@pytest.mark.slow
 def test_hosts_that_run_out_teach_the_search(landscape: Landscape) -> None:
     def offloading_fails(c: Candidate, row: Row) -> Row:
         offloads = c.offload_optimizer != "none"

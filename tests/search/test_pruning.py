@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from autotune.executors.base import too_slow_outcome
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Outcome, OutcomeKind, Source
+from autotune.problem.outcome import Outcome, OutcomeKind, Phase, Source
 from autotune.search.pruning import EVERY_RULE, CandidatePool
 from tests.conftest import make_candidate
 
@@ -27,6 +28,17 @@ def test_a_batch_with_too_few_steps_rules_out_no_smaller_one(worked: bool) -> No
     pool.observe(large, ENDED)
     gone = {large, larger} if worked else {one for one in CANDIDATES if one.micro_batch * one.accumulation >= 8}
     assert set(left(pool)) == set(CANDIDATES) - gone
+
+
+def test_a_step_too_slow_for_the_budget_rules_out_no_smaller_micro_batch_and_no_other_engine() -> None:
+    pool = CandidatePool(CANDIDATES, EVERY_RULE)
+    slow = make_candidate(1, 2, 4)
+    pool.observe(slow, too_slow_outcome(Phase.FORWARD, slow, 30.0))
+    assert {one.stage for one in left(pool)} == {2}
+    pool = CandidatePool(CANDIDATES, EVERY_RULE)
+    slow = make_candidate(1, 8, 1)
+    pool.observe(slow, too_slow_outcome(Phase.FORWARD, slow, 30.0))
+    assert {(one.stage, one.micro_batch) for one in left(pool)} == {(1, 2), (2, 2), (2, 8)}
 
 
 def offloading(stage: int, micro: int, optimizer: str = "cpu", param: str = "none", **knobs: object) -> Candidate:

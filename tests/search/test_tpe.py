@@ -1,6 +1,12 @@
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+import optuna
+import pytest
 
 from autotune.problem.space import parse_space
+from autotune.search import tpe
 from autotune.search.tpe import Answer, Sampler
 from tests.conftest import make_job
 
@@ -41,14 +47,31 @@ def test_what_is_too_large_is_no_trial() -> None:
         allowed[at] = False
 
 
-def test_failed_proposals_keep_no_settings() -> None:
+def test_the_sampler_keeps_the_best_and_the_latest_results_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """An experienced sampler makes 20 proposals for each trial, which made the tuner grow."""
-    sampler = Sampler(CANDIDATES, SPACE, 0, {})
+    monkeypatch.setattr(tpe, "MOST_ANSWERED", 20)
+    monkeypatch.setattr(tpe, "MOST_BEST", 5)
+    answers: dict[int, tuple[float, float]] = {}
+    sampler = Sampler(CANDIDATES, SPACE, 0, answers)
     allowed = np.array([c.stage == 3 for c in CANDIDATES])
-    for _ in range(8):
-        sampler.next(allowed, np.zeros(len(CANDIDATES), dtype=bool), np.zeros(len(CANDIDATES), dtype=bool))
-    trials = sampler._study.get_trials(deepcopy=False)
-    failed = [one for one in trials if one.state.name == "FAIL"]
-    assert len(failed) > 8
-    assert not any(one.params or one.system_attrs for one in failed)
-    assert all(one.params for one in trials if one not in failed)
+    told: list[float] = []
+    monkeypatch.setattr(sampler._study, "tell", spied(sampler._study.tell, told))
+    for speed in range(40):
+        at = sampler.next(allowed, np.zeros(len(CANDIDATES), dtype=bool))
+        answers[at] = 100.0 - speed, 0.0
+    kept = sampler._study.get_trials(deepcopy=False)
+    asked = kept[-1].number + 1
+    values = [one.value for one in kept if one.value is not None]
+    assert (len(values), len(kept)) == (20, 21), "one waits for its result"
+    assert asked > 3 * len(kept)
+    assert sorted(values, reverse=True)[:5] == sorted(told, reverse=True)[:5]
+    assert set(told[-15:]) <= set(values)
+    assert len(sampler._study._storage._trial_id_to_study_id_and_number) == len(kept)  # type: ignore[attr-defined]
+
+
+def spied(tell: Callable[..., Any], told: list[float]) -> Callable[..., Any]:
+    def telling(trial: optuna.Trial, value: float | None = None, **how: Any) -> Any:
+        told.extend([] if value is None else [value])
+        return tell(trial, value, **how)
+
+    return telling

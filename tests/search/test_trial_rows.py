@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.problem.space import load_space
 from autotune.results import tables
 from autotune.search.study import StudyStore
-from autotune.search.trial_rows import RowStorage, StoredAttributes
+from autotune.search.trial_rows import RowStorage, StoredAttributes, StoredTrial
 from autotune.search.trials import record_of
 from tests.cli_call import call
 from tests.conftest import make_candidate
@@ -93,6 +95,21 @@ def test_pages_and_tables_are_those_of_optuna_and_rich(
     assert outputs() == fast
 
 
+def test_fields_of_ended_trials_are_read_again_when_they_are_needed(store: StudyStore) -> None:
+    trials = backend(store)._get_trials(store.study._study_id, None, set(), -1)
+    ended = [one for one in trials if one.state.is_finished()]
+    assert all(type(one) is StoredTrial and not vars(one) for one in ended)
+    whole = [pickle.loads(pickle.dumps(one)) for one in ended]
+    assert {type(one) for one in (*whole, *copy.deepcopy(ended))} == {optuna.trial.FrozenTrial}
+    backend(store)._fields = {}
+    seen: list[str] = []
+    event.listen(backend(store).engine, "before_cursor_execute", lambda *told: seen.append(told[2]))
+    assert ended == whole
+    assert ended[0].params == whole[0].params
+    assert 0 < len(seen) < 2 * statements(store), "a block of trials takes as many statements as all"
+    assert not hasattr(ended[0], "no_field")
+
+
 def test_finished_trials_keep_their_attributes_as_texts(store: StudyStore) -> None:
     trials = backend(store)._get_trials(store.study._study_id, None, set(), -1)
     for trial in trials:
@@ -101,3 +118,12 @@ def test_finished_trials_keep_their_attributes_as_texts(store: StudyStore) -> No
     kept["candidate"].clear()
     assert kept["candidate"], "each read parses anew"
     assert kept.get("no such") is None
+
+
+def test_an_attribute_of_a_finished_trial_can_be_set_as_optuna_allows(store: StudyStore) -> None:
+    first, second = [one for one in store.study.trials if one.state.is_finished()][:2]
+    names = set(first.user_attrs)
+    first.set_user_attr("mine", {"note": 1})
+    assert (first.user_attrs["mine"], "mine" in second.user_attrs) == ({"note": 1}, False)
+    del first.user_attrs["mine"]
+    assert set(first.user_attrs) == names

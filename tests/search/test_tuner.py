@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import MachineTrouble, UserError
-from autotune.executors.base import Effort
+from autotune.executors.base import OVERRUN, Effort, too_slow_outcome
 from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
 from autotune.predict.predictor import Predictor, Prepared, Table
 from autotune.predict.trace import trace_job
@@ -19,7 +19,7 @@ from autotune.problem.hardware import detect
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.search.budget import too_short
 from autotune.search.leaderboard import THRIFT_SHARE, Leaderboard, averaged, overlap
-from autotune.search.proposer import Proposer
+from autotune.search.proposer import TRIAL_SHARE, Proposer
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY
 from autotune.search.tuner import MACHINE_FAILURES, MAX_VERIFIED, SearchSummary, Tuner, apply_verification_result
@@ -154,6 +154,7 @@ def test_trials_end_early_below_what_could_win_by_speed_or_thrift(landscape: Lan
         assert least == 0.0 if not best else 0.9 * best < least < (1 - THRIFT_SHARE) * best
 
 
+@pytest.mark.slow
 def test_short_budget_measures_four_candidates_and_verifies_a_winner() -> None:
     """Two CPU ranks of real DeepSpeed, if imports take 5 of 30 seconds."""
     for name in ("gemma_2xcpu", "llama-wide_2xcpu", "t5_2xcpu"):
@@ -162,6 +163,57 @@ def test_short_budget_measures_four_candidates_and_verifies_a_winner() -> None:
         measured = {candidate for _, candidate, kind in executor.log.trials if kind is OutcomeKind.OK}
         assert len(measured) >= 4, name
         assert executor.now() <= 25
+
+
+@pytest.mark.parametrize(("slower", "large_slower", "too_slow"), [(1, 1, False), (20, 20, False), (4, 200, True)])
+def test_steps_many_times_slower_than_predicted_leave_time_for_four_trials_and_a_winner(
+    slower: float, large_slower: float, too_slow: bool
+) -> None:
+    """A loaded machine: the first trials are cut or end as too slow, and the search goes on with smaller ones."""
+    table = load_landscape(REAL_TABLES / "llama-wide_2xcpu.csv.gz")
+    rows = {
+        one: dataclasses.replace(
+            row, step_seconds=row.step_seconds and row.step_seconds * (large_slower if one.micro_batch == 8 else slower)
+        )
+        for one, row in table.rows.items()
+    }
+    result, executor, store = search(dataclasses.replace(table, rows=rows), 60)
+    assert result.verified
+    assert executor.now() <= 60
+    ended = [(r.candidate, r.outcome) for r in store.records() if r.role == SEARCH and r.outcome]
+    assert len(ended) >= 4
+    share = TRIAL_SHARE * 60
+    for candidate, outcome in ended:
+        start = table.rows[candidate].startup_seconds
+        assert outcome.seconds <= max(OVERRUN * share, start + 0.5 * OVERRUN * share)
+    slow = [(one, outcome) for one, outcome in ended if outcome.least_step_seconds is not None]
+    for candidate, outcome in slow:
+        assert outcome.least_step_seconds <= rows[candidate].step_seconds  # type: ignore[operator]
+        assert outcome.reason.startswith("too slow for this budget: a step takes over ")
+    assert bool(slow) is too_slow
+
+
+@pytest.mark.parametrize(("budget", "opened"), [(60, False), (3600, True)])
+def test_too_slow_for_one_budget_is_not_too_slow_for_a_longer_one(
+    landscape: Landscape, budget: float, opened: bool
+) -> None:
+    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    store = StudyStore.in_memory(job, hardware, space)
+    worked, *_, slow = (one for one, row in landscape.rows.items() if row.kind is OutcomeKind.OK)
+    predictor = Predictor(job, hardware, trace_job(job))
+    expected = float(predictor.table([slow]).step[0])
+    for one, outcome in (
+        (worked, measured_at(landscape, worked, 0.5)),
+        (slow, dataclasses.replace(too_slow_outcome(Phase.FORWARD, slow, 20 * expected), seconds=20.0)),
+    ):
+        number = store.claim(one, space, SEARCH, "", set())
+        assert number is not None
+        store.finish(number, outcome)
+    proposer = Proposer(list(landscape.rows), space, job, hardware, 0, predictor)
+    executor = ReplayExecutor(landscape)
+    Tuner(store, executor, proposer, space, hardware, budget_seconds=budget, max_trials=0).run()
+    assert (slow in proposer.open) is opened
+    assert predictor.table([slow]).step[0] > 2 * expected, "it is a lower bound of the step in any call"
 
 
 class QuicklyVerified(ReplayExecutor):
@@ -689,6 +741,39 @@ def test_a_resumed_study_measures_its_winner_again_before_another_replaces_it(la
     assert second.winner is not None
     assert second.winner.candidate == best
     assert [r.candidate for r in store.records() if r.role == VERIFY].count(best) == 2
+
+
+def test_speeds_of_earlier_calls_are_scaled_by_what_two_calls_verified(landscape: Landscape) -> None:
+    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    fits = sorted((c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK), key=str)[:12]
+    proposer = Proposer(fits, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
+    leaderboard = Leaderboard(hardware, job, fits)
+
+    def learn(at: int, pace: float, role: str) -> None:
+        seconds = landscape.rows[fits[at]].step_seconds
+        assert seconds is not None
+        step = seconds / pace
+        outcome = Outcome(
+            OutcomeKind.OK, measurement=Measurement(step, 0.0, 5, samples(job, fits[at]) / step, 1e4, 4 * GIB)
+        )
+        leaderboard.learn(at, fits[at], outcome, role)
+        if role == VERIFY:
+            apply_verification_result(fits[at], outcome, None, leaderboard, proposer)
+        else:
+            proposer.observe(fits[at], outcome)
+
+    learn(0, 1.0, SEARCH)
+    learn(1, 1.0, SEARCH)
+    learn(0, 1.0, VERIFY)
+    before, logs = dict(proposer.speed), proposer._model._speeds.predict()[0]
+    step = proposer.predictor.table([fits[1]]).step[0]
+    leaderboard.begin_call()
+    proposer.begin_call()
+    learn(0, 0.5, VERIFY)
+    assert proposer.speed[fits[0]] == pytest.approx(before[fits[0]] / 2)
+    assert proposer.speed[fits[1]] == pytest.approx(before[fits[1]] / 2)
+    assert proposer._model._speeds.predict()[0] == pytest.approx(logs + np.log(0.5))
+    assert proposer.predictor.table([fits[1]]).step[0] == pytest.approx(2 * step, rel=0.1)
 
 
 def test_thrift_is_worth_something_only_where_something_is_saved(landscape: Landscape) -> None:

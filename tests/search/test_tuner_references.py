@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,14 +11,15 @@ from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, 
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
-from autotune.problem.job import Job
+from autotune.problem.job import Job, Lora
+from autotune.problem.knobs import LOW_MASTERS, LOW_STATES
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.problem.training_trace import TracedStep, TrainingTrace
 from autotune.search.leaderboard import StudyFacts, study_facts
 from autotune.search.proposer import Proposer
 from autotune.search.study import StudyStore
 from autotune.search.trials import REFERENCE, SEARCH, VERIFY, Record
-from autotune.search.tuner import NullObserver, SearchSummary, Tuner
+from autotune.search.tuner import NullObserver, References, SearchSummary, Tuner
 from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
 from tests.results.report.studies import machine, measured, ran_out
@@ -118,24 +120,67 @@ def test_an_oom_of_a_reference_is_a_measurement_and_an_interruption_is_not(lands
     assert not store.references
 
 
-def test_a_winner_with_adapters_has_no_fsdp2_and_the_reason_is_said(landscape: Landscape) -> None:
-    said = list[str]()
+class Told(NullObserver):
+    def __init__(self) -> None:
+        self.said = list[str]()
 
-    class Told(NullObserver):
-        def say(self, text: str) -> None:
-            said.append(text)
+    def say(self, text: str) -> None:
+        self.said.append(text)
 
-    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+
+def references(landscape: Landscape, budget: float = 900, **changes: Any) -> tuple[References, list[str]]:
+    """References of a job with these changes, and what is said about them."""
+    job, hardware, space, told = landscape.job(), landscape.hardware(), landscape.space(), Told()
+    job = dataclasses.replace(job, **changes)
     store = StudyStore.in_memory(job, hardware, space)
     proposer = Proposer(list(landscape.rows), space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
     parts = (store, Torch(landscape, FAST), proposer, space, hardware)
-    references = Tuner(*parts, budget_seconds=900, observer=Told(), references=True).references
-    assert references is not None
-    assert references._chosen(3, "FSDP2", make_candidate(2, 4, lora="r=16")) is None
-    (line,) = said
-    assert line == (
-        "FSDP2 was not measured for comparison: FSDP2 cannot shard fp32 adapters and other weights in one block"
-    )
+    found = Tuner(*parts, budget_seconds=budget, observer=told, references=True).references
+    assert found is not None
+    return found, told.said
+
+
+@pytest.mark.parametrize(
+    ("knob", "why"),
+    [
+        ({"lora": "r=16,quantize=nf4"}, "4-bit weights are whole on each rank"),
+        (
+            {LOW_MASTERS: True, LOW_STATES: True},
+            f"torch has no counterpart of {LOW_MASTERS}: master weights and gradients are kept in bf16",
+        ),
+    ],
+)
+def test_a_winner_that_fsdp2_cannot_train_has_none_and_the_reason_is_said(
+    landscape: Landscape, knob: dict[str, Any], why: str
+) -> None:
+    found, said = references(landscape)
+    assert found._chosen(3, "FSDP2", make_candidate(2, 4, **knob)) is None
+    assert said == [f"FSDP2 was not measured for comparison: {why}"]
+
+
+@pytest.mark.parametrize(
+    ("budget", "changes", "lines"),
+    [
+        (900, {}, []),
+        (59, {}, ["plain DDP and FSDP2 were not measured for comparison: the budget is shorter than 1m00s"]),
+        (
+            900,
+            {"precision": "fp16"},
+            ["plain DDP and FSDP2 were not measured for comparison: DeepSpeed's loss scale of fp16 is its own"],
+        ),
+        (
+            900,
+            {"lora": Lora(8, quantize="nf4")},
+            ["FSDP2 was not measured for comparison: 4-bit weights are whole on each rank"],
+        ),
+    ],
+)
+def test_one_line_says_why_references_are_left_out(
+    landscape: Landscape, budget: float, changes: dict[str, Any], lines: list[str]
+) -> None:
+    found, said = references(landscape, budget, **changes)
+    found._say_left_out()
+    assert said == lines
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------
@@ -147,7 +192,14 @@ def trace(loss: float) -> TrainingTrace:
 
 
 def facts_of(
-    speed: float, *, stage: int = 0, loss: float = 2.0, peak_gib: float = 12.0, batch: int = 4, tuner: str = "b"
+    speed: float,
+    *,
+    stage: int = 0,
+    loss: float = 2.0,
+    peak_gib: float = 12.0,
+    batch: int = 4,
+    accumulation: int = 1,
+    tuner: str = "b",
 ) -> StudyFacts:
     """A winner of 100 samples/s that tuner b verified, and one reference."""
     winner = make_candidate(2, 4)
@@ -158,7 +210,7 @@ def facts_of(
         Record(1, winner, won, SEARCH, tuner="b", started="2026-01-02"),
         Record(2, winner, won, VERIFY, tuner="b", started="2026-01-02"),
     ]
-    reference = Record(0, make_candidate(stage, batch), mine, REFERENCE, tuner=tuner)
+    reference = Record(0, make_candidate(stage, batch, accumulation), mine, REFERENCE, tuner=tuner)
     return study_facts(records, make_job(), machine(), winner=2, references=[reference])
 
 
@@ -171,6 +223,9 @@ def test_the_verdict_says_when_a_reference_is_faster() -> None:
     (line,) = facts_of(118.0, stage=3).comparison()
     assert line.startswith("FSDP2 was 1.18x as fast")
     assert line.endswith("(`autotune export --format fsdp`)")
+    (line,) = facts_of(118.0, stage=3, batch=2, accumulation=2).comparison()
+    assert line.startswith("FSDP2 (mb2 ga2) was 1.18x as fast")
+    assert line.endswith("your training allows"), "the exported config has the winner's batch"
 
 
 @pytest.mark.parametrize(

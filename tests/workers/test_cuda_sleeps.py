@@ -130,6 +130,7 @@ def test_a_preloaded_module_that_wakes_cuda_is_found(cuda: Cuda, forked: Forked)
     assert "tests/workers/waking.py" in first.stack
 
 
+@pytest.mark.slow
 def test_tuner_and_tracer_leave_cuda_to_ranks(cuda: Cuda, tmp_path: Path) -> None:
     """A whole call. torch of this environment may know no CUDA: then the ranks fail, which is not what is asked here."""
     command = [sys.executable, "-m", "autotune", "run", "--model", "tiny-llama", "--device", "cuda", "--gpus", "1"]

@@ -107,45 +107,6 @@ def loss_of(row: Row, model: ModelSpec, autocast: bool) -> str:
     return "shifted-cast" if autocast else "shifted16"
 
 
-def as_fsdp(model: ModelSpec) -> dict[str, Any]:
-    """torch's FullyShardedDataParallel, wrapped block by block, in ZeRO-3's words.
-
-    The root's own parameters (embedding and head) stay whole from forward to backward, and beside the block that runs the
-    next one is gathered (torch/distributed/fsdp: the root is not resharded; BackwardPrefetch.BACKWARD_PRE). A block's
-    gradients are reduced together, out of a copy that is made when they are complete; those of the root wait for the
-    embedding's, so that the head's gradient is there through all of backward. Nothing is kept for gradients beforehand.
-    """
-    text = model.config.get("text_config") or model.config
-    layers = _layers(text)
-    vocabulary = int(text.get("vocab_size", 0))
-    ends = vocabulary * hidden_size(model) * (1 if text.get("tie_word_embeddings") else 2)
-    block = max(1, int((parameters_of(model) - ends) / layers))
-    zero = "zero_optimization.stage3_"
-    return {
-        "reduce_bucket_size": max(block, ends),
-        "contiguous_gradients": False,
-        zero + "prefetch_bucket_size": block,
-        zero + "max_live_parameters": ends + 2 * block,
-        zero + "max_reuse_distance": ends + 2 * block,
-    }
-
-
-def _layers(text: dict[str, Any]) -> int:
-    """Blocks of a configuration, of an encoder-decoder those of both sides.
-
-    Raises:
-        LeftOut: it does not say.
-    """
-    one = next((text[k] for k in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if text.get(k)), None)
-    sides = [text[k] for k in ("encoder_layers", "decoder_layers") if text.get(k)]
-    if sides:
-        return sum(map(int, sides))
-    if one is None:
-        raise LeftOut("the model's configuration does not say how many layers it has")
-    decoder = text.get("num_decoder_layers") or (one if str(text.get("model_type", "")).endswith("t5") else 0)
-    return int(one) + int(decoder)
-
-
 def untied(model: ModelSpec) -> ModelSpec:
     """The model with a head of its own, as code bases have it that do not share the embedding's matrix."""
     if not model.config.get("tie_word_embeddings"):

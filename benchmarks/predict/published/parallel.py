@@ -9,9 +9,8 @@ from benchmarks.predict.published.rows import Row
 from benchmarks.predict.published.words import Cell, LeftOut, cell_of
 
 STAGES = {"zero": None, "fsdp": 3, "shard-grad": 2, "no-shard": 0, "ddp": 0, "single": 0}
-_SPLITS = re.compile(
-    r"(?:tensor|pipeline|sequence|context) parallel(?:ism)?(?: size)? ?=? ?([2-9]|\d\d)|ulysses sp ?[2-9]"
-)
+_SPLITS = re.compile(r"(?:tensor|pipeline|context) parallel(?:ism)?(?: size)? ?=? ?([2-9]|\d\d)")
+_SEQUENCES = re.compile(r"(?:sequence parallel(?:ism)?(?: size)? ?=? ?|ulysses sp ?)(\d+)")
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,7 @@ class Parallel:
     nodes: int | None
     offload_optimizer: str
     offload_param: str
+    sequence_ranks: int  # GPUs that share each sequence
 
 
 def parallel_of(row: Row, gpus: int | None) -> Parallel:
@@ -33,31 +33,37 @@ def parallel_of(row: Row, gpus: int | None) -> Parallel:
         LeftOut: it is no data parallelism that is predicted, the columns contradict each other, or nobody knows a word.
     """
     cell = cell_of("parallel", row["parallel"])
-    _only_data_parallel(cell, row)
+    _whole_models(cell, row)
     stage, deepspeed = _stage(cell)
     if stage is None and not deepspeed and cell.unknown and gpus == 1:
         stage = 0
     optimizer, param = _offloaded(row, cell, stage)
     nodes = re.search(r"(\d+) nodes", row["parallel"].lower() + " " + row["notes"].lower())
     single = "single" in cell and not deepspeed
-    return Parallel(stage, deepspeed, single, int(nodes.group(1)) if nodes else None, optimizer, param)
+    found = int(nodes.group(1)) if nodes else None
+    return Parallel(stage, deepspeed, single, found, optimizer, param, _sequence_ranks(cell, row))
 
 
-def _only_data_parallel(cell: Cell, row: Row) -> None:
-    for way in ("tp", "pp", "sp", "ep"):
+def _sequence_ranks(cell: Cell, row: Row) -> int:
+    """GPUs that share each sequence, as the column or the notes say; 1 where neither does."""
+    if "sp" in cell:
+        if (number := cell.number("sp")) is None:
+            raise LeftOut("how many GPUs share a sequence is not stated")
+        return int(number)
+    said = (one for one in _SEQUENCES.finditer(row["notes"].lower()) if row.says(one.group()))
+    return max((int(one.group(1)) for one in said), default=1)
+
+
+def _whole_models(cell: Cell, row: Row) -> None:
+    for way in ("tp", "pp", "cp", "ep"):
         if way in cell and cell.number(way) != 1:
-            raise LeftOut("tensor, pipeline or sequence parallel")
-    if "other" in cell or _split_in_notes(row):
-        raise LeftOut("tensor, pipeline or sequence parallel")
+            raise LeftOut("tensor or pipeline parallel")
+    if "other" in cell or any(row.says(one.group()) for one in _SPLITS.finditer(row["notes"].lower())):
+        raise LeftOut("tensor or pipeline parallel")
     if "zero++" in cell:
         raise LeftOut("ZeRO++")
     if "hybrid-shard" in cell:
         raise LeftOut("states sharded within a node only")
-
-
-def _split_in_notes(row: Row) -> bool:
-    found = [one.group() for one in _SPLITS.finditer(row["notes"].lower())]
-    return row.says("ulysses", *found) if found or "ulysses" in row["notes"].lower() else False
 
 
 def _stage(cell: Cell) -> tuple[int | None, bool]:

@@ -196,7 +196,7 @@ def as_json(one: Scored, after: Scored | None) -> dict[str, Any]:
     """One row's figure in bytes or seconds, uncalibrated and after the source's first row (None where it is that row)."""
     case = one.case
     job, candidate, hardware = case.job, case.candidate, case.hardware
-    samples = candidate.micro_batch * candidate.accumulation * job.ranks * job.samples_per_row
+    samples = candidate.micro_batch * candidate.accumulation * job.data_ranks * job.samples_per_row
     return {
         "id": case.row.id,
         "source": source_of(case.row).name,
@@ -209,6 +209,7 @@ def as_json(one: Scored, after: Scored | None) -> dict[str, Any]:
         "gpus": hardware.count,
         "nodes": hardware.nodes,
         "seq_len": job.seq_len,
+        "sequence_ranks": job.sequence_ranks,
         "micro_batch": candidate.micro_batch,
         "checkpointing": candidate.checkpointing,
         "step_tokens": samples * job.tokens_per_sample,

@@ -7,7 +7,7 @@
 * `single` and `ddp` in bf16 without DeepSpeed train in the weights' own type: torch keeps no master weights.
 * FSDP in bf16 keeps 32-bit shards (torch.distributed.fsdp.MixedPrecision casts what it gathers), unless a row says `pure`.
 * fp16 without DeepSpeed is autocast: gradients in fp16 cannot be unscaled (torch.amp.GradScaler).
-* `fsdp` is stage 3 with a block as the unit (`models.as_fsdp`), stage 0 without DeepSpeed torch's DDP.
+* `fsdp` is stage 3 with a block as the unit (`step_time.fsdp_settings`), stage 0 without DeepSpeed torch's DDP.
 * Without DeepSpeed transformers' Trainer runs forward under autocast also of 16-bit weights (`bf16=True`), unless a row says
   `pure`: cross entropy is then taken in 32 bits.
 * Logits are made 32-bit or not as the model's code of the figure's year did (`models.loss_of`).
@@ -25,15 +25,16 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.predict.step_time import fsdp_settings
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware, gpu_table
-from autotune.problem.job import ATTENTIONS, Job, Lora
+from autotune.problem.job import ATTENTIONS, SEQUENCE_RANKS, Job, Lora
 from autotune.problem.models import ANSWERS, CAUSAL, CLASSIFICATION, MASKED, SEQ2SEQ, ModelSpec, default_task
 from autotune.util.units import GIB
 from benchmarks.predict.published.decisions import largest_micro_batch, verdict
 from benchmarks.predict.published.gpus import gpu_of
 from benchmarks.predict.published.lora import lora_of, targets_in
-from benchmarks.predict.published.models import as_fsdp, eager_then, hidden_size, loss_of, model_of, year_of
+from benchmarks.predict.published.models import eager_then, hidden_size, loss_of, model_of, parameters_of, year_of
 from benchmarks.predict.published.number_formats import Length
 from benchmarks.predict.published.optimizers import optimizer_of
 from benchmarks.predict.published.parallel import parallel_of
@@ -64,6 +65,7 @@ class Settings:
     masters: bool | None = None  # whether 32-bit weights are kept
     optimizer: str | None = None
     stage: int | None = None
+    sequence_ranks: int = 1  # GPUs that share each sequence
     deepspeed: bool = False
     own_engine: bool = False  # neither DeepSpeed's nor torch's, with masters beside 16-bit weights as ZeRO's
     offload_optimizer: str = "none"
@@ -161,7 +163,7 @@ def _batch(row: Row, s: Settings) -> None:
     if s.micro_batch and re.search("global|total|effective|all gpus", row["micro_batch"].lower()):
         if s.gpus is None:
             raise LeftOut("number of GPUs not stated")
-        at_once = s.gpus * (s.accumulation or 1)
+        at_once = s.gpus // s.sequence_ranks * (s.accumulation or 1)
         if s.micro_batch % at_once:
             raise LeftOut("the global batch is no multiple of the GPUs and the accumulation")
         s.micro_batch //= at_once
@@ -235,6 +237,7 @@ def _task(row: Row, model: ModelSpec) -> str:
 def _parallel(row: Row, s: Settings) -> None:
     found = parallel_of(row, s.gpus)
     s.stage, s.deepspeed, s.nodes = found.stage, found.deepspeed, found.nodes
+    s.sequence_ranks = found.sequence_ranks
     s.offload_optimizer, s.offload_param = found.offload_optimizer, found.offload_param
     if s.gpus is None and found.single:
         s.gpus = 1
@@ -294,7 +297,7 @@ def cases_of(row: Row, s: Settings) -> list[Case]:
         return [case(candidate, 1.0), fails] if s.largest else [fails]
     assert s.micro_batch
     if s.quantity == "step":
-        samples = s.micro_batch * (s.accumulation or 1) * s.gpus
+        samples = s.micro_batch * (s.accumulation or 1) * job.data_ranks
         tokens = samples * job.tokens_per_sample * job.samples_per_row
         seconds = step_seconds(row, samples=samples, tokens=tokens, gpus=s.gpus, rate_is=s.rate_is)
         return [case(candidate, seconds)]
@@ -331,7 +334,7 @@ def _job(s: Settings, hardware: Hardware) -> Job:
     assert s.length
     assert s.model
     precision = s.precision or ("bf16" if hardware.bf16 else "fp16")
-    config = dict(s.config)
+    config = {**s.config, **({SEQUENCE_RANKS: s.sequence_ranks} if s.sequence_ranks > 1 else {})}
     masters = s.masters if s.masters is not None else s.deepspeed
     if precision != "fp32" and not masters and not s.deepspeed:
         config[precision] = {"enabled": False}
@@ -384,7 +387,7 @@ def _candidate(s: Settings) -> Candidate:
         if s.stage == 3:
             knobs["offload_param"] = s.offload_param
             knobs["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden**2)
-            knobs |= {} if s.deepspeed else as_fsdp(s.model)
+            knobs |= {} if s.deepspeed else fsdp_settings(s.model.config, parameters_of(s.model))
     knobs |= s.zero
     return Candidate.of(knobs)
 

@@ -183,7 +183,7 @@ def ms_swift(row: Row, s: Settings) -> None:
         s.attention = "eager"
     if "Benchmark.md" in row["source_path_or_section"]:
         if s.gpus and s.gpus > 1:
-            raise LeftOut("tensor, pipeline or sequence parallel")
+            raise LeftOut("tensor or pipeline parallel")
         if s.loss == "shifted16":
             s.loss = "shifted-cast"  # swift's trainer is transformers': autocast, also of weights that are pure bf16
         if s.length and s.quantity == "step" and s.length.longest < _SWIFT_MEAN:
@@ -285,10 +285,18 @@ def belle(row: Row, s: Settings) -> None:
         s.zero |= {stage3 + "param_persistence_threshold": 10_000, "zero_optimization.memory_efficient_linear": False}
 
 
+def xtuner(row: Row, s: Settings) -> None:
+    """InternLM/xtuner: its sequence parallelism exchanges as Ulysses does (xtuner/parallel/sequence), and DeepSpeed is told of no
+    group of it: gradients travel in the model's type."""
+    if s.sequence_ranks > 1:
+        s.config["seq_parallel_communication_data_type"] = s.precision
+
+
 READERS: dict[str, Callable[[Row, Settings], None]] = {
     "QwenLM/Qwen": qwen,
     "chenyaofo gist": gist,
     "IST-DASLab/llmq": llmq,
+    "InternLM/xtuner": xtuner,
     "justin-aj/ml-sys": ml_sys,
     "Lightning-AI/litgpt": litgpt,
     "huggingface/peft": peft,

@@ -18,6 +18,7 @@ from tests.results.report.conftest import Browser
 from tests.results.report.studies import measured, open_study, ran_out, tell
 
 dashboard = pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
+pytestmark = pytest.mark.slow
 
 
 class Quiet(WSGIRequestHandler):
