@@ -8,7 +8,7 @@ import random
 import secrets
 import sys
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -36,8 +36,8 @@ class RandomState:
     Once installed, its seed is the only source of default seeds: `random.Random()`, `torch.seed()`,
     `torch.Generator().seed()`, `numpy.random.default_rng()`, `secrets.randbits` and `os.urandom` no longer draw from the
     kernel. Names and tokens (`uuid4`, `secrets.token_hex`, `secrets.choice`) still do. Seeds that the script names before
-    it builds its engine are recorded in its first run and repeated in the next ones, because the script may compute them
-    from the time, a process id, a hash or a UUID.
+    its first forward are recorded in its first run and repeated in the next ones, because the script may compute them from
+    the time, a process id, a hash or a UUID.
 
     Args:
         rank: number of the rank.
@@ -53,6 +53,7 @@ class RandomState:
         self._entropy = random.Random(f"0.{rank}")
         self.named: list[list[Any]] = []
         self.repeats = False
+        self._before_engine: int | None = None  # number of seeds
         self._is_scripts, self._first_pid = True, os.getpid()  # False while this class seeds, and after `leave_seeds`
         self._known: dict[str, deque[Any]] = {}
         for place, seed in named:
@@ -178,9 +179,18 @@ class RandomState:
         self.repeats = self.repeats or first != seed
         return first
 
+    def note_engine(self) -> None:
+        """Take seeds from now on for those of rows that the script reads, unless one place names only one."""
+        self._before_engine = len(self.named) if self._before_engine is None else self._before_engine
+
     def leave_seeds(self) -> None:
-        """Repeat no seed that the script names from now on, because it may follow the rows that the script reads."""
+        """Record and repeat no seed that the script names from now on."""
         self._is_scripts = False
+        before = self.named[: self._before_engine]
+        later = self.named[len(before) :]
+        times = Counter(place for place, _ in later)
+        self.named = [*before, *([place, seed] for place, seed in later if times[place] == 1)]
+        self._before_engine = len(self.named)
 
     def _note(self, generator: Any) -> Any:
         self._made += 1
@@ -215,7 +225,8 @@ class RandomState:
     # -- draws -------------------------------------------------------------------------------------------------------
 
     def mark(self) -> None:
-        """Remember the states of all generators, for `has_drawn`."""
+        """Remember the states of all generators at the first forward, for `has_drawn`."""
+        self.leave_seeds()
         self._marked = self._made, [(one, _state(one)) for one in self._own], _global_states()
 
     def has_drawn(self) -> bool:

@@ -21,7 +21,7 @@ from autotune.problem.outcome import Phase
 from autotune.rank import measure
 from autotune.rank.base import EXIT_REPORTED, BaseRank, leave
 from autotune.rank.hooks import Hooks
-from autotune.rank.hooks.base import Context, Sizes
+from autotune.rank.hooks.base import Context, Patches, Sizes
 from autotune.rank.measure import (
     MeasureRequest,
     certify_save,
@@ -232,7 +232,7 @@ class ScriptRank(BaseRank):
     def entered(self, phase: Phase) -> None:
         """Process the start of a phase; count micro-batches at their first backward."""
         if phase is Phase.INIT:
-            self.random_state.leave_seeds()
+            self.random_state.note_engine()
             self.enter(phase)
             self.fault(phase)
             return
@@ -653,8 +653,8 @@ class SavedTensors:
             return tensor
 
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        self._function: Any = torch.autograd.Function
-        self._apply = apply = vars(self._function)["apply"]
+        self._open, self._inside, self._patches = True, False, Patches()
+        apply: Any = vars(torch.autograd.Function)["apply"]
 
         @functools.wraps(apply.__func__)
         def unhooked(kind: Any, *args: Any, **kwargs: Any) -> Any:
@@ -675,14 +675,13 @@ class SavedTensors:
             return found
 
         self._hooks.__enter__()
-        self._function.apply = classmethod(unhooked)
-        self._open, self._inside = True, False
+        self._patches.replace(torch.autograd.Function, "apply", classmethod(unhooked))
 
     def close(self) -> None:
         """Remove the hooks of saved tensors, once."""
         if self._open:
             self._open = False
-            self._function.apply = self._apply
+            self._patches.undo()
             self._hooks.__exit__(None, None, None)
 
 

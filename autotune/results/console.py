@@ -401,7 +401,8 @@ def config_sentence(candidate: Candidate, job: Job, hardware: Hardware) -> str:
     if not candidate.knobs:
         return AS_IS
     unit = _unit(hardware)
-    batch = candidate.micro_batch * candidate.accumulation * job.data_ranks
+    by_hand = round(job.samples_per_row) if job.script is not None else 1  # backwards that its loop sums
+    batch = candidate.micro_batch * candidate.accumulation * job.data_ranks * by_hand
     return ", ".join(
         [
             f"ZeRO-{candidate.stage}",

@@ -29,11 +29,15 @@ from autotune.versions import StrEnum
 # splits and offloads (`trace_by_stage.py` of issue 35, DeepSpeed 0.19.8, AdamW, three steps). Kernels of other devices
 # and two more steps get five times (bf16) and a hundred times (fp32) as much.
 LEAST_TOLERANCE = {"fp32": 1e-3, "mixed": 5e-3, "bf16": 5e-3, "fp16": 5e-3}
+# Adam divides a gradient by its own size, so that the rounding of a gradient near zero shows in the update: 0.1 % between
+# stages 2 and 3 in fp32, where loss and gradient norm agree to six digits (a PPO loop on two CPU ranks).
+_LEAST_OF_UPDATES = 5e-3
 _FLOORS = 4.0  # tolerated multiples of the floor, which is itself estimated from a few steps
 # Mean difference, in standard deviations of the steps, from which it is systematic: 4.5 standard errors of five steps,
 # which noise passes in 99 % of all cases (Student's t, four degrees of freedom).
 _SYSTEMATIC = 2.0
 _CLEARS = 0.02  # relative difference of the gradient norm up to which another loss has no effect
+_ERRORS = 3.0  # standard errors of the mean that noise explains, where its floor is above what any floor tolerates
 _CLOSE = 0.05  # tolerance up to which a comparison is close
 _MOST = math.log(1.4)  # no noise floor tolerates more: factors of 1.5 and 0.67 are always found
 _RATE_TOLERANCE = 0.01  # relative; a schedule's length in steps is rounded
@@ -149,6 +153,10 @@ def compare(
         # The update of Adam hides a factor of the gradient, so the largest deviation names the quantity.
         name = max(beyond, key=lambda one: abs(statistics.fmean(found[one])))
         factor = math.exp(statistics.fmean(found[name]))
+        noise = _ERRORS * reference.floor.get(name, 0.0) / math.sqrt(len(found[name]))
+        if abs(math.log(factor)) <= noise:
+            much = f"two runs of {your} own config differ by {math.expm1(reference.floor[name]):.0%} in one step"
+            return Certificate(Verdict.NOT_COMPARED, f"{name} is {factor:.3g}x of {yours}, and {much}")
         why = f"{name} is {factor:.3g}x of {yours}"
         loss = math.exp(statistics.fmean(found[LOSS])) if LOSS in beyond else None
         if loss is not None and name != LOSS:
@@ -158,12 +166,13 @@ def compare(
         return _different(
             why, name, factor, reference, own, trace, candidate, is_users, loss_factor=loss, same_gradient=same
         )
-    reserve = _reserve(reference, trace, max(tolerance.values()))
+    apart = max(abs(_mean(name, found, reference, trace)) for name in found) > _least(reference, trace)
+    reserve = _reserve(reference, trace, max(tolerance.values())) if apart else ""
     return Certificate(Verdict.SAME, _figures(reference, trace, found) + reserve)
 
 
 def _reserve(reference: TrainingTrace, trace: TrainingTrace, tolerance: float) -> str:
-    """Return how far two runs may differ unseen, and why; empty if no more than a few percent."""
+    """Return how far two runs that do not agree closely may differ unseen, and why; empty if no more than a few percent."""
     if tolerance <= _CLOSE:
         return ""
     if not same_weights(reference, trace):
@@ -243,7 +252,7 @@ def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace) -> flo
     If the two runs trained on other rows, the variation between the reference's steps is tolerated too. If they began with
     other weights (`zero.Init` draws them on the device), all noise is.
     """
-    least = _least(reference, trace)
+    least = max(_least(reference, trace), _LEAST_OF_UPDATES if name == UPDATE else 0.0)
     if reference.draws and not reference.floor:  # dropout of an unknown size
         return _MOST
     floor = _FLOORS * reference.floor.get(name, 0.0)

@@ -22,7 +22,8 @@ from tests.predict.recorded import SEQ_LEN, recorded_trace
             "bf16",
             {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}},
             (0,),
-            marks=pytest.mark.rare,  # it builds FusedAdam; test_zero_memory.py has recorded rows of this config
+            # it builds FusedAdam; test_zero_memory.py has recorded rows of this config
+            marks=[pytest.mark.slow, pytest.mark.rare],
         ),
         # BF16_Optimizer at stage 1, one flat buffer at stage 2
         ("bf16", {"data_types": {"grad_accum_dtype": "fp32"}}, (2,)),

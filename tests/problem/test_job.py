@@ -58,7 +58,10 @@ def test_the_key_is_of_everything_and_of_no_order() -> None:
         ({"seq_len": 0}, "--seq-len 0: expected between 1 and 10000000 tokens"),
         ({"seq_len": 10_000_001}, "--seq-len 10000001: expected between 1 and 10000000 tokens"),
         ({"precision": "fp8"}, "--precision fp8: expected one of bf16, fp16, fp32"),
-        ({"optimizer": "sophia"}, "--optimizer sophia: expected one of adamw, adam, fused_adam, lion, sgd, adagrad"),
+        (
+            {"optimizer": "sophia"},
+            "--optimizer sophia: expected one of adamw, adam, fused_adam, lion, sgd, adagrad, muon",
+        ),
         (
             {"attention": "fast"},
             "--attn fast: expected one of eager, sdpa, flash_attention_2, flash_attention_3, flex_attention",

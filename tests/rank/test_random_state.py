@@ -213,3 +213,21 @@ def test_generators_that_ranks_have_in_common_stay_in_common(patches: Patches) -
     before = [torch.rand(1, generator=torch.Generator().manual_seed(1)).item(), numpy.random.default_rng(1).random()]
     assert drawn(0) == drawn(1)
     assert not {*drawn(0)} & {*before, random.Random(1).random(), numpy.random.RandomState(1).random()}
+
+
+def test_seeds_of_rows_are_not_repeated(patches: Patches) -> None:
+    def drawn(index: int, known: list[list[Any]]) -> tuple[list[float], list[list[Any]]]:
+        state = RandomState(0, known)
+        state.install(patches)
+        state.seed(0)
+        state.note_engine()
+        once = random.Random(index).random()
+        rows = [random.Random(index + at).random() for at in range(2)]
+        state.mark()
+        later = random.Random(index).random()
+        patches.undo()
+        return [once, *rows, later], state.named
+
+    first, known = drawn(10, [])
+    again, _ = drawn(20, known)
+    assert [one == other for one, other in zip(first, again, strict=True)] == [True, False, False, False]
