@@ -137,11 +137,8 @@ def measure_lora(most: int | None) -> list[dict[str, Any]]:
         ("tiny-llama", 2, "bf16", "r=4"),
         ("tiny-gemma-2", 2, "fp32", "r=8,targets=q_proj+v_proj"),
         ("tiny-llama", 1, "bf16", "r=4,dropout=0.1"),
-        ("tiny-llama", 2, "bf16", "r=4,quantize=nf4"),
-        ("smollm2-135m", 1, "bf16", "r=16,quantize=nf4"),
     ):
         job = Job(resolve_model(model), ranks, 64, precision, lora=parse_lora(lora))
-        whole = "quantize" in lora  # 4-bit weights are not partitioned
         groups = [
             [
                 Candidate.of(
@@ -149,7 +146,6 @@ def measure_lora(most: int | None) -> list[dict[str, Any]]:
                 )
             ]
             for knobs, batch in lora_rows()[:most]
-            if not (whole and knobs["zero_stage"] == 3)
         ]
         rows += measured(job, groups, {"lora": lora})
     return rows
