@@ -31,7 +31,6 @@ PUBLIC: dict[str, tuple[str, dict[str, str], str, tuple[int, ...]]] = {
     "tokens": ("", {MICRO_BATCH: "--max_tokens", ACCUMULATION: "--update_freq"}, "", ()),
     "scaled_by_hand": ("", {MICRO_BATCH: "--batch_size"}, "", (1, 2, 3)),
     "muon": ("", {MICRO_BATCH: "--device_batch_size"}, "", (1, 2, 3)),
-    "ulysses": ("", {MICRO_BATCH: "--batch_size"}, "", ()),
     "own_generators": ("", {MICRO_BATCH: "--bs", ACCUMULATION: "--ga"}, "", ()),
 }
 

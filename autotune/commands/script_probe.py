@@ -17,7 +17,7 @@ from autotune.errors import Stopped, UserError
 from autotune.executors.base import Effort, Executor
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.faults import own_facts, warnings
-from autotune.problem.job import SEQUENCE_RANKS, Job, Script
+from autotune.problem.job import Job, Script
 from autotune.problem.knobs import Circumstances, steps_on_gpu
 from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
@@ -459,7 +459,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
         )
     }
     # These are stored only if present, so that studies of earlier versions keep the same job.
-    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK, SEQUENCE_RANKS)
+    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK)
     named = ("lightning", "optimizer", "spellings", "variables", "beside", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
     if facts.get("evaluating"):  # transformers' layers do not checkpoint in evaluation mode

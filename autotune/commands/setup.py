@@ -264,6 +264,7 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
         request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed, request.device))
         hardware = _machine(request, nodes, interpreter)
         job = _named_job(request, hardware, interpreter)
+        _whole_sequences(job, request.ds_config)
         plan = PlanSetup(job=job, hardware=hardware, space=fitted(_space(request, hardware), job, hardware).space)
         folder = study_folder(request.runs, f"launch-{script.name}")
     return LaunchSetup(
@@ -339,11 +340,7 @@ def _what_is_tuned(request: Request, nodes: Nodes | None, interpreter: Interpret
         return _Tuned(job, hardware, space, first_candidates(typed.script), notes, said, slots=places)
     _refuse(request, "maps worst_case", "needs a training script after `--`, like `-- train.py`")
     job = _named_job(request, hardware, interpreter)
-    if job.sequence_ranks > 1:
-        raise UserError(
-            f"{request.ds_config}: {SEQUENCE_RANKS} {job.sequence_ranks}: trials of --model give each rank whole sequences. Use "
-            "autotune plan, or tune your own script after `--`"
-        )
+    _whole_sequences(job, request.ds_config)
     if missing_package(job.lora, interpreter) == "bitsandbytes":
         raise UserError("--quantize needs the package bitsandbytes. Install it, or remove --quantize.")
     space, notes = fitted(space, job, hardware)
@@ -482,6 +479,18 @@ def _named_job(request: Request, hardware: Hardware, interpreter: Interpreter) -
     if job.loss != FULL and (why := loss_possible(job.loss, Circumstances.of(job, hardware))):
         raise UserError(f"--loss {job.loss} {why}. Remove --loss.")
     return job
+
+
+def _whole_sequences(job: Job, file: Path | None) -> None:
+    """Check that each rank has its own sequences, as in trials and trainings.
+
+    Raises:
+        UserError: ranks share sequences.
+    """
+    if job.sequence_ranks > 1:
+        raise UserError(
+            f"{file}: {SEQUENCE_RANKS} {job.sequence_ranks}: trials of --model give each rank whole sequences. Use autotune plan"
+        )
 
 
 def _lora(request: Request, model: ModelSpec) -> Lora | None:

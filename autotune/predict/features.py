@@ -205,7 +205,7 @@ def columns_of(
     columns = Columns(
         stage,
         micro_batch,
-        micro_batch / (job.sequence_ranks if job.script is None else 1),  # a script shows what a rank computes
+        micro_batch / job.sequence_ranks,
         np.array([float(c.accumulation) for c in candidates]),
         np.array([float(c.checkpointing) for c in candidates]),
         place("offload_optimizer"),

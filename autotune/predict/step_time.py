@@ -211,7 +211,7 @@ def _exchanged(job: Job, hardware: Hardware, c: Columns, rates: DeviceRates) -> 
     ranks share. Attention waits for them, so that nothing hides them.
     """
     size, heads = job.sequence_ranks, attention_heads(job.model.config)
-    if size == 1 or heads is None or job.script is not None:
+    if size == 1 or heads is None:
         return np.zeros(len(c))
     near = min(size, hardware.per_node)
     network = hardware.network_gb_per_s * 1e9 / hardware.per_node

@@ -126,7 +126,7 @@ class _Terms:
         self.sub_group = sub_groups(columns, self.part, self.largest, self.ranks)
         self.stays = staying(columns, self.part, self.largest, self.ranks)
         self.sharing, self.row_bytes = job.sequence_ranks, job.element_bytes * job.seq_len  # of one channel
-        self.heads = attention_heads(job.model.config) if self.sharing > 1 and job.script is None else None
+        self.heads = attention_heads(job.model.config) if self.sharing > 1 else None
         self._gradients(job)
         self._buckets()
         self._muon(muon_sizes(job, trace))

@@ -21,11 +21,11 @@ from autotune.util.units import format_bytes
 
 # -- sequence parallelism ----------------------------------------------------------------------------------------------
 
-SEQUENCE_RANKS = "sequence_parallel_size"  # key of a DeepSpeed config, and of a script's profile
+SEQUENCE_RANKS = "sequence_parallel_size"  # key of a DeepSpeed config
 
 
 def sequence_ranks(found: Mapping[str, Any]) -> int:
-    """Return the ranks that share each sequence, by a DeepSpeed config or a script's profile; 1 if each rank has its own."""
+    """Return the ranks that share each sequence, by a DeepSpeed config; 1 if each rank has its own."""
     size = found.get(SEQUENCE_RANKS)
     return size if isinstance(size, int) and size > 1 else 1
 
@@ -282,8 +282,6 @@ class Job:
             return ""
         if self.ranks % size:
             return f"does not divide the {self.ranks} ranks. Change --gpus, or the size"
-        if self.script is not None:
-            return ""
         heads = attention_heads(self.model.config)
         if heads is None or self.task != CAUSAL:
             return "Ulysses splits causal models with attention in each layer. Remove the key"
@@ -334,8 +332,8 @@ class Job:
 
     @property
     def sequence_ranks(self) -> int:
-        """Ranks that share each sequence (Ulysses): of the user's own config, or as seen in a script; 1 if each has its own."""
-        return sequence_ranks(self.base_config if self.script is None else self.script.profile)
+        """Ranks that share each sequence of a named model (Ulysses), by the user's own config; 1 if each has its own."""
+        return 1 if self.script is not None else sequence_ranks(self.base_config)
 
     @property
     def data_ranks(self) -> int:
@@ -391,7 +389,7 @@ class Job:
         For a script it is the mean of its first steps, over all forwards of a sample.
         """
         if self.script is not None and self.script.profile.get("tokens_per_sample"):
-            return float(self.script.profile["tokens_per_sample"]) * self.sequence_ranks  # seen: a rank's part
+            return float(self.script.profile["tokens_per_sample"])
         sides = 2 if self.task == SEQ2SEQ else 1  # source and target
         if not self.lengths:
             return float(sides * self.seq_len)

@@ -10,7 +10,7 @@ from typing import Any
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.ds_config import SIXTEEN_BITS, in_new_names, read_config, sixteen_bits_enabled
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job, Script, script_text, sequence_ranks
+from autotune.problem.job import Job, Script, script_text
 from autotune.problem.models import ModelSpec
 from autotune.script.script import candidate_of_config, config_path
 
@@ -228,9 +228,7 @@ def loops_by_hand(script: Script) -> bool:
 
 def own_samples(script: Script, ranks: int) -> int:
     """Return the samples per optimizer step over all ranks of the unmodified script; requires a profile."""
-    return int(
-        script.profile["micro_batch"] * script.profile["accumulation"] * (ranks // sequence_ranks(script.profile))
-    )
+    return int(script.profile["micro_batch"] * script.profile["accumulation"] * ranks)
 
 
 def own_candidate(script: Script) -> Candidate:
@@ -246,7 +244,7 @@ def other_batch(candidate: Candidate, job: Job) -> str:
     """Return a warning if a script's steps have another size than its own; empty otherwise."""
     if job.script is None or "micro_batch" not in job.script.profile:
         return ""
-    own, now = own_samples(job.script, job.ranks), candidate.micro_batch * candidate.accumulation * job.data_ranks
+    own, now = own_samples(job.script, job.ranks), candidate.micro_batch * candidate.accumulation * job.ranks
     if own == now:
         return ""
     return (

@@ -37,7 +37,7 @@ _FLOORS = 4.0  # tolerated multiples of the floor, which is itself estimated fro
 # which noise passes in 99 % of all cases (Student's t, four degrees of freedom).
 _SYSTEMATIC = 2.0
 _CLEARS = 0.02  # relative difference of the gradient norm up to which another loss has no effect
-_ERRORS = 3.0  # standard errors of the mean that noise explains, where its floor is above what any floor tolerates
+_ERRORS = 3.0  # standard errors of the mean that noise of other rows explains
 _CLOSE = 0.05  # tolerance up to which a comparison is close
 _MOST = math.log(1.4)  # no noise floor tolerates more: factors of 1.5 and 0.67 are always found
 _RATE_TOLERANCE = 0.01  # relative; a schedule's length in steps is rounded
@@ -154,8 +154,8 @@ def compare(
         name = max(beyond, key=lambda one: abs(statistics.fmean(found[one])))
         factor = math.exp(statistics.fmean(found[name]))
         noise = _ERRORS * reference.floor.get(name, 0.0) / math.sqrt(len(found[name]))
-        if abs(math.log(factor)) <= noise:
-            much = f"two runs of {your} own config differ by {math.expm1(reference.floor[name]):.0%} in one step"
+        if abs(math.log(factor)) <= noise and not same_rows(reference, trace):
+            much = f"runs differ by {math.expm1(reference.floor[name]):.0%} in one step, because their rows differ"
             return Certificate(Verdict.NOT_COMPARED, f"{name} is {factor:.3g}x of {yours}, and {much}")
         why = f"{name} is {factor:.3g}x of {yours}"
         loss = math.exp(statistics.fmean(found[LOSS])) if LOSS in beyond else None

@@ -509,8 +509,6 @@ ctypes.CFUNCTYPE(ctypes.c_int)(base)()""",
 }
 
 BREAK_OUT_SHELL |= {
-    "sigio_kill": "import fcntl, socket, time; a, b = socket.socketpair(); fcntl.fcntl(a, fcntl.F_SETOWN, int(OUT)); fcntl.fcntl(a, 10, 9); fcntl.fcntl(a, fcntl.F_SETFL, os.O_ASYNC); b.send(b'x'); time.sleep(0.2)",
-    "dnotify_kill": "import fcntl, time; f = os.open('.', os.O_RDONLY); fcntl.fcntl(f, fcntl.F_SETOWN, -int(OUT)); fcntl.fcntl(f, 10, 9); fcntl.fcntl(f, 1026, 0x8000003f); open('new', 'w').close(); time.sleep(0.2)",
     "kill_outside": "kill -9 $OUT",
     "pkill_outside": 'for p in /proc/[0-9]*; do if test "$(readlink $p/cwd)" = "$P"; then kill -TERM ${p#/proc/}; fi; done; sleep 0.02',
     "daemon_writes_late": '(setsid sh -c \'sleep 0.1; echo x > "$P/keep.txt"; rm -rf "$P/out"\' > /dev/null 2>&1 &)',
@@ -529,6 +527,8 @@ BREAK_OUT_SHELL |= {
 }
 
 BREAK_OUT_PYTHON |= {
+    "sigio_kill": "import fcntl, socket, time; a, b = socket.socketpair(); fcntl.fcntl(a, fcntl.F_SETOWN, int(OUT)); fcntl.fcntl(a, 10, 9); fcntl.fcntl(a, fcntl.F_SETFL, os.O_ASYNC); b.send(b'x'); time.sleep(0.2)",
+    "dnotify_kill": "import fcntl, time; f = os.open('.', os.O_RDONLY); fcntl.fcntl(f, fcntl.F_SETOWN, -int(OUT)); fcntl.fcntl(f, 10, 9); fcntl.fcntl(f, 1026, 0x8000003f); open('new', 'w').close(); time.sleep(0.2)",
     "kill_outside": "os.kill(int(OUT), 9)",
     "killpg_outside": "os.killpg(os.getpgid(int(OUT)), 9) if os.getpgid(int(OUT)) != os.getpgrp() else None",
     "pidfd_kill": "import signal; signal.pidfd_send_signal(os.pidfd_open(int(OUT)), 9)",

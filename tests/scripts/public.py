@@ -363,52 +363,11 @@ def own_generators(words: list[str]) -> None:
         engine.step()
 
 
-def ulysses(words: list[str]) -> None:
-    """Two ranks share each sequence, as in accelerate's example of DeepSpeed's Ulysses."""
-    from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin, ParallelismConfig
-    from accelerate.utils.dataclasses import DeepSpeedSequenceParallelConfig
-    from deepspeed.utils import groups
-    from torch.distributed.nn.functional import all_gather
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    args = integers(words, batch_size=2)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    torch.manual_seed(0)
-    module = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="sdpa"))
-    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
-    plugin = {"zero_optimization": {"stage": 1, **ZERO}, "train_micro_batch_size_per_gpu": args.batch_size}
-    plugin |= {"gradient_accumulation_steps": 2, "zero_allow_untested_optimizer": True}
-    accelerator = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=plugin),
-        parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler),
-    )
-
-    def collate(ids: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        batch = torch.stack(ids)
-        return {"input_ids": batch, "labels": batch, "position_ids": torch.arange(64).repeat(len(ids), 1)}
-
-    data: Any = torch.randint(128, (4096, 64), generator=torch.Generator().manual_seed(1))
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    batches = DataLoader(data, args.batch_size, collate_fn=collate)
-    model, optimizer, batches = accelerator.prepare(module, optimizer, batches)
-    for batch in batches:
-        with accelerator.accumulate(model):
-            labels = batch.pop("shift_labels")
-            logits = model(**{name: batch[name] for name in ("input_ids", "position_ids")}).logits
-            part = module.loss_function(logits=logits, labels=None, shift_labels=labels, vocab_size=128)
-            parts = all_gather(part, group=groups._get_sequence_parallel_group())
-            accelerator.backward(sum(parts) / len(parts))
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 WAYS = {
     way.__name__: way
     for way in (
         *(minrf, latent_diffusion, controlnet, cifar_moe, chat, by_duration, vocoder, surgery, webdataset, imagenet),
-        *(rlhf, tokens, scaled_by_hand, muon, own_generators, ulysses),
+        *(rlhf, tokens, scaled_by_hand, muon, own_generators),
     )
 }
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from typing import Any
 from autotune.errors import Unusable
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, MICRO_BATCH
 from autotune.problem.ds_config import named_config
-from autotune.problem.job import SEQUENCE_RANKS
 from autotune.problem.outcome import Phase
 from autotune.rank.hooks.base import Context, batch_of, first_tensor, padded, sizes_of
 from autotune.rank.hooks.config import kept_configs, merged, note_own, with_candidate
@@ -134,7 +133,7 @@ def _made(
     note_own(context, config)
     _give_config(given, merged(context, config), through_args)
     accumulate(context, given.get("model"), given["config"])
-    if plan := batch_of(given["config"], context.job.ranks // _ranks_of_a_sequence(given.get("mpu"))):
+    if plan := batch_of(given["config"], context.job.ranks):
         context.watcher.planned(*plan, kind_of(context, optimizer))
     apply(context, given["model"])
     made = _build(context, original, **given)
@@ -165,25 +164,19 @@ def _take(context: Context, rival: Rival) -> None:
 
 
 def _check_data_parallel(context: Context, engine: Any) -> None:
-    """Check that each rank, or each group of ranks that shares sequences, trains on its own samples with the whole model.
+    """Check that every rank trains on its own samples, as candidates and samples per second assume.
 
     Raises:
-        Unusable: ranks share the model.
+        Unusable: ranks share samples.
     """
-    ranks, among = context.job.ranks, int(engine._config.world_size) * getattr(engine, "sequence_parallel_size", 1)
+    ranks, among = context.job.ranks, int(engine._config.world_size)
     if among == ranks:
         among //= engine.mp_world_size  # ranks per model under AutoTP, which the config does not include
     if among != ranks:
         raise Unusable(
-            f"the script splits its model over ranks (tensor or model parallelism: {ranks} ranks train on {among} micro-batches "
-            "at a time), and only trainings with the whole model on each rank are tuned"
+            f"the script splits its samples or its model over ranks (sequence, tensor or model parallelism: {ranks} ranks "
+            f"train on {among} micro-batches at a time), and only data-parallel trainings are tuned"
         )
-
-
-def _ranks_of_a_sequence(mpu: Any) -> int:
-    """Return the ranks that share a sequence by the `mpu` of a call of `deepspeed.initialize`, as Ulysses makes it."""
-    size = getattr(mpu, "get_sequence_parallel_world_size", None)
-    return int(size()) if size is not None else 1
 
 
 def _give_config(given: dict[str, Any], config: dict[str, Any], through_args: bool) -> None:
@@ -378,7 +371,6 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
     return {
         "micro_batch": engine.train_micro_batch_size_per_gpu(),
         "accumulation": engine.gradient_accumulation_steps(),
-        SEQUENCE_RANKS: sharing if (sharing := getattr(engine, "sequence_parallel_size", 1)) > 1 else None,
         "precision": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
         "model_config": json.loads(json.dumps(config.to_dict(), default=str)) if hasattr(config, "to_dict") else {},
         "causal": "CausalLM" in type(plain).__name__ or "LMHead" in type(plain).__name__,
