@@ -123,14 +123,14 @@ def export_study(
 
 
 def launch(
-    study: str, command: Sequence[Any], *, say: Callable[[str], None] = print, **options: Unpack[LaunchOptions]
+    study: str, command: Sequence[Any], *, print_line: Callable[[str], None] = print, **options: Unpack[LaunchOptions]
 ) -> LaunchSummary:
     """Train a script under a study's winner and restart it after an OOM, as `autotune launch` does.
 
     Args:
         study: name of the study, or its folder.
         command: the script and its arguments.
-        say: receives lines for display.
+        print_line: receives lines for display.
         options: `max_restarts`, `hang_timeout`, `memory_cap`, `maps`, `storage`, `python`, `trust`, `convert` and
             `global_batch_size`, as on the command line.
 
@@ -141,7 +141,7 @@ def launch(
     from autotune.commands.request import python_errors, request_of
 
     with python_errors():
-        return launch_training(request_of("launch", command, options, "say", study=study), say)
+        return launch_training(request_of("launch", command, options, "print_line", study=study), print_line)
 
 
 def __getattr__(name: str) -> Any:

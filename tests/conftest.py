@@ -46,7 +46,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 
 from autotune.commands.script_probe import Probe, probe
 from autotune.executors import local, machine
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.executors.local import Deadlines, LocalExecutor, LocalSession
 from autotune.executors.machine import trial_sandbox
 from autotune.predict import trace as tracing
@@ -373,9 +373,13 @@ class Bench:
         self._count += 1
         return self.executor.session(candidate, f"{self._count:04d}")
 
-    def run(self, candidate: Candidate, deadline_seconds: float = 120.0, effort: Effort | None = None) -> Outcome:
+    def run(
+        self, candidate: Candidate, deadline_seconds: float = 120.0, measure_spec: MeasureSpec | None = None
+    ) -> Outcome:
         with closing(self.session(candidate)) as session:
-            return session.measure(candidate, effort or Effort(min_seconds=0.0, min_steps=2), deadline_seconds)
+            return session.measure(
+                candidate, measure_spec or MeasureSpec(min_seconds=0.0, min_steps=2), deadline_seconds
+            )
 
     def left_over(self) -> list[psutil.Process]:
         """Ranks of any trial that still run."""
@@ -426,7 +430,7 @@ def bench(_bench_of_this_worker: Bench) -> Iterator[Bench]:
     assert _bench_of_this_worker.left_over() == []
 
 
-SHORT = Effort(min_seconds=0.0, min_steps=2, max_steps=3)
+SHORT = MeasureSpec(min_seconds=0.0, min_steps=2, max_steps=3)
 
 
 class Scripts:

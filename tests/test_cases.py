@@ -45,7 +45,7 @@ def setup_of(probed: Probe, scripts: Scripts, folder: Path) -> Setup:
     space = load_space("default")
     of: dict[str, Any] = {"name": "s", "folder": folder, "storage": None, "out": None, "found_no_gpu": False}
     budget: dict[str, Any] = {"budget_seconds": 60.0, "max_trials": None, "tolerance": 0.0, "exhaustive": False}
-    how: dict[str, Any] = {"isolation": "fork", "seed": 0, "force": False, "landscape": None}
+    how: dict[str, Any] = {"isolation": "fork", "seed": 0, "force": False, "replay_table": None}
     what: dict[str, Any] = {"job": job, "hardware": scripts.hardware, "space": space, "candidates": (), "notes": ()}
     return after_probe(Setup(**what, **of, **budget, **how, global_batch_size=None, free_batch=False), probed)
 

@@ -11,7 +11,7 @@ import pytest
 from autotune.commands.script_probe import probe
 from autotune.errors import UserError
 from autotune.problem.job import Script
-from autotune.problem.knobs import Circumstances, own_allocator
+from autotune.problem.knobs import RequirementInputs, own_allocator
 from autotune.script.profile import job_of, unknown_job
 from tests.conftest import Scripts, make_candidate
 
@@ -71,7 +71,7 @@ def test_one_of_the_device_is_there_from_the_start_once_it_was_seen(scripts: Scr
     (tmp_path / "later").touch()
     outcome = scripts.measure(found, make_candidate(1, 2))
     assert outcome.ok, outcome
-    circumstances = Circumstances(job_of(found.script, scripts.hardware, None), scripts.hardware)
+    circumstances = RequirementInputs(job_of(found.script, scripts.hardware, None), scripts.hardware)
     assert own_allocator(True, circumstances) == "is the script's own to set: its code sets PYTORCH_ALLOC_CONF"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.executors.local import LocalExecutor
 from autotune.predict.trace import trace_job
 from autotune.problem.hardware import detect
@@ -46,7 +46,7 @@ def test_a_measurement(log: Path, tmp_path: Path, isolation: str) -> None:
         executor.open(print)
         executor.check(print)
         session = executor.session(candidate, "0")
-        outcome = session.measure(candidate, Effort(min_steps=2, max_steps=2, min_seconds=0.0), 300.0)
+        outcome = session.measure(candidate, MeasureSpec(min_steps=2, max_steps=2, min_seconds=0.0), 300.0)
         session.close()
     finally:
         executor.close()

@@ -57,7 +57,7 @@ def test_launch_takes_the_commands_options(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "train.py").write_text("print()")
     with pytest.raises(UserError, match="no study 'mine'"):
         autotune.launch(
-            "mine", ["train.py"], max_restarts=2, hang_timeout="5m", memory_cap="1GiB", say=lambda text: None
+            "mine", ["train.py"], max_restarts=2, hang_timeout="5m", memory_cap="1GiB", print_line=lambda text: None
         )
     with pytest.raises(UserError, match=r"^max_restarts -1"):
         autotune.launch("mine", ["train.py"], max_restarts=-1)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import UserError
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Script
@@ -44,7 +44,7 @@ AUTO = {
     "gradient_clipping": "auto",
     "zero_allow_untested_optimizer": True,
 }
-EFFORT = Effort(min_seconds=0.0, min_steps=2, max_steps=3)
+MEASURE_SPEC = MeasureSpec(min_seconds=0.0, min_steps=2, max_steps=3)
 TRAINER = [
     "--deepspeed",
     "ds.json",
@@ -527,7 +527,7 @@ def launch(
         max_restarts=max_restarts,
         silent_seconds=silent_seconds,
         convert=convert,
-        say=lines.append,
+        print_line=lines.append,
         machine=scripts.executor.target if scripts is not None else None,
     )
     return supervisor.run()

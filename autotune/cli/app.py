@@ -16,16 +16,16 @@ from autotune.cli.machine_commands import agent, doctor, models
 from autotune.cli.options import (
     Command,
     Group,
-    asking,
     begin,
     console,
+    database_failure,
     emit,
     examples,
     fail,
-    of_a_database,
+    line_printer,
     option,
-    say,
-    saying,
+    print_line,
+    question_asker,
     takes_request,
     typed_command,
 )
@@ -88,7 +88,7 @@ def _in_one_job(request: Request) -> None:
             more=request.slurm,
         )
         needs = [STORAGE_VARIABLE] if request.storage else []
-        raise typer.Exit(submit(words, options, request.runs / "slurm", say, needs=needs))
+        raise typer.Exit(submit(words, options, request.runs / "slurm", print_line, needs=needs))
 
 
 def _tune(request: Request, shown: Console) -> None:
@@ -100,7 +100,7 @@ def _tune(request: Request, shown: Console) -> None:
         if request.yes or as_json or not is_watched(sys.stdin)
         else (lambda text: typer.confirm(text, default=True))
     )
-    summary = run_study(request, shown, quiet=as_json or request.quiet, confirm=confirm, ask=asking(as_json))
+    summary = run_study(request, shown, quiet=as_json or request.quiet, confirm=confirm, ask=question_asker(as_json))
     if as_json:
         emit(summary.to_json())
     else:
@@ -127,7 +127,7 @@ def plan(request: Request) -> None:
     if request.html is not None:
         check_out(request.html)
     names = [one for one in map(str.strip, [request.gpu or "", *(request.compare or "").split(",")]) if one]
-    found = plans(request, [*dict.fromkeys(names)] if request.compare else [request.gpu], saying(request.quiet))
+    found = plans(request, [*dict.fromkeys(names)] if request.compare else [request.gpu], line_printer(request.quiet))
     if request.html is not None:
         from autotune.commands.study_output import write_plan
 
@@ -162,7 +162,7 @@ def launch(request: Request) -> None:
 
     if not request.model and request.study is None and request.script:
         request = dataclasses.replace(request, study=request.script[0], script=request.script[1:])
-    summary = launch_training(request, saying(request.quiet), ask=asking(request.as_json))
+    summary = launch_training(request, line_printer(request.quiet), ask=question_asker(request.as_json))
     if request.as_json:
         emit(summary.to_json())
     else:
@@ -214,7 +214,7 @@ def _call(logs: ExitStack) -> None:
     except Exception as error:
         if hasattr(error, "format_message"):  # click's usage errors
             fail(f"{error.format_message()} (`autotune --help`)", ExitCode.BAD_INPUT)
-        fail(*of_a_database(error))
+        fail(*database_failure(error))
 
 
 if __name__ == "__main__":

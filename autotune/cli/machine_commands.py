@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from autotune.cli.options import Json, Python, begin, emit, option, say
+from autotune.cli.options import Json, Python, begin, emit, option, print_line
 from autotune.errors import ExitCode
 
 
@@ -36,13 +36,13 @@ def doctor(
     from autotune.results.console import make_observer
 
     findings: list[Finding] = []
-    ranks = ranks_python(python, say, judge=False)
+    ranks = ranks_python(python, print_line, judge=False)
     with make_observer(shown, quiet=as_json) as view:
         for finding in examine(nvme_path, view.doing, ranks):
             findings.append(finding)
-            view.say(f"{finding.level:5} {finding.what}: {finding.found}")
+            view.print_line(f"{finding.level:5} {finding.what}: {finding.found}")
             if finding.cost:
-                view.say(f"      costs: {finding.cost}\n      fix:   {finding.fix}")
+                view.print_line(f"      costs: {finding.cost}\n      fix:   {finding.fix}")
     if as_json:
         emit([vars(finding) for finding in findings])
     if any(finding.level == "bad" for finding in findings):

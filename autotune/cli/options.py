@@ -68,7 +68,7 @@ def begin(text: str, as_json: bool) -> Console:
     return shown
 
 
-def asking(as_json: bool = False) -> Callable[[str], bool] | None:
+def question_asker(as_json: bool = False) -> Callable[[str], bool] | None:
     """Return a function that asks the reader, with the default answer no; None without a terminal."""
     from autotune.util.streams import is_watched
 
@@ -86,15 +86,15 @@ def typed_command() -> str:
     return shlex.join(["autotune", *masked_words(sys.argv[1:])])
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a message to standard error, and log it."""
     LOG.info(text)
     _print(text)
 
 
-def saying(quiet: bool) -> Callable[[str], None]:
+def line_printer(quiet: bool) -> Callable[[str], None]:
     """Return a function that prints and logs a message, or only logs it if quiet."""
-    return LOG.info if quiet else say
+    return LOG.info if quiet else print_line
 
 
 def _print(text: str) -> None:
@@ -111,7 +111,7 @@ def fail(text: str, code: ExitCode) -> None:
     sys.exit(code)
 
 
-def of_a_database(error: Exception) -> tuple[str, ExitCode]:
+def database_failure(error: Exception) -> tuple[str, ExitCode]:
     """Return the line and exit code of an error of a study's database, a disk or a file; raise any other error."""
     if "optuna" not in sys.modules and not isinstance(error, OSError):
         raise error
@@ -322,7 +322,7 @@ def _with_job_file(command: str, values: dict[str, Any], typed: set[str]) -> dic
 
         if is_job_file(words[0]):
             path, words = Path(words[0]), words[1:]
-            found = read_job(path, command, typed - {"script"} | ({"script"} if words else set()), say)
+            found = read_job(path, command, typed - {"script"} | ({"script"} if words else set()), print_line)
             if command == "launch" and "script" in found and not {"study", "model"} & {*values, *found}:
                 raise UserError(f"{path} names no study. Add `study: NAME` to it, or `model: NAME`.")
     if command == "plan":

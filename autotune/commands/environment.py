@@ -51,7 +51,7 @@ NAMED_MODEL = (*TRAINING, "transformers")
 
 def ranks_python(
     typed: str | None,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     *,
     needed: Sequence[str] = (),
     named: Sequence[str] | None = None,
@@ -62,7 +62,7 @@ def ranks_python(
 
     Args:
         typed: `--python`; without it AUTOTUNE_PYTHON counts, then `remembered`, then the tuner's own, then an active one.
-        say: receives a line about the chosen Python if the user has not named it.
+        print_line: receives a line about the chosen Python if the user has not named it.
         needed: packages that are required.
         named: packages that are required if the user has named a Python; None: `needed`.
         remembered: the Python of a study's measurements, if that was not the tuner's own.
@@ -71,13 +71,13 @@ def ranks_python(
     Raises:
         UserError: it is no Python, does not answer, lacks a package, or has an unsupported version.
     """
-    found, said = _found(typed, say, remembered)
+    found, said = _found(typed, print_line, remembered)
     if said and named is not None and not needed and not _was_named(typed):
         try:  # an unnamed active environment is optional: it is skipped if it does not suffice
             _check_packages(found, named, said)
             check_versions(versions_of(found))
         except UserError as error:
-            say(f"{error}: it is not used")
+            print_line(f"{error}: it is not used")
             found, said = OWN, ""
     elif said and named is not None:
         needed = named
@@ -112,7 +112,7 @@ def check_versions(found: Mapping[str, str]) -> None:
         raise UserError(f"{why}: use another version there, or another environment")
 
 
-def _found(typed: str | None, say: Callable[[str], None], remembered: str | None) -> tuple[Interpreter, str]:
+def _found(typed: str | None, print_line: Callable[[str], None], remembered: str | None) -> tuple[Interpreter, str]:
     """Return the interpreter and the option or variable that named it, empty if none did."""
     for given, name in ((typed, OPTION), (os.environ.get(VARIABLE), VARIABLE)):
         if given is not None and (given.strip() or given is typed):
@@ -126,7 +126,7 @@ def _found(typed: str | None, say: Callable[[str], None], remembered: str | None
         except UserError as error:
             raise UserError(f"{error}; {OPTION} names another") from None
     if OWN.version("torch") is None and (active := _active()) is not None:
-        say(f"ranks run in {active.path}, of the active environment; {OPTION} names another")
+        print_line(f"ranks run in {active.path}, of the active environment; {OPTION} names another")
         return active, f"the active environment's {active.path}"
     return OWN, ""
 
@@ -181,7 +181,7 @@ class Nodes:
     place: Placing
     transport: Transport
     folder: Path
-    say: Callable[[str], None]
+    print_line: Callable[[str], None]
     count: int | None = None
     interface: str | None = None
     variables: tuple[str, ...] = ()
@@ -240,14 +240,14 @@ class Nodes:
         hosts = self.place(self.count or count, per_node, device)
         about = (device, headroom, memory_cap_bytes, path, self.interface, self.variables)
         requirements = NodeRequirements(*about, *sent, self.interpreter)
-        self.cluster = Cluster(hosts, self.transport, requirements, self.folder, say=self.say)
+        self.cluster = Cluster(hosts, self.transport, requirements, self.folder, print_line=self.print_line)
         return self.cluster.reach()
 
 
 @contextmanager
 def named_nodes(
     named: Request,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     budget: str | None = None,
     *,
     lasting: bool = False,
@@ -276,7 +276,7 @@ def named_nodes(
         place: Placing
         if named.executor == "ray":
             transport = kept.enter_context(
-                closing(RayNodes(ray_address(named.ray_address), folder, say, sync=named.sync))
+                closing(RayNodes(ray_address(named.ray_address), folder, print_line, sync=named.sync))
             )
             place = transport.place
         elif named.executor == "slurm":
@@ -288,7 +288,7 @@ def named_nodes(
             hosts = read_hostfile(named.hostfile, named.include, named.exclude)
             place, transport = _evenly(hosts, str(named.hostfile)), Ssh(sync=named.sync)
         asked = (named.nodes, named.interface, tuple(named.exports), named.sync, lasting, interpreter)
-        made = Nodes(place, transport, folder, say, *asked)
+        made = Nodes(place, transport, folder, print_line, *asked)
         try:
             yield made
         finally:

@@ -46,14 +46,14 @@ def is_job_file(word: str) -> bool:
 # -- read ----------------------------------------------------------------------------------------------------------------
 
 
-def read_job(path: Path, command: str, given: Collection[str], say: Callable[[str], None]) -> dict[str, Any]:
+def read_job(path: Path, command: str, given: Collection[str], print_line: Callable[[str], None]) -> dict[str, Any]:
     """Return the values of a job file for a command, by field of Request.
 
     Args:
         path: the file.
         command: `run`, `plan` or `launch`. Options of the others are left out, with one line.
         given: fields that the command line sets, which the file may hold masked.
-        say: receives lines for display.
+        print_line: receives lines for display.
 
     Raises:
         UserError: `file:line: option: problem, and the expected form`.
@@ -76,7 +76,7 @@ def read_job(path: Path, command: str, given: Collection[str], say: Callable[[st
                 values[parameter.name] = _value(parameter, value, f"{where}: {name}", path)
     learn_data(values)
     if unused:
-        say(f"{path}: {command} does not use {', '.join(unused)}")
+        print_line(f"{path}: {command} does not use {', '.join(unused)}")
     return values
 
 

@@ -30,7 +30,7 @@ from autotune.script.argument_writer import with_declared_files
 from autotune.script.command_line import ACCELERATE, framework_of
 from autotune.script.parse_command import launchers_config
 from autotune.script.profile import over_present, own_samples
-from autotune.script.script import KNOWN_FLAGS, config_path, half_told, line_of
+from autotune.script.script import KNOWN_FLAGS, config_path, line_of, wrong_batch_warning
 from autotune.script.source_digests import SOURCES, digests
 from autotune.search.certificate import trains_otherwise
 from autotune.search.fingerprint import measured_under, other_variables, watched_variables
@@ -55,12 +55,14 @@ class _Training:
     threads: int | None = None  # CPU threads per rank during measurement; None: nothing was measured
 
 
-def launch_training(request: Request, say: Callable[[str], None] = print, *, ask: Ask | None = None) -> LaunchSummary:
+def launch_training(
+    request: Request, print_line: Callable[[str], None] = print, *, ask: Ask | None = None
+) -> LaunchSummary:
     """Train a script to its end under a study's winner, or without a study under the best config of a plan.
 
     Args:
         request: its `study` or its `model`, and its `script`.
-        say: receives lines for display.
+        print_line: receives lines for display.
         ask: asks the reader a question; None without a terminal.
 
     Raises:
@@ -77,25 +79,29 @@ def launch_training(request: Request, say: Callable[[str], None] = print, *, ask
         raise UserError("--model plans a training without a study. Remove --model, or the study.")
     known = remembered(request, ask)
     request = dataclasses.replace(request, maps=known.maps_under(request.maps))
-    python = ranks_python(request.python, say, needed=TRAINING, remembered=known.python)
-    with named_nodes(request, say, lasting=True, interpreter=python) as nodes:
-        return _launch(launch_setup(request, nodes, python), nodes, known.job, say)
+    python = ranks_python(request.python, print_line, needed=TRAINING, remembered=known.python)
+    with named_nodes(request, print_line, lasting=True, interpreter=python) as nodes:
+        return _launch(launch_setup(request, nodes, python), nodes, known.job, print_line)
 
 
-def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: Callable[[str], None]) -> LaunchSummary:
+def _launch(
+    setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, print_line: Callable[[str], None]
+) -> LaunchSummary:
     if setup.study is not None:
         store = StudyStore.load(setup.study, setup.storage, interpreter=setup.interpreter)  # raises if there is none
         assert accepted is not None
         accepted = dataclasses.replace(accepted, interpreter=setup.interpreter)
-        training = _from_study(setup, store, accepted, say)
+        training = _from_study(setup, store, accepted, print_line)
     else:
         training = _from_plan(setup)
     found = _machines(training.job, training.hardware, setup.memory_cap_bytes, nodes)
     who = f"launch of {setup.script.target}"
     cluster = nodes.cluster if nodes is not None else None
-    if training.job.script is not None and (half := half_told(training.job.script, training.ladder[0].candidate)):
-        say(half)
-    say(
+    if training.job.script is not None and (
+        half := wrong_batch_warning(training.job.script, training.ladder[0].candidate)
+    ):
+        print_line(half)
+    print_line(
         f"{counted(len(training.ladder), 'config')} on the ladder; {counted(setup.max_restarts, 'restart')} at most without "
         "a newer checkpoint"
     )
@@ -107,14 +113,14 @@ def _launch(setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, say: 
         max_restarts=setup.max_restarts,
         silent_seconds=setup.silent_seconds,
         convert=setup.convert,
-        say=say,
+        print_line=print_line,
         threads=training.threads,
     )
     if cluster is not None:
         cluster = dataclasses.replace(cluster, who=who, cancelled=lambda: supervisor.stopped, echo=True)
-    with lock_gpus(found, who, say) if cluster is None else nullcontext():  # agents lock their own GPUs
+    with lock_gpus(found, who, print_line) if cluster is None else nullcontext():  # agents lock their own GPUs
         summary = supervisor.run(cluster)
-    _write_page(summary, training, found, say)
+    _write_page(summary, training, found, print_line)
     return summary
 
 
@@ -152,7 +158,9 @@ def _machines(job: Job, tuned: Hardware, memory_cap_bytes: int | None, nodes: No
     return found.reserving(tuned.reserve_bytes)
 
 
-def _write_page(summary: LaunchSummary, training: _Training, hardware: Hardware, say: Callable[[str], None]) -> None:
+def _write_page(
+    summary: LaunchSummary, training: _Training, hardware: Hardware, print_line: Callable[[str], None]
+) -> None:
     """Write the training's page next to `launch.json`. An error costs one line, and never changes the training's exit code."""
     path = training.folder / "launch.html"
     try:
@@ -171,12 +179,12 @@ def _write_page(summary: LaunchSummary, training: _Training, hardware: Hardware,
         )
         write_page(page, path)
     except Exception as error:
-        say(f"the report of the training was not written: {one_line(error)}")
+        print_line(f"the report of the training was not written: {one_line(error)}")
         return
-    say(f"wrote {path}")
+    print_line(f"wrote {path}")
 
 
-def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, say: Callable[[str], None]) -> _Training:
+def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, print_line: Callable[[str], None]) -> _Training:
     """Return a training under a study's winner, with the study's findings about the script that the reader accepted (`job`)."""
     script, tuned = setup.script, job
     check_script(store.name, job, script.target)
@@ -192,7 +200,9 @@ def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, say: Callable[[
             f"study {store.name} has no winner yet: `autotune run --study {shlex.quote(store.name)} …` continues it"
         )
     if job.script is None:
-        say(f"study {store.name} measured {job.model.name} with synthetic batches, not a script: its config is used")
+        print_line(
+            f"study {store.name} measured {job.model.name} with synthetic batches, not a script: its config is used"
+        )
     known = job.script or script
     flags = tuple({**dict(known.flags), **dict(script.flags)}.items())
     script = dataclasses.replace(script, flags=flags, profile=known.profile, ds_config=_config_beside(known, script))
@@ -200,9 +210,9 @@ def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, say: Callable[[
     launched = Launched(store.name, job, winner.candidate, script, store.fingerprint.get(SOURCES, {}))
     job, lines = launched.checked(setup.global_batch_size)
     for line in lines:
-        say(line)
+        print_line(line)
     if line := about_variables(store.name, store.fingerprint, winner.candidate):
-        say(line)
+        print_line(line)
     ladder = ladder_of(store, tuned, winner.candidate, setup.convert)
     return _Training(dataclasses.replace(job, script=script), store.hardware, ladder, _folder_of(store), store.threads)
 

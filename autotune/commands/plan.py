@@ -21,8 +21,8 @@ from autotune.predict.trace import missing_packages, trace_job, traced_predictor
 from autotune.predict.trace_cache import known_trace, runnable
 from autotune.predict.trace_data import Trace
 from autotune.predict.what_if import (
-    Elsewhere,
     JobPredictions,
+    OtherHardware,
     host_bytes_per_node,
     known_errors,
     loading_bytes_per_node,
@@ -41,11 +41,13 @@ from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, PlannedG
 # `autotune plan`: configs that fit and their speed, without running anything.
 
 
-def plans(request: Request, gpus: Sequence[str | None], say: Callable[[str], None] = lambda text: None) -> list[Plan]:
+def plans(
+    request: Request, gpus: Sequence[str | None], print_line: Callable[[str], None] = lambda text: None
+) -> list[Plan]:
     """Return a plan for each named GPU; None is the machine's own. A single plan also covers other machines.
 
     Args:
-        say: receives lines for display.
+        print_line: receives lines for display.
 
     Raises:
         UserError: bad input.
@@ -54,10 +56,10 @@ def plans(request: Request, gpus: Sequence[str | None], say: Callable[[str], Non
         raise UserError("--compare names no GPU: expected several, like rtx4090,a100-80gb,h100")
     made: list[Plan] = []
     traces: dict[str, Trace] = {}  # by precision: one trace serves all GPUs
-    python = ranks_python(request.python, say, named=NAMED_MODEL)  # without torch the plan is less exact
+    python = ranks_python(request.python, print_line, named=NAMED_MODEL)  # without torch the plan is less exact
     for setup in (with_plausible_batch(one, request) for one in plan_setups(request, gpus, python)):
         trace = traces.get(setup.job.precision)
-        with nullcontext() if trace is not None else _tracing(setup, say):
+        with nullcontext() if trace is not None else _tracing(setup, print_line):
             predictor = traced_predictor(setup.job, setup.hardware, trace, published_widening)
         traces[setup.job.precision] = predictor.trace
         made.append(make_plan(setup, predictor, elsewhere=len(gpus) == 1))
@@ -65,14 +67,14 @@ def plans(request: Request, gpus: Sequence[str | None], say: Callable[[str], Non
 
 
 @contextmanager
-def _tracing(setup: PlanSetup, say: Callable[[str], None]) -> Iterator[None]:
+def _tracing(setup: PlanSetup, print_line: Callable[[str], None]) -> Iterator[None]:
     """Say what is waited for if no trace of the job is known: one line, and a clock in a terminal."""
     job = setup.job
     known = job.script is not None or known_trace(runnable(job)[0], device=setup.hardware.device) is not None
     if known or missing_packages(job.interpreter):
         yield
         return
-    say(f"tracing {job.model.name}: once for this model, task and length, maybe a minute")
+    print_line(f"tracing {job.model.name}: once for this model, task and length, maybe a minute")
     columns = (TextColumn("tracing"), SpinnerColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         progress.add_task("")
@@ -114,7 +116,7 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
     candidates, left_out = predictor.buildable(setup.space.candidates(setup.job))
     table = predictor.table(candidates)
     best = _best(predictor, candidates, table, top)
-    places = Places(setup.hardware, predictor, table)
+    places = CandidateGroups(setup.hardware, predictor, table)
     closest = None if best else places.closest(range(len(candidates)))
     with_host = None if best else places.with_host()
     shown = [predictor.predict(candidates[i]) if i is not None else None for i in (closest, with_host)]
@@ -139,7 +141,9 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
     )
     if not elsewhere:
         return plan
-    machines = Machines(setup, Elsewhere(setup.space, predictor, candidates, table, batch_assumed=setup.batch_assumed))
+    machines = Machines(
+        setup, OtherHardware(setup.space, predictor, candidates, table, batch_assumed=setup.batch_assumed)
+    )
     cards = tuple(_with_answer(card, plan.outlook) for card in machines.cards())
     helped = gains(plan.outlook, machines, cards) if plan.outlook else ()
     shared = None if best or with_host is not None else _shared_sequences(machines)
@@ -182,13 +186,16 @@ def _chunked_loss(predictor: Predictor, candidates: list[Candidate], before: Pre
     trace = trace_job(job, loss="chunked", device=hardware.device)
     if not trace.exact or not predictor.trace.exact:
         return None  # the closed form of the logits is the same
-    thrifty = Predictor(job, hardware, trace, widening=predictor.widening)
+    least_memory_candidate = Predictor(job, hardware, trace, widening=predictor.widening)
     whole = [one for one in candidates if not (one.get(LIGER) or ATTENTION in one.as_dict or LOSS in one.as_dict)]
     if before.candidate not in whole:
         return None  # its way of building the model has another trace
-    table = thrifty.table(whole)
-    fastest = thrifty.ranked(table)[:1]
-    same, then = thrifty.predict(before.candidate), thrifty.predict(whole[fastest[0]]) if fastest else None
+    table = least_memory_candidate.table(whole)
+    fastest = least_memory_candidate.ranked(table)[:1]
+    same, then = (
+        least_memory_candidate.predict(before.candidate),
+        least_memory_candidate.predict(whole[fastest[0]]) if fastest else None,
+    )
     saves = same.peak_bytes < (1 - WORTH) * before.peak_bytes  # the peak may be elsewhere without the logits
     faster = then is not None and then.samples_per_second > (1 + WORTH) * before.samples_per_second
     return ChunkedLoss(same, then) if saves or faster else None
@@ -205,7 +212,7 @@ def _best(predictor: Predictor, candidates: list[Candidate], table: Table, top: 
     return predictor.predict_many([candidates[i] for i in chosen.values()]) if chosen else []
 
 
-class Places:
+class CandidateGroups:
     """Indices of a table's candidates by what they need and lack."""
 
     def __init__(self, hardware: Hardware, predictor: Predictor, table: Table) -> None:
@@ -226,7 +233,7 @@ class Places:
         return min(map(int, fitting), key=lambda i: (self._host[i], -self.table.samples[i]), default=None)
 
 
-def _ways(predictor: Predictor, candidates: list[Candidate], places: Places) -> Iterator[WayPlan]:
+def _ways(predictor: Predictor, candidates: list[Candidate], places: CandidateGroups) -> Iterator[WayPlan]:
     """Yield the largest and the fastest candidate that surely fit, for each stage, checkpointing and offload."""
     groups: dict[tuple[int, bool, bool], list[int]] = {}
     for i, c in enumerate(candidates):
@@ -258,7 +265,7 @@ _EXACT = (*((gpus, 1) for gpus in range(1, PER_NODE + 1)), *((PER_NODE * nodes, 
 class Machines:
     """Predictions of one job on any number of any card."""
 
-    def __init__(self, setup: PlanSetup, elsewhere: Elsewhere) -> None:
+    def __init__(self, setup: PlanSetup, elsewhere: OtherHardware) -> None:
         self.setup, self.elsewhere = setup, elsewhere
         self._tried: dict[tuple[str, int, int], JobPredictions | None] = {}
 

@@ -51,7 +51,7 @@ from autotune.results.console import (
 )
 from autotune.results.export import environment_of, export_record
 from autotune.results.output_files import secrets_note
-from autotune.results.report.build import Searched
+from autotune.results.report.build import SearchedSpace
 from autotune.results.trackers import Tracking, measured_figures
 from autotune.script.profile import own_candidate
 from autotune.script.recorded import knob_names
@@ -61,7 +61,7 @@ from autotune.search.heartbeat import host_of
 from autotune.search.leaderboard import Leaderboard
 from autotune.search.proposer import Proposer, Start
 from autotune.search.storage import (
-    Failing,
+    StorageFailures,
     default_storage,
     failures_in_one_line,
     hold,
@@ -131,14 +131,14 @@ def run_study(
     confirm, ask = clock.stopped_by(confirm), clock.stopped_by(ask)
     needed = () if not local else TRAINING if request.script or request.workload else NAMED_MODEL
 
-    def say(text: str) -> None:
+    def print_line(text: str) -> None:
         if not quiet:
             # soft_wrap keeps paths in one piece
             console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
     known = remembered_python(request, ask) if local else None
-    python = ranks_python(request.python, say, needed=needed, remembered=known)
-    with named_nodes(request, say, request.budget, interpreter=python) as nodes:
+    python = ranks_python(request.python, print_line, needed=needed, remembered=known)
+    with named_nodes(request, print_line, request.budget, interpreter=python) as nodes:
         return _run(accepted_table(run_setup(request, nodes, python), request, ask), clock, console, quiet, confirm)
 
 
@@ -149,15 +149,15 @@ def _run(
         console.print("no GPU found: running CPU ranks", style="yellow")
         if confirm is not None and not confirm("tune on CPU ranks?"):
             raise UserError("not started; on a GPU machine, `autotune doctor` says why no GPU is seen")
-    tracking = Tracking(setup.trackers, lambda text: observer.say(text))
+    tracking = Tracking(setup.trackers, lambda text: observer.print_line(text))
     observer = make_observer(console, quiet, tracking)
     for line in setup.warnings:
-        observer.say(line)
+        observer.print_line(line)
     who = f"study {setup.name}"
     all_gpus = tuple(uuid for slot in setup.slots for uuid in slot.hardware.gpus) or setup.hardware.gpus
     ours = dataclasses.replace(setup.hardware, gpus=all_gpus)
     # agents of the nodes lock their own GPUs
-    gpus = lock_gpus(ours, who, observer.say) if setup.nodes is None else nullcontext()
+    gpus = lock_gpus(ours, who, observer.print_line) if setup.nodes is None else nullcontext()
     with failures_in_one_line() as failing, gpus, stop_on_signals() as stopped, ExitStack() as kept:
         if setup.storage is not None and is_server(setup.storage):
             open_storage(setup.storage)  # a server that refuses does so before anything is built or started
@@ -166,7 +166,7 @@ def _run(
         setup = with_agreed_protection(setup, work, confirm)
         if setup.nodes is not None:
             write_atomically(hostfile_of(setup.folder), hostfile_text(setup.nodes.hosts))
-            nodes = dataclasses.replace(setup.nodes, who=who, say=observer.say, cancelled=stopped.is_set)
+            nodes = dataclasses.replace(setup.nodes, who=who, print_line=observer.print_line, cancelled=stopped.is_set)
             setup = dataclasses.replace(setup, nodes=nodes)
         kept.enter_context(observer)
         if setup.runs_ranks:
@@ -184,9 +184,9 @@ def _run(
             probed = None
             if setup.runs_ranks and setup.job.script is not None:
                 with deadline.no_trial():
-                    _open(first, observer.say)
+                    _open(first, observer.print_line)
                     observer.showing("running the script as it is, then with another batch")
-                    probed = probe(first, setup.job.script, work, setup.budget_seconds / 2, observer.say)
+                    probed = probe(first, setup.job.script, work, setup.budget_seconds / 2, observer.print_line)
                 setup = after_probe(setup, probed)
             complete = SliceExtrapolator(setup.job, setup.hardware).extrapolate if setup.hardware.sliced else None
             if complete is not None and probed is not None and probed.baseline is not None:
@@ -202,18 +202,18 @@ def _run(
             predictor = traced_predictor(setup.job, setup.hardware, cancelled=is_up)
             kept.callback(tracking.end, partial(_tracked_winner, store))
             tracking.begin(store.name, work, _tracked_job(setup), partial(_predicted_figures, predictor))
-            begin_with_rates(setup, store, predictor, observer.say)
+            begin_with_rates(setup, store, predictor, observer.print_line)
             candidates, left_out = predictor.buildable(setup.candidates)
             wider = [f"{note}; predictions are wider for it" for note in predictor.notes()]
             for line in [*left_out, *wider]:
-                observer.say(line)
+                observer.print_line(line)
             with deadline.no_more_trials():
                 if probed is None:
                     observer.showing(
                         "waiting for the ranks' Python, and building DeepSpeed's ops where they are missing"
                     )
-                    _open(first, observer.say)
-                candidates = _with_ops(first, setup.job, candidates, observer.say)
+                    _open(first, observer.print_line)
+                candidates = _with_ops(first, setup.job, candidates, observer.print_line)
                 if setup.runs_ranks:
                     store.note_extensions(first.ops.folder)
             executor = first.for_search(setup.job, observer.phase, complete)
@@ -222,10 +222,10 @@ def _run(
             spent_seconds = executor.now() - opening - executor.ops.build_seconds
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
             proposer = _proposer(setup, predictor)
-            begin_with_gallery(setup, store, proposer, observer.say)
+            begin_with_gallery(setup, store, proposer, observer.print_line)
             beside = [kept.enter_context(closing(one)) for one in executors_beside(setup, work, cancelled)]
             found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set, beside, workers)
-        return _summary(setup, store, found, proposer.open, predictor, observer.say)
+        return _summary(setup, store, found, proposer.open, predictor, observer.print_line)
 
 
 def _tracked_job(setup: Setup) -> dict[str, Any]:
@@ -279,9 +279,9 @@ def stop_on_signals() -> Iterator[threading.Event]:
             signal.signal(number, old)
 
 
-def _open(executor: Executor, say: Callable[[str], None]) -> None:
-    executor.open(say)
-    executor.check(say)
+def _open(executor: Executor, print_line: Callable[[str], None]) -> None:
+    executor.open(print_line)
+    executor.check(print_line)
 
 
 class CallClock:
@@ -367,16 +367,18 @@ class StartupDeadline:
                 raise
 
 
-def _with_ops(executor: Executor, job: Job, candidates: list[Candidate], say: Callable[[str], None]) -> list[Candidate]:
+def _with_ops(
+    executor: Executor, job: Job, candidates: list[Candidate], print_line: Callable[[str], None]
+) -> list[Candidate]:
     """Return the candidates whose DeepSpeed ops can be loaded here. Missing ops are built now."""
     executor.load_ops(candidates, job=job)
     left, lines = executor.ops.buildable(candidates, job, executor.hardware.device)
     for line in lines:
-        say(line)
+        print_line(line)
     return left
 
 
-def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, failing: Failing) -> StudyStore:
+def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, failing: StorageFailures) -> StudyStore:
     """Open and announce the study. A script's own config becomes a trial if it was measured or ran out of memory."""
     storage = setup.storage or default_storage(setup.folder)
     of, shared = (setup.name, storage, setup.folder, setup.job, setup.hardware, setup.space), setup.storage is not None
@@ -386,16 +388,18 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
     if setup.runs_ranks:
         grant([*named_by(setup.job, other_python(setup.job.interpreter)), *knob_names(setup.candidates)])
     if shared:
-        store.share(observer.say)
+        store.share(observer.print_line)
         agree_on_memory(store, setup.hardware, force=setup.force)
     if setup.command:
         store.note_command(setup.command)
-    if setup.landscape is not None:
-        store.note_table(setup.landscape.name)
+    if setup.replay_table is not None:
+        store.note_table(setup.replay_table.name)
     for note in setup.notes:
-        observer.say(note)
+        observer.print_line(note)
     if late := store.finish_late():
-        observer.say(f"{counted(late, 'trial')} stored that an earlier call had measured while the database was away")
+        observer.print_line(
+            f"{counted(late, 'trial')} stored that an earlier call had measured while the database was away"
+        )
     closed = store.close_interrupted()
     own_outcome = (probed.baseline or probed.ran_out) if probed is not None else None
     if probed is not None and own_outcome is not None:
@@ -419,11 +423,11 @@ def _open_study(setup: Setup, probed: Probe | None, observer: PlainObserver, fai
 
 def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed: bool, closed: int) -> None:
     ceiling = format_bytes(setup.hardware.ceiling_bytes)
-    observer.say(f"{setup.job.summary}, on {setup.hardware}")
+    observer.print_line(f"{setup.job.summary}, on {setup.hardware}")
     if store.python is not None:
         versions = ", ".join(f"{name} {store.versions[name]}" for name in TRAINING)
-        observer.say(f"ranks run in {store.python}: {versions}")
-    observer.say(
+        observer.print_line(f"ranks run in {store.python}: {versions}")
+    observer.print_line(
         f"space {setup.space.name}: {counted(len(setup.candidates), 'candidate')}; winners use at most {ceiling} a rank"
     )
     if resumed:
@@ -434,13 +438,13 @@ def _announce(setup: Setup, store: StudyStore, observer: PlainObserver, resumed:
             if record.outcome and record.outcome.kind is not OutcomeKind.INTERRUPTED
         ]
         interrupted = f", {closed} closed as interrupted" if closed else ""
-        observer.say(
+        observer.print_line(
             f"study {store.name} goes on: {counted(len(done), 'trial')} in {format_duration(used)} so far{interrupted}"
         )
         if others := store.tuners.others():
-            observer.say(f"{len(others)} more at it: {', '.join(sorted(map(host_of, others)))}")
+            observer.print_line(f"{len(others)} more at it: {', '.join(sorted(map(host_of, others)))}")
     else:
-        observer.say(f"study {store.name} is new")
+        observer.print_line(f"study {store.name} is new")
 
 
 def _proposer(setup: Setup, predictor: Predictor) -> Proposer:
@@ -495,7 +499,7 @@ def _summary(
     found: SearchSummary,
     untried: list[Candidate],
     predictor: Predictor,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> RunSummary:
     """Export a call's result and summarize it.
 
@@ -505,11 +509,11 @@ def _summary(
     files: list[Path] = []
     facts = store.facts()
     if found.winner is not None:
-        files = _export(setup, store, found.winner, found.verified, say)
+        files = _export(setup, store, found.winner, found.verified, print_line)
         if setup.runs_ranks:
             ladder = ladder_path(setup.folder, setup.name)
             files.append(_write_ladder(setup, store, predictor, found.winner.candidate, ladder))
-        files += _write_report(setup, store, predictor, say)
+        files += _write_report(setup, store, predictor, print_line)
         lines = verdict_lines(facts, store.records(), store.job, store.hardware)
         if not found.verified:
             lines.append("  not verified: the budget or the call ended first; run again to verify it")
@@ -528,7 +532,7 @@ def _summary(
     elif found.interrupted:
         lines = ["stopped before anything was measured"]
     else:
-        where = [f"wrote {path}" for path in _write_report(setup, store, predictor, say)]
+        where = [f"wrote {path}" for path in _write_report(setup, store, predictor, print_line)]
         tried = {record.candidate for record in store.records()} & set(setup.candidates)
         lines = [own_line(facts, store.job), *no_winner_lines(facts, store.hardware, tried, untried), *where]
         raise NothingFits("\n".join(filter(None, lines)))
@@ -545,23 +549,29 @@ def _summary(
     )
 
 
-def _export(setup: Setup, store: StudyStore, winner: Record, verified: bool, say: Callable[[str], None]) -> list[Path]:
+def _export(
+    setup: Setup, store: StudyStore, winner: Record, verified: bool, print_line: Callable[[str], None]
+) -> list[Path]:
     """Write the winner's files to the requested path, or to the study's folder if that path is no longer writable."""
     if setup.out is not None:
         try:
             return export_record(store, winner, setup.out, "deepspeed", verified)
         except UserError as error:
-            say(f"{error}; it is in {setup.folder}")
+            print_line(f"{error}; it is in {setup.folder}")
     return export_record(store, winner, setup.folder / f"{setup.name}.json", "deepspeed", verified)
 
 
-def _write_report(setup: Setup, store: StudyStore, predictor: Predictor, say: Callable[[str], None]) -> list[Path]:
+def _write_report(
+    setup: Setup, store: StudyStore, predictor: Predictor, print_line: Callable[[str], None]
+) -> list[Path]:
     """Write the study's page next to its winner. An error costs one line, and never the winner."""
     path = setup.folder / f"{setup.name}.html"
     try:
-        write_study(store, path, trace_of=predictor, searched=Searched(setup.space, setup.candidates))
+        write_study(store, path, trace_of=predictor, searched=SearchedSpace(setup.space, setup.candidates))
     except Exception as error:
-        say(f"the report was not written ({one_line(error)}): `autotune report {shlex.quote(setup.name)}` tries again")
+        print_line(
+            f"the report was not written ({one_line(error)}): `autotune report {shlex.quote(setup.name)}` tries again"
+        )
         return []
     return [path]
 
@@ -629,8 +639,8 @@ def first_executor(
     setup: Setup, work: Path, cancelled: Callable[[], bool], show: Callable[[str], None] = lambda text: None
 ) -> Executor:
     """Return the executor of the first worker: a replay if a table was given, else a local one."""
-    if setup.landscape is not None:
-        return ReplayExecutor(setup.landscape, setup.seed, setup.hardware.headroom)
+    if setup.replay_table is not None:
+        return ReplayExecutor(setup.replay_table, setup.seed, setup.hardware.headroom)
     return _local(setup, setup.hardware, work, cancelled, setup.slots[0].variables if setup.slots else None, show)
 
 
@@ -672,7 +682,7 @@ def executors_beside(setup: Setup, work: Path, cancelled: Callable[[], bool]) ->
 NOTE = "the gallery's nearest"  # stored reason of the first trial
 
 
-def begin_with_rates(setup: Setup, store: StudyStore, predictor: Predictor, say: Callable[[str], None]) -> None:
+def begin_with_rates(setup: Setup, store: StudyStore, predictor: Predictor, print_line: Callable[[str], None]) -> None:
     """Start predictions from the rates of the nearest entry on the same card. For a new study, log one line about it."""
     rates = rates_for(shipped_entries(), setup.job, setup.hardware) if setup.gallery else None
     if rates is None:
@@ -682,10 +692,10 @@ def begin_with_rates(setup: Setup, store: StudyStore, predictor: Predictor, say:
     except (ValueError, ArithmeticError):  # rates for another version's constants are ignored
         return
     if all(record.note == AS_IS for record in store.records()):
-        say(f"gallery: predictions use the rates of {rates.why} until yours are measured")
+        print_line(f"gallery: predictions use the rates of {rates.why} until yours are measured")
 
 
-def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, say: Callable[[str], None]) -> None:
+def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, print_line: Callable[[str], None]) -> None:
     """Start a new study from the nearest entry's winner, and log one line about it."""
     records = store.records()
     if not setup.gallery or any(record.note != AS_IS for record in records):
@@ -695,10 +705,10 @@ def begin_with_gallery(setup: Setup, store: StudyStore, proposer: Proposer, say:
         return
     whose = f"{start.candidate}, {start.why}"
     if not proposer.begin_with(Start(start.candidate, NOTE)):
-        say(f"gallery: has {whose}; it is not predicted to be among the best here, so it is not tried first")
+        print_line(f"gallery: has {whose}; it is not predicted to be among the best here, so it is not tried first")
     elif records:  # only the probe run: its outcome informs the search's start
-        say(
+        print_line(
             f"gallery: proposes {whose}; it is tried if it is predicted to be faster than the script (--no-gallery: never)"
         )
     else:
-        say(f"gallery: starts with {whose}; it is measured like any other (--no-gallery turns this off)")
+        print_line(f"gallery: starts with {whose}; it is measured like any other (--no-gallery turns this off)")

@@ -14,11 +14,11 @@ from typing import Any
 from autotune.commands.setup import Setup
 from autotune.commands.trust import grant, is_granted
 from autotune.errors import Stopped, UserError
-from autotune.executors.base import Effort, Executor
+from autotune.executors.base import Executor, MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.faults import own_facts, warnings
 from autotune.problem.job import Job, Script
-from autotune.problem.knobs import Circumstances, steps_on_gpu
+from autotune.problem.knobs import RequirementInputs, steps_on_gpu
 from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
@@ -57,8 +57,10 @@ from autotune.workers.failure_classifier import log_tail
 #
 # Probe run: the first, unmodified run of a user's script, which shows what it trains and how fast.
 
-EFFORT = Effort(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
-_TRACED_STEPS = Effort(min_steps=3, max_steps=3, min_seconds=0.0)  # after two warm-up steps, all that a trace records
+MEASURE_SPEC = MeasureSpec(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
+_TRACED_STEPS = MeasureSpec(
+    min_steps=3, max_steps=3, min_seconds=0.0
+)  # after two warm-up steps, all that a trace records
 # Settings for a script that runs out of memory unmodified, so that some of its facts can still be learnt.
 _THRIFTY: dict[str, Value] = {
     "zero_stage": 3,
@@ -94,7 +96,7 @@ class Probe:
     ran_out: Outcome | None = None  # OOM of the script's config, if its batch was known by then
 
 
-def probe(executor: Executor, script: Script, folder: Path, seconds: float, say: Callable[[str], None]) -> Probe:
+def probe(executor: Executor, script: Script, folder: Path, seconds: float, print_line: Callable[[str], None]) -> Probe:
     """Run the script unchanged for a few steps, or load the findings of an earlier call on the same files (`remember`).
 
     Raises:
@@ -115,19 +117,21 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, say:
             return Probe(_mapped(script, profile), baseline, ran_out=ran_out)
     baseline, facts = _unfinished(folder, key, script.cwd) or (None, {})
     if baseline is not None and baseline.measurement is not None:
-        say(f"{script.name} as it is, from an earlier call: {speed(baseline.measurement)}")
+        print_line(f"{script.name} as it is, from an earlier call: {speed(baseline.measurement)}")
     else:
-        say(f"running {script.name} without changes, to learn what it trains")
+        print_line(f"running {script.name} without changes, to learn what it trains")
         baseline, facts = _run_with_ops(executor, Candidate(()), "probe", seconds)
         _refuse_unless_run(executor, baseline, reached=bool(facts))
     try:
-        return _checked(executor, script, baseline, facts, key, seconds, say)
+        return _checked(executor, script, baseline, facts, key, seconds, print_line)
     except Stopped:
         if baseline.measurement is not None:
             sources = digests([*([script.path] if script.path else []), *facts.get(SOURCES, ())], script.cwd)
             kept = {"key": key, "baseline": baseline.to_json(), "facts": facts, SOURCES: sources}
             _keep(folder / _UNFINISHED, json.dumps(kept, indent=1))
-            say(f"{script.name} as it is: {speed(baseline.measurement)}; kept, and the same command goes on from there")
+            print_line(
+                f"{script.name} as it is: {speed(baseline.measurement)}; kept, and the same command goes on from there"
+            )
         raise
 
 
@@ -149,7 +153,7 @@ def _checked(
     facts: dict[str, Any],
     key: str,
     seconds: float,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> Probe:
     """Return the findings of a first run, and of the runs that follow it: flags, another batch, noise.
 
@@ -160,43 +164,43 @@ def _checked(
         facts: report of the first run.
         key: of the stored findings.
         seconds: limit of each run.
-        say: receives lines for display.
+        print_line: receives lines for display.
     """
     measured = None if baseline.kind.is_oom else baseline
     ran_out = baseline if measured is None and "micro_batch" in facts else None
     if measured is None:
-        say(f"the unmodified script does not fit ({baseline.reason}); trying the config with the least memory")
+        print_line(f"the unmodified script does not fit ({baseline.reason}); trying the config with the least memory")
         found = _at_its_thriftiest(executor, script, facts, seconds)
         if "micro_batch" not in facts:
-            say("the script ran out of memory before its batch was known: give it as --global-batch-size")
+            print_line("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
     if late := facts.get("late"):
-        say(late)
+        print_line(late)
     if named := ", ".join(sorted(facts.get("variables", {}))):
-        say(f"{script.name} sets {named} in its code: ranks start with it now")
+        print_line(f"{script.name} sets {named} in its code: ranks start with it now")
     facts = {**facts, "said": _all_said(script, facts)}
     own = measured is not None or facts.get(_OWN_STEPS, False)
     profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own)
     if profile.get("evaluating"):
-        say(
+        print_line(
             f"{script.name} trains its model in evaluation mode (no model.train()): dropout and checkpointing do nothing"
         )
     elif profile["checkpointed"] and not profile["checkpointing"]:
-        say("the script's activation checkpointing cannot be switched off and stays on")
+        print_line("the script's activation checkpointing cannot be switched off and stays on")
     runs = ShortRuns(executor, seconds)
     seeds = {SEEDS: facts[SEEDS]} if measured is not None and facts.get(SEEDS) else {}
     profile |= seeds
     if measured is not None:
         profile |= flags_found(runs, dataclasses.replace(script, profile=profile), facts)
         for line in _lines_of_flags(profile, _integers(script, facts)):
-            say(line)
+            print_line(line)
     varies = bool(facts.get("counted_by"))  # its steps have other rows each, and another loss
     reference = measured.trace if measured is not None and not varies else None
-    least = thrifty(facts.get("optimizer", ""), executor.hardware.device) if measured is None else None
+    least = least_memory_candidate(facts.get("optimizer", ""), executor.hardware.device) if measured is None else None
     check = check_batch(runs, _mapped(script, profile), reference, least)
     note = check.note
     if note:
-        say(f"{note}; its batch is kept, and everything else is tuned")
+        print_line(f"{note}; its batch is kept, and everything else is tuned")
         profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)  # without flags: nothing sets its batch
         if not own:  # the script's steps were not counted
             profile |= {"held": {}, "beside": dict.fromkeys(profile.get("beside", {}), 0)}
@@ -206,7 +210,7 @@ def _checked(
     if measured is not None:
         trace = check.reference or _with_noise_floor(runs, dataclasses.replace(script, profile=seeds), measured.trace)
         if runs.repeats_seeds:
-            say(f"{script.name} seeds by the time or its process: trials repeat the seeds of its first run")
+            print_line(f"{script.name} seeds by the time or its process: trials repeat the seeds of its first run")
             profile |= seeds
         else:
             profile.pop(SEEDS, None)
@@ -250,7 +254,7 @@ def _at_its_thriftiest(executor: Executor, script: Script, facts: dict[str, Any]
         UserError: it runs out of memory there too.
     """
     job = dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
-    candidate = thrifty(facts.get("optimizer", ""), executor.hardware.device)
+    candidate = least_memory_candidate(facts.get("optimizer", ""), executor.hardware.device)
     executor.load_ops([candidate], job=job)
     outcome, found = _run_with_ops(executor, candidate, "probe-thrifty", seconds, job)
     if outcome.source is Source.BATCH and "micro_batch" in facts:
@@ -263,7 +267,7 @@ def _at_its_thriftiest(executor: Executor, script: Script, facts: dict[str, Any]
     return found
 
 
-def thrifty(optimizer: str, device: str) -> Candidate:
+def least_memory_candidate(optimizer: str, device: str) -> Candidate:
     """Return the candidate with the least memory under which a script with this optimizer can run."""
     stays = {"offload_optimizer"} if device == "cuda" and steps_on_gpu(optimizer) else set()
     return Candidate.of({name: value for name, value in _THRIFTY.items() if name not in stays})
@@ -332,7 +336,7 @@ def _run_with_ops(
     while True:
         began = executor.now()
         with closing(executor.session(candidate, name, job=job)) as session:
-            outcome = session.measure(candidate, EFFORT, until - began)
+            outcome = session.measure(candidate, MEASURE_SPEC, until - began)
         if not session.missing_op or session.missing_op in executor.tried_ops:
             break
         building = executor.now()
@@ -495,7 +499,7 @@ def after_probe(setup: Setup, probed: Probe) -> Setup:
 
 def warnings_after_probe(setup: Setup, job: Job) -> list[str]:
     """Return the known faults of the script's own training that its config alone did not show."""
-    deepspeed = Circumstances.of(job, setup.hardware).deepspeed
+    deepspeed = RequirementInputs.of(job, setup.hardware).deepspeed
     return [line for line in warnings(own_facts(job), deepspeed) if line not in setup.warnings]
 
 
@@ -532,7 +536,7 @@ class ShortRuns:
         self.repeats_seeds = False  # the script named other seeds than in its first run
 
     def run(
-        self, candidate: Candidate, name: str, effort: Effort, job: Job | None = None
+        self, candidate: Candidate, name: str, measure_spec: MeasureSpec, job: Job | None = None
     ) -> tuple[Outcome, dict[str, Any]]:
         """Return the outcome and the facts of a run.
 
@@ -541,7 +545,7 @@ class ShortRuns:
         """
         self.left -= 1
         with closing(self.executor.session(candidate, name, job=job)) as session:
-            outcome = session.measure(candidate, effort, self._seconds)
+            outcome = session.measure(candidate, measure_spec, self._seconds)
         if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
             raise Stopped("stopped during the checks of the script's batch size")
         self.repeats_seeds |= bool(session.facts.get("repeats_seeds"))
@@ -747,7 +751,7 @@ def _batch_with(
 #
 # Batch check: run a user's script with another batch before the search, to see that it honours a batch size.
 
-_TWO_STEPS = Effort(min_steps=2, max_steps=2, min_seconds=0.0)
+_TWO_STEPS = MeasureSpec(min_steps=2, max_steps=2, min_seconds=0.0)
 _AVERAGES = "--average_tokens_across_devices True averages the loss over the tokens of all ranks, however they are cut"
 _MOST_TIMES = 4  # multiple of the script's micro-batch that is assumed to fit in memory
 

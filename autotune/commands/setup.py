@@ -17,7 +17,7 @@ from autotune.commands.request import Request, flag_of
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster
 from autotune.executors.machine import Slot, slots
-from autotune.executors.replay import Landscape, load_landscape
+from autotune.executors.replay import ReplayTable, load_replay_table
 from autotune.predict.calibration import overhead_prior
 from autotune.predict.features import installed_deepspeed
 from autotune.problem.candidate import Candidate
@@ -37,14 +37,14 @@ from autotune.problem.job import (
     sequence_ranks,
     with_positions,
 )
-from autotune.problem.knobs import Circumstances, loss_possible, missing_package, not_quantized
+from autotune.problem.knobs import RequirementInputs, loss_possible, missing_package, not_quantized
 from autotune.problem.models import ModelSpec, image_size_of, resolve_model, task_of, workload_spec
 from autotune.problem.nvml import visible_gpus
 from autotune.problem.space import SearchSpace, fitted, load_space
 from autotune.results.output_files import check_out
 from autotune.results.plan import TOKENS
 from autotune.results.trackers import check_trackers
-from autotune.script.parse_command import Typed, read_command
+from autotune.script.parse_command import TypedCommand, read_command
 from autotune.script.profile import first_candidates, unknown_job
 from autotune.script.script import named_configs
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
@@ -88,7 +88,7 @@ class Setup:
     candidates: tuple[Candidate, ...]
     notes: tuple[str, ...]  # for display, before the search
     warnings: tuple[str, ...] = ()  # known faults of the user's own config, for display before anything runs
-    landscape: Landscape | None  # the recorded table to search; None: machines are used
+    replay_table: ReplayTable | None  # the recorded table to search; None: machines are used
     nodes: Cluster | None = None  # the machines, reached; None: this one
     slots: tuple[Slot, ...] = ()  # for parallel candidates, the first on `hardware`; empty: one candidate at a time
     parallel_offload: bool = False  # also candidates whose speed depends on the host
@@ -116,7 +116,7 @@ class Setup:
     @property
     def runs_ranks(self) -> bool:
         """True if trials run in rank processes, unlike those of a recorded table."""
-        return self.landscape is None
+        return self.replay_table is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class LaunchSetup:
 # -- from a request to its setup -----------------------------------------------------------------------------------------
 
 
-def unit_taken(budget: str) -> list[str]:
+def missing_unit_warning(budget: str) -> list[str]:
     """Return a warning if a budget has no unit."""
     text = budget.strip()
     return [f"--budget {text} is {text} seconds; write {text}m for minutes"] if text.isdigit() else []
@@ -173,8 +173,8 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         space=tuned.space,
         candidates=tuple(tuned.candidates),
         notes=(*tuned.notes, *edits),
-        warnings=(*unit_taken(request.budget), *tuned.warnings),
-        landscape=tuned.landscape,
+        warnings=(*missing_unit_warning(request.budget), *tuned.warnings),
+        replay_table=tuned.replay_table,
         nodes=nodes.cluster if nodes is not None else None,
         name=name,
         folder=study_folder(request.runs, name),
@@ -185,7 +185,7 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         command=request.command,
         job_text=job_text(request, "run"),
         trackers=check_trackers(request.track),
-        found_no_gpu=tuned.hardware.device == "cpu" and request.device == "auto" and tuned.landscape is None,
+        found_no_gpu=tuned.hardware.device == "cpu" and request.device == "auto" and tuned.replay_table is None,
         global_batch_size=batch,
         free_batch=request.global_batch_size == FREE,
         budget_seconds=budget_seconds,
@@ -197,7 +197,7 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         force=request.force,
         unprotected=request.unprotected,
         references=not request.no_references,
-        gallery=not request.no_gallery and tuned.landscape is None,  # an entry may be from the same table
+        gallery=not request.no_gallery and tuned.replay_table is None,  # an entry may be from the same table
     )
 
 
@@ -219,7 +219,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None], interpreter: Inter
     setups = []
     for name in gpus:
         hardware = planned_hardware(name, *per_node, headroom, host, cap, interpreter)
-        hardware = roomy(hardware.reserving(_reserve(request)))
+        hardware = with_room_for_context(hardware.reserving(_reserve(request)))
         job = _named_job(request, hardware, interpreter)
         space = fitted(load_space(request.space or "default"), job, hardware).space
         faults = [f"{one.told(installed_deepspeed(interpreter))}: left out" for one in space.faults]
@@ -296,7 +296,7 @@ class _Tuned(NamedTuple):
     candidates: Sequence[Candidate]
     notes: Sequence[str] = ()
     warnings: Sequence[str] = ()  # known faults of the user's own config
-    landscape: Landscape | None = None
+    replay_table: ReplayTable | None = None
     slots: Sequence[Slot] = ()
 
 
@@ -311,16 +311,16 @@ def _what_is_tuned(request: Request, nodes: Nodes | None, interpreter: Interpret
             request, "memory_cap reserve", "cannot be combined with --executor replay, whose table has its own limit"
         )
     if kind == "replay" and table:
-        landscape = load_landscape(Path(table))
+        replay_table = load_replay_table(Path(table))
         if request.space:
             raise UserError(
                 "--space cannot be combined with --executor replay, which searches the rows of its table. Remove --space."
             )
         # A table's rows end at the memory limit itself, so that no headroom is taken off.
         headroom = parse_share(request.headroom) if request.headroom else 0.0
-        rows = sorted(landscape.rows, key=str)
-        job = landscape.job(interpreter)
-        return _Tuned(job, landscape.hardware(headroom), landscape.space(), rows, landscape=landscape)
+        rows = sorted(replay_table.rows, key=str)
+        job = replay_table.job(interpreter)
+        return _Tuned(job, replay_table.hardware(headroom), replay_table.space(), rows, replay_table=replay_table)
     if request.executor not in ("local", *SCHEDULERS):
         raise UserError(f"--executor {request.executor}: expected local, slurm, ray or replay:TABLE")
     if request.script:
@@ -381,7 +381,9 @@ def _slots(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> t
         interpreter=interpreter,
     )
     reserve = _reserve(request)
-    return tuple(dataclasses.replace(one, hardware=roomy(one.hardware.reserving(reserve))) for one in found)
+    return tuple(
+        dataclasses.replace(one, hardware=with_room_for_context(one.hardware.reserving(reserve))) for one in found
+    )
 
 
 def _limits(request: Request) -> tuple[int | None, float]:
@@ -403,11 +405,13 @@ def _machine(request: Request, nodes: Nodes | None, interpreter: Interpreter) ->
     cap, headroom = _limits(request)
     if nodes is not None:
         path = str(Path.cwd()) if request.script or request.workload else ""
-        return roomy(nodes.reach(request.device, request.gpus, cap, headroom, path).reserving(_reserve(request)))
+        return with_room_for_context(
+            nodes.reach(request.device, request.gpus, cap, headroom, path).reserving(_reserve(request))
+        )
     here = detect(
         request.device, request.gpus, memory_cap_bytes=cap, headroom=headroom, interpreter=interpreter
     ).reserving(_reserve(request))
-    return roomy(slice_of(request.nodes, here))
+    return with_room_for_context(slice_of(request.nodes, here))
 
 
 def _space(request: Request, hardware: Hardware) -> SearchSpace:
@@ -476,7 +480,7 @@ def _named_job(request: Request, hardware: Hardware, interpreter: Interpreter) -
     for option, value in (("--lora", adapters), ("--attn", job.attention)):
         if package := missing_package(value, interpreter):
             raise UserError(f"{option} {value} needs the package {package}. Install it, or remove {option}.")
-    if job.loss != FULL and (why := loss_possible(job.loss, Circumstances.of(job, hardware))):
+    if job.loss != FULL and (why := loss_possible(job.loss, RequirementInputs.of(job, hardware))):
         raise UserError(f"--loss {job.loss} {why}. Remove --loss.")
     return job
 
@@ -553,7 +557,7 @@ def typed_command(
     worst_case: bool = False,
     ds_config: Path | None = None,
     interpreter: Interpreter = OWN,
-) -> Typed:
+) -> TypedCommand:
     """Parse the words typed after `--`, and set their variables in this process, as a shell sets them for the command.
 
     Raises:
@@ -564,7 +568,7 @@ def typed_command(
     return typed
 
 
-def ranks_asked_for(gpus: int | None, typed: Typed, device: str) -> int | None:
+def ranks_asked_for(gpus: int | None, typed: TypedCommand, device: str) -> int | None:
     """Return the requested number of GPUs; None if neither the call nor the command gives it.
 
     Args:
@@ -592,7 +596,7 @@ def _shown(devices: str) -> int:
     return sum(1 for one in devices.split(",") if one.strip()[:1].isdigit() or one.startswith(("GPU-", "MIG-")))
 
 
-def own_variables_note(typed: Typed) -> list[str]:
+def own_variables_note(typed: TypedCommand) -> list[str]:
     """Return a line about the variables that the script's code sets, which ranks have from their start; empty if it sets none."""
     names = ", ".join(sorted(typed.own))
     return [f"{typed.script.target} sets {names} itself: ranks start with it"] if names else []
@@ -823,7 +827,7 @@ def planned_hardware(
     else:
         hardware = named_hardware(name.strip(), count, headroom=headroom, nodes=nodes)
     host = host_memory_bytes or hardware.host_memory_bytes
-    return roomy(dataclasses.replace(hardware, host_memory_bytes=host).capped(memory_cap_bytes))
+    return with_room_for_context(dataclasses.replace(hardware, host_memory_bytes=host).capped(memory_cap_bytes))
 
 
 def slice_of(nodes: int | None, here: Hardware) -> Hardware:
@@ -839,7 +843,7 @@ def slice_of(nodes: int | None, here: Hardware) -> Hardware:
     return dataclasses.replace(here, count=nodes * here.count, nodes=nodes, sliced=nodes > 1)
 
 
-def roomy(hardware: Hardware) -> Hardware:
+def with_room_for_context(hardware: Hardware) -> Hardware:
     """Return the hardware if a GPU has more memory than the fixed share of every process.
 
     Raises:

@@ -118,14 +118,19 @@ def limit_seconds(text: str) -> float | None:
 
 
 def submit(
-    words: Sequence[str], options: Sequence[str], folder: Path, say: Callable[[str], None], *, needs: Sequence[str] = ()
+    words: Sequence[str],
+    options: Sequence[str],
+    folder: Path,
+    print_line: Callable[[str], None],
+    *,
+    needs: Sequence[str] = (),
 ) -> int:
     """Run `autotune WORDS` in a Slurm allocation, show its output, and return its exit code.
 
     Args:
         options: see `options_of`.
         folder: for the job's files.
-        say: receives lines for display.
+        print_line: receives lines for display.
         needs: variables of this environment that the command needs there.
 
     Raises:
@@ -142,9 +147,9 @@ def submit(
     write_atomically(script, batch_script(words, code, needs))
     job = asked("sbatch", "--parsable", f"--output={output}", "--job-name=autotune", *options, str(script)).strip()
     job = job.partition(";")[0]
-    say(f"job {job} is submitted (log: {output}); Ctrl-C ends it")
+    print_line(f"job {job} is submitted (log: {output}); Ctrl-C ends it")
     with _cancelled_by_signals(job):
-        return _follow(job, output, code, say)
+        return _follow(job, output, code, print_line)
 
 
 def batch_script(words: Sequence[str], code: Path, needs: Sequence[str] = ()) -> str:
@@ -203,7 +208,7 @@ def _cancelled_by_signals(job: str) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _follow(job: str, output: Path, code: Path, say: Callable[[str], None]) -> int:
+def _follow(job: str, output: Path, code: Path, print_line: Callable[[str], None]) -> int:
     shown, state, next_question = 0, "", 0.0
     while True:
         shown = _show(output, shown, sys.stdout)
@@ -224,7 +229,7 @@ def _follow(job: str, output: Path, code: Path, say: Callable[[str], None]) -> i
                     "limits."
                 )
             if now != state and now:
-                say(f"job {job} is {now.lower()}{f' ({why})' if now == 'PENDING' else ''}")
+                print_line(f"job {job} is {now.lower()}{f' ({why})' if now == 'PENDING' else ''}")
             state = now
             if not state:
                 time.sleep(_LOOK_SECONDS)  # its last file may arrive late over a network

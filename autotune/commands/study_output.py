@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.commands.request import python_errors
 from autotune.errors import UserError, readable
-from autotune.executors.replay import Row, write_landscape
+from autotune.executors.replay import Row, write_replay_table
 from autotune.gallery.schema import Entry, check, entry_of
 from autotune.gallery.warm_start import checked
 from autotune.predict.predictor import Predictor
@@ -27,7 +27,7 @@ from autotune.problem.outcome import OutcomeKind
 from autotune.results.export import export_store
 from autotune.results.output_files import check_out
 from autotune.results.plan import Plan
-from autotune.results.report.build import Searched, study_report, without_secrets
+from autotune.results.report.build import SearchedSpace, study_report, without_secrets
 from autotune.results.report.html import plan_page, plan_report, study_page, write_page
 from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
@@ -62,7 +62,7 @@ def _report(store: StudyStore, out: Path | None) -> Path:
 
 
 def write_study(
-    store: StudyStore, out: Path, *, trace_of: Predictor | None = None, searched: Searched | None = None
+    store: StudyStore, out: Path, *, trace_of: Predictor | None = None, searched: SearchedSpace | None = None
 ) -> None:
     """Write the page of an open study.
 
@@ -76,7 +76,7 @@ def write_study(
     write_page(_study_html(store, trace_of, searched), out)
 
 
-def _study_html(store: StudyStore, trace_of: Predictor | None, searched: Searched | None) -> str:
+def _study_html(store: StudyStore, trace_of: Predictor | None, searched: SearchedSpace | None) -> str:
     predictor, why_none = _predictor(store, trace_of)
     return study_page(without_secrets(study_report(store, searched or _searched(store), predictor, why_none)))
 
@@ -98,11 +98,11 @@ def _predictor(store: StudyStore, trace_of: Predictor | None) -> tuple[Predictor
         return None, f"There is no prediction: {error}"
 
 
-def _searched(store: StudyStore) -> Searched | None:
+def _searched(store: StudyStore) -> SearchedSpace | None:
     """Return the study's space as searched; None if this version cannot read it."""
     with suppress(UserError):
         space = store.searched_space()
-        return Searched(space, tuple(space.candidates(store.job)))
+        return SearchedSpace(space, tuple(space.candidates(store.job)))
     return None
 
 
@@ -238,7 +238,7 @@ def record_study(study: str, storage: str | None, out: Path | None) -> tuple[Pat
     rows = _rows(store)
     if not any(row.kind is OutcomeKind.OK for row in rows.values()):
         raise UserError(f"study {store.name} has measured nothing that could be replayed: run it first")
-    return (*write_landscape(out, _facts(store), rows), len(rows))
+    return (*write_replay_table(out, _facts(store), rows), len(rows))
 
 
 def _rows(store: StudyStore) -> dict[Candidate, Row]:

@@ -177,9 +177,9 @@ def accepted_table(setup: Setup, request: Request, ask: Ask | None) -> Setup:
     Raises:
         UserError: the table names code that the reader does not accept.
     """
-    if setup.landscape is None:
+    if setup.replay_table is None:
         return setup
-    job = accept_job(f"table {setup.landscape.name}", setup.job, trust=request.trust, ask=ask)
+    job = accept_job(f"table {setup.replay_table.name}", setup.job, trust=request.trust, ask=ask)
     return dataclasses.replace(setup, job=job)
 
 

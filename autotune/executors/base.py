@@ -32,7 +32,7 @@ from autotune.workers.launchers import Launcher
 
 
 @dataclass(frozen=True)
-class Effort:
+class MeasureSpec:
     """Length and scope of a measurement."""
 
     full: bool = False  # measure every micro-batch of a step; extrapolate none
@@ -57,10 +57,12 @@ class Effort:
 
 
 OVERRUN = 1.5  # first step over the share of the budget that is left for steps, at most
-SEARCH = Effort()
-VERIFY = Effort(full=True, certify=True, min_steps=5, max_steps=60, min_seconds=3.0, max_seconds=40.0)
-REFERENCE = Effort(full=True, min_steps=5, max_steps=60, min_seconds=2.0)  # without DeepSpeed, see `Job.torch_alone`
-RESUME = Effort(full=True, resume=True, min_steps=1, max_steps=1, min_seconds=0.0)
+SEARCH = MeasureSpec()
+VERIFY = MeasureSpec(full=True, certify=True, min_steps=5, max_steps=60, min_seconds=3.0, max_seconds=40.0)
+REFERENCE = MeasureSpec(
+    full=True, min_steps=5, max_steps=60, min_seconds=2.0
+)  # without DeepSpeed, see `Job.torch_alone`
+RESUME = MeasureSpec(full=True, resume=True, min_steps=1, max_steps=1, min_seconds=0.0)
 
 
 def too_slow_outcome(phase: Phase, candidate: Candidate, ran_seconds: float, *, scripted: bool = False) -> Outcome:
@@ -102,7 +104,7 @@ class Session(Protocol):
         """Builder of an op that the probe run needs and no config predicted; empty if there is none."""
         return ""
 
-    def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+    def measure(self, candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
         """Return the candidate's outcome within the deadline plus one kill grace period.
 
         A failed trial is an outcome and does not raise.
@@ -175,13 +177,13 @@ class Executor(Protocol):
         """Start the imports that `open` waits for, and return at once."""
         return None
 
-    def open(self, say: Callable[[str], None]) -> None:
+    def open(self, print_line: Callable[[str], None]) -> None:
         """Do all one-time work before the budget starts."""
         return None
 
     @property
     def resumes(self) -> bool:
-        """True if the executor can test a resume from a checkpoint (`Effort.resume`)."""
+        """True if the executor can test a resume from a checkpoint (`MeasureSpec.resume`)."""
         return False
 
     @property
@@ -189,7 +191,7 @@ class Executor(Protocol):
         """True if the executor can run a named model without DeepSpeed (`Job.torch_alone`)."""
         return False
 
-    def check(self, say: Callable[[str], None]) -> None:
+    def check(self, print_line: Callable[[str], None]) -> None:
         """Test the machine, so that its faults are not attributed to a candidate.
 
         Raises:

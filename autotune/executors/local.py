@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import Cause, MachineTrouble, Stopped, Unusable
-from autotune.executors.base import Effort, LaunchTarget, too_slow_outcome
+from autotune.executors.base import LaunchTarget, MeasureSpec, too_slow_outcome
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements, remove_scratch, trial_sandbox
 from autotune.predict.calibration import overhead_prior
 from autotune.predict.step_time import model_flops_per_token, size_seconds
@@ -98,10 +98,12 @@ class LocalExecutor:
         self.isolation, self._variables = isolation, variables or {}
         self.study, self.unprotected, self.kept = study or folder, unprotected, tuple(kept)
         self._first_candidates, self.tried_ops = list(candidates), dict[str, None]()  # builders, in order
-        self.say: Callable[[str], None] = lambda text: None
+        self.print_line: Callable[[str], None] = lambda text: None
         self.is_local = target is None
         self.meter = make_meter(hardware) if target is None else Meter()  # nodes have their own meters
-        self.target = target or LocalMachine(folder, Ops(lambda text: self.say(text), show), lambda: self.cancelled())
+        self.target = target or LocalMachine(
+            folder, Ops(lambda text: self.print_line(text), show), lambda: self.cancelled()
+        )
 
     @property
     def rank_module(self) -> str:
@@ -127,12 +129,12 @@ class LocalExecutor:
         """Start slow preparations in the background."""
         self.target.begin(self._needs())
 
-    def open(self, say: Callable[[str], None]) -> None:
+    def open(self, print_line: Callable[[str], None]) -> None:
         """Remove checkpoints of killed tuners, connect the machines and load the first ops."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in self.folder.glob(f"trials/*/{CHECKPOINT}"):  # left by a killed tuner
             shutil.rmtree(left, ignore_errors=True)
-        self.say = say
+        self.print_line = print_line
         self.target.open(self._needs())
         self.load_ops(self._first_candidates)
 
@@ -153,16 +155,16 @@ class LocalExecutor:
         """Build missing DeepSpeed ops for trials of these candidates, and ops of these builders."""
         self.tried_ops |= dict.fromkeys([*all_ops(candidates, job or self.job, self.hardware.device), *names])
         if not self.target.load_ops(list(self.tried_ops), self._needs()):
-            self._switch_to_spawn(self.say)
+            self._switch_to_spawn(self.print_line)
 
-    def check(self, say: Callable[[str], None]) -> None:
+    def check(self, print_line: Callable[[str], None]) -> None:
         """Run the self-test of the ranks, cold if forked ranks find CUDA already initialized."""
         try:
             self._check()
         except MachineTrouble as trouble:
             if self.isolation != "fork" or CUDA_INITIALIZED_BEFORE_FORK not in str(trouble):
                 raise
-            self._switch_to_spawn(say)
+            self._switch_to_spawn(print_line)
             self._check()
 
     def _check(self) -> None:
@@ -176,9 +178,9 @@ class LocalExecutor:
         }
         check_group(self.launcher, self.hardware, spec, self.hardware.processes, self.folder / "check", self.cancelled)
 
-    def _switch_to_spawn(self, say: Callable[[str], None]) -> None:
+    def _switch_to_spawn(self, print_line: Callable[[str], None]) -> None:
         """Start every rank as a new interpreter from now on."""
-        say("something woke CUDA before the fork: falling back to cold starts (slower, same results)")
+        print_line("something woke CUDA before the fork: falling back to cold starts (slower, same results)")
         self.isolation = "spawn"
         self.target.open(self._needs())
 
@@ -187,7 +189,7 @@ class LocalExecutor:
         if self.target.broken:
             self.target.reconnect()
             if self.is_local:
-                self.open(self.say)
+                self.open(self.print_line)
 
     @property
     def resumes(self) -> bool:
@@ -249,7 +251,7 @@ class LocalSession:
         """Monotonic time at which a failure was noticed; None if none was."""
         return self._group.failed_at if self._group is not None else None
 
-    def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+    def measure(self, candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
         """Start the ranks if needed, measure the candidate, and return its outcome.
 
         Raises:
@@ -263,11 +265,11 @@ class LocalSession:
             stop = self._start(deadline) if started else WatchEnd.ARRIVED
             ready = time.monotonic()
             if stop is WatchEnd.ARRIVED:
-                stop = self._ask_measure(candidate, effort, deadline, 0.6 * deadline_seconds, ready - began)
-            if stop is WatchEnd.ARRIVED and effort.certify:
+                stop = self._ask_measure(candidate, measure_spec, deadline, 0.6 * deadline_seconds, ready - began)
+            if stop is WatchEnd.ARRIVED and measure_spec.certify:
                 stop = self._ask_certify(candidate, deadline)
-            if stop is WatchEnd.ARRIVED and effort.resume:
-                outcome = self._resume(candidate, effort, deadline)
+            if stop is WatchEnd.ARRIVED and measure_spec.resume:
+                outcome = self._resume(candidate, measure_spec, deadline)
             else:
                 outcome = self._measured(candidate) if stop is WatchEnd.ARRIVED else self._failed(stop)
             ended = time.monotonic()
@@ -290,13 +292,18 @@ class LocalSession:
         return dataclasses.replace(outcome, log=log, seconds=seconds, outside_seconds=outside, started=started)
 
     def _ask_measure(
-        self, candidate: Candidate, effort: Effort, deadline: float, most_seconds: float, start_seconds: float = 0.0
+        self,
+        candidate: Candidate,
+        measure_spec: MeasureSpec,
+        deadline: float,
+        most_seconds: float,
+        start_seconds: float = 0.0,
     ) -> WatchEnd:
         """Have the ranks measure, and store their answers in `_results`.
 
         Args:
             candidate: the candidate.
-            effort: length of the measurement.
+            measure_spec: length of the measurement.
             deadline: of the trial.
             most_seconds: of the measurement.
             start_seconds: time that the trial took so far.
@@ -306,18 +313,18 @@ class LocalSession:
         group.enter(Phase.FORWARD)
         stop = self._request(
             "measure",
-            min(deadline, time.monotonic() + effort.most_first_seconds(start_seconds)),
+            min(deadline, time.monotonic() + measure_spec.most_first_seconds(start_seconds)),
             micro_batch=candidate.micro_batch,
             accumulation=candidate.accumulation,
-            full=effort.full,
-            reseed=effort.reseed,
-            min_steps=effort.min_steps,
-            max_steps=effort.max_steps,
-            min_seconds=effort.min_seconds,
-            max_seconds=min(effort.max_seconds, max(1.0, most_seconds)),
+            full=measure_spec.full,
+            reseed=measure_spec.reseed,
+            min_steps=measure_spec.min_steps,
+            max_steps=measure_spec.max_steps,
+            min_seconds=measure_spec.min_seconds,
+            max_seconds=min(measure_spec.max_seconds, max(1.0, most_seconds)),
             most_seconds=most_seconds,
-            beaten_step_seconds=effort.beaten_step_seconds,
-            share_seconds=effort.measuring_seconds(start_seconds),
+            beaten_step_seconds=measure_spec.beaten_step_seconds,
+            share_seconds=measure_spec.measuring_seconds(start_seconds),
         )
         if stop is WatchEnd.DEADLINE and group.compiles:  # only the first step compiles
             stop = self._await_answers(deadline)
@@ -329,7 +336,7 @@ class LocalSession:
         self._running().enter(Phase.SAVE)
         return self._request("certify", deadline, micro_batch=candidate.micro_batch)
 
-    def _resume(self, candidate: Candidate, effort: Effort, deadline: float) -> Outcome:
+    def _resume(self, candidate: Candidate, measure_spec: MeasureSpec, deadline: float) -> Outcome:
         """Save a checkpoint, end the group, and have a new group resume from it."""
         group, folder = self._running(), self._folder.resolve() / CHECKPOINT
         group.enter(Phase.SAVE)
@@ -347,7 +354,7 @@ class LocalSession:
             stop = self._start(deadline)
             if stop is WatchEnd.ARRIVED:
                 self._peak_bytes_outside_steps = max(self._peak_bytes_outside_steps, *self._running().peaks().used)
-                stop = self._ask_measure(candidate, effort, deadline, deadline - time.monotonic())
+                stop = self._ask_measure(candidate, measure_spec, deadline, deadline - time.monotonic())
             return self._measured(candidate) if stop is WatchEnd.ARRIVED else self._failed(stop)
         finally:
             self.close()
@@ -392,7 +399,7 @@ class LocalSession:
             cancelled=executor.cancelled,
             on_message=self._process,
             on_phase=executor.on_phase,
-            say=executor.say,
+            print_line=executor.print_line,
         )
         ranks = executor.hardware.processes
         stop = group.start(executor.rank_module, ranks, self._spec(), deadline=deadline, logs=self._folder)

@@ -170,12 +170,12 @@ class Ops:
     """The ops of one study or training.
 
     Args:
-        say: receives lines for the user.
+        print_line: receives lines for the user.
         show: receives the current operation for a live view; empty when it is done.
     """
 
-    def __init__(self, say: Callable[[str], None], show: Callable[[str], None] = lambda text: None) -> None:
-        self._say, self._show = say, show
+    def __init__(self, print_line: Callable[[str], None], show: Callable[[str], None] = lambda text: None) -> None:
+        self._print_line, self._show = print_line, show
         self._names: list[str] = []  # builders requested so far
         self._server: ForkLauncher | None = None  # the server that has loaded them
         self.failed: dict[str, str] = {}  # reason by builder
@@ -223,7 +223,7 @@ class Ops:
         unreadable = unreadable_architectures() if ARCHITECTURES in env else []
         if new and unreadable and not self._names:
             done = f"ranks and builds get {ARCHITECTURES}={env[ARCHITECTURES]}"
-            self._say(f"{done}: DeepSpeed cannot read {', '.join(unreadable)}")
+            self._print_line(f"{done}: DeepSpeed cannot read {', '.join(unreadable)}")
         self._names += new
         if isinstance(launcher, ForkLauncher):
             if launcher is not self._server:  # another server loaded the earlier ops
@@ -250,7 +250,7 @@ class Ops:
         self.folder = "" if FOLDER in os.environ else answer["folder"]
         for builder, why in answer["failed"].items():
             if builder not in self.failed:
-                self._say(f"DeepSpeed's {op_name(builder)} cannot be built ({why})")
+                self._print_line(f"DeepSpeed's {op_name(builder)} cannot be built ({why})")
             self.failed[builder] = why
         return bool(answer["fork_safe"])
 
@@ -266,7 +266,7 @@ class Ops:
             if message.get("built") or message["state"] == "failed":
                 self.build_seconds += message["seconds"]
             if message.get("built"):
-                self._say(f"built DeepSpeed's {op_name(message['op'])} in {format_duration(message['seconds'])}")
+                self._print_line(f"built DeepSpeed's {op_name(message['op'])} in {format_duration(message['seconds'])}")
 
     def _announce(self, message: Message) -> None:
         op, last = op_name(message["op"]), message["last_seconds"]
@@ -283,7 +283,7 @@ class Ops:
             text = f"building DeepSpeed's {op} ({took})"
         if message["state"] == "building" and self._building_since is None:
             self._building_since = time.monotonic()
-        self._say(text)
+        self._print_line(text)
         self._show(text)
 
     def buildable(self, candidates: Sequence[Candidate], job: Job, device: str) -> tuple[list[Candidate], list[str]]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError, near
-from autotune.executors.base import Effort, Executor, Session, too_slow_outcome
+from autotune.executors.base import Executor, MeasureSpec, Session, too_slow_outcome
 from autotune.problem.candidate import KNOBS, Candidate, Value, samples
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_gpu
 from autotune.problem.job import Job, Lora
@@ -53,7 +53,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Landscape:
+class ReplayTable:
     """Recorded table with its job and machine."""
 
     name: str
@@ -143,7 +143,7 @@ def _order(value: Value) -> tuple[int, float | str]:
     return (1, value) if isinstance(value, str) else (0, float(value))
 
 
-def load_landscape(path: Path) -> Landscape:
+def load_replay_table(path: Path) -> ReplayTable:
     """Read a table and its JSON file.
 
     Raises:
@@ -174,7 +174,7 @@ def load_landscape(path: Path) -> Landscape:
         raise UserError(
             f"{table}: no row with outcome ok, so nothing of it fits: record a study of which something ran"
         )
-    return Landscape(stem, facts, rows)
+    return ReplayTable(stem, facts, rows)
 
 
 def _rows(text: str, table: Path) -> list[tuple[Candidate, Row]]:
@@ -197,8 +197,8 @@ def _rows(text: str, table: Path) -> list[tuple[Candidate, Row]]:
     return found
 
 
-def write_landscape(path: Path, facts: dict[str, Any], rows: dict[Candidate, Row]) -> tuple[Path, Path]:
-    """Write `NAME.csv.gz` and `NAME.json` for `load_landscape`, and return the two paths.
+def write_replay_table(path: Path, facts: dict[str, Any], rows: dict[Candidate, Row]) -> tuple[Path, Path]:
+    """Write `NAME.csv.gz` and `NAME.json` for `load_replay_table`, and return the two paths.
 
     Raises:
         UserError: they cannot be written, or `NAME.json` exists and belongs to no table, such as a study's winner.
@@ -271,11 +271,11 @@ class ReplayLog:
 
 
 class ReplayExecutor(Executor):
-    """Executor that returns rows of a Landscape, on a simulated clock."""
+    """Executor that returns rows of a `ReplayTable`, on a simulated clock."""
 
-    def __init__(self, landscape: Landscape, seed: int = 0, headroom: float = 0.0) -> None:
-        self.landscape, self.log = landscape, ReplayLog()
-        self._job, self._hardware = landscape.job(), landscape.hardware(headroom)
+    def __init__(self, replay_table: ReplayTable, seed: int = 0, headroom: float = 0.0) -> None:
+        self.replay_table, self.log = replay_table, ReplayLog()
+        self._job, self._hardware = replay_table.job(), replay_table.hardware(headroom)
         self._random = random.Random(seed)
         self._now = 0.0
 
@@ -316,7 +316,7 @@ class ReplaySession(Session):
         """Return False after the session has ended."""
         return not self._ended
 
-    def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+    def measure(self, candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
         """Return the recorded outcome of the candidate, and advance the simulated clock.
 
         Raises:
@@ -326,7 +326,7 @@ class ReplaySession(Session):
         if candidate.family != self._candidate.family:
             raise ValueError("a session holds one family")
         executor = self._executor
-        row = executor.landscape.rows.get(candidate)
+        row = executor.replay_table.rows.get(candidate)
         if row is None:
             raise UserError(f"the table has no row for {candidate}: use the space of the table (leave --space out)")
         outside = 0.0 if self._started else row.startup_seconds
@@ -338,14 +338,16 @@ class ReplaySession(Session):
             measured = 0.0
         else:
             assert row.step_seconds is not None
-            measured = row.step_seconds * (effort.min_steps if effort.full else min(4.0, 6 / candidate.accumulation))
-            if row.step_seconds > effort.beaten_step_seconds:  # one of two timed steps, after two of warm-up
+            measured = row.step_seconds * (
+                measure_spec.min_steps if measure_spec.full else min(4.0, 6 / candidate.accumulation)
+            )
+            if row.step_seconds > measure_spec.beaten_step_seconds:  # one of two timed steps, after two of warm-up
                 measured *= 0.75
             first = row.step_seconds * (
-                1.0 if effort.full else min(1.0, MAX_TIMED_MICRO_BATCHES / candidate.accumulation)
+                1.0 if measure_spec.full else min(1.0, MAX_TIMED_MICRO_BATCHES / candidate.accumulation)
             )
-            measured = max(first, min(measured, effort.measuring_seconds(outside)))
-            most = effort.most_first_seconds(outside)
+            measured = max(first, min(measured, measure_spec.measuring_seconds(outside)))
+            most = measure_spec.most_first_seconds(outside)
             if first > most and outside + most < deadline_seconds:
                 executor.advance(outside + most)
                 self._ended = True

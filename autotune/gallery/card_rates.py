@@ -15,7 +15,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.util.files import write_atomically
 
 
-def taught(entry: Entry) -> CalibrationEvidence | None:
+def rates_of_entry(entry: Entry) -> CalibrationEvidence | None:
     """Return the evidence of the entry's steps.
 
     None if the entry has no GPU, or if its model cannot be built from its sizes.
@@ -37,7 +37,7 @@ def taught(entry: Entry) -> CalibrationEvidence | None:
 
 def main() -> None:
     """Write `data/gallery_rates.json` from the shipped entries."""
-    learnt = {name: taught(entry) for name, entry in shipped_entries().items()}
+    learnt = {name: rates_of_entry(entry) for name, entry in shipped_entries().items()}
     entries = {name: dataclasses.asdict(one) for name, one in sorted(learnt.items()) if one is not None}
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in entries.items())
     text = f'{{\n "constants": {json.dumps(constants())},\n "entries": {{\n{lines}\n }}\n}}\n'

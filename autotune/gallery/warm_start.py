@@ -78,7 +78,7 @@ MOST_BATCH_TIMES = 2.0  # largest factor between the micro-batches of winner and
 
 
 @dataclass(frozen=True)
-class Near:
+class GalleryStart:
     """A candidate to begin with, and its source."""
 
     candidate: Candidate
@@ -147,7 +147,7 @@ def _doublings(one: float, other: float) -> float:
 
 def start_from(
     entries: Mapping[str, Entry], job: Job, hardware: Hardware, candidates: Sequence[Candidate]
-) -> Near | None:
+) -> GalleryStart | None:
     """Return the candidate that matches the winner of the nearest entry.
 
     None if no entry is near, or no candidate is similar.
@@ -161,7 +161,7 @@ def start_from(
                 "the best" if sum(one.outcome == OutcomeKind.OK for one in entry.candidates) > 1 else "the one config"
             )
             like_it = like[int(Distances(like).to(winner).argmin())]
-            return Near(like_it, name, f"{told} known for {whose(entry)}")
+            return GalleryStart(like_it, name, f"{told} known for {whose(entry)}")
     return None
 
 

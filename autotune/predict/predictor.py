@@ -42,8 +42,8 @@ from autotune.predict.calibration import (
 from autotune.predict.calibration import PRIOR as HOST
 from autotune.predict.features import Columns, Flags, Floats, Places, columns_of, installed_deepspeed, unknown_newer
 from autotune.predict.step_time import (
-    Spent,
-    Work,
+    StepSeconds,
+    StepWork,
     dense_shape,
     fsdp_settings,
     hooks_share,
@@ -477,7 +477,7 @@ class Predictor:
         k["hidden"] = k["hidden"] / (1 + k["hidden"])
         return k
 
-    def _spent(self, p: Prepared, constants: Floats) -> Spent:
+    def _spent(self, p: Prepared, constants: Floats) -> StepSeconds:
         return spend(p.work, p.columns, self._time_constants(constants))
 
     def _log_step(self, p: Prepared, constants: Floats) -> Floats:
@@ -582,7 +582,7 @@ class Breakdowns:
     margins: Floats  # standard deviations, from `Predictor.margins`
     moments: Floats  # (moments, n) bytes, from `predictor.moments`
     memory_constants: dict[str, float]
-    spent: Spent
+    spent: StepSeconds
     slower: Floats  # the table's step divided by that of `spent`
     exact: list[bool]  # each candidate's model was traced
 
@@ -689,7 +689,7 @@ class Prepared:
 
     columns: Columns
     bill: Bill
-    work: Work
+    work: StepWork
     quirks: Floats  # (n, quirks)
     features: Floats  # (n, features)
     doubt: Floats  # (n,) bytes: standard deviation of peaks that no constant covers
@@ -746,7 +746,7 @@ class Prepared:
     def rows(self, chosen: Flags | Places) -> Prepared:
         """Select the candidates where `chosen` is true, or at these indices."""
         columns = Columns(**{name: value[chosen] for name, value in vars(self.columns).items()})
-        w = Work(**{name: value[chosen] for name, value in vars(self.work).items()})
+        w = StepWork(**{name: value[chosen] for name, value in vars(self.work).items()})
         sums = {name: getattr(self.bill, name)[chosen] for name in SUMS}
         tables = {name: getattr(self.bill, name)[:, chosen] for name in TABLES}
         b = dataclasses.replace(self.bill, **sums, **tables)

@@ -127,7 +127,7 @@ class DeviceRates:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """Work of a candidate's step, in seconds at full rates; one entry per candidate.
 
     Per micro-batch: products, their tail (products per token: the waste of small batches), moved (other operators), starts
@@ -161,7 +161,7 @@ class Work:
     queued: Floats  # 1 if kernels start while earlier ones run; a CPU rank does both itself
 
 
-def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
+def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> StepWork:
     """Return the work of every candidate."""
     rates = DeviceRates.of(hardware, {"float16": "fp16", "bfloat16": "bf16"}.get(job.autocast or "", job.precision))
     plain, again = trace.plain, trace.of(True)
@@ -180,7 +180,7 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> Work:
     dequantized = sum(quantized_sizes(job, trace)) * (NF4_BYTES + job.element_bytes) / rates.memory
     moved = moved + np.where(c.checkpointing > 0, 3.0, 2.0) * dequantized
     hooks = _hooks(hardware, trace, c)
-    return Work(
+    return StepWork(
         forward_share=either(_share(forward, whole_pass[0]), _share(forward, whole_pass[1])),
         recompute_share=either(0.0, 1 - _share(whole_pass[0], whole_pass[1])),
         products=either(*whole_pass) * rows / rates.flops,
@@ -355,7 +355,7 @@ def _hooks(hardware: Hardware, trace: Trace, c: Columns) -> Floats:
 
 
 @dataclass(frozen=True)
-class Spent:
+class StepSeconds:
     """Seconds of one optimizer step by cause; one entry per candidate."""
 
     forward: Floats
@@ -375,7 +375,7 @@ class Spent:
         return computation + self.communication + self.optimizer + self.offload + self.loop
 
 
-def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
+def spend(w: StepWork, c: Columns, k: Mapping[str, float | Floats]) -> StepSeconds:
     """Return the seconds of a step from its work and the constants `k`.
 
     All constants are factors on the work at full rates, except `hidden`: the share of communication that can overlap
@@ -407,7 +407,7 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
     cpu_adam = k["cpu_adam"] * w.cpu_adam
     cpu_adam = np.maximum(cpu_adam - w.adam_beside * 0.66 * compute, (1 - w.adam_beside) * cpu_adam)
     offload = pcie * c.accumulation + k["pcie"] * w.pcie_step + cpu_adam + w.nvme
-    return Spent(
+    return StepSeconds(
         forward=total * w.forward_share,
         recompute=total * w.recompute_share,
         backward=total * (1 - w.forward_share - w.recompute_share),
@@ -420,7 +420,7 @@ def spend(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Spent:
     )
 
 
-def hooks_share(w: Work, c: Columns, k: Mapping[str, float | Floats]) -> Floats:
+def hooks_share(w: StepWork, c: Columns, k: Mapping[str, float | Floats]) -> Floats:
     """Return (n,) the relative growth of a step if ZeRO-3's hooks take longer, per relative growth of the hooks."""
     small = 0.01
     longer = spend(dataclasses.replace(w, starts=w.starts + small * w.hooks), c, k).step

@@ -41,7 +41,7 @@ _DECIDING = ("zero_stage", CHECKPOINTING, "offload_optimizer", "offload_param", 
 Family = tuple[tuple[str, Value], ...]
 
 
-class Elsewhere:
+class OtherHardware:
     """Predict one job on machines other than the first.
 
     `batch_assumed`: a global batch that cannot be split over the ranks is rounded to the nearest that can.

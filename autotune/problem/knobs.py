@@ -37,7 +37,7 @@ ADAMS = ("adamw", "adam", "fused_adam")
 
 
 @dataclass(frozen=True)
-class Circumstances:
+class RequirementInputs:
     """Inputs of the requirements, besides the other knobs of a candidate."""
 
     job: Job
@@ -48,12 +48,12 @@ class Circumstances:
     packages: bool = True  # check the packages of the ranks' environment
 
     @classmethod
-    def of(cls, job: Job, hardware: Hardware, lossy: bool = False, compiles: bool = False) -> Circumstances:
+    def of(cls, job: Job, hardware: Hardware, lossy: bool = False, compiles: bool = False) -> RequirementInputs:
         """Return the circumstances with the DeepSpeed that ranks will have."""
         return cls(job, hardware, lossy, compiles, release(job.interpreter.version("deepspeed")) or READ)
 
 
-Need = Callable[[Value, Circumstances], str]  # returns what is missing, or an empty text
+Need = Callable[[Value, RequirementInputs], str]  # returns what is missing, or an empty text
 
 
 def not_quantized(config: Mapping[str, Any]) -> str:
@@ -64,7 +64,7 @@ def not_quantized(config: Mapping[str, Any]) -> str:
     )
 
 
-def whole_if_quantized(value: Value, c: Circumstances) -> str:
+def whole_if_quantized(value: Value, c: RequirementInputs) -> str:
     """Refuse stage 3 for 4-bit weights.
 
     zero.Init partitions weights while the model is made, and bitsandbytes quantizes whole ones. transformers has a path through
@@ -75,7 +75,7 @@ def whole_if_quantized(value: Value, c: Circumstances) -> str:
     )
 
 
-def unscattered_for_muon(value: Value, c: Circumstances) -> str:
+def unscattered_for_muon(value: Value, c: RequirementInputs) -> str:
     """Refuse stage 3 if the user's config asks for `reduce_scatter` with Muon; otherwise candidates turn it off.
 
     Source: deepspeed 0.19.8, stage3.py, `Muon and reduce scatter cannot be used together`.
@@ -93,12 +93,12 @@ def _quantized_refused(knobs: Knobs) -> str:
     return "4-bit weights of lora cannot be combined with stage 3" * at_three
 
 
-def cuda(value: Value, c: Circumstances) -> str:
+def cuda(value: Value, c: RequirementInputs) -> str:
     """Require CUDA devices. Return the reason of a refusal, else an empty text."""
     return "" if c.hardware.device == "cuda" else "is for CUDA alone"
 
 
-def own_allocator(value: Value, c: Circumstances) -> str:
+def own_allocator(value: Value, c: RequirementInputs) -> str:
     """A variable that the script's code sets stays set, whatever the command line sets."""
     set_by_it = settings_in(script_text(c.job.script) or "") if c.job.script is not None else []
     seen = c.job.script.variables if c.job.script is not None else {}
@@ -107,12 +107,12 @@ def own_allocator(value: Value, c: Circumstances) -> str:
     return f"is the script's own to set: its code sets {name}" if name else ""
 
 
-def several_ranks(value: Value, c: Circumstances) -> str:
+def several_ranks(value: Value, c: RequirementInputs) -> str:
     """Require several ranks. Return the reason of a refusal, else an empty text."""
     return "" if c.job.ranks > 1 else "needs more than one rank"
 
 
-def several_nodes(value: Value, c: Circumstances) -> str:
+def several_nodes(value: Value, c: RequirementInputs) -> str:
     """Require several nodes for hpZ.
 
     The second partition of hpZ lies within a node. On a single node it would hold the memory that ZeRO-3 saves, without a
@@ -125,23 +125,23 @@ def several_nodes(value: Value, c: Circumstances) -> str:
     return ""
 
 
-def bf16(value: Value, c: Circumstances) -> str:
+def bf16(value: Value, c: RequirementInputs) -> str:
     """Require bf16. Return the reason of a refusal, else an empty text."""
     return "" if c.job.precision == "bf16" else f"needs --precision bf16, not {c.job.precision}"
 
 
-def fp16(value: Value, c: Circumstances) -> str:
+def fp16(value: Value, c: RequirementInputs) -> str:
     """Require fp16. Return the reason of a refusal, else an empty text."""
     return "" if c.job.precision == "fp16" else f"needs --precision fp16, not {c.job.precision}"
 
 
-def adam(value: Value, c: Circumstances) -> str:
+def adam(value: Value, c: RequirementInputs) -> str:
     """DeepSpeed's CPU Adam, checked by type (stage3.py, `Hybrid Optimizer Only Supports DeepSpeedCPUAdam`)."""
     kind = c.job.optimizer_kind
     return "" if kind in ADAMS else f"needs DeepSpeed's Adam, not {kind}"
 
 
-def place_of_its_optimizer(value: Value, c: Circumstances) -> str:
+def place_of_its_optimizer(value: Value, c: RequirementInputs) -> str:
     """Return why a script's own optimizer cannot step on this device.
 
     Only DeepSpeed's and apex's optimizers are limited. Fused ones accept only GPU tensors (`expected input to be on cuda`), CPU
@@ -156,7 +156,7 @@ def place_of_its_optimizer(value: Value, c: Circumstances) -> str:
     return ""
 
 
-def sharded_for_its_optimizer(value: Value, c: Circumstances) -> str:
+def sharded_for_its_optimizer(value: Value, c: RequirementInputs) -> str:
     """Stage 0 offloads nothing."""
     return place_of_its_optimizer("none", c) if value == 0 else ""
 
@@ -166,25 +166,25 @@ def steps_on_gpu(optimizer: str) -> bool:
     return optimizer.startswith("Fused")
 
 
-def no_clipping(value: Value, c: Circumstances) -> str:
+def no_clipping(value: Value, c: RequirementInputs) -> str:
     """DeepSpeed clips at 1.0 by default (runtime/constants.py, GRADIENT_CLIPPING_DEFAULT)."""
     own = c.job.base_config.get("gradient_clipping")
     return "" if own == 0 and not isinstance(own, bool) else "needs gradient_clipping: 0 in your own config"
 
 
-def no_narrower_than_the_model(value: Value, c: Circumstances) -> str:
+def no_narrower_than_the_model(value: Value, c: RequirementInputs) -> str:
     """Sums in a narrower dtype give different results."""
     own = WIDTHS.get(c.job.precision, 4)
     narrower = WIDTHS.get(str(value), own) < own and not c.lossy
     return f"is narrower than {c.job.precision}, so that losses may differ: it needs a `lossy: true` space" * narrower
 
 
-def memory_of_its_own(value: Value, c: Circumstances) -> str:
+def memory_of_its_own(value: Value, c: RequirementInputs) -> str:
     """On a GPU that shares main memory, offloading to the CPU frees nothing."""
     return "frees nothing here, where the GPU's memory is main memory" * (c.hardware.unified and value == "cpu")
 
 
-def a_compiler(value: Value, c: Circumstances) -> str:
+def a_compiler(value: Value, c: RequirementInputs) -> str:
     """Return what torch.compile lacks to build its kernels."""
     if c.hardware.device == "cuda":
         return "" if c.job.interpreter.has("triton") else "needs the package triton, which is not installed"
@@ -195,19 +195,19 @@ def a_compiler(value: Value, c: Circumstances) -> str:
     )
 
 
-def a_script(value: Value, c: Circumstances) -> str:
+def a_script(value: Value, c: RequirementInputs) -> str:
     """ZenFlow decides itself when a step ends (runtime/zenflow/engine.py); a trial of a model sets that explicitly."""
     if c.job.script is not None:
         return ""
     return "needs a training script: the step boundary of a named model is fixed"
 
 
-def mics_init(value: Value, c: Circumstances) -> str:
+def mics_init(value: Value, c: RequirementInputs) -> str:
     """Refuse MiCS, whose model must be built in its own context. Return the reason."""
     return "needs a model made under deepspeed.zero.MiCS_Init, which neither transformers nor the tuner does"
 
 
-def its_package(value: Value, c: Circumstances) -> str:
+def its_package(value: Value, c: RequirementInputs) -> str:
     """Return the missing package of an attention kernel or of adapters."""
     package = missing_package(value, c.job.interpreter)
     return f"needs the package {package}, which is not installed" if package else ""
@@ -223,7 +223,7 @@ def missing_package(choice: object, interpreter: Interpreter = OWN) -> str | Non
     return package if package and not interpreter.has(package) else None
 
 
-def liger_kernel(value: Value, c: Circumstances) -> str:
+def liger_kernel(value: Value, c: RequirementInputs) -> str:
     """Check for the package in a version that supports the model's type, and a transformers with which it can be imported."""
     own, theirs = (c.job.interpreter.version(package) for package in ("liger_kernel", "transformers"))
     if not c.job.interpreter.has("liger_kernel"):
@@ -239,7 +239,7 @@ def liger_kernel(value: Value, c: Circumstances) -> str:
     return ""
 
 
-def liger_model(value: Value, c: Circumstances) -> str:
+def liger_model(value: Value, c: RequirementInputs) -> str:
     """Check that Liger knows the model and that the task has a language-model head.
 
     Liger replaces the forward of any head by that of a language model.
@@ -252,7 +252,7 @@ def liger_model(value: Value, c: Circumstances) -> str:
     return "" if c.job.task in DECODED else f"is for {' and '.join(f'--task {task}' for task in DECODED)}"
 
 
-def loss_possible(value: Value, c: Circumstances) -> str:
+def loss_possible(value: Value, c: RequirementInputs) -> str:
     """Return why the job's loss cannot be computed without its logits. The model's structure is checked when it is built."""
     if value == LIGER_LOSS:
         return next((why for need in (cuda, liger_model, liger_kernel) if (why := need(value, c))), "")
@@ -261,7 +261,7 @@ def loss_possible(value: Value, c: Circumstances) -> str:
     return "is not for adapters that save lm_head" if c.job.lora and "lm_head" in c.job.lora.saved else ""
 
 
-def engine_compile(value: Value, c: Circumstances) -> str:
+def engine_compile(value: Value, c: RequirementInputs) -> str:
     """Only `engine.compile()` reads it, and a script's call of that is not visible from outside."""
     if c.job.script is not None:
         return "needs a script that calls engine.compile(), which autotune cannot see"
@@ -320,7 +320,7 @@ TOP_K = ZERO + "zenflow.topk_ratio"
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadCondition:
     """Condition, on the other knobs, under which DeepSpeed reads a knob, with a description."""
 
     holds: Callable[[Knobs], bool] = lambda knobs: True
@@ -345,23 +345,25 @@ def offloads(knobs: Knobs, what: str) -> bool:
     return knobs.get(what, "none") != "none"
 
 
-def _at(*stages: int) -> Read:
+def _at(*stages: int) -> ReadCondition:
     where = " and ".join(map(str, stages)) if len(stages) < 3 else f"{stages[0]} to {stages[-1]}"
-    return Read(lambda knobs: stage_of(knobs) in stages, f"stage{'s' * (len(stages) > 1)} {where}")
+    return ReadCondition(lambda knobs: stage_of(knobs) in stages, f"stage{'s' * (len(stages) > 1)} {where}")
 
 
-def _under(what: str, *devices: str, stages: tuple[int, ...] = (1, 2, 3)) -> Read:
+def _under(what: str, *devices: str, stages: tuple[int, ...] = (1, 2, 3)) -> ReadCondition:
     """Return the condition that `what` is offloaded to one of these devices; without devices, to any."""
     places = devices or ("cpu", "nvme")
     where = f"{_at(*stages).where} with {what} {' or '.join(places)}"
-    return Read(lambda knobs: stage_of(knobs) in stages and knobs.get(what, "none") in places, where)
+    return ReadCondition(lambda knobs: stage_of(knobs) in stages and knobs.get(what, "none") in places, where)
 
 
-def _with(name: str, value: Value = True, stages: tuple[int, ...] = (0, 1, 2, 3), otherwise: Value = False) -> Read:
+def _with(
+    name: str, value: Value = True, stages: tuple[int, ...] = (0, 1, 2, 3), otherwise: Value = False
+) -> ReadCondition:
     """Return the condition that another knob has the value, at these stages."""
     where = f"{name} {str(value).lower()}"
     where = where if len(stages) == 4 else f"{_at(*stages).where} with {where}"
-    return Read(lambda knobs: stage_of(knobs) in stages and knobs.get(name, otherwise) == value, where, name)
+    return ReadCondition(lambda knobs: stage_of(knobs) in stages and knobs.get(name, otherwise) == value, where, name)
 
 
 @dataclass(frozen=True)
@@ -370,7 +372,7 @@ class Knob:
 
     path: str | None  # dotted path in the DeepSpeed config; None: it belongs to the model or the environment
     kind: type | tuple[str, ...]
-    read: Read = Read()
+    read: ReadCondition = ReadCondition()
     low: float = 0
     high: float = float("inf")
     off: Value | None = None  # the value without effect or needs; None: every value is a choice
@@ -428,7 +430,7 @@ def _stage3(kind: type = int, **facts: object) -> Knob:
     return Knob("", kind, _at(3), **facts)  # type: ignore[arg-type]
 
 
-_ZENFLOW = Read(lambda knobs: TOP_K in knobs, f"candidates with {TOP_K}", TOP_K)
+_ZENFLOW = ReadCondition(lambda knobs: TOP_K in knobs, f"candidates with {TOP_K}", TOP_K)
 _DEVICES = ("none", "cpu", "nvme")
 _OWN = (memory_of_its_own,)
 _PLACE = (memory_of_its_own, place_of_its_optimizer)
@@ -461,7 +463,7 @@ _FIRST: dict[str, Knob] = {
     "contiguous_gradients": Knob(
         ZERO + "contiguous_gradients",
         bool,
-        Read(
+        ReadCondition(
             lambda k: stage_of(k) == 3 or (stage_of(k) in (1, 2) and not offloads(k, "offload_optimizer")),
             "stage 3, and stages 1 and 2 without offload_optimizer",
         ),

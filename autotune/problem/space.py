@@ -43,8 +43,8 @@ from autotune.problem.knobs import (
     OF_PACKAGES,
     READ,
     ZERO,
-    Circumstances,
     Release,
+    RequirementInputs,
     is_off,
     knob_value,
     refusal,
@@ -499,7 +499,7 @@ def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = Tru
     """
     own = for_job(space, job)
     compiles = COMPILED in own.knobs and True in own.knobs[COMPILED].values
-    around = Circumstances.of(job, hardware, space.lossy, compiles)
+    around = RequirementInputs.of(job, hardware, space.lossy, compiles)
     if here:
         _check_own(around)
     else:
@@ -532,7 +532,7 @@ def fitted(space: SearchSpace, job: Job, hardware: Hardware, *, here: bool = Tru
     return Fitted(without, [*notes, *faults])
 
 
-def _check_own(around: Circumstances) -> None:
+def _check_own(around: RequirementInputs) -> None:
     """Raise UserError for a knob of the user's own config with which DeepSpeed fails here.
 
     DeepSpeed may ignore other knobs, and a script with them was seen to start.
@@ -547,7 +547,7 @@ def _check_own(around: Circumstances) -> None:
 
 
 def _left(
-    name: str, domain: Domain, missing: dict[Value, str], around: Circumstances, space: SearchSpace
+    name: str, domain: Domain, missing: dict[Value, str], around: RequirementInputs, space: SearchSpace
 ) -> Domain | None:
     """Return the knob's domain without values that lack a requirement, or None if no value is left."""
     if not missing:
@@ -562,7 +562,7 @@ def _left(
     return dataclasses.replace(domain, values=left) if left else None
 
 
-def _nothing_but_off(name: str, domain: Domain, around: Circumstances) -> bool:
+def _nothing_but_off(name: str, domain: Domain, around: RequirementInputs) -> bool:
     """Check that a knob's only remaining value is its absence, and that a config may leave it out.
 
     Either the knob was narrowed to that value, or this DeepSpeed refuses its name.
@@ -572,7 +572,7 @@ def _nothing_but_off(name: str, domain: Domain, around: Circumstances) -> bool:
     return off and (not domain.fixed or bool(_unknown(name, around.deepspeed)))
 
 
-def unmet(name: str, value: Value, around: Circumstances) -> str:
+def unmet(name: str, value: Value, around: RequirementInputs) -> str:
     """Return the requirement that a setting lacks here, as the predicate of a sentence; empty if it lacks none."""
     knob = KNOBS.get(name)
     if knob is None or is_off(name, value, around.job.precision):

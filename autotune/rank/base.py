@@ -498,10 +498,10 @@ class Heartbeat:
         self._stopped.set()
 
     def _beat(self) -> None:
-        last: Glance | None = None
+        last: ThreadPosition | None = None
         told = False
         while not self._stopped.wait(BEAT_SECONDS):
-            now = glance(self._main or 0)
+            now = thread_position(self._main or 0)
             if now is None or self._channel.closed:
                 return
             moved = last is None or now.place != last.place
@@ -511,7 +511,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
-class Glance:
+class ThreadPosition:
     """Position of a thread, without its frames: a stored frame would keep its variables' tensors alive."""
 
     place: tuple[tuple[int, int], ...]
@@ -520,10 +520,10 @@ class Glance:
     compiles: bool = False
 
 
-def glance(thread: int) -> Glance | None:
+def thread_position(thread: int) -> ThreadPosition | None:
     """Return the current position of a thread by its identity, or None if it has ended."""
     frame = sys._current_frames().get(thread)
-    return None if frame is None else Glance(_place(frame), describe(frame), waits(frame), compiles(frame))
+    return None if frame is None else ThreadPosition(_place(frame), describe(frame), waits(frame), compiles(frame))
 
 
 def _place(frame: FrameType | None) -> tuple[tuple[int, int], ...]:

@@ -99,7 +99,7 @@ def load_any(
     tag: str | None = None,
     *args: Any,
     convert: bool,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     **kwargs: Any,
 ) -> Any:
     """Load a checkpoint that another config of the recovery ladder may have written. Every rank must call this.
@@ -108,7 +108,7 @@ def load_any(
         load: DeepSpeed's own `load_checkpoint`, which defines the other arguments and the result.
         convert: convert a checkpoint that does not load directly. The universal copy lies next to it and is removed
             after the load.
-        say: called on the first rank with a message when a checkpoint is converted.
+        print_line: called on the first rank with a message when a checkpoint is converted.
 
     Raises:
         RuntimeError: the checkpoint cannot be converted.
@@ -118,7 +118,7 @@ def load_any(
     if written is None or own is None:
         found = load(engine, load_dir, tag, *args, **kwargs)
     else:
-        found = _load_converted(load, engine, *written, own, say, *args, **kwargs)
+        found = _load_converted(load, engine, *written, own, print_line, *args, **kwargs)
     if found and found[0] and own is not None:
         mend(engine, own)
     return found
@@ -143,7 +143,7 @@ def _load_converted(
     folder: Path,
     stage: int,
     own: list[dict[str, Any]],
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -153,7 +153,7 @@ def _load_converted(
     universal = place / folder.name
     first = torch.distributed.get_rank() == 0
     if first:
-        say(f"converting {folder} for stage 3; it was written under stage {stage}")
+        print_line(f"converting {folder} for stage 3; it was written under stage {stage}")
     _by_the_first(lambda: convert(folder, universal, torch.distributed.get_world_size()))
     settings = engine._config
     settings.load_universal_checkpoint = True
@@ -487,23 +487,23 @@ def lacks(folder: Path, part: CheckpointShare) -> bool:
 
 
 @dataclass(frozen=True)
-class Tags:
+class TaggedFolderView:
     """One rank's view of a folder into which a script saves checkpoints itself."""
 
     latest: str | None
     whole: dict[str, int]  # time of writing in ns (clock of the file server) of each tag that is whole for this rank
 
 
-def tags_in(folder: Path, part: CheckpointShare) -> Tags:
+def tags_in(folder: Path, part: CheckpointShare) -> TaggedFolderView:
     """Return this rank's view of the folder."""
     whole = {}
     for tag in {file.parent for file in folder.glob(f"*/{_SHARDS_STATES}")}:
         if not is_damaged(tag, part) and not lacks(tag, part):
             whole[tag.name] = max((file.stat().st_mtime_ns for file in tag.glob(_SHARDS_STATES)), default=0)
-    return Tags(tag_of(folder), whole)
+    return TaggedFolderView(tag_of(folder), whole)
 
 
-def instead_of_latest(seen: Sequence[Tags], bad: set[str]) -> str | None:
+def instead_of_latest(seen: Sequence[TaggedFolderView], bad: set[str]) -> str | None:
     """Return the newest tag that is whole for all ranks if the latest is damaged or in `bad`.
 
     None means that no tag is better than the latest.
@@ -572,7 +572,7 @@ class CheckpointLedger:
         self.call += 1
         self.found, self.last = found, self.call
 
-    def seen(self, part: CheckpointShare, given: Any, bad: Collection[str] = ()) -> Seen:
+    def seen(self, part: CheckpointShare, given: Any, bad: Collection[str] = ()) -> OutputFolderView:
         """Return this rank's view of the folder after `begin`.
 
         Args:
@@ -594,7 +594,7 @@ class CheckpointLedger:
                     whole.add(step)
             if tag is not None and str(checkpoint / tag) in bad:
                 failed.add(step)
-        return Seen(readable, whole, by, self._named(given), failed)
+        return OutputFolderView(readable, whole, by, self._named(given), failed)
 
     def _named(self, given: Any) -> int | None:
         """Return the step of the checkpoint in this folder that Trainer would resume from, or None."""
@@ -613,7 +613,7 @@ class CheckpointLedger:
 
 
 @dataclass(frozen=True)
-class Seen:
+class OutputFolderView:
     """One rank's view of an output folder. Checkpoints are identified by step."""
 
     readable: set[int]  # checkpoints with a state and no damaged file
@@ -636,7 +636,7 @@ class Choice:
     not_whole: int | None = None  # newer checkpoint that was skipped because it is damaged
 
 
-def chosen(seen: Sequence[Seen], call: int) -> Choice | None:
+def chosen(seen: Sequence[OutputFolderView], call: int) -> Choice | None:
     """Return the checkpoint from which this call resumes, or None to keep the script's choice.
 
     The first choice is the newest whole checkpoint of this call in this launch, unless the script names a newer one. If

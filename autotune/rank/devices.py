@@ -310,6 +310,11 @@ def generator_state() -> bytes | None:
     return bytes(torch.cuda.get_rng_state().numpy().tobytes())
 
 
+def seeding_modules() -> tuple[Any, ...]:
+    """Return the modules with functions that seed all devices."""
+    return torch, torch.random, torch.cuda
+
+
 def in_use() -> bool:
     """Return True if this process has initialized CUDA."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

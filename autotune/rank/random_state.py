@@ -101,6 +101,8 @@ class RandomState:
         """Take the place of the kernel's random numbers, and note the seeds that the script names and its generators."""
         import torch
 
+        from autotune.rank.devices import seeding_modules
+
         kernel = os.urandom
 
         def urandom(_: Any, count: int, /) -> bytes:
@@ -144,9 +146,10 @@ class RandomState:
         patches.wrap(random, "seed", seed_default)
         for owner in (torch, torch.random):
             patches.wrap(owner, "seed", seed_torch)
-            patches.wrap(owner, "manual_seed", seed_all)
-        for name in ("manual_seed", "manual_seed_all"):
-            patches.wrap(torch.cuda, name, seed_all)
+        for owner in seeding_modules():
+            for name in ("manual_seed", "manual_seed_all"):
+                if hasattr(owner, name):
+                    patches.wrap(owner, name, seed_all)
         patches.replace(torch, "Generator", self._generator_class())
         if (numpy := sys.modules.get("numpy")) is not None:
             patches.wrap(numpy.random, "seed", seed_default)

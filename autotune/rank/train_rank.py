@@ -29,7 +29,7 @@ from autotune.rank.base import BaseRank, greet, handled, leave
 from autotune.rank.checkpoints import (
     CheckpointLedger,
     CheckpointShare,
-    Seen,
+    OutputFolderView,
     chosen,
     instead_of_latest,
     load_any,
@@ -166,7 +166,7 @@ class TrainRank(BaseRank):
             written = os.stat(path).st_mtime_ns
         self.channel.send("resumed", path=path, written=written)
 
-    def _tell_of_earlier(self, ledger: CheckpointLedger, seen: Seen) -> None:
+    def _tell_of_earlier(self, ledger: CheckpointLedger, seen: OutputFolderView) -> None:
         """Report that a restarted script does not resume from an earlier launch's checkpoint.
 
         The script decides this itself, but the user must see it.
@@ -199,7 +199,7 @@ class TrainRank(BaseRank):
         ) -> Any:
             folder, latest = Path(load_dir), tag is None
             tag = self._sound_tag(folder) if latest else tag
-            load = functools.partial(load_any, original, convert=self.spec["convert"], say=self._tell)
+            load = functools.partial(load_any, original, convert=self.spec["convert"], print_line=self._tell)
             try:
                 found = load(engine, load_dir, tag, *args, **kwargs)
             except Exception as error:

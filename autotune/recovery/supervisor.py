@@ -93,7 +93,7 @@ class Supervisor:
         silent_seconds: time without a heartbeat from any rank that counts as a hang: no message, no step of a main thread,
             nothing computed, read or written.
         convert: convert checkpoints for a rung that cannot load them directly.
-        say: callback for one line of text to the user.
+        print_line: callback for one line of text to the user.
         machine: starts the ranks here, and is opened and closed by the caller; None: each rank is a separate interpreter,
             which ends as the script alone would.
         threads: CPU threads per rank, as the study was measured with; None: a share of this machine's.
@@ -108,18 +108,18 @@ class Supervisor:
         *,
         max_restarts: int,
         silent_seconds: float,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         convert: bool = False,
         machine: LaunchTarget | None = None,
         threads: int | None = None,
     ) -> None:
         assert job.script is not None
         self.job, self.hardware, self.ladder, self.folder = job, hardware, ladder, folder
-        self.max_restarts, self.convert, self._say = max_restarts, convert, say
+        self.max_restarts, self.convert, self._print_line = max_restarts, convert, print_line
         self._silent_seconds = silent_seconds
         self._policy = GroupPolicy(HELLO_SECONDS, lambda phase: silent_seconds, SETTLE_SECONDS, may_exit=True)
         self.threads = threads or hardware.threads or threads_per_rank(job.ranks)
-        self._own_machine = LocalMachine(folder, Ops(self.say), lambda: self.stopped)
+        self._own_machine = LocalMachine(folder, Ops(self.print_line), lambda: self.stopped)
         self.target: LaunchTarget = machine or self._own_machine
         self._opened = machine is not None
         self._is_local = True
@@ -161,7 +161,7 @@ class Supervisor:
         try:
             write_atomically(self.folder / "launch.json", json.dumps(masked_data(summary.to_json()), indent=2) + "\n")
         except OSError as error:  # a full disk does not change how the training ended
-            self.say(f"{self.folder / 'launch.json'} was not written: {one_line(error)}")
+            self.print_line(f"{self.folder / 'launch.json'} was not written: {one_line(error)}")
         return summary
 
     @property
@@ -169,9 +169,9 @@ class Supervisor:
         """True once a signal that ends the training has arrived."""
         return self._signal is not None
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a message and append it to `launch.log`."""
-        self._say(text)
+        self._print_line(text)
         with suppress(OSError), (self.folder / "launch.log").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {masked(text)}\n")
 
@@ -182,7 +182,7 @@ class Supervisor:
         while True:
             rung = self.ladder[way.at]
             how = "measured" if rung.measured else "predicted"
-            self.say(f"starting under {rung.candidate} ({how} {format_bytes(rung.peak_bytes)} a rank)")
+            self.print_line(f"starting under {rung.candidate} ({how} {format_bytes(rung.peak_bytes)} a rank)")
             attempts.append(attempt := Attempt(way.at, str(rung.candidate), peak_bytes=rung.peak_bytes))
             end = self._timed(rung, attempt, first=len(attempts) == 1)
             tries = 1 if way.made_progress(end.resumed_from) else tries + 1
@@ -190,26 +190,26 @@ class Supervisor:
                 continue
             if end.kind is None or self._signal is not None or (end.kind is OutcomeKind.INVALID and way.at == 0):
                 return LaunchSummary(end.code, attempts)
-            self.say(f"{end.kind.value} after {end.steps} steps: {end.reason}")
+            self.print_line(f"{end.kind.value} after {end.steps} steps: {end.reason}")
             down = way.next_action(end.kind, end.steps, end.words, end.origin)
             if way.hopeless:
-                self.say(f"{way.hopeless}: giving up")
+                self.print_line(f"{way.hopeless}: giving up")
                 return LaunchSummary(_given_up(end), attempts)
             if down and rung is self.ladder[-1]:
-                self.say("no config with less memory is left on the ladder: giving up")
+                self.print_line("no config with less memory is left on the ladder: giving up")
                 return LaunchSummary(_given_up(end), attempts)
             if tries > self.max_restarts:
-                self.say(f"--max-restarts {self.max_restarts} reached: giving up")
+                self.print_line(f"--max-restarts {self.max_restarts} reached: giving up")
                 return LaunchSummary(_given_up(end), attempts)
             if down:
                 way.down()
-                self.say("stepping down")
+                self.print_line("stepping down")
                 continue
             pause = f" in {format_duration(way.pause_seconds)}" if way.pause_seconds else ""
-            self.say(f"starting again under the same config{pause}")
+            self.print_line(f"starting again under the same config{pause}")
             self._wait(way.pause_seconds)
             if self._signal is not None:
-                self.say(f"stopped by {self._signal.name}, before it was started again")
+                self.print_line(f"stopped by {self._signal.name}, before it was started again")
                 return LaunchSummary(128 + self._signal, attempts)
 
     def _sets_aside(self, end: AttemptEnd, *, first: bool) -> bool:
@@ -223,7 +223,9 @@ class Supervisor:
         if first or end.steps or not end.unloaded or again or self._signal is not None:
             return False
         self._bad.append(end.unloaded)
-        self.say(f"{end.reason} in loading {end.unloaded}: starting again from an older checkpoint, if there is one")
+        self.print_line(
+            f"{end.reason} in loading {end.unloaded}: starting again from an older checkpoint, if there is one"
+        )
         return True
 
     def _wait(self, seconds: float) -> None:
@@ -238,7 +240,7 @@ class Supervisor:
         Raises:
             UserError: the first attempt cannot be prepared.
         """
-        started, course, heard = time.monotonic(), Course(), AttemptMessages(self.say)
+        started, course, heard = time.monotonic(), AttemptTimeline(), AttemptMessages(self.print_line)
         try:
             end = self._prepare(rung, heard) or self._attempt(rung, course, heard)
         except OSError as error:  # no memory, process or disk for it
@@ -288,7 +290,7 @@ class Supervisor:
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
-    def _attempt(self, rung: Rung, course: Course, heard: AttemptMessages) -> AttemptEnd:
+    def _attempt(self, rung: Rung, course: AttemptTimeline, heard: AttemptMessages) -> AttemptEnd:
         def take(rank: int, message: Message) -> None:
             heard.process(rank, message)
             if message["type"] == "traced":
@@ -350,23 +352,23 @@ class Supervisor:
             return
         if why := structure_differs(self._reference, trace):
             self._otherwise = why
-            self.say(f"stopped: {why}; start it again from its checkpoint under a config of the same batch")
+            self.print_line(f"stopped: {why}; start it again from its checkpoint under a config of the same batch")
         elif line := iterations_line(self.job, self._reference, trace):
-            self.say(line)
+            self.print_line(line)
 
     def _end(self, group: WorkerGroup) -> None:
         """End the group. An OSError here does not change how the attempt ended."""
         try:
             group.end()
         except OSError as error:
-            self.say(f"the ranks' end: {one_line(error)}")
+            self.print_line(f"the ranks' end: {one_line(error)}")
 
     def _leave(self, group: WorkerGroup, heard: AttemptMessages) -> AttemptEnd:
         """Pass a signal on and give the ranks time to end in their own way."""
         assert self._signal is not None
         group.signal(self._signal)
         if group.greeted:
-            self.say(f"{self._signal.name} is passed on, and the ranks may save; a second one ends them at once")
+            self.print_line(f"{self._signal.name} is passed on, and the ranks may save; a second one ends them at once")
             group.wait_until_ended(LEAVE_SECONDS, max(LEAVE_SECONDS, self._silent_seconds))
         codes = [code for code in group.exit_codes().values() if code > 0]
         code = codes[0] if codes else 0 if group.all_succeeded else 128 + self._signal
@@ -435,7 +437,7 @@ class AttemptEnd:
 class AttemptMessages:
     """State collected from the messages of one attempt's ranks."""
 
-    say: Callable[[str], None]
+    print_line: Callable[[str], None]
     steps: int = 0
     resumed_from: str = ""
     origin: str = ""
@@ -454,7 +456,7 @@ class AttemptMessages:
             self.origin = f"{message['path']} {message.get('written')}"
             if not self.resumed_from:
                 self.resumed_from = message["path"]
-                self.say(f"going on from {self.resumed_from}")
+                self.print_line(f"going on from {self.resumed_from}")
         elif verb == "checkpoints":
             self.earlier[message["folder"]] = message["ledger"]
         elif verb == "traced":
@@ -462,10 +464,10 @@ class AttemptMessages:
         elif verb == "output":
             self.begun.add(message["folder"])
         elif verb == "note":
-            self.say(message["text"])
+            self.print_line(message["text"])
         elif verb == "strayed" and not self.strayed:
             self.strayed = True
-            self.say("the script trains without DeepSpeed: no config of ours is in it")
+            self.print_line("the script trains without DeepSpeed: no config of ours is in it")
         self.steps = max(self.steps, int(message.get("steps") or 0))
 
     def end(self, code: int, kind: OutcomeKind | None, reason: str) -> AttemptEnd:
@@ -488,7 +490,7 @@ def end_of(stop: WatchEnd, group: WorkerGroup, heard: AttemptMessages, hardware:
         for rank, status in group.statuses().items():
             if status < 0:
                 name = signal.Signals(-status).name
-                heard.say(f"rank {rank} died by {name} on its way out, after the script's end")
+                heard.print_line(f"rank {rank} died by {name} on its way out, after the script's end")
         return heard.end(0, None, "done")
     evidence = group.evidence()
     codes = [128 - status if status < 0 else status for status in evidence.statuses.values() if status]
@@ -511,7 +513,7 @@ def end_of(stop: WatchEnd, group: WorkerGroup, heard: AttemptMessages, hardware:
 def _hang(group: WorkerGroup, heard: AttemptMessages, hardware: Hardware) -> AttemptEnd:
     """Return the end of an attempt without a heartbeat: an OOM if a device or the host is nearly full."""
     if (code := group.script_exit_code) is not None:
-        heard.say("the script is over, and ranks do not leave: ended")
+        heard.print_line("the script is over, and ranks do not leave: ended")
         return heard.end(code, None, "done")
     peaks = group.peaks()
     text = f"hang in {group.silence}"
@@ -627,7 +629,7 @@ FIRST_SECONDS = 1.0  # between points; doubled whenever there are too many
 Point = tuple[float, int, int]  # seconds since the attempt began, steps so far, bytes of the worst rank
 
 
-class Course:
+class AttemptTimeline:
     """The points of one attempt."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -51,10 +51,10 @@ from autotune.script.script import (
     RELAUNCHED,
     carried,
     carries_knob,
-    half_told,
     training_command,
     typed,
     variables_for,
+    wrong_batch_warning,
 )
 from autotune.search.certificate import certificate_lines
 from autotune.search.leaderboard import Leaderboard, StudyFacts, missing_bytes
@@ -116,7 +116,7 @@ class PlainObserver:
 
     def __init__(self, console: Console, tracking: Tracking | None = None) -> None:
         self.console = console
-        self.tracking = tracking or Tracking((), self.say)
+        self.tracking = tracking or Tracking((), self.print_line)
         self._leaderboard: Leaderboard | None = None
         self._last = ""
 
@@ -167,7 +167,7 @@ class PlainObserver:
             f"{line}{f', {shortened(remark, _MOST_REASON)}' if remark else ''}  [{seconds}]", "dim" if remark else ""
         )
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a message."""
         self._print(text)
 
@@ -596,7 +596,7 @@ def train_with(
     if loads and not carries_knob(job.script, MICRO_BATCH):
         size = winner.micro_batch * (job.ranks if job.script.profile.get(SPLIT) else 1)
         hints += [f"  with batch_size={size} in its data loader, which no config reaches"]
-    if half := half_told(job.script, winner):
+    if half := wrong_batch_warning(job.script, winner):
         hints += [f"  {half}"]
     return HowToTrain(tuple(commands), instead, tuple(hints))
 

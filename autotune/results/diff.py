@@ -31,7 +31,7 @@ _Trial = tuple[str, Candidate, Outcome]  # (role, candidate, outcome)
 
 
 @dataclass(frozen=True)
-class Pair:
+class TrialPair:
     """Outcomes of one candidate in both studies, of one role if both have one."""
 
     candidate: Candidate
@@ -71,7 +71,7 @@ class StudyDiff:
     versions: dict[str, tuple[str | None, str | None]]  # by package; None: not recorded
     settings: tuple[str, ...]  # lines such as `job.seq_len: 768 -> 1024`
     capacity_bytes: tuple[int, int]  # bytes that a rank may use
-    pairs: tuple[Pair, ...]  # candidates that both tried, changed outcomes first
+    pairs: tuple[TrialPair, ...]  # candidates that both tried, changed outcomes first
     tried: tuple[int, int]  # candidates with an attributable outcome
     winners: tuple[Candidate | None, Candidate | None]
 
@@ -183,7 +183,7 @@ def _names(first: StudyStore, second: StudyStore) -> tuple[str, str]:
     return names if names[0] != names[1] else (str(first.folder), str(second.folder))
 
 
-def _winner(store: StudyStore, pairs: Mapping[_Key, Pair]) -> Candidate | None:
+def _winner(store: StudyStore, pairs: Mapping[_Key, TrialPair]) -> Candidate | None:
     """Return a study's winner, as its pair spells it if both studies tried it."""
     if (record := store.winner) is None:
         return None
@@ -208,7 +208,7 @@ def _key(candidate: Candidate, store: StudyStore) -> _Key:
     return frozenset(item for item in candidate.knobs if not is_off(*item, precision))
 
 
-def _pair(first: Sequence[_Trial], second: Sequence[_Trial]) -> Pair:
+def _pair(first: Sequence[_Trial], second: Sequence[_Trial]) -> TrialPair:
     """Return the latest outcomes; if both were measured, the latest of one role, since verification runs longer."""
     (role, candidate, one), (other_role, _, other) = first[-1], second[-1]
     alike = role == other_role
@@ -218,7 +218,7 @@ def _pair(first: Sequence[_Trial], second: Sequence[_Trial]) -> Pair:
             if all(ends):
                 (one, other), alike = (ends[0][-1], ends[1][-1]), True
                 break
-    return Pair(candidate, one, other, _ratio(one.measurement, other.measurement) if alike else None)
+    return TrialPair(candidate, one, other, _ratio(one.measurement, other.measurement) if alike else None)
 
 
 def _ratio(first: Measurement | None, second: Measurement | None) -> SpeedRatio | None:

@@ -18,7 +18,7 @@ from autotune.problem.candidate import Candidate, describe, job_with_candidate
 from autotune.problem.gpu_specs import Price, cloud_machines
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import CHUNKED, SEQUENCE_RANKS, Job, sync_note
-from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO, Circumstances, loss_possible
+from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO, RequirementInputs, loss_possible
 from autotune.results.tables import DataTable
 from autotune.util.units import GIB, format_bytes, format_count, format_hours, format_usd
 
@@ -578,7 +578,7 @@ def chunked_loss_line(plan: Plan) -> str:
         ratio = fastest.samples_per_second / before.samples_per_second
         faster = f", {ratio:.2f}x the speed" if plan.best else ""
         gain = f"the fastest is then {short(fastest.candidate)}: {token_speed(fastest, plan.job)}{faster}"
-    named = plan.job.workload is None and not loss_possible(CHUNKED, Circumstances(plan.job, plan.hardware))
+    named = plan.job.workload is None and not loss_possible(CHUNKED, RequirementInputs(plan.job, plan.hardware))
     how = f"--loss chunked; in a script {CHUNKED_LOSSES}" if named else CHUNKED_LOSSES
     return f"{held}. Compute the loss in chunks ({how}): {then}, {gain}"
 

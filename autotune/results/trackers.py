@@ -247,11 +247,11 @@ class Tracking:
 
     Args:
         names: of trackers that `check_trackers` has accepted.
-        say: receives a line for each tracker that fails.
+        print_line: receives a line for each tracker that fails.
     """
 
-    def __init__(self, names: Sequence[str], say: Callable[[str], None]) -> None:
-        self._say, self._queues = say, {name: queue.SimpleQueue[str]() for name in names}
+    def __init__(self, names: Sequence[str], print_line: Callable[[str], None]) -> None:
+        self._print_line, self._queues = print_line, {name: queue.SimpleQueue[str]() for name in names}
         self._threads: list[threading.Thread] = []
         self._processes: dict[str, subprocess.Popen[str]] = {}
         self._predict: Predict | None = None
@@ -278,7 +278,7 @@ class Tracking:
             try:
                 self._predicted[number] = self._predict(candidate)
             except Exception as error:
-                self._say(f"trackers: trial {number} has no prediction ({one_line(error)})")
+                self._print_line(f"trackers: trial {number} has no prediction ({one_line(error)})")
 
     def finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
         """Record a trial."""
@@ -336,7 +336,7 @@ class Tracking:
             why = shown(last[0])
         except OSError as error:
             why = one_line(error)
-        self._say(f"--track {name} failed and records no more: {why} (see {log})")
+        self._print_line(f"--track {name} failed and records no more: {why} (see {log})")
 
 
 def main(name: str, study: str, folder: str) -> None:

@@ -32,7 +32,7 @@ _SPELT = ("--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per
 _OTHER_NAMES = {"micro_batch_size": MICRO_BATCH, **{flag[2:]: knob for knob, flag in KNOWN_FLAGS.items()}}
 
 
-class Typed(NamedTuple):
+class TypedCommand(NamedTuple):
     """A script, and the command's settings of the machine."""
 
     script: Script
@@ -48,7 +48,7 @@ def read_command(
     worst_case: bool = False,
     ds_config: Path | None = None,
     interpreter: Interpreter = OWN,
-) -> Typed:
+) -> TypedCommand:
     """Parse the words typed after `--`.
 
     Raises:
@@ -62,7 +62,7 @@ def read_command(
     if gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = gpus
     own = after(settings_in(script_text(script) or ""), {**os.environ, **variables})
-    return Typed(script, ranks, said, {**variables, **own}, own)
+    return TypedCommand(script, ranks, said, {**variables, **own}, own)
 
 
 def make_script(

@@ -78,7 +78,7 @@ def heavy_imports(script: Script) -> list[str]:
     return sorted(found)
 
 
-def told_flags(script: Script, candidate: Candidate) -> Iterator[tuple[str, str, Value]]:
+def knob_flags(script: Script, candidate: Candidate) -> Iterator[tuple[str, str, Value]]:
     """Yield (knob, flag, value) of every knob of the candidate with a known flag, and of flags for a whole step's samples.
 
     The knob of the latter is empty. They are yielded if the candidate's steps have other samples than the script's own.
@@ -95,8 +95,8 @@ def told_flags(script: Script, candidate: Candidate) -> Iterator[tuple[str, str,
 
 
 def settings(script: Script, candidate: Candidate) -> dict[str, Value]:
-    """Return the values of `told_flags` by flag."""
-    return {flag: value for _, flag, value in told_flags(script, candidate)}
+    """Return the values of `knob_flags` by flag."""
+    return {flag: value for _, flag, value in knob_flags(script, candidate)}
 
 
 def yes_or_no_flags(script: Script) -> set[str]:
@@ -123,7 +123,7 @@ def command(script: Script, candidate: Candidate, config: str) -> list[str]:
     named = config_path(script) is not None and own_config(script) is None
     if not named and not carries_config(script) and CONFIG_FLAG in flags and script.profile.get("through_arguments"):
         argv = with_flag(argv, CONFIG_FLAG, config)
-    for knob, flag, value in told_flags(script, candidate):
+    for knob, flag, value in knob_flags(script, candidate):
         if flag in flags and not (carries(script, knob) and flag not in given(script.argv)):
             argv = with_setting(script, argv, flag, value)
     return argv
@@ -159,7 +159,7 @@ def carries_knob(script: Script, knob: str) -> bool:
     return bool(script.profile.get(PRODUCTS)) and other is not None and _flag_of(script, other)[0] in _flags(script)
 
 
-def half_told(script: Script, candidate: Candidate) -> str:
+def wrong_batch_warning(script: Script, candidate: Candidate) -> str:
     """Return a warning if a script computes from a wrong batch before `prepare`; empty otherwise.
 
     An example is the length of a learning-rate schedule in Hugging Face's `no_trainer` examples. The case occurs if a flag

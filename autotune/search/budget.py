@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autotune.executors.base import REFERENCE, Effort, Executor
+from autotune.executors.base import REFERENCE, Executor, MeasureSpec
 from autotune.problem.candidate import Candidate, Value
 from autotune.problem.job import checkpoint_seconds, weights_seconds
 from autotune.problem.outcome import Measurement, Outcome
@@ -28,7 +28,7 @@ class Budget:
     Args:
         executor: provides the clock.
         proposer: provides the predictor.
-        verify_effort: length of a verification.
+        verify_spec: length of a verification.
         budget_seconds: budget of the call.
         spent_seconds: seconds of the budget used before the loop, for imports and the fork server.
         best: returns the best candidate so far and its measurement; None if nothing was measured.
@@ -39,13 +39,13 @@ class Budget:
         self,
         executor: Executor,
         proposer: Proposer,
-        verify_effort: Effort,
+        verify_spec: MeasureSpec,
         budget_seconds: float,
         spent_seconds: float,
         best: Callable[[], tuple[Candidate, Measurement] | None],
         due: Callable[[], int] = lambda: 1,
     ) -> None:
-        self.executor, self.proposer, self.verify_effort = executor, proposer, verify_effort
+        self.executor, self.proposer, self.verify_spec = executor, proposer, verify_spec
         self.budget_seconds, self._best, self._due = budget_seconds, best, due
         self._spent_seconds = spent_seconds
         self.references = 0  # trials without DeepSpeed that follow the search
@@ -108,7 +108,7 @@ class Budget:
         checkpoint.
         """
         if role == VERIFY:
-            measuring = max(5 * self._step_seconds, self.verify_effort.min_seconds)
+            measuring = max(5 * self._step_seconds, self.verify_spec.min_seconds)
             return SLACK * (self._startup_seconds + measuring) + max(LEAST_SAVE_SECONDS, SLACK * self._save_seconds)
         if not self.tries_resuming or self._best() is None:
             return 0.0
@@ -123,7 +123,7 @@ class Budget:
     @property
     def _save_seconds(self) -> float:
         """Seconds to save the weights, which verification gathers as a training does."""
-        if not self.verify_effort.certify:
+        if not self.verify_spec.certify:
             return 0.0
         predictor = self.proposer.predictor
         elements = sum(predictor.trace.parameters) + predictor.trace.frozen
@@ -183,7 +183,7 @@ class Budget:
 
         The limit covers two starts, whole steps of a long accumulation, and a checkpoint on a slow disk.
         """
-        return 2 * trial_seconds + 20 * step_seconds + self.verify_effort.max_seconds + 4 * self.checkpoint_seconds
+        return 2 * trial_seconds + 20 * step_seconds + self.verify_spec.max_seconds + 4 * self.checkpoint_seconds
 
 
 def too_short(budget_seconds: float) -> str | None:

@@ -386,7 +386,7 @@ def _interval(one: Measurement) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Rival:
+class RunnerUp:
     """Another config that may win, and the winner's speed divided by its speed."""
 
     candidate: Candidate
@@ -470,9 +470,9 @@ class StudyFacts:
     winner: Record | None  # its measurement is the mean of the verifications of a call
     verified: bool
     best: Record | None  # the best that can still win: the winner, or the first of the leaderboard
-    tied: tuple[Rival, ...]  # the intervals overlap the winner's
-    slower: tuple[Rival, ...]  # clearly slower than the winner, fastest first
-    faster: tuple[Rival, ...]  # clearly faster than the winner, and not chosen: unverified, or measured since
+    tied: tuple[RunnerUp, ...]  # the intervals overlap the winner's
+    slower: tuple[RunnerUp, ...]  # clearly slower than the winner, fastest first
+    faster: tuple[RunnerUp, ...]  # clearly faster than the winner, and not chosen: unverified, or measured since
     apart: tuple[Candidate, ...]  # may win, and were never measured as the winner was
     remarks: Mapping[int, str]  # by trial number: why a measured trial cannot win
     not_compared: Mapping[int, str]  # by trial number: why a measured trial that may win has no ratio to the winner
@@ -490,7 +490,7 @@ class StudyFacts:
     references: tuple[Reference, ...] = ()  # measured in the call that last verified the winner
 
     @property
-    def next_best(self) -> Rival | None:
+    def next_best(self) -> RunnerUp | None:
         """Return the fastest rival that is clearly slower than the winner."""
         return self.slower[0] if self.slower else None
 
@@ -513,7 +513,7 @@ class StudyFacts:
             return "it needs less memory than those that measured faster"
         return "it is verified" if self.verified else "it is the least likely to fail verification"
 
-    def _named(self, rival: Rival) -> str:
+    def _named(self, rival: RunnerUp) -> str:
         """Return a tied config, with the memory that it would save."""
         assert self.winner is not None
         assert self.winner.outcome is not None
@@ -554,7 +554,7 @@ class StudyFacts:
     def to_json(self) -> dict[str, object]:
         """Return the facts as JSON data, trials by their numbers."""
 
-        def rivals(found: Sequence[Rival]) -> list[dict[str, object]]:
+        def rivals(found: Sequence[RunnerUp]) -> list[dict[str, object]]:
             return [{**vars(one), "candidate": one.candidate.as_dict, "ratio": vars(one.ratio)} for one in found]
 
         return {
@@ -613,7 +613,7 @@ def study_facts(
         leaderboard.reject(candidate, "not in the space of the latest call")
     at = chosen if chosen is not None and leaderboard.may_win(chosen) else None
     won = _as_measured(records, leaderboard, at)
-    groups: dict[str, list[Rival]] = {"tied": [], "slower": [], "faster": []}
+    groups: dict[str, list[RunnerUp]] = {"tied": [], "slower": [], "faster": []}
     apart = []
     for other, (_, theirs) in leaderboard.measured.items():
         if at in (None, other) or not leaderboard.may_win(other):
@@ -622,7 +622,7 @@ def study_facts(
             apart.append(other)
         else:
             group = "tied" if ratio.is_noise else "slower" if ratio.times > 1 else "faster"
-            groups[group].append(Rival(other, ratio, theirs.peak_bytes, other in leaderboard.verified))
+            groups[group].append(RunnerUp(other, ratio, theirs.peak_bytes, other in leaderboard.verified))
     tied, slower, faster = (tuple(sorted(found, key=lambda one: one.ratio.times)) for found in groups.values())
     own = next((one for one in reversed(records) if one.note == AS_IS), None)
     best = at if at is not None else next(filter(leaderboard.may_win, leaderboard.feasible()), None)

@@ -69,7 +69,7 @@ class Rule:
     """A named reason to propose a candidate or to stop."""
 
     name: str
-    decide: Callable[[Turn], Proposal | Stop | None]  # None leaves the decision to the next rule
+    decide: Callable[[Decision], Proposal | Stop | None]  # None leaves the decision to the next rule
 
 
 class Proposer:
@@ -338,7 +338,7 @@ class Proposer:
         if self._model.predictor_rejected and self._is_stale and not self.exhaustive:
             return StopReason.NOTHING_BETTER.stop(count=self._proposed - self._improved_at)
         self._proposed += 1
-        turn = Turn(self._worth, left_seconds)
+        turn = Decision(self._worth, left_seconds)
         for rule in self.rules:
             if (decision := rule.decide(turn)) is not None:
                 self.decided_by = rule.name
@@ -347,57 +347,57 @@ class Proposer:
 
     # -- rules, in their order ---------------------------------------------------------------------------------------
 
-    def _start_candidate(self, turn: Turn) -> Proposal | None:
+    def _start_candidate(self, turn: Decision) -> Proposal | None:
         """Propose the start candidate once, if its prediction justifies a trial."""
         if self._start is None or not self._start_is_due:
             return None
         self._start.tried = True
         return Proposal(self._start.candidate, self._start.note)
 
-    def _fallback_after_failures(self, turn: Turn) -> Proposal | Stop | None:
+    def _fallback_after_failures(self, turn: Decision) -> Proposal | Stop | None:
         """Propose only fallback candidates after many failures without a fit."""
         due = not self.speed and self._fallback.is_due and not self.exhaustive
         return self._last_resort() if due else None
 
-    def _samplers_share(self, turn: Turn) -> Proposal | None:
+    def _samplers_share(self, turn: Decision) -> Proposal | None:
         """Give the sampler its share of the trials while the predictor is refuted."""
         if self._sampler_is_due:
             return self._advised()
         self._in_a_row = 0
         return None
 
-    def _fallback_without_a_fit(self, turn: Turn) -> Proposal | Stop | None:
+    def _fallback_without_a_fit(self, turn: Decision) -> Proposal | Stop | None:
         """Propose fallback candidates if nothing has fitted and nothing is predicted to fit."""
         return None if self.speed or turn.any_allowed else self._last_resort()
 
-    def _first_fit(self, turn: Turn) -> Proposal | None:
+    def _first_fit(self, turn: Decision) -> Proposal | None:
         """Propose the best predicted candidate until one has fitted."""
         return None if self.speed else Proposal(self.candidates[turn.best], "best predicted")
 
-    def _untried_level(self, turn: Turn) -> Proposal | None:
+    def _untried_level(self, turn: Decision) -> Proposal | None:
         """Try every level of the first-order knobs before a measured kind is refined."""
         if self._is_worthwhile(turn) and not self._groups.measured[turn.best]:
             return None
         return self._unseen() or (self._bold() if self._model.predictor_rejected else None)
 
-    def _predicted_gain(self, turn: Turn) -> Proposal | None:
+    def _predicted_gain(self, turn: Decision) -> Proposal | None:
         """Propose the most valuable candidate if it may gain enough, or if too few are measured to stop."""
         if not (self._is_worthwhile(turn) or (turn.any_allowed and len(self.speed) < LEAST_EVIDENCE)):
             return None
         gain = 100 * math.expm1(turn.gain[turn.best])
         return Proposal(self.candidates[turn.best], f"predicted gain {gain:.1f} %")
 
-    def _memory_limit(self, turn: Turn) -> Proposal | None:
+    def _memory_limit(self, turn: Decision) -> Proposal | None:
         """Test the memory predictor with a candidate that is predicted not to fit."""
         return self._bold()
 
-    def _surrogates_choice(self, turn: Turn) -> Proposal | None:
+    def _surrogates_choice(self, turn: Decision) -> Proposal | None:
         """Ask the surrogate before the predictor ends the search."""
         if self._model.predictor_rejected or self._audited >= AUDITS:
             return None
         return self._second_opinion()
 
-    def _untested_knob(self, turn: Turn) -> Proposal | None:
+    def _untested_knob(self, turn: Decision) -> Proposal | None:
         """Turn each knob of the best candidate once before the search ends early.
 
         The cheapest turn comes first, and all together take at most CHECK_SHARE of the remaining budget.
@@ -412,7 +412,7 @@ class Proposer:
             return None
         return Proposal(self.candidates[way.at], f"{way.knob} was not turned at the best")
 
-    def _doubtful_knob(self, turn: Turn) -> Proposal | None:
+    def _doubtful_knob(self, turn: Decision) -> Proposal | None:
         """Turn a knob of the best candidate whose predicted effects were so wrong that a turn may gain the tolerance."""
         if self._model.predictor_rejected or self.exhaustive:
             return None
@@ -423,7 +423,7 @@ class Proposer:
         missed = 100 * self.knobs.sigma(way.knob)
         return Proposal(self.candidates[way.at], f"predicted effects of {way.knob} are wrong by {missed:.0f} %")
 
-    def _loose_bound(self, turn: Turn) -> Proposal | None:
+    def _loose_bound(self, turn: Decision) -> Proposal | None:
         """Measure the candidate that makes the bound of the speed left so high.
 
         Its gain is unlikely, but large. All of them together take at most CHECK_SHARE of the remaining budget.
@@ -437,19 +437,19 @@ class Proposer:
             return None
         return Proposal(self.candidates[at], f"up to {100 * math.expm1(left):.0f} % may be left")
 
-    def _sampler_goes_on(self, turn: Turn) -> Proposal | None:
+    def _sampler_goes_on(self, turn: Decision) -> Proposal | None:
         """Leave the search to the sampler if the predictor is refuted, or if the search is exhaustive."""
         goes_on = self._model.predictor_rejected or (self.exhaustive and turn.any_allowed)
         return self._advised() if goes_on else None
 
-    def _small_gain(self, turn: Turn) -> Stop | None:
+    def _small_gain(self, turn: Decision) -> Stop | None:
         """Stop, because no earlier rule found an allowed candidate with enough predicted gain.
 
         Without an allowed candidate, `_decide` stops with ALL_TRIED.
         """
         return StopReason.SMALL_GAIN.stop(percent=100 * WORTHWHILE * self.tolerance) if turn.any_allowed else None
 
-    def _is_worthwhile(self, turn: Turn) -> bool:
+    def _is_worthwhile(self, turn: Decision) -> bool:
         return turn.any_allowed and bool(turn.gain[turn.best] >= WORTHWHILE * self.tolerance)
 
     def _trial_costs(self) -> Floats:
@@ -695,7 +695,7 @@ class Proposal:
     note: str
 
 
-class Turn:
+class Decision:
     """One decision of the proposer. Values are computed when a rule first needs them."""
 
     def __init__(self, worth: Callable[[], tuple[Floats, Floats]], left_seconds: float = math.inf) -> None:

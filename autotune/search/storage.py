@@ -143,10 +143,10 @@ def open_storage(url: str, *, reading: bool = False) -> optuna.storages.BaseStor
     except Exception as error:  # any error of SQLAlchemy or a driver
         if (isinstance(error, OSError) and disk_fails(error)) or _DISK_FAILS.search(str(error)):
             raise MachineTrouble(
-                f"the study cannot be stored ({what_it_says(error)}): make room and run again"
+                f"the study cannot be stored ({driver_message(error)}): make room and run again"
             ) from None
         raise UserError(
-            f"--storage {hide_password(url)} cannot be opened: {without_secrets(what_it_says(error), url)}; expected "
+            f"--storage {hide_password(url)} cannot be opened: {without_secrets(driver_message(error), url)}; expected "
             "something like sqlite:///runs/NAME/study.db, journal:runs/NAME/study.journal or "
             "postgresql://USER:PASSWORD@HOST/DB"
         ) from None
@@ -230,7 +230,7 @@ def _check_sqlite(path: Path, reading: bool) -> None:
             ) from None
 
 
-class Failing:
+class StorageFailures:
     """Error lines for a failing storage, with a summary of the measurements that are kept."""
 
     def __init__(self) -> None:
@@ -262,12 +262,12 @@ def _check_rollback_journal(path: Path) -> None:
 
 
 @contextmanager
-def failures_in_one_line() -> Iterator[Failing]:
+def failures_in_one_line() -> Iterator[StorageFailures]:
     """Turn a failing disk or database of a running study into MachineTrouble.
 
     The message reports which measurements are kept.
     """
-    failing = Failing()
+    failing = StorageFailures()
     try:
         yield failing
     except OSError as error:
@@ -277,7 +277,7 @@ def failures_in_one_line() -> Iterator[Failing]:
         raise MachineTrouble(failing.line(said, "make room and run again")) from None
     except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
         cause = error.__cause__ if isinstance(error, optuna.exceptions.StorageInternalError) else error
-        said = f"the study's database fails ({hide_password(what_it_says(error))})"
+        said = f"the study's database fails ({hide_password(driver_message(error))})"
         on_server = isinstance(cause, DBAPIError) and not isinstance(cause.orig, sqlite3.Error)
         remedy = "the same command goes on once it is back" if on_server else "make room or repair it and run again"
         raise MachineTrouble(failing.line(said, remedy)) from None
@@ -426,7 +426,7 @@ def is_server(url: str) -> bool:
     return url.partition("://")[0].partition("+")[0].lower() in _NAMES and "://" in url
 
 
-def what_it_says(error: BaseException) -> str:
+def driver_message(error: BaseException) -> str:
     """Return the driver's error message in one line."""
     while isinstance(error, optuna.exceptions.StorageInternalError) and error.__cause__ is not None:
         error = error.__cause__
@@ -477,7 +477,7 @@ class ServerStorage(RowStorage):
 
     def __init__(self, url: str) -> None:
         full, driver = _with_driver(url)
-        self.say: Callable[[str], None] = lambda text: None
+        self.print_line: Callable[[str], None] = lambda text: None
         self._patience_seconds = 0.0
         connecting = {key: value for key, value in _CONNECTING[driver].items() if f"{key}=" not in url}
         super().__init__(
@@ -497,8 +497,8 @@ class ServerStorage(RowStorage):
                     self._patience_seconds = 0.0  # later connections fail at once
                     raise
                 if not said:
-                    self.say(
-                        f"the study's database is away ({without_secrets(what_it_says(error), self.url)}); "
+                    self.print_line(
+                        f"the study's database is away ({without_secrets(driver_message(error), self.url)}); "
                         f"waiting for up to {AWAY_SECONDS:.0f} s"
                     )
                     said = True
@@ -506,7 +506,7 @@ class ServerStorage(RowStorage):
             else:
                 self._patience_seconds = AWAY_SECONDS  # the next outage gets the full wait again
                 if said:
-                    self.say("the study's database is back")
+                    self.print_line("the study's database is back")
                 return connection
 
     # Methods that Optuna and its cache call. Creating a study or a trial is not idempotent, and Optuna itself repeats

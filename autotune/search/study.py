@@ -47,11 +47,11 @@ from autotune.search.trials import (
     kept_if_it_fails,
     left_outcome,
     now,
+    outcomes_kept_in_folder,
     record_of,
     save_note,
     set_attribute,
     uncollected,
-    what_was_kept,
     withdraw,
 )
 from autotune.util.interpreter import OWN, Interpreter, other_python
@@ -256,16 +256,16 @@ class StudyStore:
         """
         self._lock = hold(self.folder, self.name) if self.folder is not None else None
 
-    def share(self, say: Callable[[str], None]) -> None:
+    def share(self, print_line: Callable[[str], None]) -> None:
         """Tune the study together with peer tuners until `leave`, instead of holding it.
 
         Args:
-            say: receives lines for the user.
+            print_line: receives lines for the user.
         """
         self.tuners.join()
         backend = getattr(self.study._storage, "_backend", None)  # behind Optuna's cache
         if isinstance(backend, ServerStorage):
-            backend.say = say
+            backend.print_line = print_line
 
     def leave(self) -> None:
         """End this tuner. Another tuner, also in this process, may then hold the study."""
@@ -366,7 +366,7 @@ class StudyStore:
     def finish_late(self) -> int:
         """Store outcomes that earlier calls in this folder could not store; return the number of trials."""
         stored = 0
-        for trial, outcome in what_was_kept(self.folder, self.study):
+        for trial, outcome in outcomes_kept_in_folder(self.folder, self.study):
             self._open[trial.number] = trial
             self.finish(trial.number, outcome)
             stored += 1

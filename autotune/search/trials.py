@@ -516,7 +516,7 @@ def kept_if_it_fails(folder: Path | None, trial: optuna.Trial, outcome: Outcome,
         raise
 
 
-def what_was_kept(folder: Path | None, study: optuna.Study) -> Iterator[tuple[optuna.Trial, Outcome]]:
+def outcomes_kept_in_folder(folder: Path | None, study: optuna.Study) -> Iterator[tuple[optuna.Trial, Outcome]]:
     """Yield trials with outcomes that earlier calls left in the folder.
 
     Each is passed to one call, once. Files of another study with the same name are deleted.

@@ -14,11 +14,11 @@ from itertools import compress
 from typing import Protocol
 
 from autotune.errors import MachineTrouble, Stopped, Unusable, UserError
-from autotune.executors.base import REFERENCE as REFERENCE_EFFORT
-from autotune.executors.base import RESUME as RESUME_EFFORT
-from autotune.executors.base import SEARCH as SEARCH_EFFORT
-from autotune.executors.base import VERIFY as VERIFY_EFFORT
-from autotune.executors.base import Effort, Executor, Session
+from autotune.executors.base import REFERENCE as REFERENCE_SPEC
+from autotune.executors.base import RESUME as RESUME_SPEC
+from autotune.executors.base import SEARCH as SEARCH_SPEC
+from autotune.executors.base import VERIFY as VERIFY_SPEC
+from autotune.executors.base import Executor, MeasureSpec, Session
 from autotune.problem.candidate import (
     ACCUMULATION,
     CHECKPOINTING,
@@ -84,8 +84,8 @@ class Tuner:
         spent_seconds: float = 0.0,
         observer: Observer | None = None,
         cancelled: Callable[[], bool] = lambda: False,
-        search_effort: Effort = SEARCH_EFFORT,
-        verify_effort: Effort = VERIFY_EFFORT,
+        search_spec: MeasureSpec = SEARCH_SPEC,
+        verify_spec: MeasureSpec = VERIFY_SPEC,
         beside: Sequence[Executor] = (),
         workers: SearchWorkers | None = None,
         references: bool = False,
@@ -93,14 +93,14 @@ class Tuner:
         self.store, self.proposer, self.cancelled = store, proposer, cancelled
         self.observer: Observer = observer or NullObserver()
         self.leaderboard = Leaderboard(hardware, proposer.job, proposer.candidates)
-        self.clock = Budget(executor, proposer, verify_effort, budget_seconds, spent_seconds, self._best, self._due)
+        self.clock = Budget(executor, proposer, verify_spec, budget_seconds, spent_seconds, self._best, self._due)
         failures = CallFailures(proposer, self.leaderboard, space)
         workers = workers or SearchWorkers()
         self.trials = TrialRecorder(
             store, proposer, space, hardware, self.leaderboard, self.clock, failures, workers, self.observer, cancelled
         )
-        self.loop = SearchLoop(self.trials, [executor, *beside], search_effort, max_trials)
-        self.verifier = Verifier(self.trials, executor, verify_effort)
+        self.loop = SearchLoop(self.trials, [executor, *beside], search_spec, max_trials)
+        self.verifier = Verifier(self.trials, executor, verify_spec)
         self.references = References(self.trials, executor) if references else None
 
     def _best(self) -> tuple[Candidate, Measurement] | None:
@@ -120,7 +120,7 @@ class Tuner:
         self.clock.begin()
         self.trials.replay_study()
         if line := mark_out_of_space(self.store, self.leaderboard.set_aside):
-            self.observer.say(line)
+            self.observer.print_line(line)
         self.trials.begin_call()
         self.store.begin_call(self.clock.budget_seconds)
         try:
@@ -175,14 +175,14 @@ class SearchLoop:
     Args:
         trials: records each trial.
         executors: one per search worker; the first worker is the calling thread.
-        effort: length of a trial.
+        measure_spec: length of a trial.
         max_trials: trials of this call, at most; None without a limit.
     """
 
     def __init__(
-        self, trials: TrialRecorder, executors: Sequence[Executor], effort: Effort, max_trials: int | None
+        self, trials: TrialRecorder, executors: Sequence[Executor], measure_spec: MeasureSpec, max_trials: int | None
     ) -> None:
-        self.trials, self.effort, self.max_trials = trials, effort, max_trials
+        self.trials, self.measure_spec, self.max_trials = trials, measure_spec, max_trials
         self.executor, self._beside = executors[0], executors[1:]
         self.proposer, self.workers, self.peers = trials.proposer, trials.workers, trials.peers
         self._tried = 0
@@ -212,8 +212,8 @@ class SearchLoop:
 
     def _open(self, executor: Executor) -> bool:
         with self.workers.capture_failure(), suppress(Stopped):  # the user stopped the call
-            executor.open(self.trials.observer.say)
-            executor.check(self.trials.observer.say)
+            executor.open(self.trials.observer.print_line)
+            executor.check(self.trials.observer.print_line)
             return True
         return False
 
@@ -283,7 +283,7 @@ class SearchLoop:
         if self.trials.store.tuners.shared or self.parallel:
             self.proposer.reserve([*self.peers.searching(), *self.workers.at_work])
 
-    def _effort(self, candidate: Candidate) -> Effort:
+    def _measure_spec(self, candidate: Candidate) -> MeasureSpec:
         """Return the length of a trial, which ends early once the candidate cannot beat the best one.
 
         A trial that takes more than its share of the budget is cut. The first step of a compiled model has no such limit.
@@ -291,7 +291,7 @@ class SearchLoop:
         slowest = self.trials.leaderboard.least_winning_speed()
         compiles = candidate.get(COMPILED, self.proposer.job.compiled)
         return dataclasses.replace(
-            self.effort,
+            self.measure_spec,
             beaten_step_seconds=samples(self.proposer.job, candidate) / slowest if slowest else math.inf,
             share_seconds=math.inf if compiles else self.proposer.trial_share_seconds,
         )
@@ -309,9 +309,9 @@ class SearchLoop:
             with self.workers.device_section(candidate):
                 reserved = clock.reserve_seconds if self.trials.leaderboard.measured else 0.0
                 left = max(1.0, clock.left_seconds - reserved)
-                limit, effort = self.proposer.trial_seconds(candidate), self._effort(candidate)
+                limit, measure_spec = self.proposer.trial_seconds(candidate), self._measure_spec(candidate)
                 with self.workers.unlocked():
-                    outcome = session.measure(candidate, effort, min(left, limit))
+                    outcome = session.measure(candidate, measure_spec, min(left, limit))
             self._tried += 1
             outcome = self.trials.end(number, candidate, outcome, SEARCH, limit, left)
         return outcome
@@ -452,11 +452,11 @@ class Verifier:
     Args:
         trials: records each trial.
         executor: runs each verification in fresh processes.
-        verify_effort: length of a verification.
+        verify_spec: length of a verification.
     """
 
-    def __init__(self, trials: TrialRecorder, executor: Executor, verify_effort: Effort) -> None:
-        self.trials, self.executor, self.verify_effort = trials, executor, verify_effort
+    def __init__(self, trials: TrialRecorder, executor: Executor, verify_spec: MeasureSpec) -> None:
+        self.trials, self.executor, self.verify_spec = trials, executor, verify_spec
         self.store, self.proposer, self.leaderboard = trials.store, trials.proposer, trials.leaderboard
         self.clock, self.failures, self.peers = trials.clock, trials.failures, trials.peers
         self.observer, self.cancelled = trials.observer, trials.cancelled
@@ -490,7 +490,7 @@ class Verifier:
             if why in ("", NOT_VERIFIED) and not outcome.ok:  # an earlier call may have verified it
                 why = f"{outcome.kind.value}: {outcome.reason}"
             if why:
-                self.observer.say(f"verification of {candidate} failed: {why}")
+                self.observer.print_line(f"verification of {candidate} failed: {why}")
                 if not outcome.kind.is_attributable_to_candidate:
                     break
         if passed := leaderboard.passed():
@@ -523,20 +523,20 @@ class Verifier:
         if not self.executor.resumes or (known is not None and known.ok):
             return True
         if not self.clock.tries_resuming:
-            self.observer.say(
+            self.observer.print_line(
                 "resuming from a checkpoint was not tested: writing and reading one may take "
                 f"{self.clock.checkpoint_seconds / 60:.0f} min of the budget"
             )
             return True
         if self.cancelled() or self.clock.left_seconds < self.clock.resume_seconds:
-            self.observer.say("resuming from a checkpoint was not tested: the budget is used")
+            self.observer.print_line("resuming from a checkpoint was not tested: the budget is used")
             return True
         outcome = self._verification(candidate, RESUME)
         if why := self.leaderboard.why_not(candidate):
-            self.observer.say(f"{candidate}: {why}")
+            self.observer.print_line(f"{candidate}: {why}")
             return False
         if not outcome.ok:
-            self.observer.say(f"it is not known if it resumes from a checkpoint: {outcome.reason}")
+            self.observer.print_line(f"it is not known if it resumes from a checkpoint: {outcome.reason}")
         return True
 
     def _verification(self, candidate: Candidate, role: str) -> Outcome:
@@ -549,10 +549,10 @@ class Verifier:
         step_seconds = self.leaderboard.measured[candidate][1].step_seconds
         limit = self.clock.verification_limit(self.proposer.trial_seconds(candidate), step_seconds)
         left = max(1.0, self.clock.left_seconds)
-        effort = dataclasses.replace(self.verify_effort, share_seconds=VERIFYING_SHARE * left)
-        effort = effort if role == VERIFY else RESUME_EFFORT
+        measure_spec = dataclasses.replace(self.verify_spec, share_seconds=VERIFYING_SHARE * left)
+        measure_spec = measure_spec if role == VERIFY else RESUME_SPEC
         try:
-            outcome = session.measure(candidate, effort, min(left, limit))
+            outcome = session.measure(candidate, measure_spec, min(left, limit))
         except Unusable as error:  # a script may end early after it has loaded its previous training state
             outcome = Outcome(
                 OutcomeKind.INTERRUPTED, reason=str(error), evidence="the script", source=Source.EXCEPTION
@@ -598,7 +598,7 @@ class References:
 
     def __init__(self, trials: TrialRecorder, executor: Executor) -> None:
         self.trials, self.executor, self.clock, self.proposer = trials, executor, trials.clock, trials.proposer
-        self._say = trials.observer.say
+        self._print_line = trials.observer.print_line
         stages = (0, 3) if executor.runs_torch_alone else ()
         self._why_not = {stage: self._why_no_stage(stage) for stage in stages}
         self._stages = [stage for stage, why in self._why_not.items() if not why]
@@ -615,7 +615,7 @@ class References:
         for why in filter(None, dict.fromkeys(self._why_not.values())):
             names = [reference_name(stage, self.proposer.job) for stage, own in self._why_not.items() if own == why]
             were = "was" if len(names) == 1 else "were"
-            self._say(f"{' and '.join(names)} {were} not measured for comparison: {why}")
+            self._print_line(f"{' and '.join(names)} {were} not measured for comparison: {why}")
 
     def run(self, winner: Candidate) -> bool:
         """Measure each reference of a winner that this call verified, as long as they take a tenth of the budget.
@@ -634,7 +634,7 @@ class References:
             if self.trials.cancelled():
                 break
             if (needed := self.clock.reference_seconds) > left:
-                self._say(
+                self._print_line(
                     f"{name} was not measured for comparison: it may take {format_duration(needed)}, and "
                     f"{format_duration(max(0.0, left))} of the budget are left for it"
                 )
@@ -663,7 +663,7 @@ class References:
         reasons = {one: why_no_reference(one, self.proposer.job) for one in options}
         options = [one for one, why in reasons.items() if not why]
         if not options:  # LoRA may be a knob
-            self._say(f"{name} was not measured for comparison: {next(iter(reasons.values()))}")
+            self._print_line(f"{name} was not measured for comparison: {next(iter(reasons.values()))}")
             return None
         predictor = self.proposer.predictor.for_torch_alone()
         table = predictor.table(options)
@@ -673,24 +673,26 @@ class References:
         if margins.max() >= -HOPELESS_SIGMAS:
             return options[int(margins.argmax())]
         least, ceiling = format_bytes(int(table.needed.min())), format_bytes(predictor.hardware.ceiling_bytes)
-        self._say(f"{name} was not measured for comparison: it is predicted to need {least} of {ceiling}")
+        self._print_line(f"{name} was not measured for comparison: it is predicted to need {least} of {ceiling}")
         return None
 
     def _measured(self, candidate: Candidate, name: str, left_seconds: float) -> bool:
         job = dataclasses.replace(self.proposer.job, torch_alone=True)
-        self._say(f"measuring {name} without DeepSpeed, for comparison: {candidate}")
+        self._print_line(f"measuring {name} without DeepSpeed, for comparison: {candidate}")
         session = self.executor.session(candidate, f"reference-{candidate.stage}", job=job)
         try:
-            effort = dataclasses.replace(REFERENCE_EFFORT, share_seconds=left_seconds)
-            outcome = session.measure(candidate, effort, left_seconds)
+            measure_spec = dataclasses.replace(REFERENCE_SPEC, share_seconds=left_seconds)
+            outcome = session.measure(candidate, measure_spec, left_seconds)
         finally:
             session.close()
         self.trials.save_call()
         if outcome.source is Source.BUDGET:
-            self._say(f"{name} was not measured for comparison: {format_duration(left_seconds)} were not enough for it")
+            self._print_line(
+                f"{name} was not measured for comparison: {format_duration(left_seconds)} were not enough for it"
+            )
             return False
         if not outcome.kind.is_attributable_to_candidate:
-            self._say(f"{name} was not measured for comparison: {outcome.reason}")
+            self._print_line(f"{name} was not measured for comparison: {outcome.reason}")
             return False
         self.trials.store.note_reference(candidate, outcome)
         return True
@@ -888,7 +890,7 @@ class Observer(Protocol):
     def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
         """Receive the outcome of a trial."""
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Receive a message for the user."""
 
     def clock(self, used_seconds: float, budget_seconds: float) -> None:
@@ -904,7 +906,7 @@ class NullObserver:
     def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
         """Do nothing."""
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Do nothing."""
 
     def clock(self, used_seconds: float, budget_seconds: float) -> None:

@@ -94,7 +94,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def catches(pid: int, number: signal.Signals) -> bool:
+def has_signal_handler(pid: int, number: signal.Signals) -> bool:
     """Check that a running process has a handler for the signal: proc_pid_status(5), `SigCgt`."""
     with suppress(OSError, ValueError):
         for line in _text(f"/proc/{pid}/status").splitlines():
@@ -153,7 +153,7 @@ def descendants(*pids: int) -> list[int]:
     return found
 
 
-def working_in(folder: Path) -> list[int]:
+def pids_working_in(folder: Path) -> list[int]:
     """Return the ids of other processes whose working directory is the folder."""
     path, found = os.path.realpath(folder), []
     for pid in _pids():

@@ -29,7 +29,7 @@ def printable(text: str) -> str:
     return text.replace("\r\n", "\n").translate(_SHOWN)
 
 
-class Lasting:
+class UnclosedStream:
     """Text stream that ignores the end of its reader: later output is discarded.
 
     Control characters are escaped, since printed text may come from another user's study.
@@ -42,9 +42,9 @@ class Lasting:
         self._stream, self._shown = stream, (lambda text: text) if styled else printable
 
     @property
-    def styled(self) -> Lasting:
+    def styled(self) -> UnclosedStream:
         """This stream for rich, with its control characters."""
-        return Lasting(self._stream, styled=True)
+        return UnclosedStream(self._stream, styled=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -94,7 +94,7 @@ def lasting_streams() -> Iterator[None]:
     """
     before = sys.stdout, sys.stderr
     # A process may have been started without them.
-    sys.stdout, sys.stderr = (cast(TextIO, Lasting(stream)) if stream else stream for stream in before)
+    sys.stdout, sys.stderr = (cast(TextIO, UnclosedStream(stream)) if stream else stream for stream in before)
     try:
         yield
     except Exception:

@@ -26,12 +26,12 @@ _PATIENCE_SECONDS = 0.2  # `lock_holder` takes the lock for a moment to test it
 
 
 @contextmanager
-def lock_gpus(hardware: Hardware, who: str, say: Callable[[str], None]) -> Iterator[None]:
+def lock_gpus(hardware: Hardware, who: str, print_line: Callable[[str], None]) -> Iterator[None]:
     """Hold the GPUs of `hardware` for this process. CPU ranks have none, and neither have GPUs that are only named.
 
     Args:
         who: name of the holder in messages of other processes: `study NAME`.
-        say: called with a line for people.
+        print_line: called with a line for people.
 
     Raises:
         UserError: another autotune process holds one of the GPUs.
@@ -43,7 +43,7 @@ def lock_gpus(hardware: Hardware, who: str, say: Callable[[str], None]) -> Itera
                 descriptors.append(_open(uuid))
                 held = _lock(descriptors[-1], _PATIENCE_SECONDS)
             except OSError as error:
-                say(f"{lock_file(uuid)} cannot be held ({error.strerror}): another study may take the same GPU")
+                print_line(f"{lock_file(uuid)} cannot be held ({error.strerror}): another study may take the same GPU")
                 continue
             if not held:
                 raise UserError(

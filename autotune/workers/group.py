@@ -53,7 +53,7 @@ class WorkerGroup:
         cancelled: polled several times a second, also while ranks start.
         on_message: called with every message of a rank, in order.
         on_phase: called with a phase when the group enters it.
-        say: called with a line for people: reasons of a wait, and processes that could not be ended.
+        print_line: called with a line for people: reasons of a wait, and processes that could not be ended.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class WorkerGroup:
         cancelled: Callable[[], bool] = lambda: False,
         on_message: Callable[[int, Message], None] = lambda rank, message: None,
         on_phase: Callable[[str], None] = lambda phase: None,
-        say: Callable[[str], None] = lambda text: None,
+        print_line: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._hardware, self._policy = hardware, policy
         self._cancelled, self._on_message, self._on_phase = cancelled, on_message, on_phase
 
         self._store_host = launcher.store_host if isinstance(launcher, MultiHostLaunch) else ""
         self._hosts: list[HostWorkers] = (
-            launcher.make_workers(meter is not None, say)
+            launcher.make_workers(meter is not None, print_line)
             if isinstance(launcher, MultiHostLaunch)
-            else [LocalWorkers(launcher, hardware, meter, say)]
+            else [LocalWorkers(launcher, hardware, meter, print_line)]
         )
         self._rank_pids: dict[int, int] = {}  # rank -> its own pid, not that of an interpreter's wrapper
         self.errors: list[Message] = []

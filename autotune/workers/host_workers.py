@@ -20,7 +20,7 @@ import psutil
 from autotune.problem.hardware import Hardware
 from autotune.problem.host_memory import host_available_bytes, kernel_oom_kills
 from autotune.util.files import SocketFolder
-from autotune.util.linux import NOTICES, catches
+from autotune.util.linux import NOTICES, has_signal_handler
 from autotune.util.units import MIB
 from autotune.workers.failure_classifier import log_tail
 from autotune.workers.gpu_memory import make_meter
@@ -141,7 +141,7 @@ class LocalWorkers:
 
     Args:
         meter: samples memory continuously; None reads memory only after a failure.
-        say: called with a line for people.
+        print_line: called with a line for people.
         node: index of this machine in the group, and number of machines.
     """
 
@@ -152,10 +152,10 @@ class LocalWorkers:
         launcher: Launcher,
         hardware: Hardware,
         meter: Meter | None,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         node: tuple[int, int] = (0, 1),
     ) -> None:
-        self._launcher, self._meter, self._say, self._node = launcher, meter, say, node
+        self._launcher, self._meter, self._print_line, self._node = launcher, meter, print_line, node
         self._any_meter = meter or make_meter(hardware)
         self._folder = SocketFolder("autotune-")  # sockets and stores; a study may be on NFS
         self.home = self._folder.path
@@ -185,7 +185,9 @@ class LocalWorkers:
         """Wait for free memory, then start the ranks."""
         self.numbers = numbers
         if self._meter is not None:
-            self.waited_seconds = wait_for_free_memory(self._meter, self._say, deadline=deadline, cancelled=cancelled)
+            self.waited_seconds = wait_for_free_memory(
+                self._meter, self._print_line, deadline=deadline, cancelled=cancelled
+            )
         address = str(self.home / "home.sock")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
@@ -316,7 +318,7 @@ class LocalWorkers:
     def _notify(self, number: signal.Signals, pids: Sequence[int]) -> None:
         for rank, pid in zip(self.numbers, self.pids, strict=False):
             own = self._rank_pids.get(rank, pid)
-            if pid in pids and catches(own, number):
+            if pid in pids and has_signal_handler(own, number):
                 with suppress(ProcessLookupError):
                     os.kill(own, number)
 
@@ -339,14 +341,14 @@ class LocalWorkers:
             if not done or self._signalled:
                 left = end_ranks(self.pids, self._launcher.status, list if done else self._launcher.descendants)
             for process in left:
-                self._say(f"{process} cannot be ended: the kernel has not let it go")
+                self._print_line(f"{process} cannot be ended: the kernel has not let it go")
         finally:
             for channel in (*self._channels.values(), *self._unidentified):
                 channel.close()
             self._close_listener()
             self._folder.close()
         if self._meter is not None:
-            wait_for_released_memory(self._meter, self._say)
+            wait_for_released_memory(self._meter, self._print_line)
 
 
 def _free_port() -> int:
@@ -366,7 +368,7 @@ _POLL_SECONDS = 0.05
 
 
 def wait_for_free_memory(
-    meter: Meter, say: Callable[[str], None], *, deadline: float, cancelled: Callable[[], bool] = lambda: False
+    meter: Meter, print_line: Callable[[str], None], *, deadline: float, cancelled: Callable[[], bool] = lambda: False
 ) -> float:
     """Wait until the devices have as much free memory as when the study began.
 
@@ -386,23 +388,23 @@ def wait_for_free_memory(
     while warnings := meter.external_usage_warnings():
         if not waited:
             for line in warnings:
-                say(f"{line}; waiting at most {FREE_MEMORY_SECONDS:.0f} s for it")
+                print_line(f"{line}; waiting at most {FREE_MEMORY_SECONDS:.0f} s for it")
         waited = True
         if time.monotonic() > until or cancelled():
-            say("going on beside it: until it is free again, running out of memory says nothing of a candidate")
+            print_line("going on beside it: until it is free again, running out of memory says nothing of a candidate")
             break
         time.sleep(_POLL_SECONDS)
     meter.begin()
     return time.monotonic() - began if waited else 0.0
 
 
-def wait_for_released_memory(meter: Meter, say: Callable[[str], None]) -> None:
+def wait_for_released_memory(meter: Meter, print_line: Callable[[str], None]) -> None:
     """Wait until the devices regain the memory of ended ranks, and report its holders if they do not."""
     until = time.monotonic() + RELEASED_MEMORY_SECONDS
     while (left := meter.unreleased_memory_warnings()) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
     for line in left:
-        say(line)
+        print_line(line)
 
 
 # -- liveness ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune.util.linux import boot_id, is_open, runs, working_in
+from autotune.util.linux import boot_id, is_open, pids_working_in, runs
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
 #
@@ -177,7 +177,7 @@ def _lock(path: Path, wait: Callable[[], None]) -> int | None:
 
 def _end_left(place: Path) -> None:
     """Kill compilers that a killed build left running in its folder."""
-    left = working_in(place)
+    left = pids_working_in(place)
     for pid in left:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)

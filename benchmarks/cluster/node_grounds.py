@@ -128,7 +128,7 @@ def on_nodes(nodes: Sequence[Host], transport: Transport, folder: Path, running:
     Raises:
         SystemExit: something does.
     """
-    cluster = Cluster(nodes, transport, NodeRequirements("cpu"), folder / "nodes", say=said)
+    cluster = Cluster(nodes, transport, NodeRequirements("cpu"), folder / "nodes", print_line=said)
     with closing(cluster):
         executor = LocalExecutor(JOB, cluster.reach(), folder, [ONE], target=cluster)
         executor.open(said)

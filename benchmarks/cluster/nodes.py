@@ -27,7 +27,7 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 import psutil
 
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Outcome
 from benchmarks.cluster.node_grounds import FAILURES, GROUNDS, JOB, ONE, SPACE, Ground, Unavailable
@@ -35,7 +35,7 @@ from benchmarks.common import CANNOT_RUN, command_line, parse, print_table, writ
 from benchmarks.reliability.flakes import earlier_runs
 from benchmarks.trials.ranks import opened
 
-QUICK = Effort(min_steps=2, max_steps=3, min_seconds=0.0)
+QUICK = MeasureSpec(min_steps=2, max_steps=3, min_seconds=0.0)
 DEADLINE_SECONDS = 240.0
 GOING_SECONDS = 5.0  # until what was killed is gone
 OVERHEAD = "overhead"  # a trial over a transport and here, where `--only` asks for it

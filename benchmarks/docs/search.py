@@ -52,7 +52,7 @@ def search_own() -> str:
 
 
 def by_landscape(name: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Landscape -> strategy -> row."""
+    """Table -> strategy -> row."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in result(name):
         found.setdefault(row["landscape"], {})[row["strategy"]] = row
@@ -87,7 +87,7 @@ def spaces() -> str:
 
 
 def alone() -> dict[str, int | None]:
-    """Landscape -> median rungs to 95 % of plain TPE."""
+    """Table -> median rungs to 95 % of plain TPE."""
     rows = [row for row in [*result("search"), *result("search-own")] if row["strategy"] == "tpe"]
     return {row["landscape"]: row["trials95"] for row in rows}
 

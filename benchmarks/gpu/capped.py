@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from autotune.util.units import GIB
 from benchmarks.gpu.ground import Ground, Row
 from benchmarks.gpu.predictions import CHECKPOINTED, OFFLOADED, Tried, predicted
-from benchmarks.gpu.rows import DEADLINE_SECONDS, effort
+from benchmarks.gpu.rows import DEADLINE_SECONDS, measure_spec
 
 CAP_BYTES = 24 * GIB
 # the shortest first: little is lost if the time ends
@@ -33,4 +33,4 @@ REHEARSED = (Tried("tiny-llama", 32, ((2, 1, 1, CHECKPOINTED),), 4),)
 
 
 def run(ground: Ground) -> Iterator[Row]:
-    yield from predicted(ground, ground.choose(JOBS, REHEARSED), CAP_BYTES, effort(ground), DEADLINE_SECONDS)
+    yield from predicted(ground, ground.choose(JOBS, REHEARSED), CAP_BYTES, measure_spec(ground), DEADLINE_SECONDS)

@@ -17,7 +17,7 @@ from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.workers.memory_monitor import MemoryPeaks, Meter
 from benchmarks.gpu.ground import EXPECTED, Ground, Row
-from benchmarks.gpu.rows import DEADLINE_SECONDS, as_row, beside, candidate, effort, trial
+from benchmarks.gpu.rows import DEADLINE_SECONDS, as_row, beside, candidate, measure_spec, trial
 from benchmarks.trials.ranks import opened
 
 MODEL, SEQ_LEN = "smollm2-360m", 1024
@@ -68,7 +68,7 @@ def of_gauge(ground: Ground) -> Iterator[Row]:
         with closing(executor.session(one, "gauge")) as session:
             for number in range(ground.choose(8, 2)):
                 meter.hasty = number % 2 == 1
-                outcome = session.measure(one, effort(ground), DEADLINE_SECONDS)
+                outcome = session.measure(one, measure_spec(ground), DEADLINE_SECONDS)
                 yield {"what": "gauge (23)", "how": f"every {meter.interval_seconds} s", **as_row(outcome)}
                 if outcome.measurement is None:
                     return
@@ -85,7 +85,7 @@ def of_optimizers(ground: Ground) -> Iterator[Row]:
         predictor = traced_predictor(job, ground.hardware())
         parameters = sum(predictor.trace.parameters)
         with opened(job, ground.hardware(), ground.folder / section["type"], [one]) as executor:
-            outcome = trial(executor, one, effort(ground))
+            outcome = trial(executor, one, measure_spec(ground))
             row = {
                 "what": name,
                 "how": executor.isolation,
@@ -107,7 +107,7 @@ def of_threads(ground: Ground) -> Iterator[Row]:
             os.environ["OMP_NUM_THREADS"] = str(threads)
             folder = ground.folder / f"threads-{threads}"
             with opened(ground.job(MODEL, SEQ_LEN), ground.hardware(), folder, [one]) as executor:
-                outcome = trial(executor, one, effort(ground))
+                outcome = trial(executor, one, measure_spec(ground))
             yield {"what": "offload (9)", "how": f"CPU threads: {threads}", **as_row(outcome), EXPECTED: outcome.ok}
     finally:
         os.environ.pop("OMP_NUM_THREADS")

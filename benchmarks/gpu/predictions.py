@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
@@ -23,8 +23,8 @@ from benchmarks.trials.ranks import opened
 CHECKPOINTED = {"activation_checkpointing": True}
 OFFLOADED = {"offload_optimizer": "cpu"}
 Knobs = tuple[int, int, int, dict[str, Any]]  # stage, micro-batch, accumulation, the rest
-QUICK = Effort(min_steps=5, max_steps=20, min_seconds=1.5, max_seconds=6.0)
-QUICK_REHEARSED = Effort(min_steps=2, max_steps=2, min_seconds=0.0)
+QUICK = MeasureSpec(min_steps=5, max_steps=20, min_seconds=1.5, max_seconds=6.0)
+QUICK_REHEARSED = MeasureSpec(min_steps=2, max_steps=2, min_seconds=0.0)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def run(ground: Ground) -> Iterator[Row]:
 
 
 def predicted(
-    ground: Ground, jobs: Sequence[Tried], cap_bytes: int | None, effort: Effort, seconds: float
+    ground: Ground, jobs: Sequence[Tried], cap_bytes: int | None, measure_spec: MeasureSpec, seconds: float
 ) -> Iterator[Row]:
     """Yield each trial's end, peak and step time with both predictions; a trial has at most so many seconds."""
     prepared = [prepare(ground, one, cap_bytes) for one in jobs]
@@ -63,7 +63,7 @@ def predicted(
                 for one, prior in zip(candidates, first, strict=True):
                     calibrated = predictor.predict(one)
                     with closing(executor.session(one, uuid.uuid4().hex[:8])) as session:
-                        outcome = session.measure(one, effort, seconds)
+                        outcome = session.measure(one, measure_spec, seconds)
                     predictor.observe(one, outcome)
                     name = f"{job.model.name}{f' LoRA r={job.lora.rank}' if job.lora else ''}"
                     row: Row = {"job": name, "tokens": job.seq_len, "candidate": str(one)}

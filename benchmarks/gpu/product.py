@@ -7,14 +7,14 @@ import math
 import os
 from collections.abc import Iterator
 
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.search.study import StudyStore
 from benchmarks.gpu.gain import tuned
 from benchmarks.gpu.ground import EXPECTED, Ground, Row
-from benchmarks.trials.fidelity import EFFORT, RATIO_TARGET, SMALL_EFFORT, measured, trained
+from benchmarks.trials.fidelity import MEASURE_SPEC, RATIO_TARGET, SMALL_SPEC, measured, trained
 from benchmarks.trials.ranks import WARMUP_STEPS, opened
 
 MODEL, BUDGET = "gemma-2-2b", "5m"
@@ -49,7 +49,7 @@ def against_torchrun(
     with opened(job, hardware, ground.folder / "again", [one]) as executor:
         samples = job.ranks * one.micro_batch * one.accumulation
         if known is None:
-            (before,) = measured(executor, one, effort(ground, seconds))
+            (before,) = measured(executor, one, measure_spec(ground, seconds))
             yield {"what": "a trial before", "candidate": str(one), "samples/s": before}
         else:
             before = known
@@ -59,16 +59,16 @@ def against_torchrun(
         what, target = ("a trial before", RATIO_TARGET) if known is None else ("the study's figure", STUDY_TARGET)
         row = _ratio(ground, f"{what} / torchrun", str(one), before, plain, target)
         yield {**row, "torchrun steps": steps, "torchrun warm-up": warmup}
-        (after,) = measured(executor, one, effort(ground, seconds))
+        (after,) = measured(executor, one, measure_spec(ground, seconds))
     yield _ratio(ground, "a trial after / torchrun", str(one), after, plain, RATIO_TARGET)
     if known is None:
         yield _ratio(ground, "the mean of both trials / torchrun", str(one), (before + after) / 2, plain, RATIO_TARGET)
 
 
-def effort(ground: Ground, seconds: float) -> Effort:
+def measure_spec(ground: Ground, seconds: float) -> MeasureSpec:
     """Return the effort of a trial whose measured steps take so many seconds."""
-    real = dataclasses.replace(EFFORT, min_steps=LEAST_STEPS, min_seconds=seconds / 2, max_seconds=seconds)
-    return ground.choose(real, SMALL_EFFORT)
+    real = dataclasses.replace(MEASURE_SPEC, min_steps=LEAST_STEPS, min_seconds=seconds / 2, max_seconds=seconds)
+    return ground.choose(real, SMALL_SPEC)
 
 
 def _ratio(ground: Ground, what: str, candidate: str, speed: float, torchrun: float, target: float) -> Row:

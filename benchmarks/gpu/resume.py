@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.executors.base import RESUME
 from benchmarks.gpu.ground import EXPECTED, Ground, Row
-from benchmarks.gpu.rows import as_row, candidate, effort, trial
+from benchmarks.gpu.rows import as_row, candidate, measure_spec, trial
 from benchmarks.trials.ranks import opened
 
 
@@ -19,7 +19,7 @@ def run(ground: Ground) -> Iterator[Row]:
     tried = [candidate(ground, stage, 4, **knobs) for stage, knobs in stages]
     with opened(job, ground.hardware(), ground.folder, tried) as executor:
         for one in tried:
-            scratch = trial(executor, one, dataclasses.replace(effort(ground), full=True))
+            scratch = trial(executor, one, dataclasses.replace(measure_spec(ground), full=True))
             resumed = trial(executor, one, RESUME)
             row: Row = {"candidate": str(one), "from scratch": scratch.to_json(), **as_row(resumed)}
             if scratch.measurement and resumed.measurement:

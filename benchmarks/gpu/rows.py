@@ -6,7 +6,7 @@ import uuid
 from contextlib import closing
 from typing import Any
 
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.predict.predictor import Prediction
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.outcome import Outcome
@@ -15,12 +15,12 @@ from benchmarks.gpu.ground import Ground, Row
 from benchmarks.trials.ranks import LocalExecutor
 
 DEADLINE_SECONDS = 150.0
-_CALM = Effort(min_steps=5, max_steps=40, min_seconds=3.0, max_seconds=15.0)
-_REHEARSED = Effort(min_steps=2, max_steps=2, min_seconds=0.0)
+_CALM = MeasureSpec(min_steps=5, max_steps=40, min_seconds=3.0, max_seconds=15.0)
+_REHEARSED = MeasureSpec(min_steps=2, max_steps=2, min_seconds=0.0)
 _SMALL = {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000, "sub_group_size": 1_000_000}
 
 
-def effort(ground: Ground) -> Effort:
+def measure_spec(ground: Ground) -> MeasureSpec:
     return ground.choose(_CALM, _REHEARSED)
 
 
@@ -31,7 +31,7 @@ def candidate(ground: Ground, stage: int, micro_batch: int, accumulation: int = 
     return Candidate.of({"zero_stage": stage, **ground.choose({}, _SMALL), **batch, **knobs})
 
 
-def trial(executor: LocalExecutor, one: Candidate, how: Effort) -> Outcome:
+def trial(executor: LocalExecutor, one: Candidate, how: MeasureSpec) -> Outcome:
     """In fresh ranks."""
     with closing(executor.session(one, uuid.uuid4().hex[:8])) as session:
         return session.measure(one, how, DEADLINE_SECONDS)

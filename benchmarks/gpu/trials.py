@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
@@ -23,8 +23,8 @@ from benchmarks.gpu.rows import as_row, beside, candidate
 from benchmarks.trials.ranks import LocalExecutor, opened
 
 MODEL, TOKENS = "smollm2-360m", 2048
-QUICK = Effort(min_steps=5, max_steps=20, min_seconds=1.5, max_seconds=6.0)
-REHEARSED = Effort(min_steps=2, max_steps=2, min_seconds=0.0)
+QUICK = MeasureSpec(min_steps=5, max_steps=20, min_seconds=1.5, max_seconds=6.0)
+REHEARSED = MeasureSpec(min_steps=2, max_steps=2, min_seconds=0.0)
 CHECKPOINTED = {"activation_checkpointing": True}
 # Parameters of models whose weights and gradients in fp32 fit a card of 80 or 141 GB, and whose AdamW's states do not.
 HEAVY = {"qwen2.5-3b": 3.1e9, "qwen2.5-7b": 7.6e9, "qwen2.5-14b": 14.8e9, "qwen2.5-32b": 32.8e9}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from autotune.predict.trace import traced_predictor
 from benchmarks.gpu.ground import EXPECTED, Ground, Row
-from benchmarks.gpu.rows import as_row, beside, candidate, effort, trial
+from benchmarks.gpu.rows import as_row, beside, candidate, measure_spec, trial
 from benchmarks.trials.ranks import opened
 
 MODEL, SEQ_LEN = "smollm2-360m", 2048
@@ -34,6 +34,6 @@ def measured(ground: Ground, attention: str | None, of: tuple[str, str], knobs: 
     predictor = traced_predictor(job, hardware)
     with opened(job, hardware, ground.folder / "-".join(of), tried) as executor:
         for one in tried:
-            outcome = trial(executor, one, effort(ground))
+            outcome = trial(executor, one, measure_spec(ground))
             row = {"what": of[0], "set to": of[1], "candidate": str(one), **as_row(outcome)}
             yield {**row, **beside(predictor.predict(one), outcome), EXPECTED: outcome.ok}

@@ -18,7 +18,7 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 import numpy as np
 
-from autotune.executors.replay import Landscape, load_landscape
+from autotune.executors.replay import ReplayTable, load_replay_table
 from autotune.predict.calibration import QUIRKS, TIME, time_priors
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
@@ -31,22 +31,22 @@ TABLES = tuple(
 INTERVAL = 1.96  # standard deviations
 
 
-def measured(landscape: Landscape, seconds: float, candidate: Candidate) -> Outcome:
+def measured(replay_table: ReplayTable, seconds: float, candidate: Candidate) -> Outcome:
     """A step of the table, as a trial would report it."""
-    samples = candidate.micro_batch * candidate.accumulation * landscape.job().ranks / seconds
+    samples = candidate.micro_batch * candidate.accumulation * replay_table.job().ranks / seconds
     return Outcome(OutcomeKind.OK, measurement=Measurement(seconds, 0.0, 5, samples, samples, 2**30))
 
 
 def errors(path: Path, slower: float = 1.0) -> tuple[list[Candidate], Any, Any]:
     """The candidates of stages 1 to 3 that do not offload, the logarithms of measured over predicted steps once three of stage 0
     are measured on a machine that is so many times slower, and what is believed of these errors, as standard deviations."""
-    landscape = load_landscape(path)
-    rows = landscape.rows.items()
+    replay_table = load_replay_table(path)
+    rows = replay_table.rows.items()
     seconds = {c: slower * row.step_seconds for c, row in rows if row.step_seconds and not c.offloaded}
     own = sorted((c for c in seconds if c.stage == 0), key=lambda c: (c.micro_batch, str(c)))
-    predictor = traced_predictor(landscape.job(), landscape.hardware())
+    predictor = traced_predictor(replay_table.job(), replay_table.hardware())
     for candidate in (own[0], own[len(own) // 2], own[-1]):
-        predictor.observe(candidate, measured(landscape, seconds[candidate], candidate))
+        predictor.observe(candidate, measured(replay_table, seconds[candidate], candidate))
     others = [candidate for candidate in seconds if candidate.stage > 0]
     table = predictor.table(others)
     return others, np.log([seconds[c] for c in others]) - np.log(table.step), table.step_sigma
@@ -56,7 +56,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     """Of each stage of a table: how much longer its steps are than predicted with no belief about the stage."""
     others, off, sigma = errors(path)
     stages = np.array([candidate.stage for candidate in others])
-    believed = time_priors(load_landscape(path).hardware(), 1.0)[len(TIME) :]
+    believed = time_priors(load_replay_table(path).hardware(), 1.0)[len(TIME) :]
     means = {name: prior.mean for name, prior in zip(QUIRKS, believed, strict=True)}
     return [
         {"table": path.stem, "stage": stage, "longer": off[at] + means[f"stage{stage}"], "sigma": sigma[at]}

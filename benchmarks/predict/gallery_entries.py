@@ -17,7 +17,7 @@ if not __package__:  # started by its path: benchmarks import each other from th
     sys.path[0] = str(Path(__file__).parents[2])
 
 from autotune.errors import UserError
-from autotune.executors.replay import Landscape, load_landscape
+from autotune.executors.replay import ReplayTable, load_replay_table
 from autotune.executors.replay import Row as Recorded
 from autotune.gallery.schema import (
     Entry,
@@ -92,7 +92,7 @@ def timed(candidate: Candidate, job: Job, seconds: float, peak: tuple[float, Pea
 
 def of_table(path: Path) -> Entry:
     """The entry of a recorded table; what ran out is told by the least that it needs."""
-    table = load_landscape(path)
+    table = load_replay_table(path)
     job, hardware = table.job(), table.hardware()
     tried = [_tried(table, candidate, row, job) for candidate, row in table.rows.items()]
     fastest = max((one for one in tried if one.outcome == OutcomeKind.OK), key=lambda one: one.tokens_per_second or 0.0)
@@ -117,7 +117,7 @@ def of_table(path: Path) -> Entry:
     )
 
 
-def _tried(table: Landscape, candidate: Candidate, row: Recorded, job: Job) -> Tried:
+def _tried(table: ReplayTable, candidate: Candidate, row: Recorded, job: Job) -> Tried:
     if row.kind is OutcomeKind.OK and row.step_seconds is not None:
         return timed(candidate, job, row.step_seconds, (row.peak_gib, "process"))
     missing = max(0.0, row.peak_gib - float(table.facts["gpu_memory_gib"]))

@@ -18,7 +18,7 @@ from typing import Any
 if not __package__:  # started by its path: benchmarks import each other from the repository's root
     sys.path[0] = str(Path(__file__).parents[2])
 
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.predict.features import installed_deepspeed
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
@@ -30,7 +30,7 @@ from benchmarks.common import command_line, parse, print_table, write_json
 from benchmarks.predict.live_error import live_error
 from benchmarks.trials.ranks import opened
 
-EFFORT = Effort(min_steps=2, max_steps=2, min_seconds=0.0, max_seconds=20.0)
+MEASURE_SPEC = MeasureSpec(min_steps=2, max_steps=2, min_seconds=0.0, max_seconds=20.0)
 
 
 def families() -> list[dict[str, Any]]:
@@ -218,7 +218,7 @@ def measured(job: Job, groups: list[list[Candidate]], also: Config) -> list[dict
         for at, group in enumerate(groups):
             session = executor.session(group[0], str(at))
             for candidate in group:
-                outcome = session.measure(candidate, EFFORT, 200.0)
+                outcome = session.measure(candidate, MEASURE_SPEC, 200.0)
                 live = outcome.measurement.live_tensor_bytes if outcome.measurement else None
                 rows.append({**of, "candidate": candidate.as_dict, "live": live, "why": outcome.reason})
                 print(job.model.name, job.ranks, job.precision, candidate, live or outcome.reason, flush=True)

@@ -24,7 +24,7 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 import numpy as np
 
-from autotune.executors.replay import load_landscape
+from autotune.executors.replay import load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job, traced_predictor
 from autotune.predict.trace_data import Trace
@@ -164,11 +164,11 @@ def landscapes(amount: Amount, folder: Path) -> list[dict[str, Any]]:
     """The first `ok` rows of a random order calibrate, all others are predicted."""
     found = []
     for path in sorted(folder.glob("*.csv*"), key=lambda path: path.stat().st_size)[: amount.landscapes]:
-        landscape = load_landscape(path)
-        job, hardware = landscape.job(), landscape.hardware()
+        replay_table = load_replay_table(path)
+        job, hardware = replay_table.job(), replay_table.hardware()
         trace = trace_job(job)
-        candidates = list(landscape.rows)
-        rows = [landscape.rows[c] for c in candidates]
+        candidates = list(replay_table.rows)
+        rows = [replay_table.rows[c] for c in candidates]
         ok = np.array([row.kind is OutcomeKind.OK for row in rows])
         peak = np.array([row.peak_gib for row in rows]) * GIB
         step = np.array([row.step_seconds or np.nan for row in rows])
@@ -190,7 +190,7 @@ def landscapes(amount: Amount, folder: Path) -> list[dict[str, Any]]:
             lost += bool(table.needed[best] - HOPELESS_SIGMAS * table.peak_sigma[best] > hardware.capacity_bytes)
         rank = statistics.median(ranks)
         found += about(
-            f"landscape {landscape.name}, {amount.known} rows, {amount.seeds} orders",
+            f"landscape {replay_table.name}, {amount.known} rows, {amount.seeds} orders",
             at_most("peak error", statistics.median(errors), 0.03),
             at_least("Spearman", rank, 0.95, f"{rank:.3f}"),
             judged("best ruled out", lost, str(lost), "0", lost == 0),

@@ -12,7 +12,7 @@ import numpy as np
 from autotune.predict.calibration import Prior, fit
 from autotune.predict.features import columns_of
 from autotune.predict.predictor import Predictor
-from autotune.predict.step_time import Work, spend, work
+from autotune.predict.step_time import StepWork, spend, work
 from autotune.predict.trace import trace_job, traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_gpu
@@ -59,7 +59,7 @@ class Run:
     tokens_a_second: float  # a GPU, as published
     predictor: Predictor
     candidate: Candidate
-    work: Work
+    work: StepWork
 
 
 GPUS = {"a100_40gb": "a100-40gb", "a100_80gb": "a100-80gb", "h100_80gb": "h100"}  # their names -> ours

@@ -29,7 +29,7 @@ if not __package__:  # started by its path: benchmarks import each other from th
     sys.path[0] = str(Path(__file__).parents[2])
 
 from autotune.errors import MachineTrouble, UserError
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.hardware import detect
@@ -49,8 +49,8 @@ from benchmarks.reliability.planting import SPACE, WEIGHTS, Planter, lost
 from benchmarks.reliability.stricken import CALLS, TRAININGS, stricken_calls, stricken_training
 from benchmarks.trials.ranks import LocalExecutor
 
-QUICK = Effort(min_steps=1, max_steps=2, min_seconds=0.0, max_seconds=5.0)
-VERIFY = Effort(full=True, certify=True, min_steps=1, max_steps=1, min_seconds=0.0, max_seconds=5.0)
+QUICK = MeasureSpec(min_steps=1, max_steps=2, min_seconds=0.0, max_seconds=5.0)
+VERIFY = MeasureSpec(full=True, certify=True, min_steps=1, max_steps=1, min_seconds=0.0, max_seconds=5.0)
 EPISODES = ("study", "calls", "study", "training", "study", "training", "study", "calls")  # in turn, by seed
 EPISODE_SECONDS = 400.0  # one that takes longer hangs
 SHARE = 0.8  # of the trials of a study that are struck

@@ -12,9 +12,9 @@ import math
 import random
 from pathlib import Path
 
-from autotune.executors.base import SEARCH as SEARCH_EFFORT
-from autotune.executors.base import VERIFY as VERIFY_EFFORT
-from autotune.executors.replay import Landscape, ReplayExecutor, Row, load_landscape, write_landscape
+from autotune.executors.base import SEARCH as SEARCH_SPEC
+from autotune.executors.base import VERIFY as VERIFY_SPEC
+from autotune.executors.replay import ReplayExecutor, ReplayTable, Row, load_replay_table, write_replay_table
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
@@ -32,7 +32,7 @@ NOISE = 0.03  # standard deviation of a logarithm
 STARTUP_SECONDS = 9.0
 
 
-def write_table(folder: Path, rows: int, seed: int = 0) -> Landscape:
+def write_table(folder: Path, rows: int, seed: int = 0) -> ReplayTable:
     """Write `large.csv.gz` and `large.json`: a table of `rows` candidates of the default space, with the predictor's figures."""
     job, hardware = Job(resolve_model("llama-3.2-1b"), 4, 2048), named_hardware("rtx4090", 4)
     chosen = random.Random(seed)
@@ -56,11 +56,11 @@ def write_table(folder: Path, rows: int, seed: int = 0) -> Landscape:
         "host_memory_gib": hardware.host_memory_bytes / GIB,
         "n_gpus": 4,
     }
-    write_landscape(folder / f"{NAME}.csv.gz", facts, found)
-    return load_landscape(folder / f"{NAME}.csv.gz")
+    write_replay_table(folder / f"{NAME}.csv.gz", facts, found)
+    return load_replay_table(folder / f"{NAME}.csv.gz")
 
 
-def write_study(table: Landscape, folder: Path, trials: int, seed: int = 0, headroom: float = 0.05) -> StudyStore:
+def write_study(table: ReplayTable, folder: Path, trials: int, seed: int = 0, headroom: float = 0.05) -> StudyStore:
     """Write the study `large` into `folder/runs/large`: `trials` trials, the last of them the verification of the winner."""
     runs = folder / "runs" / NAME
     runs.mkdir(parents=True)
@@ -73,7 +73,7 @@ def write_study(table: Landscape, folder: Path, trials: int, seed: int = 0, head
     order = random.Random(seed).sample(sorted(table.rows, key=str), trials - 1)
     for candidate in order:
         number = store.start(candidate, space, SEARCH, "predicted gain 3.1 %")
-        outcome = executor.session(candidate, "").measure(candidate, SEARCH_EFFORT, 1e9)
+        outcome = executor.session(candidate, "").measure(candidate, SEARCH_SPEC, 1e9)
         store.finish(number, outcome)
         if outcome.measurement and outcome.measurement.peak_bytes < hardware.ceiling_bytes:
             best = max(best, (outcome.measurement.samples_per_second, candidate), key=lambda pair: pair[0])
@@ -81,7 +81,7 @@ def write_study(table: Landscape, folder: Path, trials: int, seed: int = 0, head
     winner = best[1]
     assert winner is not None
     number = store.start(winner, space, VERIFY, "verification in a fresh process")
-    store.finish(number, executor.session(winner, "").measure(winner, VERIFY_EFFORT, 1e9))
+    store.finish(number, executor.session(winner, "").measure(winner, VERIFY_SPEC, 1e9))
     store.set_winner(number, "verified")
     store.note_skips({"needs more memory than a candidate that ran out": 120})
     store.update_call(executor.now(), "every candidate is tried or ruled out")

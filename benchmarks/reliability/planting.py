@@ -126,7 +126,7 @@ class Planter:
 
     # -- an observer -----------------------------------------------------------------------------------------------------
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         pass
 
     def clock(self, used_seconds: float, budget_seconds: float) -> None:

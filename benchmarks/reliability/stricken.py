@@ -191,7 +191,7 @@ def launch(executor: LocalExecutor | None, folder: Path, restarts: int) -> Launc
         folder,
         max_restarts=restarts,
         silent_seconds=SILENT_SECONDS,
-        say=lambda text: None,
+        print_line=lambda text: None,
         machine=executor.target if executor is not None else None,
     ).run()
 

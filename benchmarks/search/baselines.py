@@ -8,19 +8,19 @@ from typing import Any
 
 import optuna
 
-from autotune.executors.base import SEARCH, Effort
-from autotune.executors.replay import Landscape
+from autotune.executors.base import SEARCH, MeasureSpec
+from autotune.executors.replay import ReplayTable
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.outcome import Outcome
 from autotune.util.units import GIB
 
-FULL = Effort(full=True, min_steps=5)  # what DeepSpeed's autotuner runs
-Run = Callable[[Candidate, Effort], Outcome]
-Strategy = Callable[[Landscape, int, Run], Iterator[None]]
+FULL = MeasureSpec(full=True, min_steps=5)  # what DeepSpeed's autotuner runs
+Run = Callable[[Candidate, MeasureSpec], Outcome]
+Strategy = Callable[[ReplayTable, int, Run], Iterator[None]]
 
 
-def at_random(landscape: Landscape, seed: int, run: Run) -> Iterator[None]:
-    order = sorted(landscape.rows, key=str)
+def at_random(replay_table: ReplayTable, seed: int, run: Run) -> Iterator[None]:
+    order = sorted(replay_table.rows, key=str)
     random.Random(seed).shuffle(order)
     for candidate in order:
         run(candidate, SEARCH)
@@ -30,12 +30,12 @@ def at_random(landscape: Landscape, seed: int, run: Run) -> Iterator[None]:
 def by_optuna(make: Callable[[int], optuna.samplers.BaseSampler]) -> Strategy:
     """Any of Optuna's samplers over the table's knobs; an out-of-memory is a violated constraint, in GiB."""
 
-    def strategy(landscape: Landscape, seed: int, run: Run) -> Iterator[None]:
+    def strategy(replay_table: ReplayTable, seed: int, run: Run) -> Iterator[None]:
         study = optuna.create_study(direction="maximize", sampler=make(seed))
-        space = landscape.space()
+        space = replay_table.space()
         seen: dict[Candidate, tuple[float, float]] = {}
         for _ in range(3000):
-            if len(seen) == len(landscape.rows):
+            if len(seen) == len(replay_table.rows):
                 return
             trial = study.ask()
             knobs: dict[str, Any] = {
@@ -43,13 +43,13 @@ def by_optuna(make: Callable[[int], optuna.samplers.BaseSampler]) -> Strategy:
                 for name, domain in space.knobs.items()
                 if name != ACCUMULATION
             }
-            batch = landscape.facts.get("global_batch_size")
+            batch = replay_table.facts.get("global_batch_size")
             if batch:
-                knobs[ACCUMULATION] = batch // int(landscape.facts["n_gpus"]) // int(knobs[MICRO_BATCH])
+                knobs[ACCUMULATION] = batch // int(replay_table.facts["n_gpus"]) // int(knobs[MICRO_BATCH])
             elif ACCUMULATION in space.knobs:
                 knobs[ACCUMULATION] = trial.suggest_categorical(ACCUMULATION, space.knobs[ACCUMULATION].values)
             candidate = Candidate.of(knobs)
-            if candidate not in landscape.rows:
+            if candidate not in replay_table.rows:
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
                 continue
             if candidate not in seen:
@@ -79,11 +79,13 @@ def gp(seed: int) -> optuna.samplers.BaseSampler:
 # -- deepspeed/autotuning/autotuner.py (0.19.8) --------------------------------------------------------------------------
 
 
-def like_deepspeed(landscape: Landscape, seed: int, run: Run) -> Iterator[None]:
+def like_deepspeed(replay_table: ReplayTable, seed: int, run: Run) -> Iterator[None]:
     """Its order over what of its grid the table has. It tunes neither offload nor checkpointing; where the table fixes the
     global batch, accumulation follows from the micro-batch."""
     own = [
-        c for c in landscape.rows if c.offload_optimizer == "none" and c.offload_param == "none" and not c.checkpointing
+        c
+        for c in replay_table.rows
+        if c.offload_optimizer == "none" and c.offload_param == "none" and not c.checkpointing
     ]
     best_before, largest_before, metric_before = 0, 0, 0.0
     for stage in (0, 1, 2, 3):

@@ -18,7 +18,7 @@ from typing import Any
 if not __package__:  # started by its path: benchmarks import each other from the repository's root
     sys.path[0] = str(Path(__file__).parents[2])
 
-from autotune.executors.replay import Landscape, load_landscape
+from autotune.executors.replay import ReplayTable, load_replay_table
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import OutcomeKind
@@ -32,12 +32,12 @@ NONE, RIGHT, OTHERS, HALF, SLOWEST, RUNS_OUT, DRAWN = "none", "right", "others",
 STARTS = (NONE, RIGHT, OTHERS, HALF, SLOWEST, RUNS_OUT, DRAWN)
 
 
-def ranked(table: Landscape) -> list[Candidate]:
+def ranked(table: ReplayTable) -> list[Candidate]:
     """What runs, the fastest first."""
     return sorted((c for c, row in table.rows.items() if row.kind is OutcomeKind.OK), key=table.seconds_per_sample)
 
 
-def start_of(kind: str, table: Landscape, others: list[Landscape], seed: int) -> Candidate | None:
+def start_of(kind: str, table: ReplayTable, others: list[ReplayTable], seed: int) -> Candidate | None:
     draw, fast = random.Random(seed), ranked(table)
     if kind == OTHERS:
         candidates = sorted(table.rows, key=str)
@@ -49,8 +49,8 @@ def start_of(kind: str, table: Landscape, others: list[Landscape], seed: int) ->
 
 
 def runs(path: Path, kind: str, seeds: int) -> dict[str, Any]:
-    table = load_landscape(path)
-    others = [load_landscape(other) for other in TABLES if other != path]
+    table = load_replay_table(path)
+    others = [load_replay_table(other) for other in TABLES if other != path]
     trace = trace_job(table.job())
     found = []
     for seed in range(seeds):

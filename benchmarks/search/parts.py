@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.executors.replay import ReplayExecutor, ReplaySession
 from autotune.predict.predictor import Predictor, Table
 from autotune.predict.zero_memory import SUMS, TABLES
@@ -170,8 +170,10 @@ class WithoutEarlyEnd(ReplayExecutor):
 
 
 class _FullSession(ReplaySession):
-    def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
-        return super().measure(candidate, dataclasses.replace(effort, beaten_step_seconds=math.inf), deadline_seconds)
+    def measure(self, candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
+        return super().measure(
+            candidate, dataclasses.replace(measure_spec, beaten_step_seconds=math.inf), deadline_seconds
+        )
 
 
 WRONG: dict[str, type[Predictor]] = {

@@ -30,7 +30,7 @@ if not __package__:  # started by its path: benchmarks import each other from th
 import yaml
 
 from autotune.commands.script_probe import probe
-from autotune.executors.replay import Row, load_landscape, write_landscape
+from autotune.executors.replay import Row, load_replay_table, write_replay_table
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Lora, Script
@@ -315,12 +315,12 @@ def record(recipe: Recipe, out: Path, rounds: int, most: int | None, steps: int)
         "by torchrun": round(plain, 4),
         "versions": {name: OWN.version(name) for name in ("torch", "deepspeed", "transformers")},
     }
-    write_landscape(out / f"{recipe.name}.csv.gz", facts, rows)
+    write_replay_table(out / f"{recipe.name}.csv.gz", facts, rows)
     return described(out / recipe.name)
 
 
 def described(path: Path) -> dict[str, Any]:
-    table = load_landscape(path)
+    table = load_replay_table(path)
     kinds = [row.kind for row in table.rows.values()]
     steps = [row.step_seconds for row in table.rows.values() if row.step_seconds]
     return {

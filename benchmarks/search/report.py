@@ -22,16 +22,16 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 from autotune.commands.study_output import write_study
 from autotune.executors.base import SEARCH
-from autotune.executors.replay import Landscape, ReplayExecutor, load_landscape
+from autotune.executors.replay import ReplayExecutor, ReplayTable, load_replay_table
 from autotune.predict.trace import traced_predictor
-from autotune.results.report.build import Searched
+from autotune.results.report.build import SearchedSpace
 from autotune.search.study import StudyStore
 from benchmarks.common import HERE, command_line, parse, print_table, write_json
 
 TABLE = HERE / "data" / "landscapes" / "qwen2.5-0.5b_2xrtx4090.json"
 
 
-def study(table: Landscape, trials: int, folder: Path) -> StudyStore:
+def study(table: ReplayTable, trials: int, folder: Path) -> StudyStore:
     """A study in a database, of so many rows drawn from the table, and its winner."""
     job, hardware, space = table.job(), table.hardware(0.05), table.space()
     name = f"s{trials}"
@@ -56,11 +56,11 @@ def seconds(does: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - began[0], time.process_time() - began[1]
 
 
-def row(table: Landscape, trials: int, repeats: int, folder: Path) -> dict[str, Any]:
+def row(table: ReplayTable, trials: int, repeats: int, folder: Path) -> dict[str, Any]:
     store = study(table, trials, folder)
     url = f"journal:{folder / store.name / 'study.journal'}"
     predictor = traced_predictor(store.job, store.hardware)
-    searched = Searched(table.space(), tuple(table.rows))
+    searched = SearchedSpace(table.space(), tuple(table.rows))
     out = folder / f"{trials}.html"
 
     def read() -> None:
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, nargs="+", default=[50, 200, 500])
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parse(parser, trials=[20], repeats=1)
-    table = load_landscape(TABLE)
+    table = load_replay_table(TABLE)
     with tempfile.TemporaryDirectory() as folder:
         rows = [row(table, trials, arguments.repeats, Path(folder)) for trials in arguments.trials]
     print_table("the page of a study, beside reading it", rows)

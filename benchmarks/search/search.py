@@ -34,8 +34,8 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 import optuna
 
-from autotune.executors.base import SEARCH, Effort
-from autotune.executors.replay import Landscape, ReplayExecutor, load_landscape
+from autotune.executors.base import SEARCH, MeasureSpec
+from autotune.executors.replay import ReplayExecutor, ReplayTable, load_replay_table
 from autotune.predict import calibration
 from autotune.predict.trace import trace_job
 from autotune.predict.trace_data import Trace
@@ -56,7 +56,7 @@ DATA = HERE / "data"
 
 
 def autotune(
-    landscape: Landscape,
+    replay_table: ReplayTable,
     trace: Trace,
     seed: int,
     budget: float,
@@ -65,12 +65,12 @@ def autotune(
     start: Candidate | None = None,
     effect_sigmas: Mapping[str, float] = EFFECT_SIGMA,
 ) -> dict[str, Any]:
-    executor = EXECUTORS.get(parts, ReplayExecutor)(landscape, seed)
-    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    executor = EXECUTORS.get(parts, ReplayExecutor)(replay_table, seed)
+    job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     store = StudyStore.in_memory(job, hardware, space)
     make_predictor, make_proposer = ABLATIONS[parts]
     predictor = make_predictor(job, hardware, trace)
-    candidates = sorted(landscape.rows, key=str)
+    candidates = sorted(replay_table.rows, key=str)
     random.Random(seed).shuffle(candidates)
     proposer = make_proposer(candidates, space, job, hardware, seed, predictor, effect_sigmas=effect_sigmas)
     taken = start is not None and proposer.begin_with(Start(start, "a start"))
@@ -82,27 +82,27 @@ def autotune(
         space,
         hardware,
         budget_seconds=budget,
-        cancelled=lambda: until_found and "trials98" in judge(landscape, executor, budget),
+        cancelled=lambda: until_found and "trials98" in judge(replay_table, executor, budget),
     )
     result = tuner.run()
     trials = max(1, len(executor.log.trials))
     return {
-        **judge(landscape, executor, budget),
+        **judge(replay_table, executor, budget),
         "own_seconds": (time.perf_counter() - began) / trials,
         "ended": result.ended,
         "used": result.used_seconds,
         "taken": taken,
         "claimed": result.confidence.left_share if result.confidence else math.inf,
-        "left": left(landscape, executor),
+        "left": left(replay_table, executor),
         "effect_errors": dict(proposer.knobs.errors),
         "sequence": sequence(executor),
     }
 
 
-def left(landscape: Landscape, executor: ReplayExecutor) -> float:
+def left(replay_table: ReplayTable, executor: ReplayExecutor) -> float:
     """Share of speed that the table's best has over the best that was measured."""
-    measured = [landscape.seconds_per_sample(c) for _, c, kind in executor.log.trials if kind is OutcomeKind.OK]
-    return min(measured, default=math.inf) / landscape.best_step_seconds - 1
+    measured = [replay_table.seconds_per_sample(c) for _, c, kind in executor.log.trials if kind is OutcomeKind.OK]
+    return min(measured, default=math.inf) / replay_table.best_step_seconds - 1
 
 
 def sequence(executor: ReplayExecutor) -> list[tuple[float, str, str]]:
@@ -110,25 +110,25 @@ def sequence(executor: ReplayExecutor) -> list[tuple[float, str, str]]:
     return [(round(seconds, 6), str(candidate), kind.value) for seconds, candidate, kind in executor.log.trials]
 
 
-def baseline(landscape: Landscape, seed: int, budget: float, strategy: Strategy) -> dict[str, Any]:
+def baseline(replay_table: ReplayTable, seed: int, budget: float, strategy: Strategy) -> dict[str, Any]:
     """A strategy that starts a process for every trial."""
-    executor = ReplayExecutor(landscape, seed)
+    executor = ReplayExecutor(replay_table, seed)
 
-    def run(candidate: Candidate, effort: Effort = SEARCH) -> Outcome:
+    def run(candidate: Candidate, measure_spec: MeasureSpec = SEARCH) -> Outcome:
         session = executor.session(candidate, "")
-        outcome = session.measure(candidate, effort, budget - executor.now())
+        outcome = session.measure(candidate, measure_spec, budget - executor.now())
         session.close()
         return outcome
 
-    for _ in strategy(landscape, seed, run):
+    for _ in strategy(replay_table, seed, run):
         if executor.now() >= budget:
             break
-    return {**judge(landscape, executor, budget), "sequence": sequence(executor)}
+    return {**judge(replay_table, executor, budget), "sequence": sequence(executor)}
 
 
-def judge(landscape: Landscape, executor: ReplayExecutor, budget: float) -> dict[str, Any]:
+def judge(replay_table: ReplayTable, executor: ReplayExecutor, budget: float) -> dict[str, Any]:
     """When the run first measured something within 5 % and 2 % of the table's best, and what that had cost."""
-    ledger, best = executor.log, landscape.best_step_seconds
+    ledger, best = executor.log, replay_table.best_step_seconds
     found: dict[str, Any] = {
         "ooms": sum(kind is not OutcomeKind.OK for _, _, kind in ledger.trials),
         "oom_share": ledger.oom_seconds / budget,
@@ -140,7 +140,7 @@ def judge(landscape: Landscape, executor: ReplayExecutor, budget: float) -> dict
         for at, (seconds, candidate, kind) in enumerate(ledger.trials):
             if (
                 kind is OutcomeKind.OK
-                and best / landscape.seconds_per_sample(candidate) >= tolerance
+                and best / replay_table.seconds_per_sample(candidate) >= tolerance
                 and seconds <= budget
             ):
                 found |= {
@@ -198,13 +198,13 @@ def one(
     path, strategy, seed, budget, until_found = task
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")
-    landscape = load_landscape(path)
+    replay_table = load_replay_table(path)
     if strategy in ABLATIONS:
         own = (settings or {}).get(path, Settings())
         with mock.patch.dict(calibration._CPU_QUIRKS, own.stages):
-            trace = traced(landscape, traces)
-            return autotune(landscape, trace, seed, budget, strategy, until_found, effect_sigmas=own.effect_sigmas)
-    return baseline(landscape, seed, budget, BASELINES[strategy])
+            trace = traced(replay_table, traces)
+            return autotune(replay_table, trace, seed, budget, strategy, until_found, effect_sigmas=own.effect_sigmas)
+    return baseline(replay_table, seed, budget, BASELINES[strategy])
 
 
 def table_name(path: Path) -> str:
@@ -213,32 +213,32 @@ def table_name(path: Path) -> str:
 
 def of_table(path: Path) -> dict[str, Any]:
     """Candidates of a table, how many of them fit, and the minutes to 95 % that no search can undercut."""
-    landscape = load_landscape(path)
-    kinds = [row.kind for row in landscape.rows.values()]
+    replay_table = load_replay_table(path)
+    kinds = [row.kind for row in replay_table.rows.values()]
     return {
         "candidates": len(kinds),
         "fit": kinds.count(OutcomeKind.OK),
-        "least_minutes": round(least_minutes(landscape), 3),
+        "least_minutes": round(least_minutes(replay_table), 3),
     }
 
 
-def least_minutes(landscape: Landscape) -> float:
+def least_minutes(replay_table: ReplayTable) -> float:
     """Of a search that is told the answer: one process, and one measurement of a candidate within 5 % of the best."""
-    good = landscape.best_step_seconds / 0.95
+    good = replay_table.best_step_seconds / 0.95
     minutes = []
-    for candidate, row in landscape.rows.items():
-        if row.kind is OutcomeKind.OK and landscape.seconds_per_sample(candidate) <= good:
-            executor = ReplayExecutor(landscape)
+    for candidate, row in replay_table.rows.items():
+        if row.kind is OutcomeKind.OK and replay_table.seconds_per_sample(candidate) <= good:
+            executor = ReplayExecutor(replay_table)
             executor.session(candidate, "").measure(candidate, SEARCH, math.inf)
             minutes.append(executor.now() / 60)
     return min(minutes)
 
 
-def traced(landscape: Landscape, traces: Path | None = None) -> Trace:
+def traced(replay_table: ReplayTable, traces: Path | None = None) -> Trace:
     """The trace of the table's job: from a file that has one by each table's name, else made here."""
     if traces is not None:
-        return Trace.from_json(json.loads(traces.read_text())[landscape.name])
-    return trace_job(landscape.job(), device=landscape.hardware().device)
+        return Trace.from_json(json.loads(traces.read_text())[replay_table.name])
+    return trace_job(replay_table.job(), device=replay_table.hardware().device)
 
 
 def middle(values: list[float], share: float = 0.5) -> float | None:
@@ -326,7 +326,7 @@ def main() -> None:
         parser.error(f"no tables (*.csv.gz) in {' '.join(map(str, arguments.landscapes))}")
     budget = parse_duration(arguments.budget)
     for path in tables:
-        traced(load_landscape(path), arguments.traces)  # once, before the processes share the cache
+        traced(load_replay_table(path), arguments.traces)  # once, before the processes share the cache
     tasks = [
         (path, s, seed, budget, arguments.until_found)
         for path in tables

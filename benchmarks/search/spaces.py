@@ -23,7 +23,7 @@ if not __package__:  # started by its path: benchmarks import each other from th
 import numpy as np
 import optuna
 
-from autotune.executors.replay import Landscape, Row, load_landscape
+from autotune.executors.replay import ReplayTable, Row, load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import RUNG_KNOBS, Candidate, Value
@@ -39,7 +39,7 @@ INSTALLED = (COMPILED, LIGER, DEEPCOMPILE)
 MOST_POWER, SPEED_SIGMA, MEMORY_SIGMA = 1.5, 0.03, 0.01
 
 
-class Held(Landscape):
+class Held(ReplayTable):
     """A table that is held against the best of another."""
 
     @property
@@ -47,25 +47,25 @@ class Held(Landscape):
         return float(self.facts["reference"])
 
 
-def widened(landscape: Landscape, name: str) -> Landscape:
+def widened(replay_table: ReplayTable, name: str) -> ReplayTable:
     """The table with the knobs that a shipped space adds; as it is for `default`."""
     if name == "default":
-        return landscape
-    job, hardware = landscape.job(), landscape.hardware()
+        return replay_table
+    job, hardware = replay_table.job(), replay_table.hardware()
     theirs = fitted(load_space(name), job, hardware).space
-    own = landscape.space().knobs
+    own = replay_table.space().knobs
     knobs = {knob: domain for knob, domain in theirs.knobs.items() if knob not in INSTALLED}
     knobs = {**own, **knobs, **{knob: _ordered(domain, knobs.get(knob)) for knob, domain in own.items()}}
     space = SearchSpace(name, "", knobs, "", theirs.at_once, theirs.lossy)
-    pairs = sorted({tuple(row.get(knob) for knob in RUNG_KNOBS) for row in landscape.rows})
+    pairs = sorted({tuple(row.get(knob) for knob in RUNG_KNOBS) for row in replay_table.rows})
     wide = [
         Candidate.of({**family, **dict(zip(RUNG_KNOBS, pair, strict=True))})
         for family in space.families()
         for pair in pairs
     ]
     base = {one: Candidate.of({k: v for k, v in one.knobs if k in own}) for one in wide}
-    wide = [one for one in dict.fromkeys(wide) if base[one] in landscape.rows]
-    return dataclasses.replace(landscape, rows=_rows(landscape, wide, [base[one] for one in wide]))
+    wide = [one for one in dict.fromkeys(wide) if base[one] in replay_table.rows]
+    return dataclasses.replace(replay_table, rows=_rows(replay_table, wide, [base[one] for one in wide]))
 
 
 def _ordered(domain: Domain, theirs: Domain | None) -> Domain:
@@ -74,28 +74,28 @@ def _ordered(domain: Domain, theirs: Domain | None) -> Domain:
     return Domain(tuple(sorted(domain.values, key=lambda value: value != first)))
 
 
-def _rows(landscape: Landscape, wide: list[Candidate], base: list[Candidate]) -> dict[Candidate, Row]:
-    job, hardware = landscape.job(), landscape.hardware()
+def _rows(replay_table: ReplayTable, wide: list[Candidate], base: list[Candidate]) -> dict[Candidate, Row]:
+    job, hardware = replay_table.job(), replay_table.hardware()
     predictor = Predictor(job, hardware, trace_job(job))
-    cores = list(landscape.rows)
+    cores = list(replay_table.rows)
     before, after = predictor.table(cores), predictor.table(wide)
     place = {one: at for at, one in enumerate(cores)}
     at = np.array([place[one] for one in base])
     # a core that ran out has no time: what others of its stage take, as a factor on what is predicted
     slower: dict[int, list[float]] = {}
     for i, one in enumerate(cores):
-        seconds = landscape.rows[one].step_seconds
+        seconds = replay_table.rows[one].step_seconds
         if seconds:
             slower.setdefault(one.stage, []).append(seconds / before.step[i])
-    drawn = [_drawn(landscape.name, one, core) for one, core in zip(wide, base, strict=True)]
+    drawn = [_drawn(replay_table.name, one, core) for one, core in zip(wide, base, strict=True)]
     rows = {}
     for i, (one, core, (power, speed, memory)) in enumerate(zip(wide, base, drawn, strict=True)):
-        row = landscape.rows[core]
+        row = replay_table.rows[core]
         alike = slower.get(core.stage) or [factor for found in slower.values() for factor in found]
         seconds = row.step_seconds or float(before.step[at[i]] * np.median(alike))
         peak = row.peak_gib * float(after.peak[i] / before.peak[at[i]]) ** power * memory
         seconds *= float(after.step[i] / before.step[at[i]]) ** power * speed
-        fits = peak <= float(landscape.facts["gpu_memory_gib"])
+        fits = peak <= float(replay_table.facts["gpu_memory_gib"])
         rows[one] = Row(
             peak, seconds if fits else None, row.startup_seconds, OutcomeKind.OK if fits else OutcomeKind.OOM_DEVICE
         )
@@ -118,14 +118,14 @@ def one(task: tuple[Path, str, int, float]) -> dict[str, Any]:
     path, space, seed, budget = task
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")
-    table = load_landscape(path)
-    landscape, trace = widened(table, space), trace_job(table.job())
+    table = load_replay_table(path)
+    replay_table, trace = widened(table, space), trace_job(table.job())
     best = min(table.seconds_per_sample(c) for c, row in table.rows.items() if row.kind is OutcomeKind.OK)
-    held = Held(landscape.name, {**landscape.facts, "reference": best}, landscape.rows)
-    found = autotune(landscape, trace, seed, budget, "autotune", until_found=True)
+    held = Held(replay_table.name, {**replay_table.facts, "reference": best}, replay_table.rows)
+    found = autotune(replay_table, trace, seed, budget, "autotune", until_found=True)
     soon = autotune(held, trace, seed, budget, "autotune", until_found=True)
     of_defaults = {f"{key}_of_default": soon[key] for key in ("trials95", "minutes95") if key in soon}
-    return {**found, **of_defaults, "candidates": len(landscape.rows), "best": landscape.best_step_seconds}
+    return {**found, **of_defaults, "candidates": len(replay_table.rows), "best": replay_table.best_step_seconds}
 
 
 def main() -> None:
@@ -139,7 +139,7 @@ def main() -> None:
     if not paths:
         parser.error(f"no tables (*.csv.gz) in {' '.join(map(str, arguments.landscapes))}")
     for path in paths:
-        trace_job(load_landscape(path).job())  # once, before the processes share the cache
+        trace_job(load_replay_table(path).job())  # once, before the processes share the cache
     budget = parse_duration(arguments.budget)
     tasks = [(path, space, seed, budget) for path in paths for space in SPACES for seed in range(arguments.seeds)]
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:

@@ -31,7 +31,7 @@ if not __package__:  # started by its path: benchmarks import each other from th
     sys.path[0] = str(Path(__file__).parents[2])
 
 from autotune.commands.script_probe import probe
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.hardware import Hardware, detect, threads_per_rank
 from autotune.problem.job import Job, Script
@@ -48,8 +48,8 @@ from benchmarks.trials.ranks import WARMUP_STEPS, LocalExecutor, opened, plain_w
 
 SEQ_LEN, ROWS_PER_RANK = 64, 8  # micro-batch x accumulation
 RATIO_TARGET, ORDER_TARGET = 0.03, 0.95
-EFFORT = Effort(full=True, min_steps=8, max_steps=60, min_seconds=4.0)
-SMALL_EFFORT = Effort(full=True, min_steps=2, max_steps=3, min_seconds=0.0)
+MEASURE_SPEC = MeasureSpec(full=True, min_steps=8, max_steps=60, min_seconds=4.0)
+SMALL_SPEC = MeasureSpec(full=True, min_steps=2, max_steps=3, min_seconds=0.0)
 DEADLINE_SECONDS = 600.0
 ENDLESS = 10**6  # steps of a script that is measured: it is ended before
 
@@ -90,14 +90,14 @@ class How:
 
     rounds: int
     steps: int  # of torchrun's trainings, after their warm-up, at least
-    effort: Effort
+    measure_spec: MeasureSpec
 
     def steps_of(self, row: Row) -> int:
         """Steps that take as long as a trial does, by what is known of the candidate's speed."""
         speeds = [speed for speeds in row.speeds.values() for speed in speeds]
         samples = row.job.ranks * row.candidate.micro_batch * row.candidate.accumulation
         seconds = samples / statistics.median(speeds) if speeds else math.inf
-        return max(self.steps, math.ceil(self.effort.min_seconds / seconds))
+        return max(self.steps, math.ceil(self.measure_spec.min_seconds / seconds))
 
 
 @dataclass
@@ -142,7 +142,7 @@ def compare(
         of_model = stack.enter_context(opened(job, hardware, folder / "model", tried))
         ways: dict[tuple[str, ...], Way] = {
             tuple(PLAIN.values()): lambda row: trained(job, row.candidate, how.steps_of(row), hardware.device),
-            ("--model",): lambda row: measured(of_model, row.candidate, how.effort),
+            ("--model",): lambda row: measured(of_model, row.candidate, how.measure_spec),
         }
         if with_script:
             config = deepspeed_config(tried[0], job)
@@ -150,7 +150,7 @@ def compare(
             of_script = stack.enter_context(opened(unknown_job(script, hardware), hardware, folder / "script", tried))
             seen = probe(of_script, script, folder, DEADLINE_SECONDS, lambda text: print(text, file=sys.stderr))
             of_script.job = job_of(seen.script, hardware, job.global_batch_size)
-            ways["script",] = lambda row: measured(of_script, row.candidate, how.effort)
+            ways["script",] = lambda row: measured(of_script, row.candidate, how.measure_spec)
         in_turn(rows, ways, how.rounds)
     return rows
 
@@ -179,10 +179,10 @@ def trained(job: Job, candidate: Candidate, steps: int, device: str, warmup: int
     return [found["samples_per_second"], samples / pace_of(found["each"]).seconds]
 
 
-def measured(executor: LocalExecutor, candidate: Candidate, effort: Effort) -> list[float]:
+def measured(executor: LocalExecutor, candidate: Candidate, measure_spec: MeasureSpec) -> list[float]:
     """Samples a second of a trial in fresh ranks."""
     with closing(executor.session(candidate, uuid.uuid4().hex[:8])) as session:
-        outcome = session.measure(candidate, effort, DEADLINE_SECONDS)
+        outcome = session.measure(candidate, measure_spec, DEADLINE_SECONDS)
     if outcome.measurement is None:
         raise SystemExit(f"{candidate}: {outcome.kind}: {outcome.reason}")
     return [outcome.measurement.samples_per_second]
@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--candidates", type=int, help="of each job; default: 12 of a study, all 4 else")
     arguments = parse(parser, rounds=1, steps=3, models=1, ranks="1", candidates=2)
-    how = How(arguments.rounds, arguments.steps, SMALL_EFFORT if arguments.small else EFFORT)
+    how = How(arguments.rounds, arguments.steps, SMALL_SPEC if arguments.small else MEASURE_SPEC)
     rows: list[Row] = []
     hardware = detect("cpu", 1)
     with tempfile.TemporaryDirectory() as name:

@@ -30,7 +30,7 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 import psutil
 
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Script
@@ -258,8 +258,8 @@ def main() -> None:
         launch(job, hardware, ladder, folder, max_restarts=0, silent_seconds=ENDLESS)
         return
     with opened(job, hardware, folder, [candidate], kept=[spec.parent / LOGS]) as executor:
-        effort = Effort(min_steps=ENDLESS, max_steps=ENDLESS, min_seconds=ENDLESS, max_seconds=ENDLESS)
-        print(executor.session(candidate, "0").measure(candidate, effort, ENDLESS))
+        measure_spec = MeasureSpec(min_steps=ENDLESS, max_steps=ENDLESS, min_seconds=ENDLESS, max_seconds=ENDLESS)
+        print(executor.session(candidate, "0").measure(candidate, measure_spec, ENDLESS))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def launch(
 ) -> LaunchSummary:
     """A training as `autotune launch` runs it, on nodes if `ground` is given."""
     supervisor = Supervisor(
-        job, hardware, ladder, folder, max_restarts=max_restarts, silent_seconds=silent_seconds, say=print
+        job, hardware, ladder, folder, max_restarts=max_restarts, silent_seconds=silent_seconds, print_line=print
     )
     return supervisor.run(ground)
 

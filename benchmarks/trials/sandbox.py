@@ -120,11 +120,11 @@ for _ in sys.stdin:
 """
 
 
-def step(training: subprocess.Popen[str], *, say: bool = True) -> float:
-    """Have a training make a step; return its seconds. Without `say` wait until the training is ready."""
+def step(training: subprocess.Popen[str], *, print_line: bool = True) -> float:
+    """Have a training make a step; return its seconds. Without `print_line` wait until the training is ready."""
     assert training.stdin is not None
     assert training.stdout is not None
-    if say:
+    if print_line:
         training.stdin.write("\n")
     return float(training.stdout.readline())
 
@@ -142,7 +142,7 @@ def pair_ratios(base: Path, protection: Protection, steps: int) -> list[tuple[fl
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
         trainings.append(subprocess.Popen(words, env=environment, **pipes))
     for training in trainings:
-        step(training, say=False)
+        step(training, print_line=False)
     pairs = []
     for _ in range(steps + WARM_UP):
         order = random.sample((0, 1), 2)

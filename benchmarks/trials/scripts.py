@@ -26,7 +26,7 @@ from typing import Any
 if not __package__:  # started by its path: benchmarks import each other from the repository's root
     sys.path[0] = str(Path(__file__).parents[2])
 
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import Candidate
 from autotune.rank.script_rank import WARMUP_STEPS
 from autotune.script.script import command
@@ -273,12 +273,12 @@ def same_run(store: StudyStore, winner: Candidate, folder: Path, steps: int) -> 
     log = folder / LOGS / "same.log"
     log.parent.mkdir(exist_ok=True)
     log.unlink(missing_ok=True)
-    effort = Effort(min_steps=steps, max_steps=steps, min_seconds=0.0, max_seconds=300.0)
+    measure_spec = MeasureSpec(min_steps=steps, max_steps=steps, min_seconds=0.0, max_seconds=300.0)
     with (
         opened(logged(store.job, log), store.hardware, folder / "same", [winner], kept=[log.parent]) as executor,
         closing(executor.session(winner, "0")) as session,
     ):
-        measured = session.measure(winner, effort, 300.0).measurement
+        measured = session.measure(winner, measure_spec, 300.0).measurement
     assert measured is not None
     seconds = [b - a for a, b in itertools.pairwise(step_ends(log)[WARMUP_STEPS - 1 :])]
     return measured.step_seconds / statistics.median(seconds)

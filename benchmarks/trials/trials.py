@@ -19,7 +19,7 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 import psutil
 
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job
@@ -29,7 +29,7 @@ from autotune.util.units import MIB
 from benchmarks.common import command_line, parse, print_table, write_json
 from benchmarks.trials.ranks import WARMUP_STEPS, Deadlines, LocalExecutor, opened, train_plainly
 
-QUICK = Effort(min_steps=2, max_steps=3, min_seconds=0.0)
+QUICK = MeasureSpec(min_steps=2, max_steps=3, min_seconds=0.0)
 
 
 def candidate(stage: int, micro_batch: int = 1, **knobs: Any) -> Candidate:
@@ -37,10 +37,10 @@ def candidate(stage: int, micro_batch: int = 1, **knobs: Any) -> Candidate:
     return Candidate.of({"zero_stage": stage, "reduce_bucket_size": 500_000, "sub_group_size": 10**6, **batch, **knobs})
 
 
-def run(executor: LocalExecutor, one: Candidate, name: str, effort: Effort = QUICK) -> Any:
+def run(executor: LocalExecutor, one: Candidate, name: str, measure_spec: MeasureSpec = QUICK) -> Any:
     session = executor.session(one, name)
     try:
-        return session.measure(one, effort, 120.0), session
+        return session.measure(one, measure_spec, 120.0), session
     finally:
         session.close()
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.executors.replay import load_landscape
+from autotune.executors.replay import load_replay_table
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import OutcomeKind
 from autotune.search.pruning import Dominance, DominanceRules
@@ -35,14 +35,14 @@ def pairs(candidates: Sequence[Candidate], rules: DominanceRules) -> Iterator[tu
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.name.split(".csv")[0])
 def test_what_ran_out_rules_out_nothing_that_ran(path: Path) -> None:
-    landscape = load_landscape(path)
-    rules = DominanceRules() if landscape.hardware().device == "cuda" else DominanceRules.for_device("cpu")
-    candidates = list(landscape.rows)
+    replay_table = load_replay_table(path)
+    rules = DominanceRules() if replay_table.hardware().device == "cuda" else DominanceRules.for_device("cpu")
+    candidates = list(replay_table.rows)
     dominance = Dominance(candidates, rules)
-    fits = np.array([landscape.rows[candidate].kind is OutcomeKind.OK for candidate in candidates])
+    fits = np.array([replay_table.rows[candidate].kind is OutcomeKind.OK for candidate in candidates])
     ruled_out = np.zeros_like(fits)
     for candidate in candidates:
-        if landscape.rows[candidate].kind is OutcomeKind.OOM_DEVICE:
+        if replay_table.rows[candidate].kind is OutcomeKind.OOM_DEVICE:
             larger = dominance.at_least_as_large(candidate)
             assert not [candidates[at] for at in np.flatnonzero(larger & fits)], candidate
             ruled_out |= larger

@@ -3,14 +3,14 @@ import math
 import numpy as np
 import pytest
 
-from autotune.executors.replay import load_landscape
+from autotune.executors.replay import load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace_cache import closed_form_trace
 from autotune.search.proposer import Proposer
 from benchmarks.search.parts import ABLATIONS, MISLED, WRONG, Biased
 from benchmarks.search.search import DATA, one, times_fewer
 
-LANDSCAPE = load_landscape(DATA / "landscapes" / "gemma-2-2b_4xrtx3090.csv.gz")
+LANDSCAPE = load_replay_table(DATA / "landscapes" / "gemma-2-2b_4xrtx3090.csv.gz")
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
@@ -33,8 +33,8 @@ def test_a_biased_predictor_is_wrong_by_what_it_says_both_ways(wrong: type[Biase
 
 
 def test_times_fewer_compares_with_the_best_baseline_of_each_landscape() -> None:
-    def row(landscape: str, strategy: str, minutes: float | None) -> dict[str, object]:
-        return {"landscape": landscape, "strategy": strategy, "minutes95": minutes}
+    def row(replay_table: str, strategy: str, minutes: float | None) -> dict[str, object]:
+        return {"landscape": replay_table, "strategy": strategy, "minutes95": minutes}
 
     rows = [
         row("a", "autotune", 1.0),

@@ -14,7 +14,7 @@ from autotune.commands.setup import PlanSetup
 from autotune.predict.predictor import SURE, SURE_SIGMAS, Predictor
 from autotune.predict.trace_cache import closed_form_trace
 from autotune.predict.trace_data import Trace
-from autotune.predict.what_if import Elsewhere
+from autotune.predict.what_if import OtherHardware
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.space import SearchSpace, parse_space
 from autotune.results.plan import Plan, Shortage, show_plan
@@ -134,7 +134,7 @@ def test_every_row_of_the_stages_agrees_with_the_headline(trace: Trace) -> None:
 def test_other_machines_are_those_on_which_it_surely_fits(trace: Trace) -> None:
     _, setup, predictor = planned(trace, where(trace, SPACE, 0.3))
     candidates = setup.space.candidates(JOB)
-    machines = Machines(setup, Elsewhere(setup.space, predictor, candidates, predictor.table(candidates)))
+    machines = Machines(setup, OtherHardware(setup.space, predictor, candidates, predictor.table(candidates)))
     found = [card.fewest for card in (*machines.cards(), machines.fewest_of_own()) if card]
     assert sum(one is not None for one in found) > 5
     assert all(one.prediction.sure for one in found if one)

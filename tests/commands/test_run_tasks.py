@@ -11,7 +11,7 @@ from autotune.commands.run import run_study
 from autotune.commands.setup import plan_setups
 from autotune.commands.study_output import record_study
 from autotune.errors import UserError
-from autotune.executors.replay import load_landscape
+from autotune.executors.replay import load_replay_table
 from autotune.problem.candidate import Candidate
 from autotune.results.export import needs
 from autotune.search.study import StudyStore
@@ -82,7 +82,7 @@ def test_a_study_of_an_encoder(tmp_path: Path) -> None:
     assert summary.files
     table, about, _ = record_study(str(store.folder), None, None)
     assert json.loads(about.read_text())["task"] == "classification"
-    assert load_landscape(table).job().task == "classification"
+    assert load_replay_table(table).job().task == "classification"
 
 
 def test_what_the_training_must_do() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autotune.commands.script_probe import _counted_otherwise, _in_one_line, _limits, _profile, thrifty
+from autotune.commands.script_probe import _counted_otherwise, _in_one_line, _limits, _profile, least_memory_candidate
 from autotune.executors.local import failed_outcome
 from autotune.problem.outcome import Outcome, OutcomeKind, Phase, Source
 from autotune.rank.base import errnos
@@ -68,7 +68,7 @@ def test_a_profile_that_counted_otherwise_is_made_anew() -> None:
 def test_what_takes_least_memory_keeps_a_fused_optimizer_where_it_steps(
     optimizer: str, device: str, offloads: bool
 ) -> None:
-    candidate = thrifty(optimizer, device)
+    candidate = least_memory_candidate(optimizer, device)
     assert (candidate.offload_optimizer == "cpu") is offloads
     assert (candidate.stage, candidate.micro_batch, candidate.checkpointing) == (3, 1, True)
     assert candidate.offload_param == "cpu"

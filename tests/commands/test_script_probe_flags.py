@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autotune.commands.script_probe import ShortRuns, _mapped, flags_found
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Outcome, OutcomeKind
@@ -42,7 +42,7 @@ class Executor:
         }
         return self
 
-    def measure(self, candidate: Candidate, effort: Effort, seconds: float) -> Outcome:
+    def measure(self, candidate: Candidate, measure_spec: MeasureSpec, seconds: float) -> Outcome:
         micro_batch, accumulation = self.batch(self.now)
         if not micro_batch or not accumulation:
             return Outcome(OutcomeKind.CRASH, reason="a batch of 0")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from autotune.commands.script_probe import _run_with_ops
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.executors.local import LocalExecutor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
@@ -20,7 +20,7 @@ class Session:
     def __init__(self, executor: "Executor") -> None:
         self.executor, self.facts, self.missing_op = executor, {"trains": True}, ""
 
-    def measure(self, candidate: Candidate, effort: Effort, seconds: float) -> Outcome:
+    def measure(self, candidate: Candidate, measure_spec: MeasureSpec, seconds: float) -> Outcome:
         self.executor.limits.append(seconds)
         self.executor.clock += 7.0
         needs = [name for name in self.executor.needs if name not in self.executor.tried_ops]

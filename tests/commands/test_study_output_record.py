@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import MachineTrouble
-from autotune.executors.replay import Row, load_landscape, write_landscape
+from autotune.executors.replay import Row, load_replay_table, write_replay_table
 from autotune.problem.candidate import Value
 from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.problem.space import load_space
@@ -30,12 +30,12 @@ def test_a_study_becomes_a_table_that_is_searched(
     assert code == 0
     assert Path("runs/s/s.json").read_text() == exported, "the winner's config is let alone"
     assert "(4 candidates)" in out, "two that ran, two that ran out of memory"
-    landscape = load_landscape(Path("runs/s/s.table.csv.gz"))
-    assert landscape.facts["recorded_from"] == "s"
-    assert landscape.job() == store.job
-    row = landscape.rows[make_candidate(0, 7)]
+    replay_table = load_replay_table(Path("runs/s/s.table.csv.gz"))
+    assert replay_table.facts["recorded_from"] == "s"
+    assert replay_table.job() == store.job
+    row = replay_table.rows[make_candidate(0, 7)]
     assert (row.kind, row.step_seconds) == (OutcomeKind.OK, 2.0)
-    ran_out = landscape.rows[make_candidate(1, 2)]
+    ran_out = replay_table.rows[make_candidate(1, 2)]
     assert ran_out.kind is OutcomeKind.OOM_DEVICE
     assert ran_out.peak_gib == pytest.approx((store.hardware.capacity_bytes + 5) / GIB, rel=1e-5)
     code, out, _ = call(monkeypatch, capsys, "record", "s", "--out", "elsewhere/t.csv.gz", "--json")
@@ -57,7 +57,7 @@ def test_what_ran_out_of_less_memory_is_not_in_the_table(
         outcome = Outcome(OutcomeKind.OOM_DEVICE, capacity_bytes=then)
         store.finish(store.start(make_candidate(0, micro_batch), space), outcome)
     assert call(monkeypatch, capsys, "record", "s", "--out", "t.csv")[0] == 0
-    rows = load_landscape(Path("t.csv")).rows
+    rows = load_replay_table(Path("t.csv")).rows
     assert (make_candidate(0, 16) in rows, make_candidate(0, 32) in rows) == (False, True)
 
 
@@ -109,8 +109,8 @@ def test_nothing_measured_is_nothing_to_record(
 def test_a_table_gives_back_every_kind_of_knob(tmp_path: Path, name: str, value: Value) -> None:
     candidate = make_candidate(3, **{"zero_stage": 3, "offload_optimizer": "cpu", name: value})
     facts = {"model": "m", "seq_len": 8, "gpu": "x", "gpu_memory_gib": 1, "n_gpus": 2, "precision": "bf16"}
-    write_landscape(tmp_path / "t.csv.gz", facts, {candidate: Row(1.0, 2.0, 3.0, OutcomeKind.OK)})
-    (read,) = load_landscape(tmp_path / "t.csv.gz").rows
+    write_replay_table(tmp_path / "t.csv.gz", facts, {candidate: Row(1.0, 2.0, 3.0, OutcomeKind.OK)})
+    (read,) = load_replay_table(tmp_path / "t.csv.gz").rows
     assert read == candidate
     assert read.get(name) == value
     assert type(read.get(name)) is type(value)
@@ -122,7 +122,7 @@ def test_a_table_that_cannot_be_written_leaves_the_one_that_is_there(
 ) -> None:
     facts = {"model": "m", "seq_len": 8, "gpu": "x", "gpu_memory_gib": 1, "n_gpus": 2, "precision": "bf16"}
     first, second = (make_candidate(stage) for stage in (0, 1))
-    write_landscape(tmp_path / "t", facts, {first: Row(1.0, 2.0, 3.0, OutcomeKind.OK)})
+    write_replay_table(tmp_path / "t", facts, {first: Row(1.0, 2.0, 3.0, OutcomeKind.OK)})
     replace = os.replace
 
     def full(source: str, target: Path) -> None:
@@ -132,10 +132,10 @@ def test_a_table_that_cannot_be_written_leaves_the_one_that_is_there(
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(MachineTrouble, match="No space left"):
-        write_landscape(tmp_path / "t", facts, {second: Row(1.0, 2.0, 3.0, OutcomeKind.OK)})
-    assert list(load_landscape(tmp_path / "t.csv.gz").rows) == [first if file == "t.csv.gz" else second]
+        write_replay_table(tmp_path / "t", facts, {second: Row(1.0, 2.0, 3.0, OutcomeKind.OK)})
+    assert list(load_replay_table(tmp_path / "t.csv.gz").rows) == [first if file == "t.csv.gz" else second]
     monkeypatch.undo()
-    write_landscape(tmp_path / "t", facts, {second: Row(1.0, 2.0, 3.0, OutcomeKind.OK)})
+    write_replay_table(tmp_path / "t", facts, {second: Row(1.0, 2.0, 3.0, OutcomeKind.OK)})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.csv.gz", "t.json"]
 
 
@@ -143,17 +143,17 @@ def test_facts_of_another_machine_stand_beside_no_table(tmp_path: Path, monkeypa
     facts = {"model": "m", "seq_len": 8, "gpu": "x", "gpu_memory_gib": 1, "n_gpus": 2, "precision": "bf16"}
     kept, rows = tmp_path / "kept.json", {make_candidate(0): Row(1.0, 2.0, 3.0, OutcomeKind.OK)}
     (tmp_path / "t.json").symlink_to(kept)
-    write_landscape(tmp_path / "t", facts, rows)
+    write_replay_table(tmp_path / "t", facts, rows)
 
     def full(source: str, target: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(MachineTrouble, match="No space left"):
-        write_landscape(tmp_path / "t", {**facts, "n_gpus": 4}, rows)
+        write_replay_table(tmp_path / "t", {**facts, "n_gpus": 4}, rows)
     assert not kept.exists()
     monkeypatch.undo()
-    write_landscape(tmp_path / "t", {**facts, "n_gpus": 4}, rows)
+    write_replay_table(tmp_path / "t", {**facts, "n_gpus": 4}, rows)
     assert (tmp_path / "t.json").is_symlink()
     assert json.loads(kept.read_text())["n_gpus"] == 4
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autotune.errors import MachineTrouble
-from autotune.executors.base import RESUME, VERIFY, Effort
+from autotune.executors.base import RESUME, VERIFY, MeasureSpec
 from autotune.executors.local import CUDA_INITIALIZED_BEFORE_FORK, Deadlines, LocalExecutor
 from autotune.predict.step_time import size_seconds
 from autotune.problem.candidate import ALLOCATOR_VARIABLES
@@ -55,9 +55,9 @@ def test_how_the_model_is_made_is_a_knob(bench: Bench) -> None:
 
 def test_one_engine_climbs_and_a_long_accumulation_is_extrapolated(bench: Bench) -> None:
     first = make_candidate(1, 1, 1)
-    effort = Effort(min_seconds=0.0, min_steps=5)  # for medians that one slow step does not move
+    measure_spec = MeasureSpec(min_seconds=0.0, min_steps=5)  # for medians that one slow step does not move
     with closing(bench.session(first)) as session:
-        outcomes = [session.measure(make_candidate(1, *rung), effort, 60.0) for rung in ((1, 1), (2, 1), (2, 16))]
+        outcomes = [session.measure(make_candidate(1, *rung), measure_spec, 60.0) for rung in ((1, 1), (2, 1), (2, 16))]
     assert all(outcome.ok for outcome in outcomes)
     long, short = outcomes[2].measurement, outcomes[1].measurement
     assert long is not None
@@ -69,11 +69,11 @@ def test_one_engine_climbs_and_a_long_accumulation_is_extrapolated(bench: Bench)
     assert long.step_seconds > 14 / 2 * long.micro_step_seconds
     assert long.samples_per_second * long.step_seconds == pytest.approx(2 * 16 * 2), "all of them count"
     with pytest.raises(ValueError, match="one family"):
-        session.measure(make_candidate(2), effort, 5.0)
+        session.measure(make_candidate(2), measure_spec, 5.0)
 
 
 def test_verification_is_a_certificate(bench: Bench) -> None:
-    outcome = bench.run(make_candidate(3, 2, 4), effort=VERIFY)
+    outcome = bench.run(make_candidate(3, 2, 4), measure_spec=VERIFY)
     assert outcome.ok
     assert outcome.measurement is not None
     assert not outcome.measurement.extrapolated
@@ -86,7 +86,7 @@ def test_verification_is_a_certificate(bench: Bench) -> None:
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_candidate_goes_on_from_a_checkpoint(bench: Bench, stage: int) -> None:
     candidate = make_candidate(stage, 2, offload_optimizer="cpu" if stage == 3 else "none")
-    outcome = bench.run(candidate, effort=RESUME)
+    outcome = bench.run(candidate, measure_spec=RESUME)
     assert outcome.ok, outcome
     assert outcome.measurement is not None
     assert outcome.measurement.steps == 1
@@ -97,7 +97,7 @@ def test_a_candidate_goes_on_from_a_checkpoint(bench: Bench, stage: int) -> None
 
 def test_a_candidate_that_dies_as_it_loads(bench: Bench) -> None:
     bench.fault = {"rank": 1, "where": "load", "what": "oom"}
-    outcome = bench.run(make_candidate(1, 2), effort=RESUME)
+    outcome = bench.run(make_candidate(1, 2), measure_spec=RESUME)
     assert (outcome.kind, outcome.phase, outcome.rank) == (OutcomeKind.OOM_DEVICE, Phase.LOAD, 1)
     assert not (Path(outcome.log or "") / "checkpoint").exists()
 
@@ -181,7 +181,7 @@ def test_one_rank_of_two_fails(bench: Bench, what: str, where: str) -> None:
         bench.executor.deadlines = Deadlines(start=60, init=5, step=3)
     expected = {"oom": OutcomeKind.OOM_DEVICE, "hang": OutcomeKind.TIMEOUT}.get(what, OutcomeKind.CRASH)
     session = bench.session(make_candidate(2))
-    outcome = session.measure(make_candidate(2), Effort(), 120.0)
+    outcome = session.measure(make_candidate(2), MeasureSpec(), 120.0)
     assert outcome.kind is expected, outcome
     assert outcome.evidence
     assert outcome.log
@@ -218,13 +218,13 @@ def test_a_stop_request_ends_a_running_trial(bench: Bench) -> None:
 
 @pytest.mark.slow
 def test_fork_and_spawn_agree(bench: Bench, tmp_path: Path) -> None:
-    candidate, effort = make_candidate(1, 4), Effort(min_seconds=0.2, min_steps=3)
-    forked = bench.run(candidate, effort=effort)
+    candidate, measure_spec = make_candidate(1, 4), MeasureSpec(min_seconds=0.2, min_steps=3)
+    forked = bench.run(candidate, measure_spec=measure_spec)
     assert isinstance(bench.executor.launcher, ForkLauncher)
     cold = LocalExecutor(make_job(), bench.executor.hardware, tmp_path, [candidate], isolation="spawn")
     cold.open(lambda text: None)
     with closing(cold), closing(cold.session(candidate, "0001")) as session:
-        spawned = session.measure(candidate, effort, 300.0)
+        spawned = session.measure(candidate, measure_spec, 300.0)
         assert isinstance(cold.launcher, SpawnLauncher)
     assert spawned.ok
     assert spawned.measurement is not None
@@ -245,7 +245,7 @@ def test_a_disk_that_refuses_is_the_machines_trouble(bench: Bench, monkeypatch: 
 @pytest.mark.slow
 def test_ranks_die_with_their_server_which_is_started_again(bench: Bench) -> None:
     with closing(bench.session(make_candidate())) as session:
-        assert session.measure(make_candidate(), Effort(min_seconds=0.0, min_steps=2), 120.0).ok
+        assert session.measure(make_candidate(), MeasureSpec(min_seconds=0.0, min_steps=2), 120.0).ok
         ranks = [process.pid for process in bench.left_over()]
         assert len(ranks) == 2
         server = bench.executor.launcher.server

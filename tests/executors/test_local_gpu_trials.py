@@ -26,7 +26,7 @@ class Trial:
         self.executor = LocalExecutor(make_job(1), detect("cuda", 1), folder, [])
         self.executor.target.opened_launcher = SpawnLauncher(trial_environment("cpu", 1), folder / "spawn.log")
         self.said: list[str] = []
-        self.executor.say = self.said.append
+        self.executor.print_line = self.said.append
         patch.setattr(LocalExecutor, "rank_module", "tests.workers.mute_rank")
 
     def run(self, deadline_seconds: float) -> Outcome:

@@ -11,7 +11,7 @@ import pytest
 
 from autotune.commands.setup import MOST_GPUS, slice_of
 from autotune.errors import UserError
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.executors.local import SliceExtrapolator, measurement_of
 from autotune.gallery.schema import entry_of
 from autotune.problem.hardware import Hardware, detect, named_hardware
@@ -23,7 +23,7 @@ from autotune.workers.memory_monitor import MemoryPeaks
 from tests.conftest import SCRIPTS, Bench, make_candidate, make_job
 from tests.tiny_training import TINY_RUN, trainer_words, write_trainers_config
 
-TWO_STEPS = Effort(min_steps=2, max_steps=2, min_seconds=0)
+TWO_STEPS = MeasureSpec(min_steps=2, max_steps=2, min_seconds=0)
 
 
 def sliced(nodes: int, per_node: int = 1) -> Hardware:
@@ -38,7 +38,7 @@ def test_ranks_of_a_slice_allocate_what_ranks_of_all_would(bench: Bench, stage: 
     live = []
     for hardware in (detect("cpu", 2), sliced(2), sliced(8)):
         bench.executor.job, bench.executor.hardware = make_job(hardware.count), hardware
-        outcome = bench.run(candidate, effort=TWO_STEPS)
+        outcome = bench.run(candidate, measure_spec=TWO_STEPS)
         assert outcome.measurement is not None, outcome
         assert outcome.measurement.samples_per_second == pytest.approx(
             2 * hardware.count / outcome.measurement.step_seconds
@@ -64,7 +64,7 @@ def test_two_ranks_of_a_slice_of_four(bench: Bench) -> None:
     """Out of memory is one of the slice's ranks', as ever."""
     bench.executor.job, bench.executor.hardware = make_job(4), sliced(2, 2)
     assert not bench.executor.resumes
-    outcome = bench.run(make_candidate(2, 1), effort=TWO_STEPS)
+    outcome = bench.run(make_candidate(2, 1), measure_spec=TWO_STEPS)
     assert outcome.ok, outcome
     assert (Path(outcome.log or "") / "rank1.log").exists()
     assert not (Path(outcome.log or "") / "rank2.log").exists()

@@ -6,7 +6,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.executors.base import SEARCH, VERIFY
-from autotune.executors.replay import OOM_SECONDS, ReplayExecutor, load_landscape, read_value
+from autotune.executors.replay import OOM_SECONDS, ReplayExecutor, load_replay_table, read_value
 from autotune.problem.outcome import OutcomeKind
 from autotune.util.units import GIB
 
@@ -14,10 +14,10 @@ TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
 
 def test_the_rules_of_a_replay() -> None:
-    landscape = load_landscape(TABLE)
-    executor = ReplayExecutor(landscape, seed=1)
+    replay_table = load_replay_table(TABLE)
+    executor = ReplayExecutor(replay_table, seed=1)
     family = {}
-    for candidate, row in landscape.rows.items():
+    for candidate, row in replay_table.rows.items():
         family.setdefault(candidate.family, []).append((candidate, row))
     rungs = next(
         group for group in family.values() if {row.kind for _, row in group} == {OutcomeKind.OK, OutcomeKind.OOM_DEVICE}
@@ -42,17 +42,17 @@ def test_the_rules_of_a_replay() -> None:
     ended = session.measure(out, SEARCH, 1e9)
     assert executor.now() - before == pytest.approx(OOM_SECONDS)
     assert ended.kind is OutcomeKind.OOM_DEVICE
-    short = min(out_row.peak_gib - landscape.facts["gpu_memory_gib"], 0.25 * out_row.peak_gib)
+    short = min(out_row.peak_gib - replay_table.facts["gpu_memory_gib"], 0.25 * out_row.peak_gib)
     assert ended.missing_bytes == pytest.approx(short * GIB, rel=0.01)
     assert not session.alive
-    other = next(c for c in landscape.rows if c.family != out.family)
+    other = next(c for c in replay_table.rows if c.family != out.family)
     with pytest.raises(ValueError, match="one family"):
         executor.session(out, "").measure(other, VERIFY, 1e9)
 
 
 def test_a_deadline_ends_a_trial_at_the_second() -> None:
-    executor = ReplayExecutor(load_landscape(TABLE))
-    candidate = next(iter(executor.landscape.rows))
+    executor = ReplayExecutor(load_replay_table(TABLE))
+    candidate = next(iter(executor.replay_table.rows))
     outcome = executor.session(candidate, "").measure(candidate, SEARCH, 3.0)
     assert outcome.kind is OutcomeKind.INTERRUPTED
     assert executor.now() == 3.0
@@ -76,11 +76,11 @@ HEAD = "zero_stage,train_micro_batch_size_per_gpu,gradient_accumulation_steps,pe
 
 
 def test_small_tables_are_read(tmp_path: Path) -> None:
-    landscape = load_landscape(write(tmp_path, HEAD + "0,1,1,1.5,0.5,3,ok\n2,4,1,30,,3,oom_device\n"))
-    assert len(landscape.rows) == 2
-    assert landscape.space().knobs["zero_stage"].values == (0, 2)
-    assert landscape.hardware().capacity_bytes == 24 * GIB
-    assert landscape.best_step_seconds == 0.25
+    replay_table = load_replay_table(write(tmp_path, HEAD + "0,1,1,1.5,0.5,3,ok\n2,4,1,30,,3,oom_device\n"))
+    assert len(replay_table.rows) == 2
+    assert replay_table.space().knobs["zero_stage"].values == (0, 2)
+    assert replay_table.hardware().capacity_bytes == 24 * GIB
+    assert replay_table.best_step_seconds == 0.25
 
 
 @pytest.mark.parametrize(
@@ -95,20 +95,20 @@ def test_small_tables_are_read(tmp_path: Path) -> None:
 )
 def test_bad_tables_are_said_in_one_line(tmp_path: Path, text: str, facts: dict[str, object], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        load_landscape(write(tmp_path, text, **facts))
+        load_replay_table(write(tmp_path, text, **facts))
 
 
 def test_a_missing_or_damaged_table_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no table"):
-        load_landscape(tmp_path / "none.csv.gz")
+        load_replay_table(tmp_path / "none.csv.gz")
     path = write(tmp_path, HEAD + "0,1,1,1.5,0.5,3,ok\n")
     path.write_bytes(b"not gzip")
     with pytest.raises(UserError, match="cannot be read"):
-        load_landscape(path)
+        load_replay_table(path)
     write(tmp_path, HEAD + "0,1,1,1.5,0.5,3,ok\n")
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(UserError, match="no 'model'"):
-        load_landscape(path)
+        load_replay_table(path)
 
 
 def test_cells_become_values() -> None:

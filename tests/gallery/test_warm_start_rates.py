@@ -11,7 +11,7 @@ import pytest
 
 from autotune.commands.run import begin_with_rates
 from autotune.gallery import warm_start
-from autotune.gallery.card_rates import taught
+from autotune.gallery.card_rates import rates_of_entry
 from autotune.gallery.schema import Entry
 from autotune.gallery.warm_start import rates_for, shipped_entries, shipped_rates
 from autotune.predict.calibration import CalibrationEvidence
@@ -48,7 +48,7 @@ def alone(job: Job, hardware: Hardware) -> Predictor:
 def learnt(entry: Entry, job: Job, hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> CalibrationEvidence:
     """What the entry teaches a predictor whose trace costs no time."""
     monkeypatch.setattr("autotune.gallery.card_rates.traced_predictor", alone)
-    found = taught(entry)
+    found = rates_of_entry(entry)
     assert found is not None
     return found
 
@@ -67,7 +67,7 @@ def test_every_entry_of_a_gpu_has_rates_of_todays_constants() -> None:
 
 @pytest.mark.slow
 def test_the_rates_that_ship_are_what_the_entry_teaches(entry: Entry, job: Job, hardware: Hardware) -> None:
-    [tried], learnt = entry.candidates, taught(entry)
+    [tried], learnt = entry.candidates, rates_of_entry(entry)
     assert learnt is not None
     assert tried.step_seconds is not None
     anew, shipped = traced_predictor(job, hardware), traced_predictor(job, hardware)

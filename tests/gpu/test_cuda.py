@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.executors.local import LocalExecutor
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import OutcomeKind
@@ -16,7 +16,7 @@ from autotune.util.units import GIB, MIB
 from tests.conftest import make_candidate, make_job
 
 pytestmark = pytest.mark.gpu
-QUICK = Effort(min_steps=3, min_seconds=0.2)
+QUICK = MeasureSpec(min_steps=3, min_seconds=0.2)
 
 
 def measure(folder: Path, cap_bytes: int | None, candidate, **job):  # type: ignore[no-untyped-def]

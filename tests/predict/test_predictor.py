@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autotune.errors import UserError
-from autotune.executors.replay import Landscape, load_landscape
+from autotune.executors.replay import ReplayTable, load_replay_table
 from autotune.predict import trace as traced_module
 from autotune.predict.calibration import MEMORY, Neighbours, Prior, fit, overhead_prior
 from autotune.predict.features import padded_tokens
@@ -26,16 +26,16 @@ TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
 
 @pytest.fixture(scope="module")
-def landscape() -> Landscape:
-    return load_landscape(TABLE)
+def replay_table() -> ReplayTable:
+    return load_replay_table(TABLE)
 
 
-def fresh(landscape: Landscape) -> Predictor:
-    return Predictor(landscape.job(), landscape.hardware(), trace_job(landscape.job()))
+def fresh(replay_table: ReplayTable) -> Predictor:
+    return Predictor(replay_table.job(), replay_table.hardware(), trace_job(replay_table.job()))
 
 
-def outcome_of(landscape: Landscape, candidate: Candidate, factor: float = 1.0) -> Outcome:
-    row = landscape.rows[candidate]
+def outcome_of(replay_table: ReplayTable, candidate: Candidate, factor: float = 1.0) -> Outcome:
+    row = replay_table.rows[candidate]
     if row.kind is not OutcomeKind.OK:
         return Outcome(row.kind, missing_bytes=int(0.2 * row.peak_gib * GIB))
     assert row.step_seconds is not None
@@ -43,19 +43,19 @@ def outcome_of(landscape: Landscape, candidate: Candidate, factor: float = 1.0) 
     return Outcome(OutcomeKind.OK, measurement=Measurement(seconds, 0.0, 4, 1.0, 1.0, peak))
 
 
-def errors(landscape: Landscape, predictor: Predictor) -> tuple[float, float]:
+def errors(replay_table: ReplayTable, predictor: Predictor) -> tuple[float, float]:
     """Median error of peaks; of the logarithm of step seconds too, a common factor aside: order is what counts."""
-    ok = [c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK]
+    ok = [c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK]
     table = predictor.table(ok)
-    peak = np.array([landscape.rows[c].peak_gib for c in ok]) * GIB
-    step = np.array([landscape.rows[c].step_seconds for c in ok])
+    peak = np.array([replay_table.rows[c].peak_gib for c in ok]) * GIB
+    step = np.array([replay_table.rows[c].step_seconds for c in ok])
     slower = np.log(table.step / step)
     return float(np.median(abs(table.peak / peak - 1))), float(np.median(abs(slower - np.median(slower))))
 
 
-def test_what_one_job_taught_serves_another_as_far_as_they_are_alike(landscape: Landscape) -> None:
-    job, candidate = landscape.job(), make_candidate(micro_batch=4)
-    taught = fresh(landscape)
+def test_what_one_job_taught_serves_another_as_far_as_they_are_alike(replay_table: ReplayTable) -> None:
+    job, candidate = replay_table.job(), make_candidate(micro_batch=4)
+    taught = fresh(replay_table)
     before = taught.predict(candidate)
     measured = Measurement(2 * before.step_seconds, 0.0, 4, 1.0, 1.0, int(1.1 * before.peak_bytes))
     taught.observe(candidate, Outcome(OutcomeKind.OK, measurement=measured))
@@ -63,7 +63,7 @@ def test_what_one_job_taught_serves_another_as_far_as_they_are_alike(landscape: 
     def after(seq_len: int, **what: Predictor) -> tuple[float, float]:
         """How much a predictor of another length changes by believing."""
         other = dataclasses.replace(job, seq_len=seq_len)
-        one, two = (Predictor(other, landscape.hardware(), taught.trace) for _ in range(2))
+        one, two = (Predictor(other, replay_table.hardware(), taught.trace) for _ in range(2))
         two.believe(**what)
         a, b = one.predict(candidate), two.predict(candidate)
         return b.peak_bytes / a.peak_bytes - 1, b.step_seconds / a.step_seconds - 1
@@ -77,16 +77,16 @@ def test_what_one_job_taught_serves_another_as_far_as_they_are_alike(landscape: 
     assert after(job.seq_len, time=taught)[0] == 0
 
 
-def test_one_trial_helps_and_more_help_more(landscape: Landscape) -> None:
-    ok = [c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK]
+def test_one_trial_helps_and_more_help_more(replay_table: ReplayTable) -> None:
+    ok = [c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK]
     found = []
     for count, starts in ((0, [0]), (1, range(0, len(ok), len(ok) // 12)), (12, [100])):
         each = []
         for start in starts:
-            predictor = fresh(landscape)
+            predictor = fresh(replay_table)
             for candidate in [*ok[start:], *ok[:start]][:: len(ok) // 13][:count]:
-                predictor.observe(candidate, outcome_of(landscape, candidate))
-            each.append(errors(landscape, predictor))
+                predictor.observe(candidate, outcome_of(replay_table, candidate))
+            each.append(errors(replay_table, predictor))
         found.append(np.mean(each, axis=0))
     assert found[1][0] < found[0][0], found
     assert found[1][1] < found[0][1], found
@@ -94,52 +94,52 @@ def test_one_trial_helps_and_more_help_more(landscape: Landscape) -> None:
     assert found[2][1] < 0.5 * found[0][1], found
 
 
-def test_one_wrong_trial_cannot_wreck_it(landscape: Landscape) -> None:
-    ok = [c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK][50::60][:12]
-    good, bad = fresh(landscape), fresh(landscape)
+def test_one_wrong_trial_cannot_wreck_it(replay_table: ReplayTable) -> None:
+    ok = [c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK][50::60][:12]
+    good, bad = fresh(replay_table), fresh(replay_table)
     for i, candidate in enumerate(ok):
-        good.observe(candidate, outcome_of(landscape, candidate))
-        bad.observe(candidate, outcome_of(landscape, candidate, factor=3.0 if i == 5 else 1.0))
-    assert errors(landscape, bad)[0] < 3 * errors(landscape, good)[0] + 0.02
-    assert errors(landscape, bad)[1] < 3 * errors(landscape, good)[1] + 0.05
+        good.observe(candidate, outcome_of(replay_table, candidate))
+        bad.observe(candidate, outcome_of(replay_table, candidate, factor=3.0 if i == 5 else 1.0))
+    assert errors(replay_table, bad)[0] < 3 * errors(replay_table, good)[0] + 0.02
+    assert errors(replay_table, bad)[1] < 3 * errors(replay_table, good)[1] + 0.05
     assert bad.time_noise > good.time_noise  # but it trusts itself less
 
 
-def test_an_out_of_memory_counts_where_it_disagrees(landscape: Landscape) -> None:
-    predictor = fresh(landscape)
+def test_an_out_of_memory_counts_where_it_disagrees(replay_table: ReplayTable) -> None:
+    predictor = fresh(replay_table)
     capacity = predictor.hardware.capacity_bytes
-    at = predictor.table(list(landscape.rows)).peak
-    candidate = list(landscape.rows)[int(np.argmin(abs(at - 0.8 * capacity)))]
+    at = predictor.table(list(replay_table.rows)).peak
+    candidate = list(replay_table.rows)[int(np.argmin(abs(at - 0.8 * capacity)))]
     before = predictor.predict(candidate)
     predictor.observe(candidate, Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=GIB))
     after = predictor.predict(candidate)
     assert after.peak_bytes > 1.1 * before.peak_bytes
-    over = list(landscape.rows)[int(np.argmax(at))]  # one that was predicted to run out anyway teaches little
-    calm = fresh(landscape)
+    over = list(replay_table.rows)[int(np.argmax(at))]  # one that was predicted to run out anyway teaches little
+    calm = fresh(replay_table)
     calm.observe(over, Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=GIB))
     assert calm.predict(candidate).peak_bytes == pytest.approx(before.peak_bytes, rel=0.02)
 
 
-def test_the_true_best_is_never_ruled_out(landscape: Landscape) -> None:
+def test_the_true_best_is_never_ruled_out(replay_table: ReplayTable) -> None:
     import random
 
-    ok = [c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK]
-    best = min(ok, key=landscape.seconds_per_sample)
+    ok = [c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK]
+    best = min(ok, key=replay_table.seconds_per_sample)
     for seed in range(8):
-        predictor = fresh(landscape)
+        predictor = fresh(replay_table)
         for candidate in random.Random(seed).sample(ok, 3):
-            predictor.observe(candidate, outcome_of(landscape, candidate))
+            predictor.observe(candidate, outcome_of(replay_table, candidate))
         table = predictor.table([best])
         assert table.peak[0] - HOPELESS_SIGMAS * table.peak_sigma[0] < predictor.hardware.capacity_bytes
 
 
-def test_a_wrong_prediction_widens_the_interval(landscape: Landscape) -> None:
-    all_ok = [c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK]
+def test_a_wrong_prediction_widens_the_interval(replay_table: ReplayTable) -> None:
+    all_ok = [c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK]
     ok, others = all_ok[10::90][:6], all_ok[40::90][:6]
-    right, wrong = fresh(landscape), fresh(landscape)
+    right, wrong = fresh(replay_table), fresh(replay_table)
     for i, candidate in enumerate(ok):
-        right.observe(candidate, outcome_of(landscape, candidate))
-        wrong.observe(candidate, outcome_of(landscape, candidate, factor=1.5 if i % 2 else 0.7))
+        right.observe(candidate, outcome_of(replay_table, candidate))
+        wrong.observe(candidate, outcome_of(replay_table, candidate, factor=1.5 if i % 2 else 0.7))
     assert (wrong.table(others).peak_sigma > 2 * right.table(others).peak_sigma).all()
 
 
@@ -310,11 +310,11 @@ def test_the_overhead_is_expected_by_link_ranks_and_architecture() -> None:
         assert abs(prior.mean - measured) < prior.sigma
 
 
-def test_an_overhead_that_was_measured_is_believed(landscape: Landscape) -> None:
-    ok = [c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK][::40][:4]
-    told, untold = fresh(landscape), fresh(landscape)
+def test_an_overhead_that_was_measured_is_believed(replay_table: ReplayTable) -> None:
+    ok = [c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK][::40][:4]
+    told, untold = fresh(replay_table), fresh(replay_table)
     for i, candidate in enumerate(ok):
-        outcome = outcome_of(landscape, candidate)
+        outcome = outcome_of(replay_table, candidate)
         untold.observe(candidate, outcome)
         assert outcome.measurement is not None
         overhead = int((1.30 + 0.01 * i) * GIB) if i < 3 else None
@@ -359,8 +359,8 @@ def test_host_memory_of_published_runs() -> None:
     assert not found["qwen2.5-32b"][2]
 
 
-def test_another_card_takes_the_sizes_of_the_first_and_its_own_speeds(landscape: Landscape) -> None:
-    job, candidates = landscape.job(), sorted(landscape.rows, key=str)[:200]
+def test_another_card_takes_the_sizes_of_the_first_and_its_own_speeds(replay_table: ReplayTable) -> None:
+    job, candidates = replay_table.job(), sorted(replay_table.rows, key=str)[:200]
     trace = closed_form_trace(job, "a test")
     first, second = (Predictor(job, named_hardware(name, 2), trace) for name in ("h100", "a100-40gb"))
     other, own = second.prepare_like(candidates, first.prepare(candidates)), second.prepare(candidates)

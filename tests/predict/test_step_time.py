@@ -11,7 +11,7 @@ from autotune.predict import step_time
 from autotune.predict.calibration import TIME, time_priors
 from autotune.predict.features import columns_of
 from autotune.predict.predictor import Predictor
-from autotune.predict.step_time import DeviceRates, Spent, Work, spend, work
+from autotune.predict.step_time import DeviceRates, StepSeconds, StepWork, spend, work
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, gpu_table, named_hardware
@@ -30,13 +30,13 @@ def job_of(ranks: int = 1, **changes: object) -> Job:
     return make_job(precision="bf16", seq_len=TOKENS, ranks=ranks, **changes)
 
 
-def work_of(knobs: dict, hardware: Hardware, **changes: object) -> Work:
+def work_of(knobs: dict, hardware: Hardware, **changes: object) -> StepWork:
     job = job_of(hardware.count, **changes)
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     return work(job, hardware, TRACE, columns_of([Candidate.of({**batch, **knobs})], job))
 
 
-def spent_of(knobs: dict, hardware: Hardware) -> Spent:
+def spent_of(knobs: dict, hardware: Hardware) -> StepSeconds:
     job = job_of(hardware.count)
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     c = columns_of([Candidate.of({**batch, **knobs})], job)

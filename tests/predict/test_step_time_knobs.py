@@ -10,7 +10,7 @@ import pytest
 
 from autotune.predict.calibration import TIME
 from autotune.predict.features import columns_of
-from autotune.predict.step_time import Spent, Work, spend, work
+from autotune.predict.step_time import StepSeconds, StepWork, spend, work
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_hardware
@@ -25,7 +25,7 @@ BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
 NOTHING_KEPT = {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
 
 
-def table(hardware: Hardware, knobs: dict[str, Any], **changes: Any) -> tuple[Work, Spent]:
+def table(hardware: Hardware, knobs: dict[str, Any], **changes: Any) -> tuple[StepWork, StepSeconds]:
     job = make_job(hardware.count, **{"precision": "bf16", "seq_len": 64, **changes})
     named = {short_name(name): value for name, value in {**BATCH, **knobs}.items()}
     c = columns_of([Candidate.of(named)], job)
@@ -34,7 +34,7 @@ def table(hardware: Hardware, knobs: dict[str, Any], **changes: Any) -> tuple[Wo
     return w, spend(w, c, {**k, "hidden": k["hidden"] / (1 + k["hidden"])})
 
 
-def work_of(knobs: dict[str, Any], hardware: Hardware = ONE_NODE, **changes: Any) -> Work:
+def work_of(knobs: dict[str, Any], hardware: Hardware = ONE_NODE, **changes: Any) -> StepWork:
     return table(hardware, knobs, **changes)[0]
 
 

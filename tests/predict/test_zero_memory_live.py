@@ -2,7 +2,7 @@
 
 import pytest
 
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.predict.features import columns_of, installed_deepspeed
 from autotune.predict.trace import trace_job
 from autotune.predict.zero_memory import bill
@@ -64,7 +64,7 @@ def check(bench: Bench, job: Job, candidates: list[Candidate]) -> None:
     bench.executor.count_live_tensors = True
     bench.executor.load_ops(candidates)
     for candidate in candidates:
-        outcome = bench.run(candidate, effort=Effort(min_steps=3, max_steps=3, min_seconds=0))
+        outcome = bench.run(candidate, measure_spec=MeasureSpec(min_steps=3, max_steps=3, min_seconds=0))
         assert outcome.measurement is not None, outcome
         one = bill(job, trace, columns_of([candidate], job, installed_deepspeed()))
         steps = [i for i, name in enumerate(one.moments) if name != "init"]

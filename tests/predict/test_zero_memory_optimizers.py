@@ -10,7 +10,7 @@ from autotune.predict.trace import trace_job
 from autotune.predict.zero_memory import STATE_BYTES, bill, muon_sizes, stepper
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import OPTIMIZERS, Job, Script
-from autotune.problem.knobs import Circumstances, unscattered_for_muon
+from autotune.problem.knobs import RequirementInputs, unscattered_for_muon
 from tests.conftest import make_candidate, make_job
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 
@@ -231,7 +231,7 @@ def test_muon_at_stage_3_does_not_scatter() -> None:
     assert make_candidate(3).ds_config(job)["zero_optimization"]["reduce_scatter"] is False
     assert "reduce_scatter" not in make_candidate(2).ds_config(job)["zero_optimization"]
     own = dataclasses.replace(job, base_config={**MUON, "zero_optimization": {"reduce_scatter": True}})
-    circumstances = Circumstances.of(own, named_hardware("h100", 2))
+    circumstances = RequirementInputs.of(own, named_hardware("h100", 2))
     assert "reduce_scatter: false" in unscattered_for_muon(3, circumstances)
     assert not unscattered_for_muon(2, circumstances)
-    assert not unscattered_for_muon(3, Circumstances.of(job, named_hardware("h100", 2)))
+    assert not unscattered_for_muon(3, RequirementInputs.of(job, named_hardware("h100", 2)))

@@ -25,7 +25,7 @@ from autotune.problem.knobs import (
     OFFLOADING,
     Knob,
     Knobs,
-    Read,
+    ReadCondition,
     Value,
     is_read,
     short_name,
@@ -158,7 +158,7 @@ FAKE = "zero_optimization.fake"
         ),
         (
             "fake",
-            Knob("fake", bool, Read(lambda knobs: False)),
+            Knob("fake", bool, ReadCondition(lambda knobs: False)),
             False,
             ["problem/knobs.py: no setting under which it is read"],
         ),

@@ -12,7 +12,7 @@ from autotune.errors import UserError
 from autotune.predict.features import installed_deepspeed
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, named_hardware
-from autotune.problem.knobs import KNOBS, ZERO, Circumstances, is_read, lossy_of, refusal, short_name
+from autotune.problem.knobs import KNOBS, ZERO, RequirementInputs, is_read, lossy_of, refusal, short_name
 from autotune.problem.space import fitted, load_space, parse_space, shipped_spaces, unmet
 from autotune.util.interpreter import OwnInterpreter
 from tests.conftest import make_job
@@ -200,7 +200,7 @@ def test_a_knob_is_decided_after_what_it_depends_on_however_it_is_written() -> N
     ],
 )
 def test_what_a_setting_needs(knob: str, value: Any, hardware: Hardware, changes: dict[str, Any], why: str) -> None:
-    around = Circumstances.of(job_on(hardware, **changes), hardware)
+    around = RequirementInputs.of(job_on(hardware, **changes), hardware)
     said = unmet(knob, value, around)
     assert why in said
     assert bool(said) == bool(why)

@@ -11,7 +11,7 @@ import pytest
 from autotune.problem import knobs
 from autotune.problem.hardware import Hardware, detect, named_hardware
 from autotune.problem.job import Script
-from autotune.problem.knobs import Circumstances
+from autotune.problem.knobs import RequirementInputs
 from autotune.util.interpreter import OwnInterpreter
 from tests.conftest import make_job
 
@@ -19,8 +19,8 @@ CPU, GPUS, NODES = detect("cpu", 2), named_hardware("a100-80", 2), named_hardwar
 SCRIPT = Script(("train.py",), ".")
 
 
-def around(hardware: Hardware = GPUS, *, lossy: bool = False, compiles: bool = False, **job: Any) -> Circumstances:
-    return Circumstances.of(make_job(hardware.count, **job), hardware, lossy, compiles)
+def around(hardware: Hardware = GPUS, *, lossy: bool = False, compiles: bool = False, **job: Any) -> RequirementInputs:
+    return RequirementInputs.of(make_job(hardware.count, **job), hardware, lossy, compiles)
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,14 @@ def around(hardware: Hardware = GPUS, *, lossy: bool = False, compiles: bool = F
         ),
     ],
 )
-def test_of_job_and_machine(need: Callable[..., str], there: Circumstances, missing: Circumstances, said: str) -> None:
+def test_of_job_and_machine(
+    need: Callable[..., str], there: RequirementInputs, missing: RequirementInputs, said: str
+) -> None:
     assert need(True, there) == ""
     assert need(True, missing) == said
 
 
-def with_optimizer(kind: str, hardware: Hardware = GPUS, **profile: Any) -> Circumstances:
+def with_optimizer(kind: str, hardware: Hardware = GPUS, **profile: Any) -> RequirementInputs:
     return around(hardware, script=Script(("train.py",), ".", profile={"optimizer": kind, **profile}))
 
 

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModel
 from transformers.models.mllama.modeling_mllama import MllamaTextModel
 
 from autotune.problem import knobs
-from autotune.problem.knobs import Circumstances
+from autotune.problem.knobs import RequirementInputs
 from autotune.problem.models import _DECODERS, _WITH_IMAGES, is_known, kernels_of, loss_in_kernel, resolve_model
 from autotune.rank.model_builder import use_liger
 from autotune.util.interpreter import OwnInterpreter
@@ -134,14 +134,14 @@ def test_what_is_not_there_stays() -> None:
 def test_it_needs_a_model_that_it_knows_with_a_head_for_words(model: str, task: str, said: str) -> None:
     job = make_job(model=model, task=task, seq_len=64)
     assert job.model.config == resolve_model(model).config
-    assert knobs.liger_model(True, Circumstances(job, GPUS)) == said
+    assert knobs.liger_model(True, RequirementInputs(job, GPUS)) == said
 
 
 @pytest.mark.parametrize(("task", "fails"), [("image-text", True), ("causal-lm", False)])
 def test_forwards_that_fit_transformers_no_more(task: str, fails: bool) -> None:
     llama = make_job(model="llama-3.2-1b")
     model = dataclasses.replace(llama.model, config={**llama.model.config, "model_type": "llama4"})
-    said = knobs.liger_model(True, Circumstances(dataclasses.replace(llama, model=model, task=task), GPUS))
+    said = knobs.liger_model(True, RequirementInputs(dataclasses.replace(llama, model=model, task=task), GPUS))
     assert said.startswith("fails in a model of type llama4 with images") == fails
     assert bool(said) == fails
 
@@ -187,7 +187,7 @@ def test_its_version_fits_the_model_and_transformers(
     monkeypatch.setattr(OwnInterpreter, "version", lambda self, name: versions.get(name))
     llama = make_job(model="llama-3.2-1b")
     model = dataclasses.replace(llama.model, config={**llama.model.config, "model_type": kind})
-    assert knobs.liger_kernel(True, Circumstances(dataclasses.replace(llama, model=model), GPUS)) == said
+    assert knobs.liger_kernel(True, RequirementInputs(dataclasses.replace(llama, model=model), GPUS)) == said
 
 
 @pytest.mark.parametrize("adapters", [False, True])

@@ -24,9 +24,9 @@ class Looks:
         self.count = 0
         self.places = 0  # at which this thread was, one after another
         self.many = threading.Event()
-        self._glance, self._last = base.glance, base.Glance((), "", False)
+        self._glance, self._last = base.thread_position, base.ThreadPosition((), "", False)
 
-    def glance(self, thread: int) -> base.Glance | None:
+    def thread_position(self, thread: int) -> base.ThreadPosition | None:
         found = self._glance(thread)
         assert found is not None
         self.count += 1
@@ -41,7 +41,7 @@ class Looks:
 def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
     made = Looks()
     monkeypatch.setattr(base, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(base, "glance", made.glance)
+    monkeypatch.setattr(base, "thread_position", made.thread_position)
     return made
 
 
@@ -108,7 +108,7 @@ def test_a_compilation_is_seen_and_a_compiled_call_is_not() -> None:
     seen = dict[str, bool]()
 
     def look(name: str) -> None:
-        now = base.glance(threading.main_thread().ident or 0)
+        now = base.thread_position(threading.main_thread().ident or 0)
         assert now is not None
         seen[name] = now.compiles
 

@@ -13,7 +13,7 @@ from autotune.rank.checkpoints import (
     CheckpointLedger,
     CheckpointShare,
     Choice,
-    Tags,
+    TaggedFolderView,
     chosen,
     instead_of_latest,
     is_cut_off,
@@ -308,4 +308,4 @@ def test_a_damaged_latest_gives_way_to_the_newest_that_is_whole_for_all(tmp_path
     (tmp_path / "global_step8" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     assert instead() == "global_step4"
     assert instead({"global_step4"}) is None, "nothing is better than what the script says"
-    assert instead_of_latest([Tags(None, {}), Tags(None, {})], set()) is None
+    assert instead_of_latest([TaggedFolderView(None, {}), TaggedFolderView(None, {})], set()) is None

@@ -14,7 +14,7 @@ import pytest
 
 from autotune.problem.job import Script
 from autotune.rank.train_rank import TrainRank
-from autotune.util.linux import NOTICES, catches
+from autotune.util.linux import NOTICES, has_signal_handler
 from tests.conftest import make_candidate, make_job, wait_until
 from tests.rank.conftest import Parent, Rank, make_spec
 from tests.rank.test_checkpoints_trainer import checkpoint, own_part
@@ -200,7 +200,7 @@ def test_a_signal_that_reaches_a_rank_itself_ends_it_not(parent: Parent, tmp_pat
     for name in ("not caught", "caught"):
         wait_until((tmp_path / name).exists, name)
         for number in NOTICES:
-            assert catches(rank.hello["pid"], number) is (name == "caught")
+            assert has_signal_handler(rank.hello["pid"], number) is (name == "caught")
             os.kill(rank.hello["pid"], number)
         (tmp_path / f"after {name}").touch()
     assert rank.exit_status() == 2

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.predict.trace import trace_job
 from autotune.predict.tracer import trace_model
 from autotune.problem.candidate import Candidate
@@ -16,13 +16,13 @@ from autotune.rank.workload import loss_of, own_workload, synthetic_batches
 from autotune.util.units import MIB
 from tests.conftest import SCRIPTS, Bench, make_candidate, make_job
 
-EFFORT = Effort(min_seconds=0.0, min_steps=2, max_steps=2)
+MEASURE_SPEC = MeasureSpec(min_seconds=0.0, min_steps=2, max_steps=2)
 
 
 def measure(bench: Bench, job: Job, *candidates: Candidate) -> list[Outcome]:
     """On the shared fork server, which any job can use."""
     bench.executor.job = job
-    return [bench.run(one, effort=EFFORT) for one in candidates]
+    return [bench.run(one, measure_spec=MEASURE_SPEC) for one in candidates]
 
 
 @pytest.mark.slow

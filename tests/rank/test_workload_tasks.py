@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from autotune.errors import UserError
-from autotune.executors.base import Effort
+from autotune.executors.base import MeasureSpec
 from autotune.predict.trace import trace_job
 from autotune.problem.job import Job, Lora
 from autotune.problem.models import ModelSpec, resolve_model
@@ -13,7 +13,7 @@ from autotune.rank.model_builder import task_model, transformers_config
 from autotune.rank.workload import synthetic_batches
 from tests.conftest import Bench, make_candidate, make_job
 
-EFFORT = Effort(min_seconds=0.0, min_steps=2, max_steps=2)
+MEASURE_SPEC = MeasureSpec(min_seconds=0.0, min_steps=2, max_steps=2)
 QWEN = {
     "model_type": "qwen2_5_vl",
     "vocab_size": 512,
@@ -142,7 +142,8 @@ def measure(bench: Bench, job: Job, *stages: int) -> list[Outcome]:
     """On the shared fork server, which any job can use."""
     bench.executor.job = job
     return [
-        bench.run(make_candidate(stage, 2, 2, activation_checkpointing=stage == 3), effort=EFFORT) for stage in stages
+        bench.run(make_candidate(stage, 2, 2, activation_checkpointing=stage == 3), measure_spec=MEASURE_SPEC)
+        for stage in stages
     ]
 
 

@@ -50,7 +50,7 @@ class Launch:
             self.folder,
             max_restarts=max_restarts,
             silent_seconds=300.0,
-            say=self.says.append,
+            print_line=self.says.append,
         )
 
     def run(self, plan: list[dict], ladder: list[Candidate] = LADDER, max_restarts: int = 10) -> LaunchSummary:

@@ -1,11 +1,11 @@
 """However long a training takes, its course is a bounded number of points from its beginning to its end."""
 
-from autotune.recovery.supervisor import MOST_POINTS, Course
+from autotune.recovery.supervisor import MOST_POINTS, AttemptTimeline
 
 
 def test_a_long_course_keeps_its_ends_and_few_points() -> None:
     now = [0.0]
-    course, looked = Course(lambda: now[0]), [0]
+    course, looked = AttemptTimeline(lambda: now[0]), [0]
 
     def size() -> int:
         looked[0] += 1
@@ -24,7 +24,7 @@ def test_a_long_course_keeps_its_ends_and_few_points() -> None:
 
 def test_points_are_a_second_apart_at_first() -> None:
     now = [0.0]
-    course = Course(lambda: now[0])
+    course = AttemptTimeline(lambda: now[0])
     for tenth in range(30):
         now[0] = tenth / 10
         course.note(tenth, lambda: 5)

@@ -44,7 +44,7 @@ def test_the_live_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert record.outcome is not None
             live.trial_finished(record.number, record.candidate, record.role, record.outcome)
         live.clock(1.0, 60.0)
-        live.say("hello")
+        live.print_line("hello")
         console.print(live._render())
     text = console.export_text()
     assert "best  z0" in text
@@ -53,7 +53,7 @@ def test_the_live_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hello" in text
     with make_observer(console, quiet=True) as quiet:
         quiet.start(60.0, 0.0)
-        quiet.say("nothing")
+        quiet.print_line("nothing")
 
 
 def test_a_trial_that_cannot_win_says_why_in_its_line_and_is_not_the_best_so_far() -> None:

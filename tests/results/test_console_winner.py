@@ -12,7 +12,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, S
 from autotune.results.console import code_legend, config_sentence, no_winner_lines, train_with, verdict_lines
 from autotune.results.export import lossy_settings, needs
 from autotune.results.report.build import _gains
-from autotune.script.script import CONFIG_FLAG, KNOWN_FLAGS, half_told
+from autotune.script.script import CONFIG_FLAG, KNOWN_FLAGS, wrong_batch_warning
 from autotune.search.leaderboard import study_facts
 from autotune.search.stopping import StopReason
 from autotune.search.trials import AS_IS, SEARCH, VERIFY, Record
@@ -309,7 +309,7 @@ def test_a_schedule_that_is_computed_of_half_a_batch_is_said(tmp_path: Path) -> 
         script = Script(("train.py", "ds.json"), str(tmp_path), map, profile={**profile, **more})
         candidate = make_candidate(1, micro_batch)
         found = train_with(candidate, make_job(script=script), "s", tmp_path / "s.json", 5).lines()[-1]
-        assert ("of its own micro-batch of 2" in found) is bool(half_told(script, candidate))
+        assert ("of its own micro-batch of 2" in found) is bool(wrong_batch_warning(script, candidate))
         return "length of a schedule" in found
 
     assert said()

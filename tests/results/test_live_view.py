@@ -34,7 +34,7 @@ with stop_on_signals() as stopped, observer:
     for number in range(3):
         observer.doing(f"building op {number} (it took 54.1 s the last time)")
         time.sleep(0.3)
-        observer.say(f"MARK built {number} END")
+        observer.print_line(f"MARK built {number} END")
         observer.doing("")
         time.sleep(0.3)
     observer.begin_study(Leaderboard(detect("cpu", 2), make_job()))
@@ -45,11 +45,11 @@ with stop_on_signals() as stopped, observer:
         observer.trial_started(number, make_candidate(), "search", "")
         time.sleep(0.05)
         observer.trial_finished(number, make_candidate(), "search", outcome)
-        observer.say(f"MARK line {number} {'long ' * 30}END")
+        observer.print_line(f"MARK line {number} {'long ' * 30}END")
     print("MARK printed by other code END")
     if sys.argv[1] == "ctrl-c":
         assert stopped.wait(30)
-    observer.say("MARK last END")
+    observer.print_line("MARK last END")
 print("MARK summary END")
 """
 

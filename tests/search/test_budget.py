@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from autotune.executors.base import VERIFY as VERIFY_EFFORT
-from autotune.executors.base import Effort
+from autotune.executors.base import VERIFY as VERIFY_SPEC
+from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.search.budget import MOST_RESERVED, Budget
@@ -32,7 +32,7 @@ def clock(
     parameters: int = 0,
     frozen: int = 0,
     precision: str = "bf16",
-    effort: Effort = VERIFY_EFFORT,
+    measure_spec: MeasureSpec = VERIFY_SPEC,
     **measured: Any,
 ) -> Budget:
     """A clock at zero, of a model with so many parameters."""
@@ -41,7 +41,7 @@ def clock(
     job = make_job(precision=precision)
     proposer: Any = SimpleNamespace(predictor=SimpleNamespace(trace=trace, job=job))
     found = (best, measurement(0.1, **measured)) if best else None
-    return Budget(executor, proposer, effort, budget, 0.0, lambda: found)
+    return Budget(executor, proposer, measure_spec, budget, 0.0, lambda: found)
 
 
 def test_the_best_s_own_start_is_what_verifying_it_takes() -> None:
@@ -111,5 +111,5 @@ def test_verifying_a_large_model_is_left_the_time_of_gathering_it() -> None:
     without_checkpoint = clock(3600, parameters=large)
     assert not without_checkpoint.tries_resuming
     assert without_checkpoint.reserve_seconds == without_checkpoint.verification_seconds
-    quick = Effort(full=True, min_steps=5, min_seconds=3.0)
-    assert clock(3600, parameters=large, effort=quick).verification_seconds == tiny, "which saves nothing"
+    quick = MeasureSpec(full=True, min_steps=5, min_seconds=3.0)
+    assert clock(3600, parameters=large, measure_spec=quick).verification_seconds == tiny, "which saves nothing"

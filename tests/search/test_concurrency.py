@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import UserError
-from autotune.executors.base import Effort
-from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
+from autotune.executors.base import MeasureSpec
+from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
@@ -32,8 +32,8 @@ OFFLOADED = make_candidate(2, offload_optimizer="cpu")
 
 
 @pytest.fixture(scope="module")
-def landscape() -> Landscape:
-    return load_landscape(TABLE)
+def replay_table() -> ReplayTable:
+    return load_replay_table(TABLE)
 
 
 def test_what_offloads_is_bound_by_the_host() -> None:
@@ -104,29 +104,29 @@ class Slow(ReplayExecutor):
     """
 
     def __init__(
-        self, landscape: Landscape, fails: int | None = None, seconds: float = 0.01, meeting: Meeting | None = None
+        self, replay_table: ReplayTable, fails: int | None = None, seconds: float = 0.01, meeting: Meeting | None = None
     ) -> None:
-        super().__init__(landscape, 0)
+        super().__init__(replay_table, 0)
         self._meeting = meeting
         self.measured: list[tuple[float, float, Candidate]] = []
         self.opened = self.closed = 0
         self._fails, self._seconds = fails, seconds
 
-    def open(self, say: Callable[[str], None]) -> None:
+    def open(self, print_line: Callable[[str], None]) -> None:
         self.opened += 1
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
         session, executor = super().session(candidate, name, patience), self
         measure = session.measure
 
-        def slowly(candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+        def slowly(candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
             if executor._fails == len(executor.measured):
                 raise UserError("the job fails by itself")
             began = time.monotonic()
             with nullcontext() if executor._meeting is None or host_bound(candidate) else executor._meeting:
                 time.sleep(executor._seconds)
-            outcome = measure(candidate, effort, deadline_seconds)
-            if not effort.certify and not effort.resume:
+            outcome = measure(candidate, measure_spec, deadline_seconds)
+            if not measure_spec.certify and not measure_spec.resume:
                 executor.measured.append((began, time.monotonic(), candidate))
             return outcome
 
@@ -135,11 +135,11 @@ class Slow(ReplayExecutor):
 
 
 def search(
-    landscape: Landscape, executors: list[Slow], workers: SearchWorkers | None = None, **options: object
+    replay_table: ReplayTable, executors: list[Slow], workers: SearchWorkers | None = None, **options: object
 ) -> tuple[SearchSummary, StudyStore]:
-    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     store = StudyStore.in_memory(job, hardware, space)
-    candidates = sorted(landscape.rows, key=str)
+    candidates = sorted(replay_table.rows, key=str)
     proposer = Proposer(candidates, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
     first, *beside = executors
     tuner = Tuner(
@@ -156,10 +156,10 @@ def search(
     return tuner.run(), store
 
 
-def test_workers_repeat_nothing_and_find_what_one_finds(landscape: Landscape) -> None:
+def test_workers_repeat_nothing_and_find_what_one_finds(replay_table: ReplayTable) -> None:
     meeting = Meeting()
-    executors = [Slow(landscape, meeting=meeting) for _ in range(3)]
-    result, store = search(landscape, executors)
+    executors = [Slow(replay_table, meeting=meeting) for _ in range(3)]
+    result, store = search(replay_table, executors)
     searched = [record.candidate for record in store.records() if record.role == SEARCH]
     assert len(searched) == len(set(searched)), "nothing is repeated"
     assert sorted(map(str, searched)) == sorted(str(one) for e in executors for _, _, one in e.measured), "nor lost"
@@ -167,7 +167,7 @@ def test_workers_repeat_nothing_and_find_what_one_finds(landscape: Landscape) ->
     assert [executor.opened for executor in executors] == [0, 1, 1], "the first is open already"
     assert result.verified
     assert result.winner is not None
-    assert landscape.best_step_seconds / landscape.seconds_per_sample(result.winner.candidate) > 0.95
+    assert replay_table.best_step_seconds / replay_table.seconds_per_sample(result.winner.candidate) > 0.95
     spans = sorted((began, ended, one) for e in executors for began, ended, one in e.measured)
     together = [(a, b) for (_, ended, a), (began, _, b) in itertools.pairwise(spans) if began < ended]
     assert together, "they measure at once"
@@ -178,12 +178,12 @@ class Heavy(Slow):
     """One whose opening and whose sessions' ends take the host's time; `busy` has when they did, and for what."""
 
     def __init__(
-        self, landscape: Landscape, busy: list[tuple[float, float, Candidate | None]], meeting: Meeting
+        self, replay_table: ReplayTable, busy: list[tuple[float, float, Candidate | None]], meeting: Meeting
     ) -> None:
-        super().__init__(landscape, meeting=meeting)
+        super().__init__(replay_table, meeting=meeting)
         self._busy = busy
 
-    def open(self, say: Callable[[str], None]) -> None:
+    def open(self, print_line: Callable[[str], None]) -> None:
         began = time.monotonic()
         time.sleep(0.3)
         self._busy.append((began, time.monotonic(), None))
@@ -202,11 +202,11 @@ class Heavy(Slow):
         return session
 
 
-def test_nothing_is_measured_beside_an_opening_nor_alone_beside_an_end(landscape: Landscape) -> None:
+def test_nothing_is_measured_beside_an_opening_nor_alone_beside_an_end(replay_table: ReplayTable) -> None:
     busy: list[tuple[float, float, Candidate | None]] = []
     meeting = Meeting()
-    executors = [Heavy(landscape, busy, meeting) for _ in range(3)]
-    search(landscape, executors)  # type: ignore[arg-type]
+    executors = [Heavy(replay_table, busy, meeting) for _ in range(3)]
+    search(replay_table, executors)  # type: ignore[arg-type]
     spans = [span for executor in executors for span in executor.measured]
     assert sum(one is None for _, _, one in busy) == 2
     assert min(began for began, _, _ in spans) > max(ended for _, ended, one in busy if one is None)
@@ -216,36 +216,36 @@ def test_nothing_is_measured_beside_an_opening_nor_alone_beside_an_end(landscape
     assert together, "others do go on"
 
 
-def test_one_that_cannot_be_opened_stops_them_all(landscape: Landscape, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(say: Callable[[str], None]) -> None:
+def test_one_that_cannot_be_opened_stops_them_all(replay_table: ReplayTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(print_line: Callable[[str], None]) -> None:
         raise UserError("no such device")
 
-    executors = [Slow(landscape) for _ in range(3)]
+    executors = [Slow(replay_table) for _ in range(3)]
     monkeypatch.setattr(executors[1], "open", broken)
     with pytest.raises(UserError, match="no such device"):
-        search(landscape, executors)
+        search(replay_table, executors)
     assert not any(executor.measured for executor in executors)
 
 
-def test_a_number_of_trials_is_everybodys(landscape: Landscape) -> None:
-    result, store = search(landscape, [Slow(landscape) for _ in range(4)], max_trials=7)
+def test_a_number_of_trials_is_everybodys(replay_table: ReplayTable) -> None:
+    result, store = search(replay_table, [Slow(replay_table) for _ in range(4)], max_trials=7)
     assert sum(record.role == SEARCH for record in store.records()) == 7
     assert result.ended == "--max-trials 7 reached"
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_one_that_fails_stops_them_all(which: int, landscape: Landscape) -> None:
-    executors = [Slow(landscape, 2 if which == number else None) for number in range(2)]
+def test_one_that_fails_stops_them_all(which: int, replay_table: ReplayTable) -> None:
+    executors = [Slow(replay_table, 2 if which == number else None) for number in range(2)]
     workers = SearchWorkers()
     with pytest.raises(UserError, match="the job fails by itself"):
-        search(landscape, executors, workers)
+        search(replay_table, executors, workers)
     assert workers.failed
     assert not workers.at_work
 
 
-def test_what_runs_elsewhere_is_not_handed_out(landscape: Landscape) -> None:
-    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
-    candidates = sorted(landscape.rows, key=str)
+def test_what_runs_elsewhere_is_not_handed_out(replay_table: ReplayTable) -> None:
+    job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
+    candidates = sorted(replay_table.rows, key=str)
     proposer = Proposer(candidates, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
     running: list[Candidate] = []
     while (proposal := proposer.next()) is not None and len(running) < 5:
@@ -268,8 +268,8 @@ def test_what_runs_elsewhere_is_not_handed_out(landscape: Landscape) -> None:
     assert few.next() is not None
 
 
-def test_with_nobody_beside_it_nothing_is_kept_back(landscape: Landscape) -> None:
-    one, store = search(landscape, [Slow(landscape, seconds=0.0)])
+def test_with_nobody_beside_it_nothing_is_kept_back(replay_table: ReplayTable) -> None:
+    one, store = search(replay_table, [Slow(replay_table, seconds=0.0)])
     assert one.verified
     assert all(r.outcome and r.outcome.kind in (OutcomeKind.OK, OutcomeKind.OOM_DEVICE) for r in store.records())
 
@@ -283,21 +283,21 @@ class Crowded(Slow):
     """
 
     def __init__(
-        self, landscape: Landscape, running: list[Candidate], hungry: Candidate, meeting: threading.Barrier
+        self, replay_table: ReplayTable, running: list[Candidate], hungry: Candidate, meeting: threading.Barrier
     ) -> None:
-        super().__init__(landscape)
+        super().__init__(replay_table)
         self._running, self._hungry, self._first = running, hungry, meeting
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
         session, executor = super().session(candidate, name, patience), self
         measure = session.measure
 
-        def crowded(candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+        def crowded(candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
             executor._running.append(candidate)
             if not executor.measured:
                 executor._first.wait(60)
             try:
-                outcome = measure(candidate, effort, deadline_seconds)
+                outcome = measure(candidate, measure_spec, deadline_seconds)
                 if len(executor._running) > 1 or candidate.family == executor._hungry.family:
                     return Outcome(OutcomeKind.OOM_HOST, reason="killed", evidence="SIGKILL", source=Source.SIGNAL)
             finally:
@@ -308,12 +308,12 @@ class Crowded(Slow):
         return session
 
 
-def test_main_memory_that_ran_out_beside_others_speaks_against_nobody(landscape: Landscape) -> None:
+def test_main_memory_that_ran_out_beside_others_speaks_against_nobody(replay_table: ReplayTable) -> None:
     running: list[Candidate] = []
-    hungry = next(one for one in sorted(landscape.rows, key=str) if landscape.rows[one].kind is OutcomeKind.OK)
+    hungry = next(one for one in sorted(replay_table.rows, key=str) if replay_table.rows[one].kind is OutcomeKind.OK)
     meeting = threading.Barrier(2)
-    executors: list[Slow] = [Crowded(landscape, running, hungry, meeting) for _ in range(2)]
-    _, store = search(landscape, executors, SearchWorkers(lambda candidate: False), max_trials=40)
+    executors: list[Slow] = [Crowded(replay_table, running, hungry, meeting) for _ in range(2)]
+    _, store = search(replay_table, executors, SearchWorkers(lambda candidate: False), max_trials=40)
     outcomes = [(r.candidate, r.outcome) for r in store.records() if r.role == SEARCH and r.outcome]
     excused = [one for one, outcome in outcomes if outcome.kind is OutcomeKind.INTERRUPTED]
     assert excused, "it ran out"

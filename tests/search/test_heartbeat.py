@@ -17,8 +17,8 @@ import optuna
 import pytest
 
 from autotune.errors import UserError
-from autotune.executors.base import Effort
-from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
+from autotune.executors.base import MeasureSpec
+from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
@@ -31,7 +31,7 @@ from autotune.search.heartbeat import Tuners, host_of, lives_here, name_of_this
 from autotune.search.proposer import Proposer
 from autotune.search.storage import lock_log_dir
 from autotune.search.study import StudyStore
-from autotune.search.trials import LET_GO, SEARCH, VERIFY, MeasuredHere, kept_if_it_fails, what_was_kept
+from autotune.search.trials import LET_GO, SEARCH, VERIFY, MeasuredHere, kept_if_it_fails, outcomes_kept_in_folder
 from autotune.search.tuner import SearchSummary, Tuner
 from autotune.util.units import GIB, MIB
 from tests.conftest import make_candidate, make_job, wait_until
@@ -298,9 +298,9 @@ def test_what_was_kept_goes_when_it_is_stored_and_not_before(shared_url: str, tm
         with pytest.raises(KeyboardInterrupt), kept_if_it_fails(tmp_path, trial, OK, MeasuredHere()):
             raise KeyboardInterrupt
         (kept,) = tmp_path.glob("unsaved-*.json")
-        waiting = what_was_kept(tmp_path, store.study)
+        waiting = outcomes_kept_in_folder(tmp_path, store.study)
         assert next(waiting)[1] == OK
-        assert not list(what_was_kept(tmp_path, store.study)), "one call has it in hand"
+        assert not list(outcomes_kept_in_folder(tmp_path, store.study)), "one call has it in hand"
         waiting.close()  # it is killed while it stores it
         assert kept.exists()
         assert store.finish_late() == 1
@@ -319,7 +319,7 @@ def test_without_locks_what_was_kept_is_given_to_one_call(tmp_path: Path, monkey
     with pytest.raises(OSError, match="away"), kept_if_it_fails(tmp_path, trial, OK, MeasuredHere()):
         raise OSError("away")
     monkeypatch.setattr(fcntl, "flock", refuse)
-    one, other = (what_was_kept(tmp_path, store.study) for _ in range(2))
+    one, other = (outcomes_kept_in_folder(tmp_path, store.study) for _ in range(2))
     assert next(one)[1] == OK
     assert not list(other)
     store.leave()
@@ -348,30 +348,32 @@ def test_each_has_a_place_of_its_own(tmp_path: Path) -> None:
 class Slow(ReplayExecutor):
     """A table that takes a moment, so that two tuners are at work at once. It counts what it measured."""
 
-    def __init__(self, landscape: Landscape, seed: int) -> None:
-        super().__init__(landscape, seed)
+    def __init__(self, replay_table: ReplayTable, seed: int) -> None:
+        super().__init__(replay_table, seed)
         self.searched: list[Candidate] = []
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
         session, executor = super().session(candidate, name, patience), self
         measure = session.measure
 
-        def slowly(candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+        def slowly(candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
             time.sleep(0.02)
-            if not effort.certify and not effort.resume:
+            if not measure_spec.certify and not measure_spec.resume:
                 executor.searched.append(candidate)
-            return measure(candidate, effort, deadline_seconds)
+            return measure(candidate, measure_spec, deadline_seconds)
 
         session.measure = slowly  # type: ignore[method-assign]
         return session
 
 
-def tune(url: str, folder: Path, landscape: Landscape, seed: int, trials: int | None) -> tuple[SearchSummary, Slow]:
-    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+def tune(
+    url: str, folder: Path, replay_table: ReplayTable, seed: int, trials: int | None
+) -> tuple[SearchSummary, Slow]:
+    job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     store, _ = StudyStore.create_or_resume("s", url, folder, job, hardware, space)
-    executor = Slow(landscape, seed)
+    executor = Slow(replay_table, seed)
     proposer = Proposer(
-        sorted(landscape.rows, key=str), space, job, hardware, seed, Predictor(job, hardware, trace_job(job))
+        sorted(replay_table.rows, key=str), space, job, hardware, seed, Predictor(job, hardware, trace_job(job))
     )
     store.share(print)
     try:
@@ -384,9 +386,9 @@ def tune(url: str, folder: Path, landscape: Landscape, seed: int, trials: int | 
 
 @pytest.mark.slow
 def test_two_tuners_repeat_nothing_and_find_one_winner(shared_url: str, tmp_path: Path) -> None:
-    landscape = load_landscape(TABLE)
+    replay_table = load_replay_table(TABLE)
     with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(tune, shared_url, tmp_path, landscape, seed, 6) for seed in range(2)]
+        both = [pool.submit(tune, shared_url, tmp_path, replay_table, seed, 6) for seed in range(2)]
         (first, one), (second, other) = (each.result() for each in both)
     store = StudyStore.load("s", shared_url)
     records = store.records()

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autotune.executors.replay import Landscape, load_landscape
+from autotune.executors.replay import ReplayTable, load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job, traced_predictor
 from autotune.problem.candidate import Candidate
@@ -21,23 +21,23 @@ TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
 
 @pytest.fixture(scope="module")
-def landscape() -> Landscape:
-    return load_landscape(TABLE)
+def replay_table() -> ReplayTable:
+    return load_replay_table(TABLE)
 
 
 def needs_no_less(candidate: Candidate, other: Candidate) -> bool:
     return bool(Dominance([candidate, other]).at_least_as_large(other)[0])
 
 
-def make_proposer(landscape: Landscape, **options: object) -> Proposer:
-    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+def make_proposer(replay_table: ReplayTable, **options: object) -> Proposer:
+    job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     predictor = Predictor(job, hardware, trace_job(job))
-    candidates = sorted(landscape.rows, key=str)
+    candidates = sorted(replay_table.rows, key=str)
     return Proposer(candidates, space, job, hardware, 0, predictor, **options)  # type: ignore[arg-type]
 
 
-def result(landscape: Landscape, candidate: Candidate) -> Outcome:
-    row = landscape.rows[candidate]
+def result(replay_table: ReplayTable, candidate: Candidate) -> Outcome:
+    row = replay_table.rows[candidate]
     if row.kind is not OutcomeKind.OK:
         return Outcome(row.kind, missing_bytes=GIB, outside_seconds=12.0)
     assert row.step_seconds is not None
@@ -46,32 +46,32 @@ def result(landscape: Landscape, candidate: Candidate) -> Outcome:
     return Outcome(OutcomeKind.OK, measurement=measured, outside_seconds=12.0)
 
 
-def test_nothing_is_proposed_twice_and_the_end_has_a_reason(landscape: Landscape) -> None:
-    proposer, seen = make_proposer(landscape), []
+def test_nothing_is_proposed_twice_and_the_end_has_a_reason(replay_table: ReplayTable) -> None:
+    proposer, seen = make_proposer(replay_table), []
     while (proposal := proposer.next()) is not None:
         while proposal is not None:
             seen.append(proposal.candidate)
-            proposer.observe(proposal.candidate, result(landscape, proposal.candidate))
+            proposer.observe(proposal.candidate, result(replay_table, proposal.candidate))
             proposal = (
                 proposer.next_rung(proposal.candidate)
-                if landscape.rows[proposal.candidate].kind is OutcomeKind.OK
+                if replay_table.rows[proposal.candidate].kind is OutcomeKind.OK
                 else None
             )
     assert len(seen) == len(set(seen))
     assert len(seen) < 60
     assert proposer.stopped is not None
     assert proposer.stopped.reason is StopReason.SMALL_GAIN
-    best = min(landscape.seconds_per_sample(c) for c in seen if landscape.rows[c].kind is OutcomeKind.OK)
-    assert landscape.best_step_seconds / best > 0.97
+    best = min(replay_table.seconds_per_sample(c) for c in seen if replay_table.rows[c].kind is OutcomeKind.OK)
+    assert replay_table.best_step_seconds / best > 0.97
 
 
-def test_exhaustive_goes_on_with_optunas_sampler(landscape: Landscape) -> None:
-    proposer, notes = make_proposer(landscape, exhaustive=True), []
+def test_exhaustive_goes_on_with_optunas_sampler(replay_table: ReplayTable) -> None:
+    proposer, notes = make_proposer(replay_table, exhaustive=True), []
     for _ in range(60):
         proposal = proposer.next()
         assert proposal is not None
         notes.append(proposal.note)
-        proposer.observe(proposal.candidate, result(landscape, proposal.candidate))
+        proposer.observe(proposal.candidate, result(replay_table, proposal.candidate))
     assert "Optuna's sampler" in notes
     assert proposer.stopped is None
 
@@ -102,8 +102,8 @@ def test_a_kernel_that_crashes_everywhere_is_given_up() -> None:
     assert any("no such kernel" in reason for reason in proposer.skips())
 
 
-def test_rungs_of_one_engine_ascend(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape, exhaustive=True)
+def test_rungs_of_one_engine_ascend(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table, exhaustive=True)
     climbed = 0
     for _ in range(60):
         proposal = proposer.next()
@@ -115,24 +115,24 @@ def test_rungs_of_one_engine_ascend(landscape: Landscape) -> None:
             assert proposal.candidate.micro_batch > batch
             batch = proposal.candidate.micro_batch
             family = proposal.candidate.family
-            outcome = result(landscape, proposal.candidate)
+            outcome = result(replay_table, proposal.candidate)
             proposer.observe(proposal.candidate, outcome)
             proposal = proposer.next_rung(proposal.candidate) if outcome.ok else None
             assert proposal is None or proposal.candidate.family == family
     assert climbed > 20
 
 
-def test_the_first_proposal_fits(landscape: Landscape) -> None:
-    first = make_proposer(landscape).next()
+def test_the_first_proposal_fits(replay_table: ReplayTable) -> None:
+    first = make_proposer(replay_table).next()
     assert first is not None
-    assert landscape.rows[first.candidate].kind is OutcomeKind.OK
+    assert replay_table.rows[first.candidate].kind is OutcomeKind.OK
 
 
-def test_an_out_of_memory_rules_out_what_needs_no_less(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
+def test_an_out_of_memory_rules_out_what_needs_no_less(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
     out = next(
         c
-        for c, row in landscape.rows.items()
+        for c, row in replay_table.rows.items()
         if row.kind is OutcomeKind.OOM_DEVICE and c.stage == 2 and c.micro_batch > 4
     )
     proposer.observe(out, Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=GIB))
@@ -140,7 +140,7 @@ def test_an_out_of_memory_rules_out_what_needs_no_less(landscape: Landscape) -> 
     assert out not in left
     assert not any(needs_no_less(c, out) for c in list(left)[::7])
     assert any("needs no less memory" in reason for reason in proposer.skips())
-    true_ok = {c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK}
+    true_ok = {c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK}
     assert true_ok <= left  # what it rules out really does not fit
 
 
@@ -156,8 +156,8 @@ def test_dominance_compares_memory_only_where_it_holds_for_every_model() -> None
     assert needs_no_less(make_candidate(2, 4, overlap_comm=True), make_candidate(2, 4, overlap_comm=False))
 
 
-def test_hopeless_candidates_are_skipped_and_counted(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
+def test_hopeless_candidates_are_skipped_and_counted(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
     table = proposer._model.table()
     hopeless = proposer._model.forecast().hopeless
     assert hopeless.any()
@@ -169,15 +169,15 @@ def test_hopeless_candidates_are_skipped_and_counted(landscape: Landscape) -> No
     assert count == int(hopeless.sum())
 
 
-def test_a_refusal_is_learnt_once_its_pattern_shows(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
-    refused = [c for c in landscape.rows if c.offload_param == "cpu" and c.stage == 3]
+def test_a_refusal_is_learnt_once_its_pattern_shows(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
+    refused = [c for c in replay_table.rows if c.offload_param == "cpu" and c.stage == 3]
     worked = next(
         c
-        for c in landscape.rows
-        if c.stage == 3 and c.offload_param == "none" and landscape.rows[c].kind is OutcomeKind.OK
+        for c in replay_table.rows
+        if c.stage == 3 and c.offload_param == "none" and replay_table.rows[c].kind is OutcomeKind.OK
     )
-    proposer.observe(worked, result(landscape, worked))
+    proposer.observe(worked, result(replay_table, worked))
     wanted = [refused[0], next(c for c in refused if not set(c.family) <= set(refused[0].family) and c.checkpointing)]
     for candidate in wanted:
         proposer.observe(candidate, Outcome(OutcomeKind.INVALID, reason="offload_param is not for you"))
@@ -185,29 +185,29 @@ def test_a_refusal_is_learnt_once_its_pattern_shows(landscape: Landscape) -> Non
     assert wanted[0] not in proposer.open
 
 
-def test_a_crash_closes_its_engine_only(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
-    candidate = next(iter(landscape.rows))
+def test_a_crash_closes_its_engine_only(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
+    candidate = next(iter(replay_table.rows))
     before = len(proposer.open)
     proposer.observe(candidate, Outcome(OutcomeKind.CRASH, reason="boom"))
     gone = before - len(proposer.open)
-    assert gone == sum(c.family == candidate.family for c in landscape.rows)
+    assert gone == sum(c.family == candidate.family for c in replay_table.rows)
     proposer.observe(candidate, Outcome(OutcomeKind.INFRASTRUCTURE, reason="port"))
     assert len(proposer.open) == before - gone
 
 
-def test_a_trial_gets_time_by_what_it_is_expected_to_take(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
-    slow = max(landscape.rows, key=lambda c: c.accumulation * (2 if c.offload_optimizer == "cpu" else 1))
+def test_a_trial_gets_time_by_what_it_is_expected_to_take(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
+    slow = max(replay_table.rows, key=lambda c: c.accumulation * (2 if c.offload_optimizer == "cpu" else 1))
     assert proposer.trial_seconds(slow) > 30
 
 
-def test_where_nothing_is_predicted_to_fit_the_least_is_tried(landscape: Landscape) -> None:
+def test_where_nothing_is_predicted_to_fit_the_least_is_tried(replay_table: ReplayTable) -> None:
     import dataclasses
 
-    job, space = landscape.job(), landscape.space()
-    small = dataclasses.replace(landscape.hardware(), memory_cap_bytes=GIB // 2)
-    candidates = sorted(landscape.rows, key=str)
+    job, space = replay_table.job(), replay_table.space()
+    small = dataclasses.replace(replay_table.hardware(), memory_cap_bytes=GIB // 2)
+    candidates = sorted(replay_table.rows, key=str)
     proposer = Proposer(candidates, space, job, small, 0, Predictor(job, small, trace_job(job)))
     tried = 0
     while (proposal := proposer.next()) is not None:
@@ -263,23 +263,23 @@ def test_second_order_knobs_are_not_turned_where_they_cannot_make_up_for_the_res
     assert gain[left].max() < 0.001
 
 
-def test_a_search_does_not_end_before_a_second_opinion(landscape: Landscape) -> None:
-    proposer, notes = make_proposer(landscape), []
+def test_a_search_does_not_end_before_a_second_opinion(replay_table: ReplayTable) -> None:
+    proposer, notes = make_proposer(replay_table), []
     while (proposal := proposer.next()) is not None:
         notes.append(proposal.note)
-        proposer.observe(proposal.candidate, result(landscape, proposal.candidate))
+        proposer.observe(proposal.candidate, result(replay_table, proposal.candidate))
     assert sum("by measurements alone" in note for note in notes) >= 1
     assert proposer.stopped is not None
 
 
-def test_what_fitted_in_another_space_has_not_failed(landscape: Landscape) -> None:
+def test_what_fitted_in_another_space_has_not_failed(replay_table: ReplayTable) -> None:
     """A study that goes on in another space recalls what it has measured outside of that."""
-    fitting = [c for c in sorted(landscape.rows, key=str) if landscape.rows[c].kind is OutcomeKind.OK]
-    proposer = make_proposer(landscape)
+    fitting = [c for c in sorted(replay_table.rows, key=str) if replay_table.rows[c].kind is OutcomeKind.OK]
+    proposer = make_proposer(replay_table)
     for candidate in fitting[:10]:
         other = candidate.but(gradient_accumulation_steps=77)
-        assert other not in landscape.rows
-        proposer.observe(other, result(landscape, candidate))
+        assert other not in replay_table.rows
+        proposer.observe(other, result(replay_table, candidate))
     proposal = proposer.next()
     assert proposal is not None
     assert "least memory" not in proposal.note

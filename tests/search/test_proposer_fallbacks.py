@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.executors.replay import Landscape, Row, load_landscape
+from autotune.executors.replay import ReplayTable, Row, load_replay_table
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import OutcomeKind
 from tests.search.test_tuner import search
@@ -14,18 +14,18 @@ from tests.search.test_tuner import search
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
 
-def but(landscape: Landscape, row_of: Callable[[Candidate, Row], Row]) -> Landscape:
-    return replace(landscape, rows={c: row_of(c, row) for c, row in landscape.rows.items()})
+def but(replay_table: ReplayTable, row_of: Callable[[Candidate, Row], Row]) -> ReplayTable:
+    return replace(replay_table, rows={c: row_of(c, row) for c, row in replay_table.rows.items()})
 
 
 @pytest.fixture(scope="module")
-def landscape() -> Landscape:
-    return load_landscape(TABLE)
+def replay_table() -> ReplayTable:
+    return load_replay_table(TABLE)
 
 
 @pytest.mark.parametrize("kind", [OutcomeKind.OOM_DEVICE, OutcomeKind.OOM_HOST, OutcomeKind.TIMEOUT, OutcomeKind.CRASH])
-def test_where_nothing_runs_the_search_ends_soon(landscape: Landscape, kind: OutcomeKind) -> None:
-    nothing = but(landscape, lambda c, row: Row(row.peak_gib + 40, None, row.startup_seconds, kind))
+def test_where_nothing_runs_the_search_ends_soon(replay_table: ReplayTable, kind: OutcomeKind) -> None:
+    nothing = but(replay_table, lambda c, row: Row(row.peak_gib + 40, None, row.startup_seconds, kind))
     result, executor, _ = search(nothing, 1800)
     assert result.winner is None
     assert len(executor.log.trials) <= 16
@@ -36,17 +36,17 @@ def test_where_nothing_runs_the_search_ends_soon(landscape: Landscape, kind: Out
 
 
 @pytest.mark.slow
-def test_the_thriftiest_is_found_although_the_predictor_was_refuted(landscape: Landscape) -> None:
+def test_the_thriftiest_is_found_although_the_predictor_was_refuted(replay_table: ReplayTable) -> None:
     def only_the_thriftiest(c: Candidate, row: Row) -> Row:
         fits = row.kind is OutcomeKind.OK and c.micro_batch == 1 and c.checkpointing and c.offload_optimizer != "none"
         return row if fits else Row(row.peak_gib + 30, None, row.startup_seconds, OutcomeKind.OOM_DEVICE)
 
-    result, _, _ = search(but(landscape, only_the_thriftiest), 1800)
+    result, _, _ = search(but(replay_table, only_the_thriftiest), 1800)
     assert result.verified
 
 
 @pytest.mark.slow
-def test_hosts_that_run_out_teach_the_search(landscape: Landscape) -> None:
+def test_hosts_that_run_out_teach_the_search(replay_table: ReplayTable) -> None:
     def offloading_fails(c: Candidate, row: Row) -> Row:
         offloads = c.offload_optimizer != "none"
         too_small = Row(row.peak_gib, None, row.startup_seconds, OutcomeKind.OOM_HOST)
@@ -55,13 +55,13 @@ def test_hosts_that_run_out_teach_the_search(landscape: Landscape) -> None:
         fits = row.kind is OutcomeKind.OK and c.micro_batch == 1 and c.checkpointing
         return row if fits else Row(row.peak_gib + 5, None, row.startup_seconds, OutcomeKind.OOM_DEVICE)
 
-    result, executor, _ = search(but(landscape, offloading_fails), 1800)
+    result, executor, _ = search(but(replay_table, offloading_fails), 1800)
     assert result.verified
     assert sum(kind is OutcomeKind.OOM_HOST for _, _, kind in executor.log.trials) <= 8
 
 
 @pytest.mark.parametrize("kind", [OutcomeKind.OOM_HOST, OutcomeKind.CRASH])
-def test_where_no_offloading_runs_what_needs_none_is_found(landscape: Landscape, kind: OutcomeKind) -> None:
+def test_where_no_offloading_runs_what_needs_none_is_found(replay_table: ReplayTable, kind: OutcomeKind) -> None:
     """The thriftiest of every stage offload, and fail by that."""
 
     def little_fits(c: Candidate, row: Row) -> Row:
@@ -70,6 +70,6 @@ def test_where_no_offloading_runs_what_needs_none_is_found(landscape: Landscape,
         fits = row.kind is OutcomeKind.OK and (c.stage, c.micro_batch, c.checkpointing) == (3, 1, True)
         return row if fits else Row(row.peak_gib + 5, None, row.startup_seconds, OutcomeKind.OOM_DEVICE)
 
-    result, executor, _ = search(but(landscape, little_fits), 400)
+    result, executor, _ = search(but(replay_table, little_fits), 400)
     assert result.winner is not None, result.ended
     assert sum(found is kind for _, _, found in executor.log.trials) <= 8

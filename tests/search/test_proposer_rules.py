@@ -8,50 +8,50 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autotune.executors.replay import Landscape, load_landscape
+from autotune.executors.replay import ReplayTable, load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.search.knob_record import KnobRecord
-from autotune.search.proposer import ENOUGH, HEAD, LEAST_EVIDENCE, LOOSE_BOUND, Proposal, Proposer, Start, Turn
+from autotune.search.proposer import ENOUGH, HEAD, LEAST_EVIDENCE, LOOSE_BOUND, Decision, Proposal, Proposer, Start
 from autotune.search.stopping import Stop, StopReason
 from autotune.util.units import GIB
 from tests.search.test_proposer import TABLE, measured_as, result, small_space
 
 
 @pytest.fixture(scope="module")
-def landscape() -> Landscape:
-    return load_landscape(TABLE)
+def replay_table() -> ReplayTable:
+    return load_replay_table(TABLE)
 
 
-def make_proposer(landscape: Landscape, capacity_gib: float | None = None, exhaustive: bool = False) -> Proposer:
-    job, hardware = landscape.job(), landscape.hardware()
+def make_proposer(replay_table: ReplayTable, capacity_gib: float | None = None, exhaustive: bool = False) -> Proposer:
+    job, hardware = replay_table.job(), replay_table.hardware()
     if capacity_gib is not None:
         hardware = dataclasses.replace(hardware, memory_cap_bytes=int(capacity_gib * GIB))
-    candidates = sorted(landscape.rows, key=str)
+    candidates = sorted(replay_table.rows, key=str)
     predictor = Predictor(job, hardware, trace_job(job))
-    return Proposer(candidates, landscape.space(), job, hardware, 0, predictor, exhaustive=exhaustive)
+    return Proposer(candidates, replay_table.space(), job, hardware, 0, predictor, exhaustive=exhaustive)
 
 
 def decide(proposer: Proposer, name: str) -> Proposal | Stop | None:
     (rule,) = (rule for rule in proposer.rules if rule.name == name)
-    return rule.decide(Turn(proposer._worth))
+    return rule.decide(Decision(proposer._worth))
 
 
-def fastest(landscape: Landscape) -> Candidate:
-    fitting = [c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK]
-    return min(fitting, key=landscape.seconds_per_sample)
+def fastest(replay_table: ReplayTable) -> Candidate:
+    fitting = [c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK]
+    return min(fitting, key=replay_table.seconds_per_sample)
 
 
-def search_until(proposer: Proposer, landscape: Landscape, rule: str) -> Proposal | None:
+def search_until(proposer: Proposer, replay_table: ReplayTable, rule: str) -> Proposal | None:
     """Search until the rule has decided, and return what it proposed; None for a stop."""
     for _ in range(100):
         proposal = proposer.next()
         if proposer.decided_by == rule or proposal is None:
             assert proposer.decided_by == rule
             return proposal
-        proposer.observe(proposal.candidate, result(landscape, proposal.candidate))
+        proposer.observe(proposal.candidate, result(replay_table, proposal.candidate))
     raise AssertionError(f"rule {rule!r} never decided")
 
 
@@ -59,8 +59,8 @@ def reject_predictor(proposer: Proposer) -> None:
     proposer._model.speed.credit = -1.0
 
 
-def test_rules_are_applied_in_order_and_the_first_decision_counts(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
+def test_rules_are_applied_in_order_and_the_first_decision_counts(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
     assert len({rule.name for rule in proposer.rules}) == len(proposer.rules)
     proposal = proposer.next()
     names = [rule.name for rule in proposer.rules]
@@ -69,28 +69,28 @@ def test_rules_are_applied_in_order_and_the_first_decision_counts(landscape: Lan
     assert proposal == decide(proposer, proposer.decided_by)
 
 
-def test_start_candidate_is_proposed_once(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
+def test_start_candidate_is_proposed_once(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
     assert decide(proposer, "start candidate") is None
-    proposer.begin_with(Start(fastest(landscape), "from a gallery"))
-    assert decide(proposer, "start candidate") == Proposal(fastest(landscape), "from a gallery")
+    proposer.begin_with(Start(fastest(replay_table), "from a gallery"))
+    assert decide(proposer, "start candidate") == Proposal(fastest(replay_table), "from a gallery")
     assert decide(proposer, "start candidate") is None
 
 
-def test_fallback_after_failures_needs_many_failures_and_no_fit(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
+def test_fallback_after_failures_needs_many_failures_and_no_fit(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
     for candidate in proposer.candidates[:ENOUGH]:
         assert decide(proposer, "fallback after failures") is None
         proposer.observe(candidate, Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=GIB))
     found = decide(proposer, "fallback after failures")
     assert isinstance(found, Proposal)
     assert "nothing has fitted" in found.note
-    proposer.observe(fastest(landscape), result(landscape, fastest(landscape)))
+    proposer.observe(fastest(replay_table), result(replay_table, fastest(replay_table)))
     assert decide(proposer, "fallback after failures") is None
 
 
-def test_sampler_gets_its_share_only_if_the_predictor_is_rejected(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
+def test_sampler_gets_its_share_only_if_the_predictor_is_rejected(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
     proposer._proposed = HEAD + 1
     assert decide(proposer, "sampler's share") is None
     reject_predictor(proposer)
@@ -99,25 +99,25 @@ def test_sampler_gets_its_share_only_if_the_predictor_is_rejected(landscape: Lan
     assert found.note == "Optuna's sampler"
 
 
-def test_fallback_without_a_fit_applies_if_nothing_is_predicted_to_fit(landscape: Landscape) -> None:
-    assert decide(make_proposer(landscape), "fallback without a fit") is None
-    found = decide(make_proposer(landscape, capacity_gib=0.5), "fallback without a fit")
+def test_fallback_without_a_fit_applies_if_nothing_is_predicted_to_fit(replay_table: ReplayTable) -> None:
+    assert decide(make_proposer(replay_table), "fallback without a fit") is None
+    found = decide(make_proposer(replay_table, capacity_gib=0.5), "fallback without a fit")
     assert isinstance(found, Proposal)
     assert "nothing is predicted to fit" in found.note
 
 
-def test_first_fit_proposes_the_best_predicted_until_one_fits(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
+def test_first_fit_proposes_the_best_predicted_until_one_fits(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
     found = decide(proposer, "first fit")
     assert isinstance(found, Proposal)
     assert found.candidate == proposer.candidates[int(proposer._worth()[0].argmax())]
-    proposer.observe(found.candidate, result(landscape, found.candidate))
+    proposer.observe(found.candidate, result(replay_table, found.candidate))
     assert decide(proposer, "first fit") is None
 
 
-def test_untried_level_is_tried_before_a_measured_kind_is_refined(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
-    found = search_until(proposer, landscape, "untried level")
+def test_untried_level_is_tried_before_a_measured_kind_is_refined(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
+    found = search_until(proposer, replay_table, "untried level")
     assert found is not None
     at = proposer.candidates.index(found.candidate)
     assert proposer._coverage.uncovered()[at]
@@ -125,9 +125,9 @@ def test_untried_level_is_tried_before_a_measured_kind_is_refined(landscape: Lan
     assert decide(proposer, "untried level") is None
 
 
-def test_predicted_gain_goes_on_without_gain_until_there_is_evidence(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
-    proposer.speed[fastest(landscape)] = 1e9  # no prediction reaches it
+def test_predicted_gain_goes_on_without_gain_until_there_is_evidence(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
+    proposer.speed[fastest(replay_table)] = 1e9  # no prediction reaches it
     assert decide(proposer, "predicted gain") is not None
     for candidate in proposer.candidates[: LEAST_EVIDENCE - 1]:
         proposer.speed.setdefault(candidate, 1.0)
@@ -135,9 +135,9 @@ def test_predicted_gain_goes_on_without_gain_until_there_is_evidence(landscape: 
     assert decide(proposer, "predicted gain") is None
 
 
-def test_memory_limit_is_tested_by_a_candidate_predicted_not_to_fit(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
-    proposer.observe(fastest(landscape), result(landscape, fastest(landscape)))
+def test_memory_limit_is_tested_by_a_candidate_predicted_not_to_fit(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
+    proposer.observe(fastest(replay_table), result(replay_table, fastest(replay_table)))
     found = decide(proposer, "memory limit")
     assert isinstance(found, Proposal)
     assert "predicted not to fit" in found.note
@@ -145,23 +145,23 @@ def test_memory_limit_is_tested_by_a_candidate_predicted_not_to_fit(landscape: L
     assert decide(proposer, "memory limit") is None
 
 
-def test_second_opinion_is_asked_before_the_predictor_ends_the_search(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
-    found = search_until(proposer, landscape, "second opinion")
+def test_second_opinion_is_asked_before_the_predictor_ends_the_search(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
+    found = search_until(proposer, replay_table, "second opinion")
     assert found is not None
     reject_predictor(proposer)
     assert decide(proposer, "second opinion") is None
 
 
-def test_sampler_goes_on_in_an_exhaustive_search(landscape: Landscape) -> None:
-    assert decide(make_proposer(landscape), "sampler") is None
-    found = decide(make_proposer(landscape, exhaustive=True), "sampler")
+def test_sampler_goes_on_in_an_exhaustive_search(replay_table: ReplayTable) -> None:
+    assert decide(make_proposer(replay_table), "sampler") is None
+    found = decide(make_proposer(replay_table, exhaustive=True), "sampler")
     assert isinstance(found, Proposal)
     assert found.note == "Optuna's sampler"
 
 
-def test_small_gain_stops_the_search_with_the_tolerance(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
+def test_small_gain_stops_the_search_with_the_tolerance(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
     stop = decide(proposer, "small gain")
     assert isinstance(stop, Stop)
     assert stop.reason is StopReason.SMALL_GAIN
@@ -212,9 +212,9 @@ def test_untested_knobs_cost_at_most_a_fifth_of_the_remaining_budget() -> None:
     costs, ways = proposer._trial_costs(), proposer._knob_turns()
     cheapest = min(float(costs[way.at]) for way in ways)
     (rule,) = (rule for rule in proposer.rules if rule.name == "untested knob")
-    assert rule.decide(Turn(proposer._worth, 4.9 * cheapest)) is None
-    assert rule.decide(Turn(proposer._worth, 5.1 * cheapest)) is not None
-    assert rule.decide(Turn(proposer._worth, 4.1 * cheapest)) is None, "the share counts the first turn too"
+    assert rule.decide(Decision(proposer._worth, 4.9 * cheapest)) is None
+    assert rule.decide(Decision(proposer._worth, 5.1 * cheapest)) is not None
+    assert rule.decide(Decision(proposer._worth, 4.1 * cheapest)) is None, "the share counts the first turn too"
 
 
 @pytest.mark.parametrize(("faster", "doubtful"), [(1.0, False), (1.5, True)])
@@ -237,11 +237,11 @@ def test_doubtful_knob_is_turned_if_its_predicted_effects_were_wrong(faster: flo
     assert decide(proposer, "doubtful knob") is None
 
 
-def test_loose_bound_measures_the_candidate_that_makes_it_so_loose(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
+def test_loose_bound_measures_the_candidate_that_makes_it_so_loose(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
     assert decide(proposer, "loose bound") is None  # nothing has fitted
-    for candidate in sorted(landscape.rows, key=str)[:3]:
-        proposer.observe(candidate, result(landscape, candidate))
+    for candidate in sorted(replay_table.rows, key=str)[:3]:
+        proposer.observe(candidate, result(replay_table, candidate))
     before = proposer.confidence()
     assert before is not None
     assert before.left_share > LOOSE_BOUND
@@ -251,37 +251,37 @@ def test_loose_bound_measures_the_candidate_that_makes_it_so_loose(landscape: La
     assert found.note == f"up to {100 * before.left_share:.0f} % may be left"
 
 
-def test_candidates_of_a_loose_bound_cost_at_most_a_fifth_of_the_remaining_budget(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
-    proposer.observe(fastest(landscape), result(landscape, fastest(landscape)))
+def test_candidates_of_a_loose_bound_cost_at_most_a_fifth_of_the_remaining_budget(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
+    proposer.observe(fastest(replay_table), result(replay_table, fastest(replay_table)))
     (rule,) = (rule for rule in proposer.rules if rule.name == "loose bound")
     cost = float(proposer._trial_costs().min())
-    assert rule.decide(Turn(proposer._worth, left_seconds=4 * cost)) is None
-    assert rule.decide(Turn(proposer._worth, left_seconds=1000 * cost)) is not None
+    assert rule.decide(Decision(proposer._worth, left_seconds=4 * cost)) is None
+    assert rule.decide(Decision(proposer._worth, left_seconds=1000 * cost)) is not None
 
 
-def test_tight_bound_is_left_alone(landscape: Landscape, monkeypatch: pytest.MonkeyPatch) -> None:
-    proposer = make_proposer(landscape)
-    proposer.observe(fastest(landscape), result(landscape, fastest(landscape)))
+def test_tight_bound_is_left_alone(replay_table: ReplayTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = make_proposer(replay_table)
+    proposer.observe(fastest(replay_table), result(replay_table, fastest(replay_table)))
     found = proposer.confidence()
     assert found is not None
     monkeypatch.setattr("autotune.search.proposer.LOOSE_BOUND", found.left_share)
     assert decide(proposer, "loose bound") is None
 
 
-def test_predictor_that_is_rejected_or_exhaustive_search_turns_no_knob(landscape: Landscape) -> None:
+def test_predictor_that_is_rejected_or_exhaustive_search_turns_no_knob(replay_table: ReplayTable) -> None:
     for exhaustive in (True, False):
-        proposer = make_proposer(landscape, exhaustive=exhaustive)
-        proposer.observe(fastest(landscape), result(landscape, fastest(landscape)))
+        proposer = make_proposer(replay_table, exhaustive=exhaustive)
+        proposer.observe(fastest(replay_table), result(replay_table, fastest(replay_table)))
         reject_predictor(proposer)
         assert decide(proposer, "untested knob") is None
         assert decide(proposer, "doubtful knob") is None
         assert decide(proposer, "loose bound") is None
 
 
-def test_first_trials_of_a_short_budget_are_predicted_to_take_a_quarter_of_it(landscape: Landscape) -> None:
+def test_first_trials_of_a_short_budget_are_predicted_to_take_a_quarter_of_it(replay_table: ReplayTable) -> None:
     def first_seconds(budget: float) -> float:
-        proposer = make_proposer(landscape)
+        proposer = make_proposer(replay_table)
         proposal = proposer.next(budget)
         assert proposal is not None
         forecast = proposer._model.forecast()
@@ -293,15 +293,15 @@ def test_first_trials_of_a_short_budget_are_predicted_to_take_a_quarter_of_it(la
     assert first_seconds(3.9 * usual) < 3.9 / 4 * usual < usual
 
 
-def test_confidence_grows_with_trials(landscape: Landscape) -> None:
-    proposer = make_proposer(landscape)
+def test_confidence_grows_with_trials(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
     assert proposer.confidence() is None
     left = []
     for _ in range(20):
         proposal = proposer.next()
         if proposal is None:
             break
-        proposer.observe(proposal.candidate, result(landscape, proposal.candidate))
+        proposer.observe(proposal.candidate, result(replay_table, proposal.candidate))
         if (confidence := proposer.confidence()) is not None:
             left.append(confidence.left_share)
             assert confidence.trials == len(proposer._answers)
@@ -312,5 +312,5 @@ def test_confidence_grows_with_trials(landscape: Landscape) -> None:
 def test_every_rule_has_a_test() -> None:
     """A new rule is named in this file."""
     text = Path(__file__).read_text()
-    rules = make_proposer(load_landscape(TABLE)).rules
+    rules = make_proposer(load_replay_table(TABLE)).rules
     assert all(f'"{rule.name}"' in text for rule in rules)

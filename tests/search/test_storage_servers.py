@@ -159,7 +159,7 @@ def test_every_outage_is_waited_for_anew(tmp_path: Path, monkeypatch: pytest.Mon
     """One that nobody waited out, the lease's thread least of all, leaves no impatience behind."""
     monkeypatch.setattr(storage, "AWAY_SECONDS", 0.0)
     database = storage.ServerStorage.__new__(storage.ServerStorage)
-    database.url, database.say, database._patience_seconds = "postgresql://host/db", print, 0.0
+    database.url, database.print_line, database._patience_seconds = "postgresql://host/db", print, 0.0
 
     class Dialect:
         class loaded_dbapi:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.executors.replay import Landscape, ReplayExecutor, load_landscape
+from autotune.executors.replay import ReplayExecutor, ReplayTable, load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
@@ -17,40 +17,40 @@ TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
 
 @pytest.fixture(scope="module")
-def landscape() -> Landscape:
-    return load_landscape(TABLE)
+def replay_table() -> ReplayTable:
+    return load_replay_table(TABLE)
 
 
 class Heard(NullObserver):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self.lines.append(text)
 
 
 def searched(
-    landscape: Landscape, store: StudyStore, allowed: Callable[[Candidate], bool] = lambda one: True
+    replay_table: ReplayTable, store: StudyStore, allowed: Callable[[Candidate], bool] = lambda one: True
 ) -> tuple[SearchSummary, list[str]]:
     """A call whose space has the candidates that are allowed."""
-    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
-    candidates = [one for one in sorted(landscape.rows, key=str) if allowed(one)]
+    job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
+    candidates = [one for one in sorted(replay_table.rows, key=str) if allowed(one)]
     proposer = Proposer(candidates, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
     heard = Heard()
-    executor = ReplayExecutor(landscape, 0)
+    executor = ReplayExecutor(replay_table, 0)
     tuner = Tuner(store, executor, proposer, space, hardware, budget_seconds=900, observer=heard)
     return tuner.run(), heard.lines
 
 
-def test_only_what_the_present_space_has_wins(landscape: Landscape) -> None:
-    store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
-    first, lines = searched(landscape, store)
+def test_only_what_the_present_space_has_wins(replay_table: ReplayTable) -> None:
+    store = StudyStore.in_memory(replay_table.job(), replay_table.hardware(), replay_table.space())
+    first, lines = searched(replay_table, store)
     assert first.winner is not None
     assert first.verified
     assert not [line for line in lines if "space" in line]
     best, before = first.winner.candidate, len(store.records())
 
-    second, lines = searched(landscape, store, lambda one: one.micro_batch < best.micro_batch)
+    second, lines = searched(replay_table, store, lambda one: one.micro_batch < best.micro_batch)
     assert second.winner is not None
     assert second.verified
     assert second.winner.candidate.micro_batch < best.micro_batch
@@ -67,20 +67,20 @@ def test_only_what_the_present_space_has_wins(landscape: Landscape) -> None:
     assert len(told) == 1
     assert all(record.candidate.micro_batch < best.micro_batch for record in store.records()[before:])
 
-    third, lines = searched(landscape, store)
+    third, lines = searched(replay_table, store)
     assert third.winner is not None
     assert third.winner.candidate.micro_batch == best.micro_batch, "the first space again: what it found counts again"
     assert not [line for line in lines if "space" in line]
     assert not store.set_aside
 
 
-def test_what_is_faster_elsewhere_does_not_end_the_search(landscape: Landscape) -> None:
+def test_what_is_faster_elsewhere_does_not_end_the_search(replay_table: ReplayTable) -> None:
     """Nothing of the space comes near what another space had: that is no reason to measure nothing of it."""
-    store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
-    searched(landscape, store)
+    store = StudyStore.in_memory(replay_table.job(), replay_table.hardware(), replay_table.space())
+    searched(replay_table, store)
     before = len(store.records())
     slow = lambda one: one.micro_batch == 1 and one.stage == 3  # noqa: E731
-    result, _ = searched(landscape, store, slow)
+    result, _ = searched(replay_table, store, slow)
     assert result.winner is not None
     assert slow(result.winner.candidate)
     assert len({record.candidate for record in store.records()[before:]}) > 1

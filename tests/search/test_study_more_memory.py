@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autotune.executors.base import Effort
-from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
+from autotune.executors.base import MeasureSpec
+from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
@@ -26,9 +26,9 @@ LITTLE, MUCH = 12 * GIB, 22 * GIB
 
 
 @pytest.fixture(scope="module")
-def landscape() -> Landscape:
+def replay_table() -> ReplayTable:
     """Of that table one engine per stage that fits with little memory, with all its rungs."""
-    whole = load_landscape(TABLE)
+    whole = load_replay_table(TABLE)
     families: dict[int, object] = {}
     for candidate, row in sorted(whole.rows.items(), key=lambda item: str(item[0])):
         if candidate.micro_batch == 1 and row.kind is OutcomeKind.OK and row.peak_gib * GIB < LITTLE:
@@ -37,25 +37,25 @@ def landscape() -> Landscape:
     return dataclasses.replace(whole, rows=some)
 
 
-def with_free(landscape: Landscape, free_bytes: int) -> Hardware:
-    whole = landscape.hardware()
+def with_free(replay_table: ReplayTable, free_bytes: int) -> Hardware:
+    whole = replay_table.hardware()
     return dataclasses.replace(whole, taken_bytes=whole.memory_bytes - free_bytes)
 
 
 class Shared(ReplayExecutor):
     """The table's cards, of which others hold a part: what needs more than the rest runs out."""
 
-    def __init__(self, landscape: Landscape, capacity_bytes: int, *, says: bool) -> None:
-        super().__init__(landscape)
+    def __init__(self, replay_table: ReplayTable, capacity_bytes: int, *, says: bool) -> None:
+        super().__init__(replay_table)
         self.capacity_bytes, self.says = capacity_bytes, says
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
         executor = self
 
         class Session(ReplaySession):
-            def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
-                if executor.landscape.rows[candidate].peak_gib * GIB <= executor.capacity_bytes:
-                    return super().measure(candidate, effort, deadline_seconds)
+            def measure(self, candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
+                if executor.replay_table.rows[candidate].peak_gib * GIB <= executor.capacity_bytes:
+                    return super().measure(candidate, measure_spec, deadline_seconds)
                 executor.advance(5.0)
                 self._ended = True
                 told = executor.capacity_bytes if executor.says else None
@@ -67,63 +67,65 @@ class Shared(ReplayExecutor):
 
 
 def call(
-    store: StudyStore, landscape: Landscape, free_bytes: int, *, says: bool = True
+    store: StudyStore, replay_table: ReplayTable, free_bytes: int, *, says: bool = True
 ) -> tuple[SearchSummary, list[Record]]:
     """An exhaustive call with so much memory: how it ended, and its own trials of the search."""
-    job, space, hardware = landscape.job(), landscape.space(), with_free(landscape, free_bytes)
-    candidates, before = sorted(landscape.rows, key=str), len(store.records())
+    job, space, hardware = replay_table.job(), replay_table.space(), with_free(replay_table, free_bytes)
+    candidates, before = sorted(replay_table.rows, key=str), len(store.records())
     proposer = Proposer(candidates, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)), exhaustive=True)
-    executor = Shared(landscape, free_bytes, says=says)
+    executor = Shared(replay_table, free_bytes, says=says)
     summary = Tuner(store, executor, proposer, space, hardware, budget_seconds=7200).run()
     return summary, [record for record in store.records()[before:] if record.role == SEARCH]
 
 
-def study(landscape: Landscape) -> StudyStore:
-    return StudyStore.in_memory(landscape.job(), with_free(landscape, LITTLE), landscape.space())
+def study(replay_table: ReplayTable) -> StudyStore:
+    return StudyStore.in_memory(replay_table.job(), with_free(replay_table, LITTLE), replay_table.space())
 
 
 def ran_out(records: list[Record]) -> set[Candidate]:
     return {record.candidate for record in records if record.outcome and record.outcome.kind is OutcomeKind.OOM_DEVICE}
 
 
-def test_what_ran_out_is_tried_again_with_more_memory_and_only_then(landscape: Landscape) -> None:
-    store = study(landscape)
-    first = ran_out(call(store, landscape, LITTLE)[1])
+def test_what_ran_out_is_tried_again_with_more_memory_and_only_then(replay_table: ReplayTable) -> None:
+    store = study(replay_table)
+    first = ran_out(call(store, replay_table, LITTLE)[1])
     assert first
     assert store.failed() >= first
     for free in (LITTLE, LITTLE + GIB // 8):
-        assert not first & {record.candidate for record in call(store, landscape, free)[1]}, "it has as much as it had"
-    store.note_hardware(with_free(landscape, MUCH))
+        assert not first & {record.candidate for record in call(store, replay_table, free)[1]}, (
+            "it has as much as it had"
+        )
+    store.note_hardware(with_free(replay_table, MUCH))
     assert not store.failed() & first
-    summary, again = call(store, landscape, MUCH)
+    summary, again = call(store, replay_table, MUCH)
     fitting = {
-        c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK and LITTLE < row.peak_gib * GIB <= MUCH
+        c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK and LITTLE < row.peak_gib * GIB <= MUCH
     }
     assert fitting <= {record.candidate for record in again}, "what no trial has ruled out with so much memory"
     assert first & fitting
     assert summary.winner is not None
     assert summary.winner.candidate in fitting
-    assert not call(store, landscape, LITTLE)[1], "what ran out of more runs out of less"
+    assert not call(store, replay_table, LITTLE)[1], "what ran out of more runs out of less"
 
 
-def test_a_study_of_before_is_taken_as_it_was(landscape: Landscape) -> None:
+def test_a_study_of_before_is_taken_as_it_was(replay_table: ReplayTable) -> None:
     """Nothing says with how much memory its trials ran out."""
-    store = study(landscape)
-    first = ran_out(call(store, landscape, LITTLE, says=False)[1])
+    store = study(replay_table)
+    first = ran_out(call(store, replay_table, LITTLE, says=False)[1])
     assert first
-    assert not first & {record.candidate for record in call(store, landscape, MUCH)[1]}
+    assert not first & {record.candidate for record in call(store, replay_table, MUCH)[1]}
 
 
 @pytest.mark.parametrize("role", [VERIFY, RESUME])
 @pytest.mark.parametrize(("capacity_bytes", "wins"), [(LITTLE, True), (MUCH, False), (None, False)])
 def test_what_verification_ran_out_of_less_memory_with_may_win(
-    landscape: Landscape, role: str, capacity_bytes: int | None, wins: bool
+    replay_table: ReplayTable, role: str, capacity_bytes: int | None, wins: bool
 ) -> None:
     best = min(
-        (c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK and row.peak_gib * GIB < LITTLE),
-        key=landscape.seconds_per_sample,
+        (c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK and row.peak_gib * GIB < LITTLE),
+        key=replay_table.seconds_per_sample,
     )
-    only = dataclasses.replace(landscape, rows={best: landscape.rows[best]})
+    only = dataclasses.replace(replay_table, rows={best: replay_table.rows[best]})
     store, row, rate = study(only), only.rows[best], 1 / only.seconds_per_sample(best)
     assert row.step_seconds is not None
     measured = Measurement(row.step_seconds, 0.01, 4, rate, rate, int(row.peak_gib * GIB))
@@ -135,22 +137,24 @@ def test_what_verification_ran_out_of_less_memory_with_may_win(
 
 
 @pytest.mark.parametrize(("role", "told"), [(SEARCH, True), (VERIFY, False), (RESUME, False)])
-def test_what_ran_out_of_less_memory_teaches_what_a_search_needs(landscape: Landscape, role: str, told: bool) -> None:
+def test_what_ran_out_of_less_memory_teaches_what_a_search_needs(
+    replay_table: ReplayTable, role: str, told: bool
+) -> None:
     """And closes nothing. Verification takes more than a search does."""
-    store, candidate = study(landscape), min(landscape.rows, key=str)
+    store, candidate = study(replay_table), min(replay_table.rows, key=str)
     out = Outcome(OutcomeKind.OOM_DEVICE, capacity_bytes=LITTLE)
-    store.finish(store.start(candidate, landscape.space(), role), out)
-    job, space, hardware = landscape.job(), landscape.space(), with_free(landscape, MUCH)
+    store.finish(store.start(candidate, replay_table.space(), role), out)
+    job, space, hardware = replay_table.job(), replay_table.space(), with_free(replay_table, MUCH)
     predictor = Predictor(job, hardware, trace_job(job))
-    proposer = Proposer(sorted(landscape.rows, key=str), space, job, hardware, 0, predictor)
-    executor = Shared(landscape, MUCH, says=True)
+    proposer = Proposer(sorted(replay_table.rows, key=str), space, job, hardware, 0, predictor)
+    executor = Shared(replay_table, MUCH, says=True)
     Tuner(store, executor, proposer, space, hardware, budget_seconds=60, cancelled=lambda: True).run()
     assert (predictor._seen == {candidate: out}) is told
-    assert len(proposer.open) == len(landscape.rows)
+    assert len(proposer.open) == len(replay_table.rows)
 
 
-def test_predictions_learn_that_more_was_needed_than_there_was_then(landscape: Landscape) -> None:
-    job, hardware, candidates = landscape.job(), with_free(landscape, MUCH), sorted(landscape.rows, key=str)
+def test_predictions_learn_that_more_was_needed_than_there_was_then(replay_table: ReplayTable) -> None:
+    job, hardware, candidates = replay_table.job(), with_free(replay_table, MUCH), sorted(replay_table.rows, key=str)
     predictor = Predictor(job, hardware, trace_job(job))
     peaks = predictor.table(candidates).peak
     at = int(np.argmin(abs(peaks - 0.75 * MUCH)))
@@ -192,19 +196,19 @@ def test_clearly_less(machine: dict[str, object], capacity_gib: float, outgrew: 
 
 @pytest.mark.parametrize(("then_gib", "again"), [(32, True), (56, False), (None, False)])
 def test_what_ran_out_of_less_main_memory_is_tried_again_and_teaches_nothing(
-    landscape: Landscape, then_gib: int | None, again: bool
+    replay_table: ReplayTable, then_gib: int | None, again: bool
 ) -> None:
     """What main memory there is differs more from day to day than a card's."""
-    store, candidate = study(landscape), min(landscape.rows, key=str)
+    store, candidate = study(replay_table), min(replay_table.rows, key=str)
     out = Outcome(OutcomeKind.OOM_HOST, capacity_bytes=then_gib and then_gib * GIB)
-    store.finish(store.start(candidate, landscape.space()), out)
-    job, space = landscape.job(), landscape.space()
-    hardware = dataclasses.replace(with_free(landscape, LITTLE), host_memory_bytes=64 * GIB)
+    store.finish(store.start(candidate, replay_table.space()), out)
+    job, space = replay_table.job(), replay_table.space()
+    hardware = dataclasses.replace(with_free(replay_table, LITTLE), host_memory_bytes=64 * GIB)
     store.note_hardware(hardware)
     assert (candidate not in store.failed()) is again
     predictor = Predictor(job, hardware, trace_job(job))
-    proposer = Proposer(sorted(landscape.rows, key=str), space, job, hardware, 0, predictor)
-    executor = Shared(landscape, LITTLE, says=True)
+    proposer = Proposer(sorted(replay_table.rows, key=str), space, job, hardware, 0, predictor)
+    executor = Shared(replay_table, LITTLE, says=True)
     Tuner(store, executor, proposer, space, hardware, budget_seconds=60, cancelled=lambda: True).run()
-    assert (len(proposer.open) == len(landscape.rows)) is again
+    assert (len(proposer.open) == len(replay_table.rows)) is again
     assert proposer._model._host_ran_out is not again

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autotune.executors.replay import load_landscape
+from autotune.executors.replay import load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.hardware import named_hardware
@@ -17,7 +17,7 @@ from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 
-TABLE = load_landscape(Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz")
+TABLE = load_replay_table(Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz")
 JOB, HARDWARE, CANDIDATES = TABLE.job(), TABLE.hardware(), sorted(TABLE.rows, key=str)
 FITTING = [at for at, c in enumerate(CANDIDATES) if TABLE.rows[c].kind is OutcomeKind.OK]
 Lie = Callable[[float], float]

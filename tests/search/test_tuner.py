@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import MachineTrouble, UserError
-from autotune.executors.base import OVERRUN, Effort, too_slow_outcome
-from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
+from autotune.executors.base import OVERRUN, MeasureSpec, too_slow_outcome
+from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
 from autotune.predict.predictor import Predictor, Prepared, Table
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate, samples
@@ -31,38 +31,38 @@ TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
 
 @pytest.fixture(scope="module")
-def landscape() -> Landscape:
-    return load_landscape(TABLE)
+def replay_table() -> ReplayTable:
+    return load_replay_table(TABLE)
 
 
 def search(
-    landscape: Landscape,
+    replay_table: ReplayTable,
     budget: float,
     seed: int = 0,
     store: StudyStore | None = None,
     executor: ReplayExecutor | None = None,
     **options: object,
 ) -> tuple[SearchSummary, ReplayExecutor, StudyStore]:
-    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     store = store or StudyStore.in_memory(job, hardware, space)
-    executor = executor or ReplayExecutor(landscape, seed)
-    candidates = sorted(landscape.rows, key=str)
+    executor = executor or ReplayExecutor(replay_table, seed)
+    candidates = sorted(replay_table.rows, key=str)
     proposer = Proposer(candidates, space, job, hardware, seed, Predictor(job, hardware, trace_job(job)))
     tuner = Tuner(store, executor, proposer, space, hardware, budget_seconds=budget, **options)  # type: ignore[arg-type]
     return tuner.run(), executor, store
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_it_finds_the_best_soon_and_verifies_it(landscape: Landscape, seed: int) -> None:
-    result, executor, store = search(landscape, 1800, seed)
+def test_it_finds_the_best_soon_and_verifies_it(replay_table: ReplayTable, seed: int) -> None:
+    result, executor, store = search(replay_table, 1800, seed)
     assert result.verified
     assert result.winner is not None
     assert result.winner.role == VERIFY
-    assert landscape.best_step_seconds / landscape.seconds_per_sample(result.winner.candidate) > 0.95
+    assert replay_table.best_step_seconds / replay_table.seconds_per_sample(result.winner.candidate) > 0.95
     first = next(
         seconds
         for seconds, candidate, kind in executor.log.trials
-        if kind is OutcomeKind.OK and landscape.best_step_seconds / landscape.seconds_per_sample(candidate) > 0.95
+        if kind is OutcomeKind.OK and replay_table.best_step_seconds / replay_table.seconds_per_sample(candidate) > 0.95
     )
     assert first < 240
     assert sum(kind is not OutcomeKind.OK for _, _, kind in executor.log.trials) <= 3
@@ -71,18 +71,18 @@ def test_it_finds_the_best_soon_and_verifies_it(landscape: Landscape, seed: int)
 
 
 @pytest.mark.parametrize("budget", [20, 45, 90, 300])
-def test_the_budget_is_never_overrun(landscape: Landscape, budget: float) -> None:
-    result, executor, _ = search(landscape, budget)
+def test_the_budget_is_never_overrun(replay_table: ReplayTable, budget: float) -> None:
+    result, executor, _ = search(replay_table, budget)
     assert executor.now() <= budget
     assert result.used_seconds <= budget
 
 
-def test_a_second_call_goes_on_and_repeats_nothing(landscape: Landscape) -> None:
-    result, _executor, store = search(landscape, 60)
+def test_a_second_call_goes_on_and_repeats_nothing(replay_table: ReplayTable) -> None:
+    result, _executor, store = search(replay_table, 60)
     before = [
         record.candidate for record in store.records() if record.role == SEARCH and record.outcome and record.outcome.ok
     ]
-    again, _, _ = search(landscape, 600, store=store, executor=ReplayExecutor(landscape, 9))
+    again, _, _ = search(replay_table, 600, store=store, executor=ReplayExecutor(replay_table, 9))
     later = [record.candidate for record in store.records() if record.role == SEARCH][len(before) :]
     assert not set(before) & set(later)
     assert again.winner is not None
@@ -90,12 +90,12 @@ def test_a_second_call_goes_on_and_repeats_nothing(landscape: Landscape) -> None
     assert result.used_seconds <= 60
 
 
-def test_max_trials_and_cancelling_end_it(landscape: Landscape) -> None:
-    result, _executor, _ = search(landscape, 1800, max_trials=3)
+def test_max_trials_and_cancelling_end_it(replay_table: ReplayTable) -> None:
+    result, _executor, _ = search(replay_table, 1800, max_trials=3)
     assert result.ended == "--max-trials 3 reached"
     assert result.winner is not None
     calls = iter(range(100))
-    result, _, _ = search(landscape, 1800, cancelled=lambda: next(calls) > 4)
+    result, _, _ = search(replay_table, 1800, cancelled=lambda: next(calls) > 4)
     assert result.interrupted
     assert result.ended == "interrupted"
 
@@ -103,21 +103,21 @@ def test_max_trials_and_cancelling_end_it(landscape: Landscape) -> None:
 class Scripted(ReplayExecutor):
     """A replay in which some trials end otherwise."""
 
-    def __init__(self, landscape: Landscape, script: Callable[[int, Candidate], Outcome | None]) -> None:
-        super().__init__(landscape)
+    def __init__(self, replay_table: ReplayTable, script: Callable[[int, Candidate], Outcome | None]) -> None:
+        super().__init__(replay_table)
         self.script, self.count = script, 0
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
         executor = self
 
         class Session(ReplaySession):
-            def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+            def measure(self, candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
                 executor.count += 1
                 if (outcome := executor.script(executor.count, candidate)) is not None:
                     executor.advance(5.0)
                     self._ended = True
                     return outcome
-                return super().measure(candidate, effort, deadline_seconds)
+                return super().measure(candidate, measure_spec, deadline_seconds)
 
         return Session(self, candidate)
 
@@ -125,8 +125,8 @@ class Scripted(ReplayExecutor):
 class Noting(ReplayExecutor):
     """Notes the effort of each search trial, and the best speed before it."""
 
-    def __init__(self, landscape: Landscape) -> None:
-        super().__init__(landscape)
+    def __init__(self, replay_table: ReplayTable) -> None:
+        super().__init__(replay_table)
         self.noted: list[tuple[float, float]] = []  # samples per second that a trial must reach, best measured before
         self._best = 0.0
 
@@ -134,10 +134,10 @@ class Noting(ReplayExecutor):
         session = super().session(candidate, name)
         measure = session.measure
 
-        def noted(candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
-            outcome = measure(candidate, effort, deadline_seconds)
-            if not effort.full:
-                self.noted.append((samples(self._job, candidate) / effort.beaten_step_seconds, self._best))
+        def noted(candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
+            outcome = measure(candidate, measure_spec, deadline_seconds)
+            if not measure_spec.full:
+                self.noted.append((samples(self._job, candidate) / measure_spec.beaten_step_seconds, self._best))
             if outcome.measurement is not None:
                 self._best = max(self._best, outcome.measurement.samples_per_second)
             return outcome
@@ -146,9 +146,9 @@ class Noting(ReplayExecutor):
         return session
 
 
-def test_trials_end_early_below_what_could_win_by_speed_or_thrift(landscape: Landscape) -> None:
-    executor = Noting(landscape)
-    search(landscape, 1800, executor=executor)
+def test_trials_end_early_below_what_could_win_by_speed_or_thrift(replay_table: ReplayTable) -> None:
+    executor = Noting(replay_table)
+    search(replay_table, 1800, executor=executor)
     assert executor.noted[0] == (0.0, 0.0), "nothing to be beaten by"
     for least, best in executor.noted[1:]:
         assert least == 0.0 if not best else 0.9 * best < least < (1 - THRIFT_SHARE) * best
@@ -158,7 +158,7 @@ def test_trials_end_early_below_what_could_win_by_speed_or_thrift(landscape: Lan
 def test_short_budget_measures_four_candidates_and_verifies_a_winner() -> None:
     """Two CPU ranks of real DeepSpeed, if imports take 5 of 30 seconds."""
     for name in ("gemma_2xcpu", "llama-wide_2xcpu", "t5_2xcpu"):
-        result, executor, _ = search(load_landscape(REAL_TABLES / f"{name}.csv.gz"), 30, spent_seconds=5.0)
+        result, executor, _ = search(load_replay_table(REAL_TABLES / f"{name}.csv.gz"), 30, spent_seconds=5.0)
         assert result.verified, name
         measured = {candidate for _, candidate, kind in executor.log.trials if kind is OutcomeKind.OK}
         assert len(measured) >= 4, name
@@ -170,7 +170,7 @@ def test_steps_many_times_slower_than_predicted_leave_time_for_four_trials_and_a
     slower: float, large_slower: float, too_slow: bool
 ) -> None:
     """A loaded machine: the first trials are cut or end as too slow, and the search goes on with smaller ones."""
-    table = load_landscape(REAL_TABLES / "llama-wide_2xcpu.csv.gz")
+    table = load_replay_table(REAL_TABLES / "llama-wide_2xcpu.csv.gz")
     rows = {
         one: dataclasses.replace(
             row, step_seconds=row.step_seconds and row.step_seconds * (large_slower if one.micro_batch == 8 else slower)
@@ -195,22 +195,22 @@ def test_steps_many_times_slower_than_predicted_leave_time_for_four_trials_and_a
 
 @pytest.mark.parametrize(("budget", "opened"), [(60, False), (3600, True)])
 def test_too_slow_for_one_budget_is_not_too_slow_for_a_longer_one(
-    landscape: Landscape, budget: float, opened: bool
+    replay_table: ReplayTable, budget: float, opened: bool
 ) -> None:
-    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     store = StudyStore.in_memory(job, hardware, space)
-    worked, *_, slow = (one for one, row in landscape.rows.items() if row.kind is OutcomeKind.OK)
+    worked, *_, slow = (one for one, row in replay_table.rows.items() if row.kind is OutcomeKind.OK)
     predictor = Predictor(job, hardware, trace_job(job))
     expected = float(predictor.table([slow]).step[0])
     for one, outcome in (
-        (worked, measured_at(landscape, worked, 0.5)),
+        (worked, measured_at(replay_table, worked, 0.5)),
         (slow, dataclasses.replace(too_slow_outcome(Phase.FORWARD, slow, 20 * expected), seconds=20.0)),
     ):
         number = store.claim(one, space, SEARCH, "", set())
         assert number is not None
         store.finish(number, outcome)
-    proposer = Proposer(list(landscape.rows), space, job, hardware, 0, predictor)
-    executor = ReplayExecutor(landscape)
+    proposer = Proposer(list(replay_table.rows), space, job, hardware, 0, predictor)
+    executor = ReplayExecutor(replay_table)
     Tuner(store, executor, proposer, space, hardware, budget_seconds=budget, max_trials=0).run()
     assert (slow in proposer.open) is opened
     assert predictor.table([slow]).step[0] > 2 * expected, "it is a lower bound of the step in any call"
@@ -223,10 +223,10 @@ class QuicklyVerified(ReplayExecutor):
         executor = self
 
         class Session(ReplaySession):
-            def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+            def measure(self, candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
                 began = executor.now()
-                outcome = super().measure(candidate, effort, deadline_seconds)
-                if not effort.full:
+                outcome = super().measure(candidate, measure_spec, deadline_seconds)
+                if not measure_spec.full:
                     return outcome
                 executor.advance(began + 1.0 - executor.now())
                 return dataclasses.replace(outcome, seconds=1.0)
@@ -234,8 +234,8 @@ class QuicklyVerified(ReplayExecutor):
         return Session(self, candidate)
 
 
-def test_what_verification_leaves_goes_back_to_the_search(landscape: Landscape) -> None:
-    result, executor, store = search(landscape, 90, executor=QuicklyVerified(landscape))
+def test_what_verification_leaves_goes_back_to_the_search(replay_table: ReplayTable) -> None:
+    result, executor, store = search(replay_table, 90, executor=QuicklyVerified(replay_table))
     roles = [record.role for record in store.records()]
     assert SEARCH in roles[roles.index(VERIFY) :]
     assert result.verified
@@ -243,31 +243,31 @@ def test_what_verification_leaves_goes_back_to_the_search(landscape: Landscape) 
     assert executor.now() <= 90
 
 
-def test_trouble_of_the_machine_is_retried_once(landscape: Landscape) -> None:
+def test_trouble_of_the_machine_is_retried_once(replay_table: ReplayTable) -> None:
     seen: list[Candidate] = []
 
     def script(count: int, candidate: Candidate) -> Outcome | None:
         seen.append(candidate)
         return Outcome(OutcomeKind.INFRASTRUCTURE, reason="address in use") if count <= 2 else None
 
-    result, _, _store = search(landscape, 1800, executor=Scripted(landscape, script))
+    result, _, _store = search(replay_table, 1800, executor=Scripted(replay_table, script))
     assert seen[0] == seen[1]
     assert seen[0] not in seen[2:]
     assert result.winner is not None
 
 
-def test_a_machine_that_always_fails_is_said_at_once(landscape: Landscape) -> None:
+def test_a_machine_that_always_fails_is_said_at_once(replay_table: ReplayTable) -> None:
     broken = Outcome(OutcomeKind.INFRASTRUCTURE, reason="DistBackendError: NCCL error", source=Source.EXCEPTION)
-    executor = Scripted(landscape, lambda count, c: broken)
+    executor = Scripted(replay_table, lambda count, c: broken)
     with pytest.raises(MachineTrouble, match=r"3 times in a row.*NCCL error"):
-        search(landscape, 1800, executor=executor)
+        search(replay_table, 1800, executor=executor)
     assert executor.count == MACHINE_FAILURES
 
 
-def test_a_machine_that_fails_later_ends_the_search_and_keeps_what_was_measured(landscape: Landscape) -> None:
+def test_a_machine_that_fails_later_ends_the_search_and_keeps_what_was_measured(replay_table: ReplayTable) -> None:
     broken = Outcome(OutcomeKind.INFRASTRUCTURE, reason="a GPU fell off the bus")
-    executor = Scripted(landscape, lambda count, c: broken if count > 3 else None)
-    result, _, store = search(landscape, 1800, executor=executor)
+    executor = Scripted(replay_table, lambda count, c: broken if count > 3 else None)
+    result, _, store = search(replay_table, 1800, executor=executor)
     assert "the machine failed 3 times in a row" in result.ended
     assert result.winner is not None
     assert not result.verified
@@ -275,9 +275,11 @@ def test_a_machine_that_fails_later_ends_the_search_and_keeps_what_was_measured(
 
 
 @pytest.mark.parametrize("startup_seconds", [120.0, 300.0, 900.0])
-def test_engines_that_start_slowly_are_no_timeouts_for_ever(landscape: Landscape, startup_seconds: float) -> None:
-    slow = {c: dataclasses.replace(row, startup_seconds=startup_seconds) for c, row in landscape.rows.items()}
-    result, _, store = search(landscape, 2 * 3600, executor=ReplayExecutor(dataclasses.replace(landscape, rows=slow)))
+def test_engines_that_start_slowly_are_no_timeouts_for_ever(replay_table: ReplayTable, startup_seconds: float) -> None:
+    slow = {c: dataclasses.replace(row, startup_seconds=startup_seconds) for c, row in replay_table.rows.items()}
+    result, _, store = search(
+        replay_table, 2 * 3600, executor=ReplayExecutor(dataclasses.replace(replay_table, rows=slow))
+    )
     assert result.winner is not None
     assert result.verified
     kinds = Counter(r.outcome.kind for r in store.records() if r.outcome)
@@ -285,7 +287,7 @@ def test_engines_that_start_slowly_are_no_timeouts_for_ever(landscape: Landscape
     assert kinds[OutcomeKind.INTERRUPTED] <= 2, "each limit that was too short raises those that follow"
 
 
-def test_a_hang_is_tried_again_with_twice_the_time_and_then_ruled_out(landscape: Landscape) -> None:
+def test_a_hang_is_tried_again_with_twice_the_time_and_then_ruled_out(replay_table: ReplayTable) -> None:
     hung: list[tuple[Candidate, float]] = []
 
     class Hanging(ReplayExecutor):
@@ -297,7 +299,7 @@ def test_a_hang_is_tried_again_with_twice_the_time_and_then_ruled_out(landscape:
                 session.measure = lambda *_: silence  # type: ignore[method-assign]
             return session
 
-    result, _, store = search(landscape, 1800, executor=Hanging(landscape))
+    result, _, store = search(replay_table, 1800, executor=Hanging(replay_table))
     assert [patience for _, patience in hung] == [1.0, 2.0]
     kinds = [r.outcome.kind for r in store.records() if r.outcome and r.candidate == hung[0][0]]
     assert kinds == [OutcomeKind.INTERRUPTED, OutcomeKind.TIMEOUT]
@@ -309,8 +311,8 @@ class Resuming(ReplayExecutor):
 
     resumes = True
 
-    def __init__(self, landscape: Landscape, end: Callable[[Candidate], Outcome | None]) -> None:
-        super().__init__(landscape)
+    def __init__(self, replay_table: ReplayTable, end: Callable[[Candidate], Outcome | None]) -> None:
+        super().__init__(replay_table)
         self.end, self.tried = end, list[Candidate]()
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
@@ -322,39 +324,41 @@ class Resuming(ReplayExecutor):
         return session
 
 
-def test_a_winner_must_go_on_from_a_checkpoint(landscape: Landscape) -> None:
+def test_a_winner_must_go_on_from_a_checkpoint(replay_table: ReplayTable) -> None:
     out = Outcome(OutcomeKind.OOM_DEVICE, Phase.LOAD, reason="CUDA out of memory")
-    executor = Resuming(landscape, lambda candidate: out if candidate == executor.tried[0] else None)
-    result, _, store = search(landscape, 1800, executor=executor)
+    executor = Resuming(replay_table, lambda candidate: out if candidate == executor.tried[0] else None)
+    result, _, store = search(replay_table, 1800, executor=executor)
     assert len(executor.tried) >= 2
     assert result.verified
     assert result.winner is not None
     assert result.winner.candidate in executor.tried[1:]
     assert result.winner.role == VERIFY, "what one step after loading measured is not its speed"
-    again = Resuming(landscape, lambda candidate: None)
-    search(landscape, 1800, store=store, executor=again)
+    again = Resuming(replay_table, lambda candidate: None)
+    search(replay_table, 1800, store=store, executor=again)
     assert executor.tried[0] not in again.tried, "what died on resume is not tried in a later call"
 
 
-def test_a_checkpoint_that_takes_the_budget_is_not_tried(landscape: Landscape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_takes_the_budget_is_not_tried(
+    replay_table: ReplayTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("autotune.problem.job.BYTES_PER_SECOND", 1e7)
-    executor = Resuming(landscape, lambda candidate: None)
-    result, _, _ = search(landscape, 1800, executor=executor)
+    executor = Resuming(replay_table, lambda candidate: None)
+    result, _, _ = search(replay_table, 1800, executor=executor)
     assert not executor.tried
     assert result.verified
     assert result.winner is not None
 
 
-def test_a_save_that_fails_by_itself_rejects_nobody(landscape: Landscape) -> None:
+def test_a_save_that_fails_by_itself_rejects_nobody(replay_table: ReplayTable) -> None:
     broken = Outcome(OutcomeKind.CRASH, Phase.SAVE, reason="KeyError: 'bias_correction'", source=Source.EXCEPTION)
-    executor = Resuming(landscape, lambda candidate: broken)
-    result, _, _ = search(landscape, 1800, executor=executor)
+    executor = Resuming(replay_table, lambda candidate: broken)
+    result, _, _ = search(replay_table, 1800, executor=executor)
     assert result.verified
     assert result.winner is not None
     assert executor.tried == [result.winner.candidate]
 
 
-def test_a_job_that_fails_by_itself_stops_the_study_with_its_reason(landscape: Landscape) -> None:
+def test_a_job_that_fails_by_itself_stops_the_study_with_its_reason(replay_table: ReplayTable) -> None:
     def script(count: int, candidate: Candidate) -> Outcome | None:
         return Outcome(
             OutcomeKind.CRASH,
@@ -366,9 +370,9 @@ def test_a_job_that_fails_by_itself_stops_the_study_with_its_reason(landscape: L
             seconds=5.0,
         )
 
-    executor = Scripted(landscape, script)
+    executor = Scripted(replay_table, script)
     with pytest.raises(UserError, match=r"fails by itself.*your bug"):
-        search(landscape, 1800, executor=executor)
+        search(replay_table, 1800, executor=executor)
     assert executor.count <= 4
 
 
@@ -381,58 +385,62 @@ def test_a_job_that_fails_by_itself_stops_the_study_with_its_reason(landscape: L
     ],
     ids=lambda failure: failure.reason,
 )
-def test_what_failed_before_anything_worked_may_work_in_another_call(landscape: Landscape, failure: Outcome) -> None:
-    store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
-    broken = Scripted(landscape, lambda count, candidate: failure)
+def test_what_failed_before_anything_worked_may_work_in_another_call(
+    replay_table: ReplayTable, failure: Outcome
+) -> None:
+    store = StudyStore.in_memory(replay_table.job(), replay_table.hardware(), replay_table.space())
+    broken = Scripted(replay_table, lambda count, candidate: failure)
     with suppress(UserError):  # the job fails by itself
-        assert search(landscape, 3600, store=store, executor=broken)[0].winner is None
+        assert search(replay_table, 3600, store=store, executor=broken)[0].winner is None
     failed = [record.candidate for record in store.records()]
-    short, executor, _ = search(landscape, 600, store=store, executor=ReplayExecutor(landscape, 9), max_trials=1)
+    short, executor, _ = search(replay_table, 600, store=store, executor=ReplayExecutor(replay_table, 9), max_trials=1)
     assert short.winner is not None, "it was the machine or the job, and somebody has mended it"
     assert executor.log.trials[0][1] in failed, "the most promising is tried again"
-    result, executor, _ = search(landscape, 3600, store=store, executor=ReplayExecutor(landscape, 9))
+    result, executor, _ = search(replay_table, 3600, store=store, executor=ReplayExecutor(replay_table, 9))
     assert result.verified
     families = {one.family for one in failed}
     assert any(one.family in families for _, one, _ in executor.log.trials), "it stays mended in every later call"
 
 
-def test_what_fails_again_in_every_call_is_not_what_each_call_begins_with(landscape: Landscape) -> None:
+def test_what_fails_again_in_every_call_is_not_what_each_call_begins_with(replay_table: ReplayTable) -> None:
     """As where the job is preempted and begun again, each time before anything has worked."""
-    store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
+    store = StudyStore.in_memory(replay_table.job(), replay_table.hardware(), replay_table.space())
     died = Outcome(OutcomeKind.CRASH, Phase.INIT, reason="died by SIGSEGV", source=Source.SIGNAL)
     for _ in range(8):
-        broken = Scripted(landscape, lambda count, candidate: died)
-        search(landscape, 3600, store=store, executor=broken, max_trials=1)
+        broken = Scripted(replay_table, lambda count, candidate: died)
+        search(replay_table, 3600, store=store, executor=broken, max_trials=1)
     tried = Counter(record.candidate for record in store.records())
     assert max(tried.values()) == 2
     assert len(tried) == 4
-    result, _, _ = search(landscape, 3600, store=store, executor=ReplayExecutor(landscape, 9))
+    result, _, _ = search(replay_table, 3600, store=store, executor=ReplayExecutor(replay_table, 9))
     assert result.verified
 
 
 def test_a_tuner_that_joins_others_takes_nothing_for_mended(
-    landscape: Landscape, monkeypatch: pytest.MonkeyPatch
+    replay_table: ReplayTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
+    store = StudyStore.in_memory(replay_table.job(), replay_table.hardware(), replay_table.space())
     died = Outcome(OutcomeKind.CRASH, Phase.INIT, reason="died by SIGSEGV", source=Source.SIGNAL)
-    search(landscape, 3600, store=store, executor=Scripted(landscape, lambda count, candidate: died), max_trials=1)
+    search(
+        replay_table, 3600, store=store, executor=Scripted(replay_table, lambda count, candidate: died), max_trials=1
+    )
     monkeypatch.setattr(store.tuners, "others", lambda: ["another"])
-    _, executor, _ = search(landscape, 600, store=store, executor=ReplayExecutor(landscape, 9), max_trials=4)
+    _, executor, _ = search(replay_table, 600, store=store, executor=ReplayExecutor(replay_table, 9), max_trials=4)
     failed = store.records()[0].candidate
     assert failed.family not in [candidate.family for _, candidate, _ in executor.log.trials]
 
 
-def test_what_failed_where_something_worked_fails_for_ever(landscape: Landscape) -> None:
-    store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
+def test_what_failed_where_something_worked_fails_for_ever(replay_table: ReplayTable) -> None:
+    store = StudyStore.in_memory(replay_table.job(), replay_table.hardware(), replay_table.space())
     killed = Outcome(OutcomeKind.CRASH, Phase.FORWARD, reason="killed from outside (SIGKILL)", source=Source.SIGNAL)
-    once = Scripted(landscape, lambda count, candidate: killed if count == 1 else None)
-    search(landscape, 3600, store=store, executor=once, max_trials=4)
+    once = Scripted(replay_table, lambda count, candidate: killed if count == 1 else None)
+    search(replay_table, 3600, store=store, executor=once, max_trials=4)
     failed = store.records()[0].candidate
-    _, executor, _ = search(landscape, 600, store=store, executor=ReplayExecutor(landscape, 9))
+    _, executor, _ = search(replay_table, 600, store=store, executor=ReplayExecutor(replay_table, 9))
     assert failed.family not in [candidate.family for _, candidate, _ in executor.log.trials]
 
 
-def test_verification_that_fails_gives_the_next(landscape: Landscape) -> None:
+def test_verification_that_fails_gives_the_next(replay_table: ReplayTable) -> None:
     failed: list[Candidate] = []
 
     class Fussy(Scripted):
@@ -444,7 +452,7 @@ def test_verification_that_fails_gives_the_next(landscape: Landscape) -> None:
                 self.script = lambda count, c: None
             return super().session(candidate, name)
 
-    result, _, _ = search(landscape, 1800, executor=Fussy(landscape, lambda count, c: None))
+    result, _, _ = search(replay_table, 1800, executor=Fussy(replay_table, lambda count, c: None))
     assert failed
     assert result.verified
     assert result.winner is not None
@@ -454,18 +462,18 @@ def test_verification_that_fails_gives_the_next(landscape: Landscape) -> None:
 class Tighter(ReplayExecutor):
     """Verification ends in `fails(candidate)` where more than `cut` of a card was held in the search."""
 
-    def __init__(self, landscape: Landscape, cut: float, fails: Callable[[Candidate], Outcome | None]) -> None:
-        super().__init__(landscape)
+    def __init__(self, replay_table: ReplayTable, cut: float, fails: Callable[[Candidate], Outcome | None]) -> None:
+        super().__init__(replay_table)
         self.most_gib, self.fails, self.failed = cut * self._hardware.memory_bytes / GIB, fails, list[Candidate]()
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
         outer = self
 
         class Session(ReplaySession):
-            def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
-                tight = effort.full and outer.landscape.rows[candidate].peak_gib > outer.most_gib
+            def measure(self, candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
+                tight = measure_spec.full and outer.replay_table.rows[candidate].peak_gib > outer.most_gib
                 if not tight or (outcome := outer.fails(candidate)) is None:
-                    return super().measure(candidate, effort, deadline_seconds)
+                    return super().measure(candidate, measure_spec, deadline_seconds)
                 outer.advance(outcome.seconds)
                 outer.failed.append(candidate)
                 self._ended = outcome.measurement is None
@@ -474,9 +482,9 @@ class Tighter(ReplayExecutor):
         return Session(self, candidate)
 
 
-def measured_at(landscape: Landscape, candidate: Candidate, share: float, retries: int = 0) -> Outcome:
-    hardware, row = landscape.hardware(), landscape.rows[candidate]
-    rate = 1 / landscape.seconds_per_sample(candidate)
+def measured_at(replay_table: ReplayTable, candidate: Candidate, share: float, retries: int = 0) -> Outcome:
+    hardware, row = replay_table.hardware(), replay_table.rows[candidate]
+    rate = 1 / replay_table.seconds_per_sample(candidate)
     assert row.step_seconds is not None
     peak = int(share * hardware.memory_bytes)
     one = Measurement(row.step_seconds, 0.01, 4, rate, rate, peak, alloc_retries=retries)
@@ -484,47 +492,47 @@ def measured_at(landscape: Landscape, candidate: Candidate, share: float, retrie
 
 
 @pytest.mark.parametrize("how", ["runs out", "leaves too little", "retries"])
-def test_verification_that_fails_again_and_again_teaches_the_search(landscape: Landscape, how: str) -> None:
+def test_verification_that_fails_again_and_again_teaches_the_search(replay_table: ReplayTable, how: str) -> None:
     def fails(candidate: Candidate) -> Outcome | None:
         if how == "runs out":
             return Outcome(OutcomeKind.OOM_DEVICE, Phase.STEP, reason="evaluation", seconds=10.0)
-        return measured_at(landscape, candidate, 1.1 if how == "leaves too little" else 0.9, 3 * (how == "retries"))
+        return measured_at(replay_table, candidate, 1.1 if how == "leaves too little" else 0.9, 3 * (how == "retries"))
 
-    executor = Tighter(landscape, 0.65, fails)
-    result, _, _ = search(landscape, 1800, executor=executor)
+    executor = Tighter(replay_table, 0.65, fails)
+    result, _, _ = search(replay_table, 1800, executor=executor)
     assert result.verified
     assert result.winner is not None
-    assert landscape.rows[result.winner.candidate].peak_gib <= executor.most_gib
+    assert replay_table.rows[result.winner.candidate].peak_gib <= executor.most_gib
     passing = (
-        landscape.seconds_per_sample(c)
-        for c, row in landscape.rows.items()
+        replay_table.seconds_per_sample(c)
+        for c, row in replay_table.rows.items()
         if row.kind is OutcomeKind.OK and row.peak_gib <= executor.most_gib
     )
-    assert min(passing) / landscape.seconds_per_sample(result.winner.candidate) > 0.9
+    assert min(passing) / replay_table.seconds_per_sample(result.winner.candidate) > 0.9
     assert len(executor.failed) <= 30  # 18, and up to 10 more while the bound of the speed left is loose
     assert len(executor.log.trials) <= 80, "candidates as tight as those are not measured again and again"
 
 
-def test_more_than_one_round_of_verifications_may_fail(landscape: Landscape) -> None:
+def test_more_than_one_round_of_verifications_may_fail(replay_table: ReplayTable) -> None:
     """Whatever they fail of, and without another trial of the search."""
     hangs = Outcome(OutcomeKind.CRASH, Phase.SAVE, reason="died", source=Source.SIGNAL, seconds=5.0)
-    executor = Tighter(landscape, 0.0, lambda c: hangs if len(executor.failed) < MAX_VERIFIED + 2 else None)
-    result, _, _ = search(landscape, 1800, executor=executor, max_trials=12)
+    executor = Tighter(replay_table, 0.0, lambda c: hangs if len(executor.failed) < MAX_VERIFIED + 2 else None)
+    result, _, _ = search(replay_table, 1800, executor=executor, max_trials=12)
     assert len(executor.failed) == MAX_VERIFIED + 2
     assert result.verified
 
 
-def test_what_fails_verification_is_not_what_gains_are_measured_against(landscape: Landscape) -> None:
-    job, hardware, candidates = landscape.job(), landscape.hardware(), sorted(landscape.rows, key=str)
-    proposer = Proposer(candidates, landscape.space(), job, hardware, 0, Predictor(job, hardware, trace_job(job)))
+def test_what_fails_verification_is_not_what_gains_are_measured_against(replay_table: ReplayTable) -> None:
+    job, hardware, candidates = replay_table.job(), replay_table.hardware(), sorted(replay_table.rows, key=str)
+    proposer = Proposer(candidates, replay_table.space(), job, hardware, 0, Predictor(job, hardware, trace_job(job)))
     leaderboard = Leaderboard(hardware)
     ran = sorted(
-        (c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK and c.stage == 2),
-        key=lambda c: landscape.rows[c].peak_gib,
+        (c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK and c.stage == 2),
+        key=lambda c: replay_table.rows[c].peak_gib,
     )
-    thrifty, tight, tighter = ran[0], ran[-2], ran[-1]
-    for number, (candidate, share) in enumerate(((tight, 0.9), (tighter, 0.95), (thrifty, 0.4))):
-        outcome = measured_at(landscape, candidate, share)
+    least_memory_candidate, tight, tighter = ran[0], ran[-2], ran[-1]
+    for number, (candidate, share) in enumerate(((tight, 0.9), (tighter, 0.95), (least_memory_candidate, 0.4))):
+        outcome = measured_at(replay_table, candidate, share)
         leaderboard.learn(number, candidate, outcome, SEARCH)
         proposer.observe(candidate, outcome)
     fits = proposer._model.forecast().fits
@@ -532,8 +540,8 @@ def test_what_fails_verification_is_not_what_gains_are_measured_against(landscap
     out = Outcome(OutcomeKind.OOM_DEVICE, Phase.SAVE, missing_bytes=GIB)
     leaderboard.learn(3, tight, out, RESUME)
     apply_verification_result(tight, out, before, leaderboard, proposer)
-    assert list(proposer.speed) == [thrifty], "what holds no less in the search is doubted, too"
-    assert leaderboard.best == thrifty
+    assert list(proposer.speed) == [least_memory_candidate], "what holds no less in the search is doubted, too"
+    assert leaderboard.best == least_memory_candidate
     after = proposer._model.forecast().fits
     mine = np.array([c.stage == tight.stage for c in candidates])
     assert (after <= fits)[mine].all(), "its stage is believed to have less room"
@@ -541,11 +549,11 @@ def test_what_fails_verification_is_not_what_gains_are_measured_against(landscap
     assert proposer._worth()[0][candidates.index(tighter)] == -np.inf
 
 
-def test_nothing_fits_has_no_winner(landscape: Landscape) -> None:
+def test_nothing_fits_has_no_winner(replay_table: ReplayTable) -> None:
     def script(count: int, candidate: Candidate) -> Outcome | None:
         return Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=10**9)
 
-    result, _, store = search(landscape, 300, executor=Scripted(landscape, script))
+    result, _, store = search(replay_table, 300, executor=Scripted(replay_table, script))
     assert result.winner is None
     assert not result.verified
     assert store.skips
@@ -564,14 +572,14 @@ def test_intervals_overlap() -> None:
     assert make_candidate() == make_candidate()
 
 
-def test_rivals_are_measured_in_turn(landscape: Landscape) -> None:
+def test_rivals_are_measured_in_turn(replay_table: ReplayTable) -> None:
     """The machine slows down by 4 % after the first verification: who came first must not win by it."""
-    rows = {c: row for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK and row.step_seconds}
-    fastest = min(rows, key=landscape.seconds_per_sample)
+    rows = {c: row for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK and row.step_seconds}
+    fastest = min(rows, key=replay_table.seconds_per_sample)
     rival = next(c for c in rows if c.family != fastest.family)
     pace = rows[fastest].step_seconds
     assert pace is not None
-    leaderboard = Leaderboard(landscape.hardware())
+    leaderboard = Leaderboard(replay_table.hardware())
 
     def verified(candidate: Candidate, seconds: float) -> None:
         measurement = Measurement(seconds, 0.01 * seconds, 9, 1 / seconds, 512 / seconds, 10**9)
@@ -587,21 +595,21 @@ def test_rivals_are_measured_in_turn(landscape: Landscape) -> None:
     assert leaderboard.next_turn() is None
     assert leaderboard.verified[rival][1].step_seconds == pytest.approx(1.04)
     assert leaderboard.thriftiest([rival, fastest]) in (rival, fastest)
-    slow = Leaderboard(landscape.hardware())
+    slow = Leaderboard(replay_table.hardware())
     leaderboard = slow
     verified(fastest, 1.0)
     verified(rival, 1.2)
     assert slow.next_turn() is None, "one is clearly faster"
 
 
-def test_a_rivals_second_turn_is_run_and_a_machine_that_slows_down_does_not_choose(landscape: Landscape) -> None:
+def test_a_rivals_second_turn_is_run_and_a_machine_that_slows_down_does_not_choose(replay_table: ReplayTable) -> None:
     """Of two rivals that are equally fast in truth the first is verified before the machine slows down by 4 %."""
     fastest = min(
-        (c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK), key=landscape.seconds_per_sample
+        (c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK), key=replay_table.seconds_per_sample
     )
-    other = next(c for c in landscape.rows if c.family != fastest.family and c.micro_batch == fastest.micro_batch)
-    rows = dict.fromkeys((fastest, other), landscape.rows[fastest])
-    store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
+    other = next(c for c in replay_table.rows if c.family != fastest.family and c.micro_batch == fastest.micro_batch)
+    rows = dict.fromkeys((fastest, other), replay_table.rows[fastest])
+    store = StudyStore.in_memory(replay_table.job(), replay_table.hardware(), replay_table.space())
     verified: list[Candidate] = []
 
     class Slowing(ReplayExecutor):
@@ -616,7 +624,7 @@ def test_a_rivals_second_turn_is_run_and_a_machine_that_slows_down_does_not_choo
             return session
 
     result, _, _ = search(
-        dataclasses.replace(landscape, rows=rows), 1800, store=store, executor=Slowing(landscape), max_trials=2
+        dataclasses.replace(replay_table, rows=rows), 1800, store=store, executor=Slowing(replay_table), max_trials=2
     )
     first, second, *again = verified
     assert {first, second} == set(rows)
@@ -641,9 +649,9 @@ def of_peak(leaderboard: Leaderboard, candidate: Candidate, speed: float, mib: i
     leaderboard.learn(0, candidate, Outcome(OutcomeKind.OK, measurement=measurement), role)
 
 
-def test_a_rival_that_is_nearer_than_a_search_is_sure_of_has_its_turn(landscape: Landscape) -> None:
+def test_a_rival_that_is_nearer_than_a_search_is_sure_of_has_its_turn(replay_table: ReplayTable) -> None:
     winner, near, far = (make_candidate(0, size) for size in (1, 2, 4))
-    leaderboard = Leaderboard(landscape.hardware())
+    leaderboard = Leaderboard(replay_table.hardware())
     of_peak(leaderboard, near, 108.0, 500, SEARCH)
     of_peak(leaderboard, far, 90.0, 500, SEARCH)
     of_peak(leaderboard, winner, 110.0, 500)
@@ -700,7 +708,7 @@ def test_the_pace_of_the_machine_in_a_call_chooses_no_winner(
         assert choice == POOL[max(known, key=speeds.__getitem__)]
 
 
-def test_a_resumed_study_measures_its_winner_again_before_another_replaces_it(landscape: Landscape) -> None:
+def test_a_resumed_study_measures_its_winner_again_before_another_replaces_it(replay_table: ReplayTable) -> None:
     """The machine is twice as fast in the second call, and a slower config looks faster than the winner was."""
 
     class Faster(ReplayExecutor):
@@ -708,8 +716,10 @@ def test_a_resumed_study_measures_its_winner_again_before_another_replaces_it(la
             session = super().session(candidate, name, patience)
             measure = session.measure
 
-            def doubled(candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
-                outcome = measure(candidate, dataclasses.replace(effort, beaten_step_seconds=np.inf), deadline_seconds)
+            def doubled(candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
+                outcome = measure(
+                    candidate, dataclasses.replace(measure_spec, beaten_step_seconds=np.inf), deadline_seconds
+                )
                 if (found := outcome.measurement) is None:
                     return outcome
                 faster = dataclasses.replace(
@@ -724,15 +734,15 @@ def test_a_resumed_study_measures_its_winner_again_before_another_replaces_it(la
             return session
 
     ok = sorted(
-        (c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK), key=landscape.seconds_per_sample
+        (c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK), key=replay_table.seconds_per_sample
     )
     best, slower = (
         ok[0],
-        next(c for c in ok if landscape.seconds_per_sample(c) > 1.3 * landscape.seconds_per_sample(ok[0])),
+        next(c for c in ok if replay_table.seconds_per_sample(c) > 1.3 * replay_table.seconds_per_sample(ok[0])),
     )
-    store = StudyStore.in_memory(landscape.job(), landscape.hardware(), landscape.space())
+    store = StudyStore.in_memory(replay_table.job(), replay_table.hardware(), replay_table.space())
     only_best, both = (
-        dataclasses.replace(landscape, rows={one: landscape.rows[one] for one in some})
+        dataclasses.replace(replay_table, rows={one: replay_table.rows[one] for one in some})
         for some in ([best], [best, slower])
     )
     first, _, _ = search(only_best, 900, store=store)
@@ -743,14 +753,14 @@ def test_a_resumed_study_measures_its_winner_again_before_another_replaces_it(la
     assert [r.candidate for r in store.records() if r.role == VERIFY].count(best) == 2
 
 
-def test_speeds_of_earlier_calls_are_scaled_by_what_two_calls_verified(landscape: Landscape) -> None:
-    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
-    fits = sorted((c for c, row in landscape.rows.items() if row.kind is OutcomeKind.OK), key=str)[:12]
+def test_speeds_of_earlier_calls_are_scaled_by_what_two_calls_verified(replay_table: ReplayTable) -> None:
+    job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
+    fits = sorted((c for c, row in replay_table.rows.items() if row.kind is OutcomeKind.OK), key=str)[:12]
     proposer = Proposer(fits, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
     leaderboard = Leaderboard(hardware, job, fits)
 
     def learn(at: int, pace: float, role: str) -> None:
-        seconds = landscape.rows[fits[at]].step_seconds
+        seconds = replay_table.rows[fits[at]].step_seconds
         assert seconds is not None
         step = seconds / pace
         outcome = Outcome(
@@ -776,9 +786,9 @@ def test_speeds_of_earlier_calls_are_scaled_by_what_two_calls_verified(landscape
     assert proposer.predictor.table([fits[1]]).step[0] == pytest.approx(2 * step, rel=0.1)
 
 
-def test_thrift_is_worth_something_only_where_something_is_saved(landscape: Landscape) -> None:
+def test_thrift_is_worth_something_only_where_something_is_saved(replay_table: ReplayTable) -> None:
     fast, slower = make_candidate(0, 1), make_candidate(0, 2)
-    leaderboard = Leaderboard(landscape.hardware())
+    leaderboard = Leaderboard(replay_table.hardware())
     of_peak(leaderboard, fast, 105.0, 500)
     of_peak(leaderboard, slower, 103.0, 499)
     assert leaderboard.thriftiest([fast, slower]) == fast
@@ -811,14 +821,14 @@ class Inverted(Predictor):
 
 
 @pytest.mark.parametrize("kind", [Predictor, Inverted])
-def test_a_resumed_study_believes_whom_it_believed_before(landscape: Landscape, kind: type[Predictor]) -> None:
-    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+def test_a_resumed_study_believes_whom_it_believed_before(replay_table: ReplayTable, kind: type[Predictor]) -> None:
+    job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     store = StudyStore.in_memory(job, hardware, space)
-    candidates = sorted(landscape.rows, key=str)
+    candidates = sorted(replay_table.rows, key=str)
 
     def call(trials: int) -> Proposer:
         proposer = Proposer(candidates, space, job, hardware, 1, kind(job, hardware, trace_job(job)), exhaustive=True)
-        executor = ReplayExecutor(landscape, 1)
+        executor = ReplayExecutor(replay_table, 1)
         Tuner(store, executor, proposer, space, hardware, budget_seconds=1800, max_trials=trials).run()
         return proposer
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from autotune.executors.base import Effort
-from autotune.executors.replay import Landscape, ReplayExecutor, ReplaySession, load_landscape
+from autotune.executors.base import MeasureSpec
+from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
@@ -28,8 +28,8 @@ TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
 
 @pytest.fixture(scope="module")
-def landscape() -> Landscape:
-    return load_landscape(TABLE)
+def replay_table() -> ReplayTable:
+    return load_replay_table(TABLE)
 
 
 class Torch(ReplayExecutor):
@@ -37,9 +37,14 @@ class Torch(ReplayExecutor):
 
     runs_torch_alone = True
 
-    def __init__(self, landscape: Landscape, outcome: Outcome, seconds: float = 5.0) -> None:
-        super().__init__(landscape)
-        self.outcome, self.seconds, self.tried, self.efforts = outcome, seconds, list[Candidate](), list[Effort]()
+    def __init__(self, replay_table: ReplayTable, outcome: Outcome, seconds: float = 5.0) -> None:
+        super().__init__(replay_table)
+        self.outcome, self.seconds, self.tried, self.measure_specs = (
+            outcome,
+            seconds,
+            list[Candidate](),
+            list[MeasureSpec](),
+        )
 
     def session(
         self, candidate: Candidate, name: str, patience: float = 1.0, *, job: Job | None = None
@@ -50,9 +55,9 @@ class Torch(ReplayExecutor):
         assert job.torch_alone
 
         class Session(ReplaySession):
-            def measure(self, candidate: Candidate, effort: Effort, deadline_seconds: float) -> Outcome:
+            def measure(self, candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
                 executor.tried.append(candidate)
-                executor.efforts.append(effort)
+                executor.measure_specs.append(measure_spec)
                 executor.advance(min(executor.seconds, deadline_seconds))
                 return executor.outcome
 
@@ -60,10 +65,10 @@ class Torch(ReplayExecutor):
 
 
 def search(executor: Torch, budget: float, *, references: bool = True) -> tuple[SearchSummary, StudyStore]:
-    landscape = executor.landscape
-    job, hardware, space = landscape.job(), landscape.hardware(), landscape.space()
+    replay_table = executor.replay_table
+    job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()
     store = StudyStore.in_memory(job, hardware, space)
-    candidates = sorted(landscape.rows, key=str)
+    candidates = sorted(replay_table.rows, key=str)
     proposer = Proposer(candidates, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
     tuner = Tuner(store, executor, proposer, space, hardware, budget_seconds=budget, references=references)
     return tuner.run(), store
@@ -72,8 +77,8 @@ def search(executor: Torch, budget: float, *, references: bool = True) -> tuple[
 FAST = Outcome(OutcomeKind.OK, Phase.STEP, Measurement(1.0, 0.001, 9, 1e4, 1e6, 12 * GIB))
 
 
-def test_a_tenth_of_the_budget_measures_ddp_and_fsdp2_with_the_winners_batch(landscape: Landscape) -> None:
-    executor = Torch(landscape, FAST)
+def test_a_tenth_of_the_budget_measures_ddp_and_fsdp2_with_the_winners_batch(replay_table: ReplayTable) -> None:
+    executor = Torch(replay_table, FAST)
     result, store = search(executor, 900)
     assert result.winner is not None
     winner = result.winner.candidate
@@ -81,7 +86,7 @@ def test_a_tenth_of_the_budget_measures_ddp_and_fsdp2_with_the_winners_batch(lan
     for one in executor.tried:
         assert one.micro_batch * one.accumulation == winner.micro_batch * winner.accumulation
         assert not one.offloaded
-    assert all(effort.full and not effort.certify for effort in executor.efforts)
+    assert all(measure_spec.full and not measure_spec.certify for measure_spec in executor.measure_specs)
     assert [one.candidate for one in store.references] == executor.tried
     assert not any(record.role == REFERENCE for record in store.records()), "they are no candidates"
     facts = store.facts()
@@ -93,30 +98,32 @@ def test_a_tenth_of_the_budget_measures_ddp_and_fsdp2_with_the_winners_batch(lan
 
 
 @pytest.mark.parametrize(("budget", "seconds", "tried"), [(59, 1.0, 0), (900, 70.0, 1)])
-def test_references_take_no_more_than_a_tenth(landscape: Landscape, budget: float, seconds: float, tried: int) -> None:
-    executor = Torch(landscape, FAST, seconds)
+def test_references_take_no_more_than_a_tenth(
+    replay_table: ReplayTable, budget: float, seconds: float, tried: int
+) -> None:
+    executor = Torch(replay_table, FAST, seconds)
     result, _ = search(executor, budget)
     assert result.verified
     assert len(executor.tried) == tried
     assert executor.now() <= budget
 
 
-def test_a_call_without_references_measures_none(landscape: Landscape) -> None:
-    executor = Torch(landscape, FAST)
+def test_a_call_without_references_measures_none(replay_table: ReplayTable) -> None:
+    executor = Torch(replay_table, FAST)
     _, store = search(executor, 90, references=False)
     assert not executor.tried
     assert not store.references
-    assert not ReplayExecutor(landscape).runs_torch_alone, "a table has no rows of torch alone"
+    assert not ReplayExecutor(replay_table).runs_torch_alone, "a table has no rows of torch alone"
 
 
-def test_an_oom_of_a_reference_is_a_measurement_and_an_interruption_is_not(landscape: Landscape) -> None:
+def test_an_oom_of_a_reference_is_a_measurement_and_an_interruption_is_not(replay_table: ReplayTable) -> None:
     oom = Outcome(OutcomeKind.OOM_DEVICE, Phase.BACKWARD, reason="CUDA out of memory", peak_bytes=22 * GIB)
-    _, store = search(Torch(landscape, oom), 900)
+    _, store = search(Torch(replay_table, oom), 900)
     (ddp, _) = store.facts().references
     assert ddp.ratio is None
     assert ddp.sentence(make_candidate(2)).endswith("oom_device, CUDA out of memory")
     cut = Outcome(OutcomeKind.INTERRUPTED, reason="cut short", source=Source.BUDGET)
-    _, store = search(Torch(landscape, cut), 900)
+    _, store = search(Torch(replay_table, cut), 900)
     assert not store.references
 
 
@@ -124,17 +131,17 @@ class Told(NullObserver):
     def __init__(self) -> None:
         self.said = list[str]()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self.said.append(text)
 
 
-def references(landscape: Landscape, budget: float = 900, **changes: Any) -> tuple[References, list[str]]:
+def references(replay_table: ReplayTable, budget: float = 900, **changes: Any) -> tuple[References, list[str]]:
     """References of a job with these changes, and what is said about them."""
-    job, hardware, space, told = landscape.job(), landscape.hardware(), landscape.space(), Told()
+    job, hardware, space, told = replay_table.job(), replay_table.hardware(), replay_table.space(), Told()
     job = dataclasses.replace(job, **changes)
     store = StudyStore.in_memory(job, hardware, space)
-    proposer = Proposer(list(landscape.rows), space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
-    parts = (store, Torch(landscape, FAST), proposer, space, hardware)
+    proposer = Proposer(list(replay_table.rows), space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
+    parts = (store, Torch(replay_table, FAST), proposer, space, hardware)
     found = Tuner(*parts, budget_seconds=budget, observer=told, references=True).references
     assert found is not None
     return found, told.said
@@ -151,9 +158,9 @@ def references(landscape: Landscape, budget: float = 900, **changes: Any) -> tup
     ],
 )
 def test_a_winner_that_fsdp2_cannot_train_has_none_and_the_reason_is_said(
-    landscape: Landscape, knob: dict[str, Any], why: str
+    replay_table: ReplayTable, knob: dict[str, Any], why: str
 ) -> None:
-    found, said = references(landscape)
+    found, said = references(replay_table)
     assert found._chosen(3, "FSDP2", make_candidate(2, 4, **knob)) is None
     assert said == [f"FSDP2 was not measured for comparison: {why}"]
 
@@ -176,9 +183,9 @@ def test_a_winner_that_fsdp2_cannot_train_has_none_and_the_reason_is_said(
     ],
 )
 def test_one_line_says_why_references_are_left_out(
-    landscape: Landscape, budget: float, changes: dict[str, Any], lines: list[str]
+    replay_table: ReplayTable, budget: float, changes: dict[str, Any], lines: list[str]
 ) -> None:
-    found, said = references(landscape, budget, **changes)
+    found, said = references(replay_table, budget, **changes)
     found._say_left_out()
     assert said == lines
 

@@ -223,11 +223,11 @@ def test_any_model(tmp_path: Path, key: str, value: Any) -> None:
 @FILES
 @given(facts=VALUES, row=st.text(max_size=40))
 def test_any_table(tmp_path: Path, facts: Any, row: str) -> None:
-    from autotune.executors.replay import load_landscape
+    from autotune.executors.replay import load_replay_table
 
     (tmp_path / "t.json").write_text(json.dumps(facts))
     (tmp_path / "t.csv").write_text(f"zero_stage,peak_gib,step_seconds,startup_seconds,outcome\n{row}\n")
-    read_or_refused(lambda: load_landscape(tmp_path / "t"))
+    read_or_refused(lambda: load_replay_table(tmp_path / "t"))
 
 
 def write(path: Path, text: str | bytes) -> None:

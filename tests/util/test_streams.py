@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from autotune.util.streams import Lasting, is_watched, lasting_streams
+from autotune.util.streams import UnclosedStream, is_watched, lasting_streams
 from tests.conftest import Terminal
 
 # Says much more than a pipe holds, waits until nobody reads, says it again, and then does what counts.
@@ -73,7 +73,7 @@ class Full(io.StringIO):
 
 def test_a_full_disk_is_said() -> None:
     with pytest.raises(OSError, match="No space left"):
-        Lasting(Full()).write("x")
+        UnclosedStream(Full()).write("x")
 
 
 def test_the_streams_are_put_back_and_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_the_streams_are_put_back_and_may_be_missing(monkeypatch: pytest.MonkeyP
 def test_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JPY_PARENT_PID", raising=False)
     assert is_watched(Terminal())
-    assert is_watched(cast(Any, Lasting(Terminal())))
+    assert is_watched(cast(Any, UnclosedStream(Terminal())))
     assert not is_watched(io.StringIO())
     assert not is_watched(None)
     monkeypatch.setenv("JPY_PARENT_PID", "1")
@@ -120,7 +120,7 @@ def test_a_disk_that_is_full_is_one_line(words: list[str]) -> None:
 
 def test_what_a_terminal_cannot_show_costs_no_line() -> None:
     ascii_alone = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    stream = cast(Any, Lasting(ascii_alone))
+    stream = cast(Any, UnclosedStream(ascii_alone))
     print("12 samples/s, ±0.1 %", file=stream)
     stream.writelines(["naïve\n", "\udcff\n"])
     stream.flush()

@@ -62,7 +62,7 @@ class Fakes:
                 self.ready.add(rank)
 
         meter = None if policy.may_exit else make_meter(self.hardware)
-        told = {"on_message": take, "say": self.said.append}
+        told = {"on_message": take, "print_line": self.said.append}
         self.group = WorkerGroup(self.launcher, self.hardware, meter, policy, **told, **options)
         return self.group
 

@@ -51,7 +51,7 @@ class Machine:
             None if training else self.meter,
             GroupPolicy(HOUR, lambda phase: HOUR, settle_seconds=0.1, may_exit=training),
             on_message=lambda rank, message: self.ready.add(rank) if message.get("phase") == "ready" else None,
-            say=self.said.append,
+            print_line=self.said.append,
         )
         return self.group
 

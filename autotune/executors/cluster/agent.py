@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from autotune._version import __version__
 from autotune.errors import Stopped, UserError
 from autotune.executors.cluster.rpc import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS, Verb, own_stream
-from autotune.executors.cluster.sync import Deposit, PathMap, is_there
+from autotune.executors.cluster.sync import Deposit, PathMap, has_identical_files
 from autotune.executors.cluster.transports import SENT_FOLDER
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements, remove_scratch, trial_sandbox
 from autotune.problem.candidate import Candidate
@@ -168,7 +168,7 @@ class Agent:
 
     def on_compare(self, *, manifest: dict[str, Any], lasting: bool) -> dict[str, Any]:
         """Return whether this node has an identical copy of a folder at the same path."""
-        return {"there": is_there(manifest)}
+        return {"there": has_identical_files(manifest)}
 
     def on_part(self, *, data: str) -> None:
         """Store a received piece of a folder."""
@@ -234,8 +234,8 @@ class Agent:
         assert self.hardware is not None
         self._end_workers(done=False)
         meter = self.meter if gauged else None
-        say = lambda text: self._send("say", text=text)  # noqa: E731
-        workers = LocalWorkers(self.machine.launcher, self.hardware, meter, say, (node[0], node[1]))
+        print_line = lambda text: self._send("say", text=text)  # noqa: E731
+        workers = LocalWorkers(self.machine.launcher, self.hardware, meter, print_line, (node[0], node[1]))
         self.host_workers, self._sent_statuses, self._hung_up = workers, {}, False
         deadline = float("inf") if left_seconds is None else time.monotonic() + left_seconds
         workers.launch(

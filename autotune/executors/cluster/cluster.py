@@ -137,7 +137,7 @@ class Cluster:
         requirements: requirements for the nodes.
         folder: for the standard error of transports and agents.
         who: holder of the nodes' devices in messages to other users, such as `study NAME`.
-        say: receives lines for the user.
+        print_line: receives lines for the user.
         cancelled: True if the user cancelled.
     """
 
@@ -146,7 +146,7 @@ class Cluster:
     requirements: NodeRequirements
     folder: Path
     who: str = "a study"
-    say: Callable[[str], None] = lambda text: None
+    print_line: Callable[[str], None] = lambda text: None
     cancelled: Callable[[], bool] = lambda: False
     echo: bool = False  # copy the ranks' output to this process's standard error, for a training
     ops: Ops = field(default_factory=lambda: Ops(lambda text: None))
@@ -224,7 +224,7 @@ class Cluster:
         for at in range(0, len(data), CHUNK_BYTES):
             node.connection.send("part", data=base64.b64encode(data[at : at + CHUNK_BYTES]).decode())
         answer = self._await_answer(node, node.connection.begin("unpack", **about), _SURVEY_SECONDS)
-        self.say(f"sent to {node.name}, into {answer['folder']}: {parcel}{_kept_files_note(answer)}")
+        self.print_line(f"sent to {node.name}, into {answer['folder']}: {parcel}{_kept_files_note(answer)}")
 
     @staticmethod
     def _devices(host: Host) -> dict[str, str]:
@@ -255,9 +255,9 @@ class Cluster:
         assert self._rendezvous is not None
         return MultiHostLaunch(self._host_workers, self._rendezvous.host)
 
-    def _host_workers(self, gauged: bool, say: Callable[[str], None]) -> list[HostWorkers]:
+    def _host_workers(self, gauged: bool, print_line: Callable[[str], None]) -> list[HostWorkers]:
         count = len(self.nodes)
-        return [RemoteWorkers(node.connection, gauged, say, (at, count)) for at, node in enumerate(self.nodes)]
+        return [RemoteWorkers(node.connection, gauged, print_line, (at, count)) for at, node in enumerate(self.nodes)]
 
     def begin(self, needs: RankRequirements) -> None:
         """Do nothing, because a ready agent already holds the node's devices."""
@@ -289,7 +289,7 @@ class Cluster:
     def _event_handler(self, node: Node) -> Callable[[Message], None]:
         def take(event: Message) -> None:
             if event["type"] == "say":
-                self.say(f"{node.name}: {event['text']}")
+                self.print_line(f"{node.name}: {event['text']}")
 
         return take
 
@@ -337,7 +337,7 @@ class Cluster:
         for node in self.nodes:
             if not node.connection.failure:
                 continue
-            self.say(f"node {node.connection.failure}: reaching it again")
+            self.print_line(f"node {node.connection.failure}: reaching it again")
             while True:
                 try:
                     self._restart_agent(node)
@@ -349,7 +349,7 @@ class Cluster:
                     if time.monotonic() > until:
                         raise MachineTrouble(f"{error}; the study goes on with the same command") from None
                     time.sleep(_RETRY_SECONDS)
-            self.say(f"node {node.name} is back")
+            self.print_line(f"node {node.name} is back")
 
     def _restart_agent(self, node: Node) -> None:
         before, met = node.survey["hostname"], self._rendezvous
@@ -360,7 +360,7 @@ class Cluster:
         if all(one.connection is node.connection or not one.connection.failure for one in self.nodes):
             self._compare()  # a scheduler may have replaced the machine
         if node.survey["hostname"] != before:
-            self.say(f"in place of node {node.name} ({before}) there is {node.survey['hostname']} now")
+            self.print_line(f"in place of node {node.name} ({before}) there is {node.survey['hostname']} now")
         if self._rendezvous == met:
             self._open([node])
             self._load([node], self._op_names)

@@ -32,7 +32,7 @@ class Refused(Exception):
     """Refused placement, with the reason in one line."""
 
 
-class Carrier:
+class AgentActor:
     """Actor with an agent's process and its pipes.
 
     Ray sends this class to the nodes by value, so it uses only the standard library and Ray.
@@ -167,7 +167,7 @@ class Driver:
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=int(first))
         how = {"num_cpus": self._bundle.get("CPU", 0), "num_gpus": self._bundle.get("GPU", 0)}
         once = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}
-        carrier = ray.remote(Carrier).options(scheduling_strategy=where, **how, **once)
+        carrier = ray.remote(AgentActor).options(scheduling_strategy=where, **how, **once)
         actor = carrier.remote(self._ask["command"], _RAYS)
         threading.Thread(target=self._feed, args=(link, actor, over), daemon=True).start()
         try:
@@ -180,7 +180,7 @@ class Driver:
             over.wait(_LEAVE_SECONDS)
         except Exception as error:
             with suppress(OSError):
-                send(link, b"e", f"ray: {plainly(error)}\n".encode())
+                send(link, b"e", f"ray: {ray_error_line(error)}\n".encode())
                 send(link, b"x", b"1")
         finally:
             over.set()
@@ -311,7 +311,7 @@ def names_of(nodes: list[dict[str, Any]]) -> dict[str, str]:
     return {one: one[:12] for one in ids}
 
 
-def plainly(error: Exception) -> str:
+def ray_error_line(error: Exception) -> str:
     """Return a Ray error in one line, without leading ids."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [
@@ -344,7 +344,7 @@ def main() -> None:
     except Refused as why:
         stream.send("refused", text=str(why))
     except Exception as error:
-        stream.send("refused", text=f"Ray does not do it: {plainly(error)}")
+        stream.send("refused", text=f"Ray does not do it: {ray_error_line(error)}")
     while True:
         time.sleep(3600)
 

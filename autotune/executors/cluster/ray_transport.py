@@ -61,13 +61,13 @@ class RayNodes:
     Args:
         address: see `ray_address`.
         folder: for the driver's log.
-        say: receives lines for the user.
+        print_line: receives lines for the user.
         place_seconds: wait for resources that other jobs hold; None: the driver's default.
     """
 
     address: str
     folder: Path
-    say: Callable[[str], None] = lambda text: None
+    print_line: Callable[[str], None] = lambda text: None
     python: str = sys.executable
     package: Path = PACKAGE
     sync: bool = False
@@ -145,7 +145,7 @@ class RayNodes:
             UserError: Ray no longer has such nodes.
         """
         if self._driver is None or self._driver.poll() is not None:
-            self.say("the driver at Ray is gone: placing the nodes anew")
+            self.print_line("the driver at Ray is gone: placing the nodes anew")
             self._place()
         bundle = self._bundles[self._names.index(node)]
         return [self.python, "-S", "-E", str(_RELAY), str(self._socket), str(bundle)]

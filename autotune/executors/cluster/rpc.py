@@ -113,7 +113,7 @@ class OutputForwarder:
 # Protocol between the tuner and the agents of its nodes: timing, and conversion to JSON.
 #
 # The tuner sends numbered requests (`ask`), which the agent answers in order, and messages without an answer (`send`).
-# The agent sends answers, messages of ranks (`said`), exit codes (`exited`) and lines for the user (`say`). Both sides
+# The agent sends answers, messages of ranks (`said`), exit codes (`exited`) and lines for the user (`print_line`). Both sides
 # send heartbeats (`beat`). A side without input for `SILENT_SECONDS` treats the peer as gone. The agent then ends all
 # that it has started, as at the end of its standard input.
 
@@ -477,16 +477,16 @@ class RemoteWorkers:
     Args:
         connection: the connection to the node's agent.
         gauged: memory is sampled continuously.
-        say: receives lines for the user.
+        print_line: receives lines for the user.
         node: index of the node, and number of nodes.
     """
 
     home = Path()
 
     def __init__(
-        self, connection: AgentConnection, gauged: bool, say: Callable[[str], None], node: tuple[int, int]
+        self, connection: AgentConnection, gauged: bool, print_line: Callable[[str], None], node: tuple[int, int]
     ) -> None:
-        self._connection, self._gauged, self._say, self._node = connection, gauged, say, node
+        self._connection, self._gauged, self._print_line, self._node = connection, gauged, print_line, node
         self.numbers: Sequence[int] = ()
         self.pids: list[int] = []
         self.waited_seconds = 0.0
@@ -546,7 +546,7 @@ class RemoteWorkers:
             elif verb == "lost":
                 self.lost_device = f"node {self._connection.name}: {event['text']}"
             elif verb == "say":
-                self._say(f"{self._connection.name}: {event['text']}")
+                self._print_line(f"{self._connection.name}: {event['text']}")
             elif verb == "failed":
                 self._failed = f"{self._connection.name}: {event['text']}"
         try:
@@ -625,7 +625,7 @@ class RemoteWorkers:
         try:
             answer = self._connection.ask("end", _END_SECONDS, done=done)
         except (NodeDown, OSError) as error:
-            self._say(f"node {error}: its ranks end with its agent")
+            self._print_line(f"node {error}: its ranks end with its agent")
             return
         self.receive()  # forward the last lines for the user
         if self._logs is not None:

@@ -219,7 +219,7 @@ def _largest(sizes: Mapping[str, int]) -> str:
 # -- on the node -------------------------------------------------------------------------------------------------------------
 
 
-def is_there(manifest: Mapping[str, Any]) -> bool:
+def has_identical_files(manifest: Mapping[str, Any]) -> bool:
     """Return True if this machine has identical files and links at the same path."""
     folder = Path(manifest["folder"])
     try:

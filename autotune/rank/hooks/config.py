@@ -20,10 +20,10 @@ from autotune.script.script import (
     FLAGS,
     KNOWN_FLAGS,
     LOCAL_RANK_FLAGS,
+    knob_flags,
     line_of,
     no_and_yes,
     settings,
-    told_flags,
     with_configs,
     with_setting,
     yes_or_no_flags,
@@ -102,7 +102,7 @@ def merged_arguments(context: Context) -> list[str]:
     # Hugging Face's names are set in argparse's result; another parser (click) reads them from the words.
     typed = {KNOWN_FLAGS[knob] for knob in RUNG_KNOBS} & flags
     known = {*dict(script.flags).values(), *script.profile.get(PRODUCTS, ()), *typed}
-    for knob, flag, value in told_flags(script, context.candidate):
+    for knob, flag, value in knob_flags(script, context.candidate):
         # a flag on the command line overrides an argument file
         if flag in known and (flag in flags or not carries(script, knob)):
             argv = with_setting(script, argv, flag, value)

@@ -144,7 +144,7 @@ def _made(
     return made
 
 
-def _take(context: Context, rival: Rival) -> None:
+def _take(context: Context, rival: OtherEngine) -> None:
     """Make another engine the one that trains: move the hooks to it, and restart the watcher."""
     if context.module_hook is not None:
         context.module_hook.remove()
@@ -435,7 +435,7 @@ _SILENT = 16  # neither applies; two engines may alternate, such as a critic's m
 
 
 @dataclass
-class Rival:
+class OtherEngine:
     """Another engine that may turn out to be the one that trains."""
 
     engine: Any
@@ -453,7 +453,7 @@ def is_early(context: Context) -> bool:
 def stand(context: Context, engine: Any, config: dict[str, Any], optimizer: Any) -> None:
     """Register an engine that was made after the current choice."""
     if context.candidate is None:
-        context.rivals.append(Rival(engine, copy.deepcopy(config), optimizer, late=context.trained_steps > 0))
+        context.rivals.append(OtherEngine(engine, copy.deepcopy(config), optimizer, late=context.trained_steps > 0))
 
 
 def trained(context: Context) -> None:
@@ -463,7 +463,7 @@ def trained(context: Context) -> None:
         rival.steps = 0
 
 
-def stepped(context: Context, engine: Any, take: Callable[[Rival], None]) -> None:
+def stepped(context: Context, engine: Any, take: Callable[[OtherEngine], None]) -> None:
     """Record an optimizer step of another engine, and select it if the current choice is idle.
 
     Args:
@@ -484,7 +484,7 @@ def stepped(context: Context, engine: Any, take: Callable[[Rival], None]) -> Non
     take(rival)
 
 
-def _needed(context: Context, rival: Rival) -> int:
+def _needed(context: Context, rival: OtherEngine) -> int:
     if not context.trained and not context.engine.module.training:
         return _REFERS
     return _ENDED if rival.late else _SILENT

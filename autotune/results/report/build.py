@@ -68,7 +68,7 @@ MOST_TEXT = 400  # characters of a failure's message; the log has the rest
 
 
 @dataclass(frozen=True)
-class Searched:
+class SearchedSpace:
     """A study's space and its candidates. A later version may be unable to read it, and passes None instead."""
 
     space: SearchSpace
@@ -76,7 +76,7 @@ class Searched:
 
 
 def study_report(
-    store: StudyStore, searched: Searched | None, predictor: Predictor | None, why_none: str
+    store: StudyStore, searched: SearchedSpace | None, predictor: Predictor | None, why_none: str
 ) -> StudyReport:
     """Return the full content of a study's page.
 

@@ -15,7 +15,7 @@ from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, RUNG_KNOBS, Ca
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Measurement
 from autotune.problem.space import SearchSpace
-from autotune.results.report.model import Cell, Mattered, Pair, Status, Step, Trial
+from autotune.results.report.model import Cell, KnobEffects, KnobPair, Status, Step, Trial
 from autotune.search.leaderboard import SpeedRatio
 from autotune.search.pruning import Dominance, DominanceRules
 
@@ -59,7 +59,7 @@ def shown(value: Value) -> str:
     return str(value)
 
 
-def paired(measured: Measured) -> tuple[Pair, ...]:
+def paired(measured: Measured) -> tuple[KnobPair, ...]:
     """Return every change of a knob that pairs of trials show, largest effect on speed first."""
     found: dict[tuple[str, Value, Value], list[tuple[SpeedRatio, float]]] = defaultdict(list)
     for one, other, knob in _pairs(list(measured)):
@@ -73,7 +73,7 @@ def paired(measured: Measured) -> tuple[Pair, ...]:
         speeds = [ratio.times - 1 for ratio in ratios]
         low, high = statistics.median(one.low for one in ratios) - 1, statistics.median(one.high for one in ratios) - 1
         made.append(
-            Pair(
+            KnobPair(
                 knob,
                 f"{shown(before)} → {shown(after)}",
                 len(differences),
@@ -221,13 +221,13 @@ def what_mattered(
     space: SearchSpace | None,
     allowed: Callable[[Candidate], bool],
     predictor: Predictor | None,
-) -> Mattered:
+) -> KnobEffects:
     """Return the effects of knobs in pairs, and around the winner if there is one."""
     pairs = paired(measured)
     if winner is None:
-        return Mattered(pairs)
+        return KnobEffects(pairs)
     steps = steps_around(winner, measured, trials, space, allowed, predictor)
-    return Mattered(pairs, steps, basin(steps))
+    return KnobEffects(pairs, steps, basin(steps))
 
 
 # -- inferred verdicts -------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def what_mattered(
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedCandidates:
     """Candidates, in their order, with the conclusions about each."""
 
     cells: tuple[Cell, ...]  # RULED_OUT, TOO_MUCH, PREDICTED or, without a predictor, UNKNOWN
@@ -247,7 +247,7 @@ class Judged:
 
 def judged(
     candidates: Sequence[Candidate], ran_out: Collection[Candidate], hardware: Hardware, predictor: Predictor | None
-) -> Judged:
+) -> JudgedCandidates:
     """Judge candidates without a trial.
 
     Args:
@@ -264,11 +264,11 @@ def judged(
             culprits.setdefault(every[i], candidate)
     if predictor is None or not candidates:
         cells = tuple(Cell.RULED_OUT if candidate in culprits else Cell.UNKNOWN for candidate in candidates)
-        return Judged(cells, culprits, None, (False,) * len(candidates))
+        return JudgedCandidates(cells, culprits, None, (False,) * len(candidates))
     table = predictor.table(candidates)
     host = table.host * hardware.count / hardware.nodes > host_limit_bytes(hardware)
     cells = tuple(
         Cell.RULED_OUT if candidate in culprits else Cell.PREDICTED if fits else Cell.TOO_MUCH
         for candidate, fits in zip(candidates, predictor.fits(table).tolist(), strict=True)
     )
-    return Judged(cells, culprits, table, tuple(host.tolist()))
+    return JudgedCandidates(cells, culprits, table, tuple(host.tolist()))

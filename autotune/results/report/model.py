@@ -179,7 +179,7 @@ class TimeUse:
 
 
 @dataclass(frozen=True)
-class Pair:
+class KnobPair:
     """Effect of one change of one knob, all else equal."""
 
     knob: str
@@ -213,10 +213,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Mattered:
+class KnobEffects:
     """Effects of knobs, and the neighbours of the winner."""
 
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[KnobPair, ...] = ()
     steps: tuple[Step, ...] = ()
     basin: str = ""  # sentence about how the winner's neighbours compare
 
@@ -254,7 +254,7 @@ class StudyReport:
     memory: tuple[Bars, ...]
     map: MemoryMap | None
     clock: TimeUse
-    mattered: Mattered
+    mattered: KnobEffects
     accuracy: Accuracy | None
     no_forecast: str  # reason why there are none, or notes about them
     skips: tuple[tuple[str, int], ...]

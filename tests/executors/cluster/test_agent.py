@@ -62,7 +62,7 @@ class Spread:
         self._patch.setenv("FAKE_RANK", json.dumps(plan or {}))
         wishes = NodeRequirements("cpu", variables=("FAKE_RANK",))
         hosts = [Host(name, tuple(range(slots))) for name in names]
-        self.cluster = Cluster(hosts, Pipe(), wishes, self.folder / "nodes", say=self.said.append)
+        self.cluster = Cluster(hosts, Pipe(), wishes, self.folder / "nodes", print_line=self.said.append)
         self.hardware = self.cluster.reach()
         self.cluster.open(RankRequirements("cpu", 1))
         self.agents = [psutil.Process(node.connection.greeting["pid"]) for node in self.cluster.nodes]
@@ -76,7 +76,7 @@ class Spread:
 
         policy = GroupPolicy(HOUR, lambda phase: silent, settle_seconds=0.2, may_exit=False)
         self.group = WorkerGroup(
-            self.cluster.launcher, self.hardware, Meter(), policy, on_message=take, say=self.said.append
+            self.cluster.launcher, self.hardware, Meter(), policy, on_message=take, print_line=self.said.append
         )
         world = self.hardware.count
         stop = self.group.start(FAKE, world, {}, logs=self.folder)

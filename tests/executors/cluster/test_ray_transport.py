@@ -212,7 +212,7 @@ def test_nodes_that_are_lost_come_back(real: Ray, tmp_path: Path) -> None:
     sent = NodeRequirements("cpu", preamble=preamble(PACKAGE, Path("/nowhere/autotune")))
     with closing(RayNodes(real.address, tmp_path, said.append, sync=True)) as nodes:
         hosts = nodes.place(2, 1, "cpu")
-        cluster = Cluster(hosts, nodes, sent, tmp_path / "nodes", say=said.append)
+        cluster = Cluster(hosts, nodes, sent, tmp_path / "nodes", print_line=said.append)
         with closing(cluster):
             hardware = cluster.reach()
             assert (hardware.count, hardware.nodes) == (2, 2)

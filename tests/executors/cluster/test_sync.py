@@ -20,7 +20,7 @@ from autotune.errors import UserError
 from autotune.executors.cluster import rpc as wires
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.rpc import AgentConnection, NoGreeting
-from autotune.executors.cluster.sync import Deposit, PathMap, is_there, parcel_of
+from autotune.executors.cluster.sync import Deposit, PathMap, has_identical_files, parcel_of
 from autotune.executors.cluster.transports import BOOT, PACKAGE, Host, preamble
 from tests.conftest import SCRIPTS, wait_until
 from tests.executors.cluster.hosts import HIDDEN, Hosts
@@ -83,7 +83,7 @@ def test_links_are_sent_as_links_and_those_that_lead_out_are_named(tmp_path: Pat
     }.items():
         (folder / name).symlink_to(target)
     made = parcel_of(folder)
-    assert is_there(made.manifest)
+    assert has_identical_files(made.manifest)
     assert str(made).endswith(
         "; links whose targets are not sent: common -> ../common, data -> /shared/data, lib/out -> ../.."
     )
@@ -101,7 +101,7 @@ def test_any_name_of_a_file_arrives(tmp_path: Path, name: str) -> None:
     made = parcel_of(folder)
     Deposit(place).unpack(made.archive)
     assert (place / "sub" / name).read_text() == "text"
-    assert is_there(made.manifest)
+    assert has_identical_files(made.manifest)
 
 
 def test_without_rsync_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_logins_are_not_sent_and_secrets_are_named(tmp_path: Path) -> None:
 def test_it_arrives_as_it_was_and_goes_again(tmp_path: Path) -> None:
     folder, place = project(tmp_path / "proj"), tmp_path / "node" / "proj"
     made = parcel_of(folder)
-    assert is_there(made.manifest)
+    assert has_identical_files(made.manifest)
     deposit = Deposit(place)
     assert deposit.unpack(made.archive) == []
     assert {path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir()} == {
@@ -237,7 +237,7 @@ def test_a_node_that_has_something_else_is_sent_it(tmp_path: Path, change: str) 
         (folder / "lib" / "data.py").unlink()
     else:
         (folder / "train.py").write_text("OF train.py")
-    assert not is_there(manifest)
+    assert not has_identical_files(manifest)
 
 
 def test_mentions_of_the_old_place() -> None:
@@ -371,7 +371,7 @@ def test_a_folder_that_a_node_has_not(tmp_path: Path, monkeypatch: pytest.Monkey
     requirements = NodeRequirements(
         "cpu", path=str(folder), parcels=(made,), preamble=preamble(PACKAGE), lasting=lasting
     )
-    cluster = Cluster([Host("n1", (0,))], Booted(), requirements, tmp_path / "nodes", say=said.append)
+    cluster = Cluster([Host("n1", (0,))], Booted(), requirements, tmp_path / "nodes", print_line=said.append)
     with closing(cluster):
         cluster.reach()
         assert len(said) == 1

@@ -230,7 +230,7 @@ def test_agents_of_an_allocation(real: Slurm, tmp_path: Path, monkeypatch: pytes
         assert [host.name for host in hosts] == ["n1", "n2"]
         said: list[str] = []
         sent = replace(SENT, variables=("PYTHONPATH",))
-        cluster = Cluster(hosts, Srun(job["SLURM_JOB_ID"], sync=True), sent, tmp_path, say=said.append)
+        cluster = Cluster(hosts, Srun(job["SLURM_JOB_ID"], sync=True), sent, tmp_path, print_line=said.append)
         with closing(cluster):
             hardware = cluster.reach()
             assert (hardware.count, hardware.nodes) == (2, 2)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from autotune.errors import UserError
-from autotune.executors.base import RESUME, Effort
+from autotune.executors.base import RESUME, MeasureSpec
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.transports import Host, Ssh, read_hostfile
 from autotune.executors.local import LocalExecutor
@@ -28,7 +28,7 @@ from tests.executors.cluster.hosts import Hosts
 from tests.tiny_training import TINY_RUN, trainer_words, write_trainers_config
 
 HOUR = 3600.0
-QUICK = Effort(min_seconds=0.0, min_steps=2)
+QUICK = MeasureSpec(min_seconds=0.0, min_steps=2)
 
 
 def running_on(hosts: Hosts) -> set[int]:
@@ -120,7 +120,7 @@ def test_the_command_line_says_it_with_exit_code_2(left_hosts: Hosts, tmp_path: 
 def running(hosts: Hosts, folder: Path, said: list[str]) -> Iterator[tuple[Cluster, WorkerGroup]]:
     """A group of fake ranks, one on each host, that is ready."""
     with reached(hosts, folder) as cluster:
-        cluster.say = said.append
+        cluster.print_line = said.append
         cluster.open(RankRequirements("cpu", 1))
         ready: set[int] = set()
         group = WorkerGroup(
@@ -230,9 +230,9 @@ def _spread_bench(_hosts_of_this_worker: Hosts, tmp_path_factory: pytest.TempPat
             yield executor
 
 
-def run(executor: LocalExecutor, stage: int, name: str, effort: Effort = QUICK):  # type: ignore[no-untyped-def]
+def run(executor: LocalExecutor, stage: int, name: str, measure_spec: MeasureSpec = QUICK):  # type: ignore[no-untyped-def]
     with closing(executor.session(make_candidate(stage, 2), name)) as session:
-        return session.measure(make_candidate(stage, 2), effort, 240.0)
+        return session.measure(make_candidate(stage, 2), measure_spec, 240.0)
 
 
 @pytest.fixture

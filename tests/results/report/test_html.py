@@ -17,7 +17,7 @@ from autotune.problem.hardware import named_hardware
 from autotune.problem.job import Script
 from autotune.problem.outcome import Outcome, OutcomeKind, Phase
 from autotune.results.plan import Plan, WayPlan
-from autotune.results.report.build import Searched, memory_map, study_report, without_secrets
+from autotune.results.report.build import SearchedSpace, memory_map, study_report, without_secrets
 from autotune.results.report.html import _short, as_data, plan_page, plan_report
 from autotune.results.report.knob_effects import TRADED, changed_knob
 from autotune.results.report.model import Cell, Status, Step, StudyReport, Trial
@@ -43,7 +43,7 @@ from tests.results.report.studies import (
 
 def report_of(store: StudyStore) -> StudyReport:
     predictor = Predictor(store.job, store.hardware, closed_form_trace(store.job, "a test"))
-    searched = Searched(space(), tuple(space().candidates(store.job)))
+    searched = SearchedSpace(space(), tuple(space().candidates(store.job)))
     return study_report(store, searched, predictor, "")
 
 
