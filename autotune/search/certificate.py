@@ -350,6 +350,20 @@ _FLAT_PARTS = (
     "uses their shapes (Muon, Shampoo)"
 )
 
+_GROWING_LOSS = (
+    "; it grows with the micro-batch, like a sum over its rows, or like a loss that the script divides by the accumulation "
+    "although DeepSpeed does so"
+)
+_FULL_LOSS = (
+    "; it grows with the accumulation: every micro-batch counts in full, because neither the script nor DeepSpeed divides "
+    "by it, as in Trainer with a model that takes num_items_in_batch and ignores it"
+)
+# Measured: `register_output_backward_hooks` divides at every output, and a row of `data/deepspeed_faults.json` names it.
+_DIVIDED_TWICE = (
+    "; it shrinks with the accumulation, as if the gradient were divided by it twice: DeepSpeed does so for loss.backward() "
+    "of a loss that the model returns beside its logits (engine.backward divides once)"
+)
+
 
 def _different(
     why: str,
@@ -375,12 +389,7 @@ def _different(
     elif loss_factor is not None and cut:
         cause = MICRO_BATCH
         because = f"the loss depends on how the batch is cut (micro-batch {candidate.micro_batch} instead of {own.micro_batch})"
-        times = candidate.micro_batch / own.micro_batch
-        if loss_factor is not None and abs(math.log(loss_factor / times)) < _PROPORTIONAL:
-            because += (
-                "; it grows with the micro-batch, like a sum over its rows, or like a loss that the script divides by the "
-                "accumulation although DeepSpeed does so"
-            )
+        because += _proportion(loss_factor, own, candidate, _GROWING_LOSS, _FULL_LOSS)
     elif trace.stage != reference.stage:
         cause = _STAGE
         because = _stage_reason(reference, trace, is_users, offloaded=bool(candidate.offloaded or own.offloaded))
@@ -389,8 +398,17 @@ def _different(
     elif cut and quantity != ROWS:
         cause = MICRO_BATCH
         because = f"micro-batch {candidate.micro_batch} instead of {own.micro_batch}"
+        because += _proportion(factor, own, candidate, _DIVIDED_TWICE, "") if quantity == NORM else ""
     text = f"{why}: {because}" if because else why
     return Certificate(Verdict.DIFFERS, text, quantity, factor, cause)
+
+
+def _proportion(factor: float, own: Candidate, candidate: Candidate, with_micro: str, with_accumulation: str) -> str:
+    """Return why a quantity grows with the micro-batch or with the accumulation; empty if it is proportional to neither."""
+    times = math.log(candidate.micro_batch / own.micro_batch)
+    if abs(math.log(factor) - times) < _PROPORTIONAL:
+        return with_micro
+    return with_accumulation if abs(math.log(factor) + times) < _PROPORTIONAL else ""
 
 
 def _your(is_users: bool) -> str:

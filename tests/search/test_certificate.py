@@ -176,6 +176,12 @@ def test_a_loss_that_depends_on_the_cut_keeps_the_micro_batch() -> None:
     assert "grows with the micro-batch" not in found.text
     summed = compare(trace(), OWN, scaled(trace(), LOSS, 4.0), OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))
     assert "grows with the micro-batch" in summed.text
+    full = compare(trace(), OWN, scaled(trace(), LOSS, 0.25), OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))
+    assert "grows with the accumulation" in full.text
+    twice = compare(trace(), OWN, scaled(trace(), NORM, 0.5), OWN.but(**{MICRO_BATCH: 1, ACCUMULATION: 8}))
+    assert "engine.backward divides once" in twice.text
+    other = compare(trace(), OWN, scaled(trace(), NORM, 0.5), OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))
+    assert other.text.endswith("micro-batch 8 instead of 2")
 
 
 def test_a_rate_that_begins_at_zero_is_compared_by_its_value() -> None:
