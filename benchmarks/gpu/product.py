@@ -66,7 +66,7 @@ def against_torchrun(
 
 
 def measure_spec(ground: Ground, seconds: float) -> MeasureSpec:
-    """Return the effort of a trial whose measured steps take so many seconds."""
+    """Return the spec of a trial whose measured steps take so many seconds."""
     real = dataclasses.replace(MEASURE_SPEC, min_steps=LEAST_STEPS, min_seconds=seconds / 2, max_seconds=seconds)
     return ground.choose(real, SMALL_SPEC)
 

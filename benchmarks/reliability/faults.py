@@ -151,7 +151,7 @@ def one_call(bench: Bench, seed: int, url: str, folder: Path, planter: Planter, 
             candidates = space.candidates(bench.job)
             predictor = Predictor(bench.job, executor.hardware, trace_job(bench.job))
             proposer = Proposer(candidates, space, bench.job, executor.hardware, seed, predictor, exhaustive=True)
-            options: dict[str, Any] = {"search_effort": QUICK, "verify_effort": VERIFY, "observer": planter}
+            options: dict[str, Any] = {"search_spec": QUICK, "verify_spec": VERIFY, "observer": planter}
             Tuner(
                 store, executor, proposer, space, executor.hardware, budget_seconds=900, max_trials=trials, **options
             ).run()

@@ -319,7 +319,7 @@ def run_on_two_nodes(folder: Path) -> Texts:
         "--model tiny-llama --device cpu --seq-len 32 --space s.yaml --hostfile hostfile --max-trials 1 --yes --study s"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "autotune", "run", *options.split(), "--budget", "5m"],
+        [sys.executable, "-m", "autotune", "run", *options.split(), "--budget", "20m"],
         cwd=folder,
         env={
             **os.environ,

@@ -123,7 +123,7 @@ class Scripted(ReplayExecutor):
 
 
 class Noting(ReplayExecutor):
-    """Notes the effort of each search trial, and the best speed before it."""
+    """Notes the measure spec of each search trial, and the best speed before it."""
 
     def __init__(self, replay_table: ReplayTable) -> None:
         super().__init__(replay_table)
