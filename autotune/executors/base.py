@@ -25,7 +25,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import Outcome, OutcomeKind, Phase, Source
-from autotune.rank.step_statistics import MAX_TIMED_MICRO_BATCHES
+from autotune.rank.step_statistics import MAX_TIMED_MICRO_BATCHES, OVERRUN
 from autotune.util.units import format_duration
 from autotune.workers.host_workers import MultiHostLaunch
 from autotune.workers.launchers import Launcher
@@ -56,7 +56,6 @@ class MeasureSpec:
         return math.inf if self.full else OVERRUN * self.measuring_seconds(start_seconds)
 
 
-OVERRUN = 1.5  # first step over the share of the budget that is left for steps, at most
 SEARCH = MeasureSpec()
 VERIFY = MeasureSpec(full=True, certify=True, min_steps=5, max_steps=60, min_seconds=3.0, max_seconds=40.0)
 REFERENCE = MeasureSpec(

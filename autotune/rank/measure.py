@@ -21,7 +21,7 @@ from autotune.problem.job import Script, checkpoint_bytes
 from autotune.problem.outcome import Phase
 from autotune.rank.base import EXIT_REPORTED, BaseRank, greet, leave
 from autotune.rank.sandbox import Sandbox
-from autotune.rank.step_statistics import MAX_TIMED_MICRO_BATCHES, UNLIKE, pace_of
+from autotune.rank.step_statistics import MAX_TIMED_MICRO_BATCHES, OVERRUN, UNLIKE, pace_of
 from autotune.script.command_line import ACCELERATE
 from autotune.script.script import line_of
 from autotune.workers.jit_ops import use_own_folder
@@ -214,6 +214,22 @@ def after_warmup(request: MeasureRequest, step_seconds: list[float]) -> MeasureR
 def holds_another(request: MeasureRequest, elapsed_seconds: float, seconds_per_step: float) -> bool:
     """Return True if the request's share holds another step."""
     return elapsed_seconds + seconds_per_step <= request.share_seconds
+
+
+def holds_timed_step(request: MeasureRequest, warmup: list[float]) -> bool:
+    """Return True if a step is timed after the warm-up; otherwise the warm-up's last step is all that is measured.
+
+    A first step has one-time work (states of the optimizer, kernels), so a second one may overrun the share as a first
+    one may.
+
+    Args:
+        request: the request after the warm-up.
+        warmup: seconds of the warm-up's steps.
+    """
+    if len(warmup) > 1:
+        return holds_another(request, 0.0, warmup[-1])
+    whole = request.share_seconds + warmup[0]
+    return (2 + SETTLED) * warmup[0] <= OVERRUN * whole
 
 
 def enough(request: MeasureRequest, elapsed_seconds: float, steps: int) -> bool:

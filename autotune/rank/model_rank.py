@@ -107,9 +107,7 @@ class ModelRank(BaseRank):
             steps = [self._whole_step(batches, request)]
             warm.append(self.agree(sum(steps[0])))
         request = measure.after_warmup(request, warm)
-        if measure.holds_another(
-            request, 0.0, warm[-1]
-        ):  # otherwise the last step of the warm-up is all that is measured
+        if measure.holds_timed_step(request, warm):
             measuring = time.perf_counter()
             self.live_steps = []
             steps = self._timed_steps(batches, request, warm[-1])

@@ -123,7 +123,12 @@ class RandomState:
                 original(self._number() % 2**32)
 
         def seed_all(original: Callable[..., Any], /, seed: Any) -> Any:
-            return original(self._repeated(seed))
+            number, theirs = self._repeated(seed), self._is_scripts
+            self._is_scripts = False  # `torch.manual_seed` calls `torch.cuda.manual_seed_all`
+            try:
+                return original(number)
+            finally:
+                self._is_scripts = theirs
 
         def seed_torch(_: Any, /) -> int:
             torch.manual_seed(number := self._number())

@@ -171,13 +171,29 @@ def remove(folder: Path) -> None:
     with suppress(FileNotFoundError):
         folder.rename(folder.with_name(f"{folder.name}-{os.urandom(8).hex()}"))
     for base in (*folder.parent.glob(f"{folder.name}-*"), *_spare_bases(folder)):
-        for _, names, _, opened in os.fwalk(base) if base.is_dir() else ():
-            for name in names:
-                with suppress(OSError):  # a script that still runs may put a link in a folder's place
-                    below = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=opened)
-                    os.chmod(f"/proc/self/fd/{below}", 0o700)
-                    os.close(below)
+        with suppress(OSError):  # another process removes it too
+            _make_writable(base)
+            for _, names, _, opened in os.fwalk(base):
+                for name in names:
+                    with suppress(OSError):
+                        _make_writable(name, opened)
         shutil.rmtree(base, ignore_errors=True)
+
+
+def _make_writable(folder: str | Path, opened: int | None = None) -> None:
+    """Let the owner remove entries of a folder, never of one behind a link that a running script may put in its place.
+
+    Args:
+        folder: path, or name in the folder `opened`.
+
+    Raises:
+        OSError: it is no folder, or another user's.
+    """
+    handle = os.open(folder, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=opened)
+    try:
+        os.chmod(f"/proc/self/fd/{handle}", 0o700)
+    finally:
+        os.close(handle)
 
 
 def available_protection(

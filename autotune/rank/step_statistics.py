@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 MAX_TIMED_MICRO_BATCHES = 3  # a longer accumulation runs only the first, a middle and the boundary micro-batch
+OVERRUN = 1.5  # first step over the share of the budget that is left for steps, at most
 UNLIKE = 1.25  # ratio to the median, up or down, beyond which a step has different work
 RARE = 0.1  # share of steps; fewer at irregular distances are stalls of the machine
 SETTLED = 0.05  # relative change of the estimate that one step may cause

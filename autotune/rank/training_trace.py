@@ -315,11 +315,12 @@ def _projected(weights: list[tuple[Any, Any] | None], sampled: int) -> list[floa
     """
     import torch
 
-    found = torch.zeros(2 + _PROJECTIONS, dtype=torch.float64)
-    frequencies = torch.arange(2, 2 + _PROJECTIONS, dtype=torch.float64).sqrt()
+    host: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # a script may set another default device
+    found = torch.zeros(2 + _PROJECTIONS, **host)
+    frequencies = torch.arange(2, 2 + _PROJECTIONS, **host).sqrt()
     for number, one in enumerate(weights):
         if one is not None:
-            at, values = one[0].double(), one[1].double().cpu()
+            at, values = (each.double().cpu() for each in one)
             found[0] += values.square().sum()
             found[1] += values.numel()
             found[2:] += torch.cos(torch.outer(frequencies, at + 7919 * number)) @ values

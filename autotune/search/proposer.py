@@ -19,6 +19,7 @@ from autotune.problem.job import Job
 from autotune.problem.knobs import OFFLOADING
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.problem.space import SearchSpace
+from autotune.rank.step_statistics import MAX_TIMED_MICRO_BATCHES
 from autotune.search.knob_record import EFFECT_SIGMA, KnobRecord, KnobTurn
 from autotune.search.pruning import CandidatePool, DominanceRules
 from autotune.search.stopping import Confidence, Stop, StopReason, probability_above, speed_left
@@ -93,7 +94,8 @@ class Proposer:
         self.candidates = candidates
         self._model = SpeedMemoryModel(predictor, job, hardware, candidates)
         rules = DominanceRules.for_device(hardware.device, job.ranks, predictor.trace)
-        self._pool = CandidatePool(candidates, rules, self._model.host_bytes)
+        run = MAX_TIMED_MICRO_BATCHES if job.script is None else math.inf
+        self._pool = CandidatePool(candidates, rules, self._model.host_bytes, run)
         self._index, self._family = self._pool.index, self._pool.family
         self._fallback = FallbackSchedule(candidates, hardware.device)
         self._coverage = LevelCoverage(candidates)

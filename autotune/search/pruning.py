@@ -7,6 +7,7 @@ Predictions exclude nothing here: the proposer applies them at each proposal (`P
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +30,13 @@ from autotune.problem.outcome import Outcome, OutcomeKind, Source
 class CandidatePool:
     """The candidates of a study, with the reason for each exclusion."""
 
-    def __init__(self, candidates: list[Candidate], rules: DominanceRules, host: Floats | None = None) -> None:
+    def __init__(
+        self,
+        candidates: list[Candidate],
+        rules: DominanceRules,
+        host: Floats | None = None,
+        most_micro_batches: float = math.inf,
+    ) -> None:
         """Index the candidates.
 
         Args:
@@ -37,6 +44,7 @@ class CandidatePool:
             rules: dominance rules for device memory.
             host: (n,) bytes that each candidate keeps in host memory; None if nothing is offloaded, or host and device
                 are one.
+            most_micro_batches: that a trial runs per step, at most.
         """
         self.candidates = candidates
         self.index = {candidate: i for i, candidate in enumerate(candidates)}
@@ -50,6 +58,7 @@ class CandidatePool:
         self._host = HostDominance(candidates, np.zeros(len(candidates)) if host is None else host)
         self._shared_causes = SharedCauseDetector(candidates)
         self._micro_batch = np.array([candidate.micro_batch for candidate in candidates])
+        self._run_per_step = np.minimum([candidate.accumulation for candidate in candidates], most_micro_batches)
         families: dict[tuple[tuple[str, Value], ...], int] = {}
         self.family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
         self._refused: dict[str, list[Candidate]] = {}
@@ -95,8 +104,7 @@ class CandidatePool:
         elif outcome.kind is OutcomeKind.OOM_DEVICE:
             self._exclude_larger(candidate)
         elif outcome.least_step_seconds is not None:
-            slower = self.alike(candidate) & (self._micro_batch >= candidate.micro_batch)
-            self.exclude(slower, f"same engine and no smaller micro-batch than {candidate}, which was too slow")
+            self._exclude_slower(candidate)
         elif outcome.source is Source.DEATH:
             self.exclude(self.alike(candidate), f"same engine as {candidate}, which the tuner did not survive")
             self._exclude_shared_cause(candidate, outcome)
@@ -115,12 +123,24 @@ class CandidatePool:
             self.exclude(self.alike(candidate), f"same engine as {candidate}: {outcome.kind.value}")
             self._exclude_shared_cause(candidate, outcome)
 
+    def _exclude_slower(self, candidate: Candidate) -> None:
+        """Exclude candidates of the same engine with no smaller micro-batch and no fewer of them in a trial's step.
+
+        Fewer and larger micro-batches may take less time, as each one gathers, or reads from the host, all weights.
+        """
+        if (at := self.index.get(candidate)) is None:
+            return
+        slower = self.alike(candidate) & (self._micro_batch >= candidate.micro_batch)
+        slower &= self._run_per_step >= self._run_per_step[at]
+        self.exclude(slower, f"same engine and no smaller batch than {candidate}, which was too slow")
+
     def forgive(self, candidate: Candidate, outcome: Outcome) -> None:
         """Keep a candidate open whose failure is retryable.
 
         A second hang or crash closes the candidate without excluding any other, so that repeated calls make progress.
+        Trials that were too slow for earlier budgets close nothing.
         """
-        if outcome.kind.is_retryable:
+        if outcome.kind.is_retryable and outcome.least_step_seconds is None:
             if candidate in self._forgiven:
                 self.close(candidate)
             self._forgiven.add(candidate)

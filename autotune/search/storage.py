@@ -160,10 +160,8 @@ def _database(url: str) -> optuna.storages.RDBStorage:
                 return ServerStorage(url)
             if "sqlite" not in url:
                 return RowStorage(url)
-            storage = RowStorage(url, engine_kwargs={"connect_args": {"timeout": BUSY_SECONDS}})
-            event.listen(storage.engine, "connect", _cache_little)
-            storage.engine.dispose()  # connections that were made without the listener
-            return storage
+            connecting = {"timeout": BUSY_SECONDS, "factory": _SmallCacheConnection}
+            return RowStorage(url, engine_kwargs={"connect_args": connecting})
         except (IntegrityError, ProgrammingError, OperationalError) as error:
             # Another tuner creates the tables of a new database at the same time. PostgreSQL raises the first error.
             if not left or not re.search("(?i)already exists|duplicate|UNIQUE constraint", str(error)):
@@ -172,8 +170,12 @@ def _database(url: str) -> optuna.storages.RDBStorage:
     raise AssertionError("the last try returns or raises")
 
 
-def _cache_little(connection: Any, _: object) -> None:
-    connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+class _SmallCacheConnection(sqlite3.Connection):
+    """Connection to SQLite with a small cache of pages."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
 
 
 def _open_journal(path: Path, reading: bool) -> optuna.storages.JournalStorage:

@@ -12,7 +12,7 @@ from autotune.rank.measure import (
     boundary_seconds,
     enough,
     extrapolate,
-    holds_another,
+    holds_timed_step,
     micro_seconds,
     settled,
     stretch,
@@ -97,15 +97,17 @@ SHARE = replace(REQUEST, share_seconds=20.0)
     [
         ([7.0], False, True),
         ([9.0], True, True),  # one step, and time for another
-        ([11.0], True, False),  # the share holds no second one
+        ([14.0], True, True),  # a first step has one-time work
+        ([15.0], True, False),  # a second one would take too long
         ([7.0, 6.0], True, True),
+        ([7.0, 7.0], True, False),  # the share holds no third one
     ],
 )
 def test_slow_steps_are_cut_to_what_the_share_holds(warmup: list[float], done: bool, another: bool) -> None:
     assert warmed_up(warmup, SHARE) is done
     left = after_warmup(SHARE, warmup)
     assert left.share_seconds == 20.0 - sum(warmup)
-    assert holds_another(left, 0.0, warmup[-1]) is another
+    assert holds_timed_step(left, warmup) is another
     assert not warmed_up(warmup, REQUEST), "without a share the warm-up goes on"
 
 

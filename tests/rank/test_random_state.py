@@ -231,3 +231,14 @@ def test_seeds_of_rows_are_not_repeated(patches: Patches) -> None:
     first, known = drawn(10, [])
     again, _ = drawn(20, known)
     assert [one == other for one, other in zip(first, again, strict=True)] == [True, False, False, False]
+
+
+def test_a_seed_that_torch_passes_on_to_devices_is_named_once(patches: Patches) -> None:
+    state = RandomState()
+    state.install(patches)
+    state.note_engine()
+    torch.manual_seed(11)
+    torch.cuda.manual_seed_all(12)
+    assert [seed for _, seed in state.named] == [11, 12]
+    state.leave_seeds()
+    assert [seed for _, seed in state.named] == [11, 12], "each place names one seed after the engine was made"

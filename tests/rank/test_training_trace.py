@@ -152,6 +152,17 @@ def test_a_backward_without_the_engine_keeps_no_graph_alive() -> None:
     assert alive() is None
 
 
+def test_initial_weights_are_read_on_the_host_if_the_default_device_is_another() -> None:
+    at, weights = torch.arange(4), torch.ones(4)
+    expected = _projected([(at, weights), None], 8)
+    torch.set_default_device("meta")
+    try:
+        assert _projected([(at, weights), None], 8) == expected
+    finally:
+        torch.set_default_device(None)
+    assert expected[:3] == [4.0, 4.0, 8]
+
+
 def test_other_draws_of_initial_weights_are_told_from_rounded_ones() -> None:
     """Norms' weights of 1 hide other draws from a mean of squares, and rounding to 16 bits changes it as much."""
     at = torch.arange(512)

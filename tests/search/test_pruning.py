@@ -1,5 +1,7 @@
 """What a trial's end rules out."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -30,15 +32,33 @@ def test_a_batch_with_too_few_steps_rules_out_no_smaller_one(worked: bool) -> No
     assert set(left(pool)) == set(CANDIDATES) - gone
 
 
-def test_a_step_too_slow_for_the_budget_rules_out_no_smaller_micro_batch_and_no_other_engine() -> None:
-    pool = CandidatePool(CANDIDATES, EVERY_RULE)
-    slow = make_candidate(1, 2, 4)
-    pool.observe(slow, too_slow_outcome(Phase.FORWARD, slow, 30.0))
-    assert {one.stage for one in left(pool)} == {2}
-    pool = CandidatePool(CANDIDATES, EVERY_RULE)
-    slow = make_candidate(1, 8, 1)
-    pool.observe(slow, too_slow_outcome(Phase.FORWARD, slow, 30.0))
-    assert {(one.stage, one.micro_batch) for one in left(pool)} == {(1, 2), (2, 2), (2, 8)}
+@pytest.mark.parametrize(
+    ("most_run", "slow", "kept"),
+    [
+        (math.inf, (2, 4), {(2, 1), (8, 1)}),  # fewer micro-batches gather weights less often
+        (math.inf, (2, 1), set()),
+        (math.inf, (8, 1), {(2, 1), (2, 4)}),
+        (1, (2, 4), set()),  # a trial runs one of them anyway
+    ],
+)
+def test_a_step_too_slow_for_the_budget_rules_out_no_less_work_and_no_other_engine(
+    most_run: float, slow: tuple[int, int], kept: set[tuple[int, int]]
+) -> None:
+    pool = CandidatePool(CANDIDATES, EVERY_RULE, most_micro_batches=most_run)
+    candidate = make_candidate(1, *slow)
+    pool.observe(candidate, too_slow_outcome(Phase.FORWARD, candidate, 30.0))
+    assert {(one.micro_batch, one.accumulation) for one in left(pool) if one.stage == 1} == kept
+    assert sum(one.stage == 2 for one in left(pool)) == 4
+
+
+def test_trials_too_slow_for_several_earlier_budgets_close_nothing() -> None:
+    pool, slow = CandidatePool(CANDIDATES, EVERY_RULE), CANDIDATES[0]
+    for _ in range(3):
+        pool.forgive(slow, too_slow_outcome(Phase.FORWARD, slow, 30.0))
+    assert slow in left(pool)
+    for _ in range(2):
+        pool.forgive(slow, Outcome(OutcomeKind.TIMEOUT))
+    assert slow not in left(pool)
 
 
 def offloading(stage: int, micro: int, optimizer: str = "cpu", param: str = "none", **knobs: object) -> Candidate:

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import MachineTrouble, UserError
-from autotune.executors.base import OVERRUN, MeasureSpec, too_slow_outcome
+from autotune.executors.base import MeasureSpec, too_slow_outcome
 from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
 from autotune.predict.predictor import Predictor, Prepared, Table
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate, samples
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
+from autotune.rank.step_statistics import OVERRUN
 from autotune.search.budget import too_short
 from autotune.search.leaderboard import THRIFT_SHARE, Leaderboard, averaged, overlap
 from autotune.search.proposer import TRIAL_SHARE, Proposer
