@@ -264,7 +264,7 @@ class Job:
         if self.packed and not self.lengths:
             raise UserError("--packing needs the lengths of the sequences: give --lengths FILE")
         if why := self._unsplittable():
-            raise UserError(f"{SEQUENCE_RANKS} {shown(self.base_config[SEQUENCE_RANKS])}: {why}")
+            raise UserError(f"{SEQUENCE_RANKS} {shown(repr(self.base_config[SEQUENCE_RANKS]))}: {why}")
         if self.global_batch_size is not None:
             whole_number(self.global_batch_size, "--global-batch-size", 1, MOST_BATCH)
             if self.global_batch_size % self.data_ranks:
@@ -283,7 +283,7 @@ class Job:
         """
         value, size = self.base_config.get(SEQUENCE_RANKS, 1), self.sequence_ranks
         if self.script is None and (type(value) is not int or value < 1):
-            return "expected a number of ranks. Change it, or remove the key"
+            return "expected a whole number of ranks. Change it, or remove the key"
         if size == 1:
             return ""
         if self.ranks % size:

@@ -86,7 +86,7 @@ def test_a_group_counts_as_one_in_the_global_batch() -> None:
 @pytest.mark.parametrize("value", ["8", 8.0, 0, -2, True, None, "auto"])
 def test_a_size_that_is_no_number_of_ranks_is_refused(value: object) -> None:
     """Regression: the plan ignored it, and printed figures of whole sequences."""
-    with pytest.raises(UserError, match=f"sequence_parallel_size {value}: expected a number of ranks"):
+    with pytest.raises(UserError, match=f"sequence_parallel_size {value!r}: expected a whole number of ranks"):
         dataclasses.replace(job(), base_config={SEQUENCE_RANKS: value})
 
 
