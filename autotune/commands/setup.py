@@ -31,6 +31,7 @@ from autotune.problem.job import (
     Job,
     Lora,
     Script,
+    counted_ranks,
     load_lengths,
     longest_sequence,
     parse_lora,
@@ -632,12 +633,13 @@ def kept_batch(asked: int | str | None, config: dict[str, Any], ranks: int, file
     if asked is not None:
         return parse_global_batch(asked)
     batch, words = global_batch_of(config, ranks)
-    ranks = max(1, ranks // sequence_ranks(config))
-    if batch is not None and batch % ranks:
-        near = " or ".join(str(size) for size in (batch // ranks * ranks, (batch // ranks + 1) * ranks) if size)
+    size = sequence_ranks(config)
+    at_once = max(1, ranks // size)
+    if batch is not None and batch % at_once:
+        near = " or ".join(str(one) for one in (batch // at_once * at_once, (batch // at_once + 1) * at_once) if one)
         raise UserError(
-            f"{file}: {words} cannot be split evenly over {ranks} ranks. Change it, or give --global-batch-size (try {near}, or "
-            f"{FREE})"
+            f"{file}: {words} cannot be split evenly over {counted_ranks(ranks, size)}. Change it, or give "
+            f"--global-batch-size (try {near}, or {FREE})"
         )
     return batch
 

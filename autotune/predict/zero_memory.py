@@ -176,9 +176,11 @@ class _Terms:
         self.states = share * momentum + (1 - share) * _ADAM_BYTES * self.columns.state_share
         whole = np.where(self.out, self.sub_group * self.ranks, self.columns.reduce_bucket)
         whole = np.minimum(share * self.total, np.maximum(whole, largest))
+        block = np.where(self.out, self.accumulated, self.sent) * whole
+        received = np.where(self.out, block, np.minimum(block, _KEPT_BY_MUON))  # gradients, while momenta arrive
         gathered = np.select(
             [self.three, in_two & self.out],
-            [_GATHERED_BY_MUON * self.sent * whole, _GATHERED_BY_MUON * 4.0 * largest],
+            [3 * block + received, _GATHERED_BY_MUON * 4.0 * largest],
             np.where(
                 in_two, self.made * share * self.part, 0.0
             ),  # the updates, besides the gradients that they replace
@@ -639,6 +641,7 @@ _ADAM_BYTES = STATE_BYTES["adamw"]
 # Muon's step: gradients and momenta are each gathered into a block, and cut out of it in another; Newton-Schulz holds a
 # matrix three times in 16 bits, and its update (zero/muon/original_muon.py).
 _GATHERED_BY_MUON, _NEWTON_SCHULZ_BYTES = 4.0, 8.0
+_KEPT_BY_MUON = 256 * MIB  # of what it has received (stage3.py, `_muon_allgather_max_cached_bytes`)
 # States whose width does not follow the weights'. 8-bit states have a 32-bit scale for 256 elements (bitsandbytes
 # 0.4x, functional.quantize_blockwise). Paged states use CUDA's managed memory, which moves to the host when the
 # device is full, and torch does not count it. Adafactor keeps a row and a column of a matrix (Shazeer & Stern 2018).

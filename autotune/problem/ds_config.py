@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import UserError
-from autotune.problem.job import sequence_ranks
+from autotune.problem.job import counted_ranks, sequence_ranks
 from autotune.problem.knobs import ACCUMULATION, KNOBS, MICRO_BATCH, ZERO, Knob, knob_value
 from autotune.util.bounds import check_data, read_text
 
@@ -260,11 +260,11 @@ def global_batch_of(config: dict[str, Any], ranks: int) -> tuple[int | None, str
     runtime/config.py, `_set_batch_related_parameters`): `train_batch_size`, or else the product of micro-batch, accumulation
     (default 1) and ranks, or groups of ranks that share sequences.
     """
-    ranks = max(1, ranks // sequence_ranks(config))
+    size = sequence_ranks(config)
     total, micro, accumulation = config.get(BATCH), config.get(MICRO_BATCH), config.get(ACCUMULATION, 1)
     if isinstance(total, int | float):
         return int(total), f"{BATCH} {int(total)}"
     if not isinstance(micro, int | float) or not isinstance(accumulation, int | float):
         return None, ""
-    words = f"micro-batch {int(micro)} x accumulation {int(accumulation)} x {ranks} ranks"
-    return int(micro * accumulation) * ranks, words
+    words = f"micro-batch {int(micro)} x accumulation {int(accumulation)} x {counted_ranks(ranks, size)}"
+    return int(micro * accumulation) * max(1, ranks // size), words

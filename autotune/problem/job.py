@@ -30,6 +30,11 @@ def sequence_ranks(found: Mapping[str, Any]) -> int:
     return size if isinstance(size, int) and size > 1 else 1
 
 
+def counted_ranks(ranks: int, size: int) -> str:
+    """Return in words by what a global batch is divided: ranks, or their groups if `size` ranks share each sequence."""
+    return f"{ranks} ranks" if size == 1 else f"{ranks // size} group{'s' * (ranks > size)} of {size} ranks"
+
+
 # -- job ---------------------------------------------------------------------------------------------------------------
 #
 # Job: the training to tune. A Job is frozen, and every study belongs to exactly one Job.
@@ -259,16 +264,15 @@ class Job:
         if self.packed and not self.lengths:
             raise UserError("--packing needs the lengths of the sequences: give --lengths FILE")
         if why := self._unsplittable():
-            raise UserError(f"{SEQUENCE_RANKS} {self.sequence_ranks}: {why}")
+            raise UserError(f"{SEQUENCE_RANKS} {shown(repr(self.base_config[SEQUENCE_RANKS]))}: {why}")
         if self.global_batch_size is not None:
             whole_number(self.global_batch_size, "--global-batch-size", 1, MOST_BATCH)
             if self.global_batch_size % self.data_ranks:
                 low = self.global_batch_size // self.data_ranks * self.data_ranks
                 near = " or ".join(str(size) for size in (low, low + self.data_ranks) if size)
-                among = "ranks" if self.sequence_ranks == 1 else f"groups of {self.sequence_ranks} ranks"
                 raise UserError(
-                    f"--global-batch-size {self.global_batch_size} cannot be split evenly over {self.data_ranks} {among}: "
-                    f"try {near}"
+                    f"--global-batch-size {self.global_batch_size} cannot be split evenly over "
+                    f"{counted_ranks(self.ranks, self.sequence_ranks)}: try {near}"
                 )
 
     def _unsplittable(self) -> str:
@@ -277,7 +281,9 @@ class Job:
         Source: deepspeed 0.19.8, runtime/sequence_parallel: parallel_state_sp.py, `initialize_sequence_parallel`; ulysses_sp.py,
         `UlyssesSPAttentionHF` and `UlyssesSPDataLoaderAdapter`.
         """
-        size = self.sequence_ranks
+        value, size = self.base_config.get(SEQUENCE_RANKS, 1), self.sequence_ranks
+        if self.script is None and (type(value) is not int or value < 1):
+            return "expected a whole number of ranks. Change it, or remove the key"
         if size == 1:
             return ""
         if self.ranks % size:

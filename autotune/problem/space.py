@@ -35,7 +35,7 @@ from autotune.problem.candidate import (
 )
 from autotune.problem.faults import Fault, facts_of, job_facts, known_faults, own_facts
 from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job
+from autotune.problem.job import Job, counted_ranks
 from autotune.problem.knobs import (
     FATAL,
     FIRST_ORDER,
@@ -167,8 +167,8 @@ class SearchSpace:
             pairs = [pair for pair in pairs if pair[1] in accumulation.values]
         if not pairs:
             raise UserError(
-                f"a global batch of {job.global_batch_size} over {job.data_ranks} ranks cannot be made from the "
-                f"micro-batches of space {self.name!r} ({sizes[0]} to {sizes[-1]}): "
+                f"a global batch of {job.global_batch_size} over {counted_ranks(job.ranks, job.sequence_ranks)} "
+                f"cannot be made from the micro-batches of space {self.name!r} ({sizes[0]} to {sizes[-1]}): "
                 "change the batch (--global-batch-size) or the space"
             )
         return pairs

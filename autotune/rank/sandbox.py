@@ -208,6 +208,7 @@ def available_protection(
         environment: of that process.
     """
     how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "env": environment, "timeout": 60}
+    _make_cuda_device(how)
     for protection in (Protection.OVERLAY, Protection.LANDLOCK):
         sandbox = Sandbox(folder / f"protection-{os.getpid()}", cwd, protection)
         try:
@@ -220,6 +221,20 @@ def available_protection(
         finally:
             remove(sandbox.folder)
     return Protection.NONE
+
+
+def _make_cuda_device(how: dict[str, Any], devices: str = "/dev") -> None:
+    """Load the driver's module for CUDA if no process has used CUDA since the machine has started.
+
+    CUDA itself starts this program at its first use, and no process may load a module or make a device file in a sandbox.
+
+    Args:
+        how: arguments of `subprocess.run`.
+        devices: folder of the device files.
+    """
+    if os.path.exists(f"{devices}/nvidiactl") and not os.path.exists(f"{devices}/nvidia-uvm"):
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(["nvidia-modprobe", "-u", "-c=0"], check=False, **how)
 
 
 def main() -> None:
@@ -264,8 +279,9 @@ class _Tree:
             if path != "/proc":  # devices can be written to, but not removed
                 linux.make_read_only(at, recursive=path == "/sys")
             for disk in linux.disks(self._mounts) if path == "/dev" else ():
-                linux.mount(disk, self._at(disk), linux.BIND)
-                linux.make_read_only(self._at(disk), devices=False)
+                with suppress(FileNotFoundError):  # unplugged since
+                    linux.mount(disk, self._at(disk), linux.BIND)
+                    linux.make_read_only(self._at(disk), devices=False)
             for name in _MACHINE_SETTINGS if path == "/proc" and not self._ordinary else ():
                 with suppress(OSError):  # not in this kernel
                     linux.mount(f"{at}/{name}", f"{at}/{name}", linux.BIND | linux.RECURSIVE)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autotune.commands.setup import kept_batch
 from autotune.errors import UserError
 from autotune.predict.features import columns_of
 from autotune.predict.step_time import work
@@ -74,9 +75,19 @@ def test_a_group_counts_as_one_in_the_global_batch() -> None:
     assert (shared.data_ranks, samples(shared, one)) == (2, 6)
     assert one.ds_config(shared)["train_batch_size"] == 6
     config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, SEQUENCE_RANKS: 4}
-    assert global_batch_of(config, 8) == (12, "micro-batch 3 x accumulation 2 x 2 ranks")
+    assert global_batch_of(config, 8) == (12, "micro-batch 3 x accumulation 2 x 2 groups of 4 ranks")
+    assert global_batch_of(config, 4) == (6, "micro-batch 3 x accumulation 2 x 1 group of 4 ranks")
+    with pytest.raises(UserError, match="train_batch_size 9 cannot be split evenly over 2 groups of 4 ranks"):
+        kept_batch(None, {"train_batch_size": 9, SEQUENCE_RANKS: 4}, 8, None)
     with pytest.raises(UserError, match="cannot be split evenly over 2 groups of 4 ranks: try 6 or 8"):
         job(4, global_batch_size=7)
+
+
+@pytest.mark.parametrize("value", ["8", 8.0, 0, -2, True, None, "auto"])
+def test_a_size_that_is_no_number_of_ranks_is_refused(value: object) -> None:
+    """Regression: the plan ignored it, and printed figures of whole sequences."""
+    with pytest.raises(UserError, match=f"sequence_parallel_size {value!r}: expected a whole number of ranks"):
+        dataclasses.replace(job(), base_config={SEQUENCE_RANKS: value})
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,22 @@ def test_muon_keeps_momentum_for_matrices_and_adams_states_for_the_rest(stage: i
     assert kept[0] == pytest.approx(states - less, rel=1e-6)
 
 
+def test_muon_at_stage_3_gathers_in_the_type_of_the_path() -> None:
+    """Offloaded gradients are gathered as they accumulate, others as they are sent, of which 256 MiB stay allocated."""
+    job = make_job(2, model="llama-3.2-1b", precision="bf16", seq_len=2048, base_config=MUON)
+    wide = dataclasses.replace(job, base_config={**MUON, "data_types": {"grad_accum_dtype": "fp32"}})
+    trace = trace_job(job)
+
+    def stepped(job: Job, **knobs: Any) -> float:
+        one = bill(job, trace, columns_of([make_candidate(3, **knobs)], job), "cuda")
+        return float(one.temporaries[one.moments.index("step"), 0])
+
+    in_32_bits, in_16_bits = (stepped(of, offload_optimizer="cpu", sub_group_size=10**10) for of in (wide, job))
+    assert in_32_bits - in_16_bits == pytest.approx(4 * (4 - 2) * sum(muon_sizes(job, trace)))
+    assert stepped(job, reduce_bucket_size=5e8) - stepped(job, reduce_bucket_size=4e8) == pytest.approx(3 * 2 * 1e8)
+    assert stepped(job, reduce_bucket_size=1e8) - stepped(job, reduce_bucket_size=5e7) == pytest.approx(4 * 2 * 5e7)
+
+
 def test_muon_at_stage_3_does_not_scatter() -> None:
     job = make_job(2, precision="bf16", base_config=MUON)
     assert make_candidate(3).ds_config(job)["zero_optimization"]["reduce_scatter"] is False

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.rank.sandbox import Protection, Sandbox, remove
+from autotune.rank.sandbox import Protection, Sandbox, _make_cuda_device, remove
 from tests.sandbox.conftest import ORDINARY, SYSTEM_PYTHON, copy_sandbox
 
 CHILD = """
@@ -130,6 +130,22 @@ held = int(open("/proc/self/status").read().split("CapEff:")[1].split()[0], 16)
 print([one for one in (2, 12, 16, 17, 19, 20, 21, 22, 25, 27) if held >> one & 1])  # modules, network, clock, reboot
 """
     assert run(sandbox_in(base, protection), base / "sockets", text) == "[]"
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["first use", "later use"])
+def test_the_module_of_cuda_is_loaded_before_a_sandbox_forbids_it(tmp_path: Path, used: bool) -> None:
+    program, devices, how = tmp_path / "nvidia-modprobe", tmp_path / "dev", {"env": {"PATH": str(tmp_path)}}
+    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/loaded\n')
+    program.chmod(0o755)
+    devices.mkdir()
+    _make_cuda_device(how, str(devices))  # no GPU
+    for name in ("nvidiactl", *(["nvidia-uvm"] if used else [])):
+        (devices / name).touch()
+    assert not (tmp_path / "loaded").exists()
+    _make_cuda_device(how, str(devices))
+    assert (tmp_path / "loaded").exists() != used
+    program.unlink()
+    _make_cuda_device(how, str(devices))  # raises nothing without the program
 
 
 def test_a_tree_in_an_overlay_never_contains_itself(base: Path) -> None:
