@@ -146,7 +146,7 @@ class RandomState:
             "token_bytes",
             lambda _, /, nbytes=None: kernel(secrets.DEFAULT_ENTROPY if nbytes is None else nbytes),
         )
-        patches.wrap(secrets, "choice", lambda _, /, seq: seq[int.from_bytes(kernel(8), "big") % len(seq)])
+        patches.wrap(secrets, "choice", lambda _, /, seq: seq[int.from_bytes(kernel(8), "big") % max(1, len(seq))])
         patches.wrap(random.Random, "seed", seed_python)
         patches.wrap(random, "seed", seed_default)
         for owner in (torch, torch.random):
