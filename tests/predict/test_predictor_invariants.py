@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from autotune.predict.predictor import Prediction, Predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import named_hardware
+from autotune.util.units import MIB
 from tests.conftest import make_job
 from tests.predict.recorded import MODELS, SEQ_LEN, recorded_trace
 
@@ -78,7 +79,9 @@ def test_more_sequences_never_take_less_and_checkpoints_never_hold_more(
         for changes in ({}, {"train_micro_batch_size_per_gpu": 2 * size}, {"activation_checkpointing": True})
     )
     assert more.allocated_bytes >= one.allocated_bytes
-    assert more.needed_bytes >= one.needed_bytes
+    assert (
+        more.needed_bytes >= one.needed_bytes - 2 * MIB
+    )  # a segment of the allocator, filled better by larger tensors
     assert more.step_seconds > one.step_seconds
     assert less.allocated_bytes <= one.allocated_bytes * (1 + 1e-9)
 
