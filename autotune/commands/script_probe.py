@@ -58,11 +58,10 @@ from autotune.workers.failure_classifier import log_tail
 # Probe run: the first, unmodified run of a user's script, which shows what it trains and how fast.
 
 MEASURE_SPEC = MeasureSpec(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
-_TRACED_STEPS = MeasureSpec(
-    min_steps=3, max_steps=3, min_seconds=0.0
-)  # after two warm-up steps, all that a trace records
+# after two warm-up steps, all that a trace records
+_TRACED_STEPS = MeasureSpec(min_steps=3, max_steps=3, min_seconds=0.0)
 # Settings for a script that runs out of memory unmodified, so that some of its facts can still be learnt.
-_THRIFTY: dict[str, Value] = {
+_LEAST_MEMORY: dict[str, Value] = {
     "zero_stage": 3,
     MICRO_BATCH: 1,
     ACCUMULATION: 1,
@@ -170,7 +169,7 @@ def _checked(
     ran_out = baseline if measured is None and "micro_batch" in facts else None
     if measured is None:
         print_line(f"the unmodified script does not fit ({baseline.reason}); trying the config with the least memory")
-        found = _at_its_thriftiest(executor, script, facts, seconds)
+        found = _run_with_least_memory(executor, script, facts, seconds)
         if "micro_batch" not in facts:
             print_line("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
@@ -242,7 +241,7 @@ def _keep(path: Path, text: str) -> None:
     grant([RecordedItem(_FIRST_RUN, text)])
 
 
-def _at_its_thriftiest(executor: Executor, script: Script, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _run_with_least_memory(executor: Executor, script: Script, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Return the facts of a script that runs out of memory unmodified, from a run with minimal memory.
 
     A script that takes its batch from elsewhere than its config cannot have one sample a step yet, and keeps its own batch.
@@ -270,7 +269,7 @@ def _at_its_thriftiest(executor: Executor, script: Script, facts: dict[str, Any]
 def least_memory_candidate(optimizer: str, device: str) -> Candidate:
     """Return the candidate with the least memory under which a script with this optimizer can run."""
     stays = {"offload_optimizer"} if device == "cuda" and steps_on_gpu(optimizer) else set()
-    return Candidate.of({name: value for name, value in _THRIFTY.items() if name not in stays})
+    return Candidate.of({name: value for name, value in _LEAST_MEMORY.items() if name not in stays})
 
 
 def _counted_otherwise(profile: dict[str, Any]) -> bool:
@@ -806,7 +805,7 @@ def check_batch(
     other, first = refused[0]
     if first.source is not Source.BATCH:
         return BatchCheck(f"told another batch ({other}), {script.target} fails: {first.reason}")
-    disobeys = all(one.source is Source.BATCH and _samples(told) == _samples(own) for told, one in refused)
+    disobeys = all(one.source is Source.BATCH and told.rows_per_rank == own.rows_per_rank for told, one in refused)
     typed = dict(script.flags).keys() - script.profile.get(FOUND, {}).keys()
     if disobeys and {MICRO_BATCH, ACCUMULATION} & typed:
         raise UserError(first.reason)
@@ -830,7 +829,7 @@ def others(own: Candidate) -> list[Candidate]:
     They keep the script's global batch, which a script may enforce by a check or its own accumulation. If no other split exists,
     the global batch is changed.
     """
-    total = _samples(own)
+    total = own.rows_per_rank
     most = min(total, _MOST_TIMES * own.micro_batch)
     micros = [size for size in range(1, most + 1) if total % size == 0 and size != own.micro_batch]
     if not micros:
@@ -841,8 +840,3 @@ def others(own: Candidate) -> list[Candidate]:
         return abs(times - 2), size
 
     return [own.but(**{MICRO_BATCH: size, ACCUMULATION: total // size}) for size in sorted(micros, key=distance)]
-
-
-def _samples(candidate: Candidate) -> int:
-    """Return the samples of one rank's step."""
-    return candidate.micro_batch * candidate.accumulation

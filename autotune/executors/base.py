@@ -58,9 +58,8 @@ class MeasureSpec:
 
 SEARCH = MeasureSpec()
 VERIFY = MeasureSpec(full=True, certify=True, min_steps=5, max_steps=60, min_seconds=3.0, max_seconds=40.0)
-REFERENCE = MeasureSpec(
-    full=True, min_steps=5, max_steps=60, min_seconds=2.0
-)  # without DeepSpeed, see `Job.torch_alone`
+# without DeepSpeed, see `Job.torch_alone`
+REFERENCE = MeasureSpec(full=True, min_steps=5, max_steps=60, min_seconds=2.0)
 RESUME = MeasureSpec(full=True, resume=True, min_steps=1, max_steps=1, min_seconds=0.0)
 
 

@@ -69,7 +69,7 @@ class ReplayTable:
         """Return the recorded seconds per sample of a candidate that ran."""
         row = self.rows[candidate]
         assert row.step_seconds is not None
-        return row.step_seconds / (candidate.micro_batch * candidate.accumulation * int(self.facts["n_gpus"]))
+        return row.step_seconds / (candidate.rows_per_rank * int(self.facts["n_gpus"]))
 
     def job(self, interpreter: Interpreter = OWN) -> Job:
         """Return the job that the table was recorded for, in this interpreter."""

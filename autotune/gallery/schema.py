@@ -503,7 +503,7 @@ def _counted_otherwise(entry: Entry, one: Tried) -> str | None:
     assert one.samples_per_second is not None
     assert one.tokens_per_second is not None
     candidate = one.candidate
-    sequences = candidate.micro_batch * candidate.accumulation * entry.machine.count
+    sequences = candidate.rows_per_rank * entry.machine.count
     packs = entry.job.packed or bool(candidate.get("packing", False))
     if not packs and abs(one.samples_per_second * one.step_seconds / sequences - 1) > COUNTED_ALIKE:
         return (

@@ -207,8 +207,8 @@ def _exchanged(job: Job, hardware: Hardware, c: Columns, rates: DeviceRates) -> 
     """Return the seconds in which the ranks of a sequence exchange its queries, keys, values and attention's output.
 
     Each layer does so in forward, in backward, and when it is recomputed (Jacobs et al. 2023, DeepSpeed Ulysses, section 3.2).
-    Of its bytes a rank sends each rank of its group an equal part; those to other nodes pass the node's network, which all its
-    ranks share. Attention waits for them, so that nothing hides them.
+    A rank sends an equal part of its bytes to each rank of its group. Parts for other nodes pass the node's network, which all
+    its ranks share. Attention waits for them, so that nothing hides them.
     """
     size, heads = job.sequence_ranks, attention_heads(job.model.config)
     if size == 1 or heads is None:

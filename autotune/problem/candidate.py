@@ -133,6 +133,11 @@ class Candidate:
         return int(self.get(ACCUMULATION, 1))
 
     @property
+    def rows_per_rank(self) -> int:
+        """Return the rows of one optimizer step on one rank, packed ones counted as one."""
+        return self.micro_batch * self.accumulation
+
+    @property
     def checkpointing(self) -> bool:
         """Return True if activations are checkpointed."""
         return bool(self.get(CHECKPOINTING, False))
@@ -177,7 +182,7 @@ class Candidate:
             if job.optimizer_kind == "muon":  # stage3.py refuses it with `reduce_scatter`, which is on by default
                 config["zero_optimization"].setdefault("reduce_scatter", False)
         if job.script is None or not job.script.holds_batch:
-            config["train_batch_size"] = self.micro_batch * self.accumulation * job.data_ranks
+            config["train_batch_size"] = self.rows_per_rank * job.data_ranks
         if job.script is not None and under_lightning(job.script):
             config.pop(ACCUMULATION, None)  # Lightning raises if a config has this key; its Trainer passes the value
         for precision in ("bf16", "fp16"):
@@ -225,12 +230,7 @@ def job_with_candidate(job: Job, candidate: Candidate) -> Job:
 
 def samples(job: Job, candidate: Candidate) -> float:
     """Return the sequences of one optimizer step over all ranks. Packed sequences are counted individually."""
-    return (
-        candidate.micro_batch
-        * candidate.accumulation
-        * job.data_ranks
-        * job_with_candidate(job, candidate).samples_per_row
-    )
+    return candidate.rows_per_rank * job.data_ranks * job_with_candidate(job, candidate).samples_per_row
 
 
 def knobs_of(config: dict[str, Any]) -> dict[str, Value]:

@@ -162,13 +162,10 @@ def attention_heads(config: dict[str, Any]) -> AttentionHeads | None:
     if any("linear_attention" in str(kind) for kind in text.get("layer_types") or ()):
         return None
     names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")
-    layers, queries, keys, hidden = (text.get(name) for name in names)
-    if not all(isinstance(size, int) and size > 0 for size in (layers, queries, keys, hidden)):
+    sizes = [size for name in names if isinstance(size := text.get(name), int) and size > 0]
+    if len(sizes) < len(names):
         return None
-    assert layers
-    assert queries
-    assert keys
-    assert hidden
+    layers, queries, keys, hidden = sizes
     return AttentionHeads(layers, queries, keys, text.get("head_dim") or hidden // queries)
 
 

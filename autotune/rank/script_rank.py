@@ -613,7 +613,7 @@ def check_beside(rows: Sequence[int], number: str, candidate: Candidate, profile
     if own == 0:  # its batch does not depend on the candidate
         return
     known = own or 0
-    times = candidate.micro_batch * candidate.accumulation / (profile["micro_batch"] * profile["accumulation"])
+    times = candidate.rows_per_rank / (profile["micro_batch"] * profile["accumulation"])
     other = [one for one in rows if abs(one - known) > 0.5 and abs(one - known * times) > 0.5]
     if other and (max(other) > known * max(1, times) or len(other) > max(1, MOST_SHORT * len(rows))):
         raise Unusable(

@@ -118,7 +118,7 @@ def _explicit(candidate: Candidate) -> dict[str, Value]:
 
 def _compatible(top: Candidate, space: SearchSpace, job: Job, convert: bool) -> list[Candidate]:
     """Return settings of the space that keep the global batch and can load the checkpoints of `top`."""
-    total = top.micro_batch * top.accumulation
+    total = top.rows_per_rank
     sizes = [size for size in range(1, total + 1) if total % size == 0]
     if job.script is not None and job.script.profile.get("batch_note"):
         sizes = [top.micro_batch]  # the script ignores any other batch size

@@ -402,7 +402,7 @@ def config_sentence(candidate: Candidate, job: Job, hardware: Hardware) -> str:
         return AS_IS
     unit = _unit(hardware)
     by_hand = round(job.samples_per_row) if job.script is not None else 1  # backwards that its loop sums
-    batch = candidate.micro_batch * candidate.accumulation * job.data_ranks * by_hand
+    batch = candidate.rows_per_rank * job.data_ranks * by_hand
     return ", ".join(
         [
             f"ZeRO-{candidate.stage}",
@@ -520,7 +520,7 @@ def _unit(hardware: Hardware) -> str:
 
 def unlike_steps(own: Candidate, winner: Candidate, job: Job) -> str:
     """Return a note if the two take steps of different size."""
-    mine, theirs = (one.micro_batch * one.accumulation * job.data_ranks for one in (winner, own))
+    mine, theirs = (one.rows_per_rank * job.data_ranks for one in (winner, own))
     return "" if mine == theirs else f"; its steps are of {theirs} samples, the winner's of {mine}"
 
 

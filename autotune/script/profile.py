@@ -244,7 +244,7 @@ def other_batch(candidate: Candidate, job: Job) -> str:
     """Return a warning if a script's steps have another size than its own; empty otherwise."""
     if job.script is None or "micro_batch" not in job.script.profile:
         return ""
-    own, now = own_samples(job.script, job.ranks), candidate.micro_batch * candidate.accumulation * job.ranks
+    own, now = own_samples(job.script, job.ranks), candidate.rows_per_rank * job.ranks
     if own == now:
         return ""
     return (

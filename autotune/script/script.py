@@ -90,7 +90,7 @@ def knob_flags(script: Script, candidate: Candidate) -> Iterator[tuple[str, str,
             yield knob, flag, not value if negated else int(value) * times if times > 1 else value
     if not script.holds_batch and (products := script.profile.get(PRODUCTS)):
         own = script.profile["micro_batch"] * script.profile["accumulation"]
-        now = candidate.micro_batch * candidate.accumulation
+        now = candidate.rows_per_rank
         yield from (("", flag, value * now // own) for flag, value in products.items() if now != own)
 
 

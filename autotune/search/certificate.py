@@ -128,8 +128,8 @@ def compare(
     unknown = not reference.initial or not trace.initial
     if unknown and not is_users and 3 in {reference.stage, trace.stage} and reference.stage != trace.stage:
         return Certificate(Verdict.NOT_COMPARED, "initial weights were not seen (an earlier version, or NVMe)")
-    if _samples(own) != _samples(candidate):
-        why = f"its steps have {_samples(candidate)} samples a rank, those of the reference {_samples(own)}"
+    if own.rows_per_rank != candidate.rows_per_rank:
+        why = f"its steps have {candidate.rows_per_rank} samples a rank, those of the reference {own.rows_per_rank}"
         return Certificate(Verdict.NOT_COMPARED, why)
     if (rows := _rows_factor(reference, trace, cut=own.micro_batch != candidate.micro_batch)) is not None:
         why = f"it trains on {rows:.3g}x {your} rows in an optimizer step"
@@ -184,10 +184,6 @@ def _reserve(reference: TrainingTrace, trace: TrainingTrace, tolerance: float) -
     else:
         why = "the noise of its random numbers"
     return f"; compared only to within {math.expm1(tolerance):.0%}: {why}"
-
-
-def _samples(candidate: Candidate) -> int:
-    return candidate.micro_batch * candidate.accumulation
 
 
 def _rows_factor(reference: TrainingTrace, trace: TrainingTrace, *, cut: bool) -> float | None:

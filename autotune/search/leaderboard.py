@@ -102,7 +102,7 @@ class Leaderboard:
     def _is_of_another_batch(self, candidate: Candidate) -> bool:
         if self._job is None or self._job.global_batch_size is None:
             return False
-        return candidate.micro_batch * candidate.accumulation * self._job.data_ranks != self._job.global_batch_size
+        return candidate.rows_per_rank * self._job.data_ranks != self._job.global_batch_size
 
     def begin_call(self) -> None:
         """Start a call. Its speeds are compared with those of earlier calls only through a config verified in both.

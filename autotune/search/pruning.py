@@ -205,7 +205,7 @@ class CandidatePool:
         """
 
         def no_smaller(other: Candidate) -> bool:
-            return other.micro_batch * other.accumulation >= candidate.micro_batch * candidate.accumulation
+            return other.rows_per_rank >= candidate.rows_per_rank
 
         if not any(map(no_smaller, self._worked)):
             larger = np.array([no_smaller(other) for other in self.candidates])

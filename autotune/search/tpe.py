@@ -99,8 +99,8 @@ class Sampler:
 class _Proposals(optuna.storages.InMemoryStorage):
     """Storage of MOST_ANSWERED proposals with a result.
 
-    An experienced sampler proposes about 20 settings for each measured trial, and most of them are no candidate. It reads
-    nothing of those that failed.
+    An experienced sampler proposes about 20 settings for each measured trial, and most of them are no candidate. The
+    sampler reads nothing of those that failed.
     """
 
     def __init__(self) -> None:

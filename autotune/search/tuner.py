@@ -607,10 +607,11 @@ class References:
     def _why_no_stage(self, stage: int) -> str:
         if why := why_no_reference(Candidate.of({"zero_stage": stage}), self.proposer.job):
             return why
-        least = f"the budget is shorter than {format_duration(LEAST_REFERENCE_BUDGET)}"
-        return least * (self.clock.budget_seconds < LEAST_REFERENCE_BUDGET)
+        if self.clock.budget_seconds < LEAST_REFERENCE_BUDGET:
+            return f"the budget is shorter than {format_duration(LEAST_REFERENCE_BUDGET)}"
+        return ""
 
-    def _say_left_out(self) -> None:
+    def _print_left_out(self) -> None:
         """Print one line for each reason why a reference cannot be measured."""
         for why in filter(None, dict.fromkeys(self._why_not.values())):
             names = [reference_name(stage, self.proposer.job) for stage, own in self._why_not.items() if own == why]
@@ -626,7 +627,7 @@ class References:
         self.clock.references, began = 0, self.clock.used_seconds  # the search no longer keeps their time free
         if not self.trials.leaderboard.verified_now(winner):
             return False
-        self._say_left_out()
+        self._print_left_out()
         stored = False
         for stage in self._stages:
             name, spent = reference_name(stage, self.proposer.job), self.clock.used_seconds - began
@@ -653,12 +654,12 @@ class References:
         kept = {knob: value for knob, value in winner.knobs if knob in (*MODEL_KNOBS, EXPANDABLE, *lossy)} | {
             "zero_stage": stage
         }
-        size = winner.micro_batch * winner.accumulation
+        size = winner.rows_per_rank
         options = [
             Candidate.of(kept | {knob: one.get(knob) for knob in splitting if knob in one.as_dict})
             for one in dict.fromkeys([winner, *self.proposer.candidates])
             for splitting in [(MICRO_BATCH, ACCUMULATION, CHECKPOINTING)]
-            if one.micro_batch * one.accumulation == size
+            if one.rows_per_rank == size
         ]
         reasons = {one: why_no_reference(one, self.proposer.job) for one in options}
         options = [one for one, why in reasons.items() if not why]

@@ -186,7 +186,7 @@ def test_one_line_says_why_references_are_left_out(
     replay_table: ReplayTable, budget: float, changes: dict[str, Any], lines: list[str]
 ) -> None:
     found, said = references(replay_table, budget, **changes)
-    found._say_left_out()
+    found._print_left_out()
     assert said == lines
 
 

@@ -35,7 +35,7 @@ def changed_knob(one: Candidate, other: Candidate) -> str | None:
     """
     mine, theirs = ({**dict.fromkeys(_OFFLOADS, "none"), **candidate.as_dict} for candidate in (one, other))
     different = {name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]}
-    if different == set(RUNG_KNOBS) and one.micro_batch * one.accumulation == other.micro_batch * other.accumulation:
+    if different == set(RUNG_KNOBS) and one.rows_per_rank == other.rows_per_rank:
         different = {TRADED}
     if len(different) != 1:
         return None
@@ -171,7 +171,7 @@ def _near(winner: Candidate, space: SearchSpace | None, allowed: Callable[[Candi
             continue
         others = [winner.but(**{name: value}) for value in _next(winner.as_dict[name], domain.values)]
         if name == MICRO_BATCH:
-            whole = winner.micro_batch * winner.accumulation
+            whole = winner.rows_per_rank
             sizes = _next(winner.micro_batch, [size for size in domain.values if whole % int(size) == 0])
             others += [winner.but(**{MICRO_BATCH: size, ACCUMULATION: whole // int(size)}) for size in sizes]
         for other in others:
