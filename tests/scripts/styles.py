@@ -11,7 +11,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from public import STEPS, WIDTH, engine_of, integers, loader, net, rows, squared, train
+from public import STEPS, WIDTH, engine_of, integers, loader, net, rows, run, squared, train
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 
@@ -262,4 +262,4 @@ WAYS = {
     )
 }
 if __name__ == "__main__":
-    WAYS[sys.argv[1]](sys.argv[2:])
+    run(WAYS)
