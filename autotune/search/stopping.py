@@ -75,6 +75,7 @@ class Stop:
 # Bound the speed that a search has left, from the predictions for all untried candidates.
 
 PROBABILITY = 0.9
+LEAST_MEASURED = 2  # measured configs; fewer show no effect of any knob, and the predictor alone is not trusted
 _MOST_LEFT = 3.0  # logarithm of speed; a search that leaves more has measured nothing useful
 
 
@@ -82,12 +83,17 @@ _MOST_LEFT = 3.0  # logarithm of speed; a search that leaves more has measured n
 class Confidence:
     """Bound of the gain that the untried candidates hold over the best measured one."""
 
-    left_share: float  # share of speed; exceeded with a probability of 1 - PROBABILITY
+    left_share: float  # share of speed; exceeded with a probability of 1 - PROBABILITY; infinite if unknown
     trials: int
+    untried: bool = True  # a candidate may still be tried
 
     @property
     def sentence(self) -> str:
         """Text for the user, such as `untried configs are at most 3 % faster, with 90 % probability (by 14 trials)`."""
+        if not self.untried:
+            return "no config is left to try"
+        if math.isinf(self.left_share):
+            return "no other config was measured, so nothing is known about the speed of the untried ones"
         trials = counted(self.trials, "trial")
         if not self.left_share:
             return f"no untried config is faster, with {100 * PROBABILITY:.0f} % probability (by {trials})"
