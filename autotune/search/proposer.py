@@ -301,7 +301,7 @@ class Proposer:
             return None
         measured = sum(speed > 0 for speed, _ in self._answers.values())
         left = math.inf if measured < LEAST_MEASURED else math.expm1(self._bound(claims=True)[0])
-        return Confidence(left, len(self._answers), bool(self._pool.open_mask.any()))
+        return Confidence(left, len(self._answers), measured, bool(self._pool.open_mask.any()))
 
     def _bound(self, claims: bool = False) -> tuple[float, int | None]:
         """Return the bound of the speed that is left, as a logarithm, and the place of the likeliest candidate above it.
