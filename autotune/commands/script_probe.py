@@ -109,7 +109,7 @@ def probe(
         executor: runs the script.
         script: the script.
         folder: holds the findings.
-        budget_seconds: budget of the call.
+        budget_seconds: budget of the call that is left.
         print_line: receives lines for display.
 
     Raises:
