@@ -426,7 +426,9 @@ class TrialRecorder:
         if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE):
             self.proposer.allow_longer(candidate, outcome)
         if outcome.source is Source.TRACE:
-            self.proposer.exclude_alike(candidate, self.certifier.shares_cause(candidate, outcome), outcome.reason)
+            self.proposer.exclude_sharing_cause(
+                candidate, self.certifier.shares_cause(candidate, outcome), outcome.reason
+            )
         searched = self.leaderboard.measured.get(candidate)
         outcome = outcome.without_details()  # it is kept until the end of the search
         self.leaderboard.learn(number, candidate, outcome, role)
