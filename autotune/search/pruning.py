@@ -379,7 +379,7 @@ class HostDominance:
     """Compare the host memory of candidates.
 
     A candidate needs at least as much under three conditions. The stage is the same, at least the same parts are
-    offloaded to the same places, and the memory bill counts no fewer bytes. Micro-batches and buckets are on the device
+    offloaded to the same places, and the memory estimate counts no fewer bytes. Micro-batches and buckets are on the device
     and do not matter.
 
     Args:

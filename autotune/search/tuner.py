@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import Protocol
 
-from autotune.errors import MachineTrouble, Stopped, Unusable, UserError
+from autotune.errors import MachineError, Stopped, Unusable, UserError
 from autotune.executors.base import REFERENCE as REFERENCE_SPEC
 from autotune.executors.base import RESUME as RESUME_SPEC
 from autotune.executors.base import SEARCH as SEARCH_SPEC
@@ -115,7 +115,7 @@ class Tuner:
 
         Raises:
             UserError: the model or the script fails with any candidate.
-            MachineTrouble: the machine failed repeatedly before the first measurement.
+            MachineError: the machine failed repeatedly before the first measurement.
         """
         self.clock.begin()
         self.trials.replay_study()
@@ -125,7 +125,7 @@ class Tuner:
         self.store.begin_call(self.clock.budget_seconds)
         try:
             ended, winner, verified = self._search_and_verify()
-        except (UserError, MachineTrouble) as error:
+        except (UserError, MachineError) as error:
             failing = StopReason.JOB_FAILS if isinstance(error, UserError) else StopReason.MACHINE_FAILS
             self.trials.save_call(failing.stop().sentence)
             raise
@@ -398,7 +398,7 @@ class TrialRecorder:
         """
         # the budget or the user may have ended the trial before its own limit
         limited = limit_seconds if limit_seconds < left_seconds and not self.cancelled() else None
-        outcome = downgrade_first_timeout(candidate, outcome, limited, self.proposer, self.workers)
+        outcome = downgrade_retryable_failure(candidate, outcome, limited, self.proposer, self.workers)
         outcome = self.certifier.checked(candidate, outcome, role)
         self.store.finish(number, outcome)
         self.peers.known.add(number)
@@ -704,7 +704,7 @@ class References:
 # Retry failures once before they count against a candidate: time limits, and host OOM in parallel trials.
 
 
-def downgrade_first_timeout(
+def downgrade_retryable_failure(
     candidate: Candidate, outcome: Outcome, limit: float | None, proposer: Proposer, workers: SearchWorkers
 ) -> Outcome:
     """Return the outcome, marked as interrupted if the trial is retried.
@@ -800,7 +800,7 @@ class CallFailures:
         """Count a trial of this call.
 
         Raises:
-            MachineTrouble: the machine failed repeatedly before the first measurement.
+            MachineError: the machine failed repeatedly before the first measurement.
             UserError: the model or the script fails with any candidate.
         """
         if outcome.kind in (OutcomeKind.INFRASTRUCTURE, OutcomeKind.GPU_CONTENTION):
@@ -809,7 +809,7 @@ class CallFailures:
             self._retried.add(candidate)
         self.machine_failures = self.machine_failures + 1 if outcome.kind is OutcomeKind.INFRASTRUCTURE else 0
         if self.machine_fails and not self._leaderboard.measured:
-            raise MachineTrouble(
+            raise MachineError(
                 f"the machine failed {self.machine_failures} times in a row, before anything was measured: "
                 f"{outcome.reason} (logs: {outcome.log}); `autotune doctor` looks at the machine"
             )

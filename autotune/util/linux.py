@@ -472,7 +472,7 @@ _LOOK_SECONDS = 0.02
 
 
 @contextmanager
-def taking_all_along() -> Iterator[None]:
+def terminate_with_descendants() -> Iterator[None]:
     """Terminate this process with all its descendants at SIGTERM, or when the parent dies."""
     adopt_orphans()  # descendants of a dead child are found too
     before = signal.signal(signal.SIGTERM, _leave_with_all)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from autotune.util.linux import adopt_orphans, die_with_parent, name_of, taking_all_along
+from autotune.util.linux import adopt_orphans, die_with_parent, name_of, terminate_with_descendants
 from autotune.workers.jit_ops import FOLDER, load_ops, use_own_folder
 from autotune.workers.protocol import Channel, Message
 
@@ -40,7 +40,7 @@ def preload(model_type: str | None, modules: list[str]) -> dict[str, Any]:
     """Import the modules that every rank needs."""
     began = time.monotonic()
     gc.disable()  # the collector would repeatedly scan permanent objects, a fifth of the time
-    processor = threading.Thread(target=_know_the_processor)
+    processor = threading.Thread(target=_cache_cpuinfo)
     processor.start()
     import deepspeed  # noqa: F401
 
@@ -60,7 +60,7 @@ def preload(model_type: str | None, modules: list[str]) -> dict[str, Any]:
     return {"import_seconds": time.monotonic() - began}
 
 
-def _know_the_processor() -> None:
+def _cache_cpuinfo() -> None:
     """Cache py-cpuinfo's result for this process and all its forks, during the imports.
 
     DeepSpeed queries py-cpuinfo for each op it loads and each CPUAdam it makes. Each query starts an interpreter.
@@ -77,7 +77,7 @@ def serve_ops(channel: Channel, names: list[str]) -> None:
 
     If the tuner dies during a build, the compilers die with this process.
     """
-    with taking_all_along():
+    with terminate_with_descendants():
         failed = load_ops(names, lambda **said: channel.send("op", **said))
     die_with_parent(os.getppid())  # no longer by SIGTERM
     _settle()

@@ -4,7 +4,7 @@
 `autotune run` replays a table, once for each count, and then measures on two CPU ranks. Between trials its unique memory (USS) is
 read, after a collection and `malloc_trim`, with its open descriptors and the bytes of all objects that the search keeps: its
 history. The fork server's anonymous memory and descriptors are read too. A line is fitted to each over the second half of the
-trials, when windows and caches are full, with the 95 % interval of its slope. Memory that grows faster than the history is a leak.
+trials, when windows and caches are full, with the 95 % interval of its slope. Memory beyond the history is a leak.
 The residuals are not independent (an allocator grows in steps of 1 MiB), so the interval is a lower bound of the uncertainty.
 
 The windows hold 128 and 512 outcomes, more than a quarter of an hour of live trials: theirs hold WINDOW. As many replayed trials
