@@ -123,7 +123,7 @@ def run_study(
 
     Raises:
         UserError: bad input, or a job that fails by itself.
-        MachineTrouble: the machine fails, for any candidate.
+        MachineError: the machine fails, for any candidate.
         NothingFits: no candidate is feasible.
         Stopped: the user stopped the tuner before the search began.
     """

@@ -23,7 +23,7 @@ from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
 from autotune.results.console import larger_budget, speed
-from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, given, integers_in_words, said
+from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, given, integers_in_words, knob_values
 from autotune.script.argument_writer import integers_in_files, with_declared_files
 from autotune.script.profile import (
     BY_HAND,
@@ -199,7 +199,7 @@ def _checked(
         print_line(late)
     if named := ", ".join(sorted(facts.get("variables", {}))):
         print_line(f"{script.name} sets {named} in its code: ranks start with it now")
-    facts = {**facts, "said": _all_said(script, facts)}
+    facts = {**facts, "said": _script_batch_sizes(script, facts)}
     own = measured is not None or facts.get(_OWN_STEPS, False)
     profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own)
     if profile.get("evaluating"):
@@ -312,11 +312,11 @@ def _counted_otherwise(profile: dict[str, Any]) -> bool:
     return older or bool(profile.get("batch_note") and "held" not in profile)
 
 
-def _all_said(script: Script, facts: dict[str, Any]) -> dict[str, list[int]]:
+def _script_batch_sizes(script: Script, facts: dict[str, Any]) -> dict[str, list[int]]:
     """Return by knob the script's own batch sizes outside its config: from words, files, arguments and loaders."""
     found = {}
     for knob in (MICRO_BATCH, ACCUMULATION):
-        words = [int(word) for one in said(script, knob) if (word := str(one)).isdigit() and int(word) > 0]
+        words = [int(word) for one in knob_values(script, knob) if (word := str(one)).isdigit() and int(word) > 0]
         found[knob] = [*words, *facts.get("said", {}).get(knob, ())]
     return found
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import Cause, MachineTrouble, Stopped, Unusable
+from autotune.errors import Cause, MachineError, Stopped, Unusable
 from autotune.executors.base import LaunchTarget, MeasureSpec, too_slow_outcome
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements, remove_scratch, trial_sandbox
 from autotune.predict.calibration import overhead_prior
@@ -161,7 +161,7 @@ class LocalExecutor:
         """Run the self-test of the ranks, cold if forked ranks find CUDA already initialized."""
         try:
             self._check()
-        except MachineTrouble as trouble:
+        except MachineError as trouble:
             if self.isolation != "fork" or CUDA_INITIALIZED_BEFORE_FORK not in str(trouble):
                 raise
             self._switch_to_spawn(print_line)
@@ -280,7 +280,7 @@ class LocalSession:
                 )
         except Stopped:  # during a restart of the fork server
             outcome = interrupted_outcome(Phase.START)
-        except MachineTrouble as error:  # a lost node did not return
+        except MachineError as error:  # a lost node did not return
             outcome = infrastructure_outcome(Phase.START, error, Source.NODE)
         except OSError as error:  # a full disk or a lack of descriptors is the machine's fault
             phase = self._group.phase if self._group is not None else Phase.START
@@ -826,7 +826,7 @@ def check_group(
         cancelled: True if the user cancelled.
 
     Raises:
-        MachineTrouble: the test failed; one line with NCCL's last message and a remedy.
+        MachineError: the test failed; one line with NCCL's last message and a remedy.
     """
     imported: set[int] = set()
     answers: set[int] = set()
@@ -848,9 +848,9 @@ def check_group(
             stop = group.watch(lambda: len(answers) == ranks, time.monotonic() + _DEADLINE_SECONDS)
         if stop in (WatchEnd.ARRIVED, WatchEnd.CANCELLED):
             return
-        raise MachineTrouble(_complaint(stop, group, folder, importing=len(imported) < ranks))
+        raise MachineError(_complaint(stop, group, folder, importing=len(imported) < ranks))
     except OSError as error:
-        raise MachineTrouble(f"ranks cannot be started on this machine: {error}") from None
+        raise MachineError(f"ranks cannot be started on this machine: {error}") from None
     finally:
         group.end()
 

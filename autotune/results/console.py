@@ -457,7 +457,7 @@ def own_line(facts: StudyFacts, job: Job) -> str:
         remark = facts.remark(own.number)
         return f"{yours}: {speed(own.outcome.measurement)}{f', {remark}' if remark else ''}"
     alike = f"{ratio.samples_per_second:.4g} against {ratio.other_samples_per_second:.4g} samples/s, measured alike"
-    unlike = unlike_steps(own.candidate, winner.candidate, job)
+    unlike = batch_size_note(own.candidate, winner.candidate, job)
     if ratio.is_noise:
         return f"{yours}: tied with the winner, {ratio.times:.2f}x is below noise ({alike}{unlike})"
     return f"{yours}: the winner is {ratio.times:.2f}x yours ({alike}{unlike})"
@@ -518,7 +518,7 @@ def _unit(hardware: Hardware) -> str:
     return "GPU" if hardware.device == "cuda" else "CPU rank"
 
 
-def unlike_steps(own: Candidate, winner: Candidate, job: Job) -> str:
+def batch_size_note(own: Candidate, winner: Candidate, job: Job) -> str:
     """Return a note if the two take steps of different size."""
     mine, theirs = (one.rows_per_rank * job.data_ranks for one in (winner, own))
     return "" if mine == theirs else f"; its steps are of {theirs} samples, the winner's of {mine}"
@@ -614,7 +614,7 @@ def _checkpointing(winner: Candidate, job: Job, script: Script) -> list[str]:
     return [left] if left else []
 
 
-def short_of(outcome: Outcome, hardware: Hardware) -> str:
+def missing_memory(outcome: Outcome, hardware: Hardware) -> str:
     """Describe the memory that a config lacked; empty if it failed for another reason."""
     missing = missing_bytes(outcome, hardware)
     if missing is None:
@@ -684,7 +684,7 @@ def no_winner_lines(
 def _closest_lines(
     record: Record, outcome: Outcome, hardware: Hardware, tried: Collection[Candidate], untried: list[Candidate]
 ) -> list[str]:
-    lines = [f"closest: {record.candidate}: {short_of(outcome, hardware)}"]
+    lines = [f"closest: {record.candidate}: {missing_memory(outcome, hardware)}"]
     candidate, changes = record.candidate, []
     if candidate.micro_batch > 1:
         changes.append(f"micro-batch {candidate.micro_batch} -> {candidate.micro_batch // 2}")

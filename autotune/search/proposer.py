@@ -182,7 +182,7 @@ class Proposer:
         self._model.observe(candidate, at, outcome)
         self._costs.observe(outcome)
         if outdated:
-            return self._pool.forgive(candidate, outcome)
+            return self._pool.note_retryable(candidate, outcome)
         self._pool.observe(candidate, outcome)
         # the start candidate was not chosen by a prediction
         foreign = self._start is not None and candidate == self._start.candidate
@@ -280,9 +280,11 @@ class Proposer:
         """Return the factor on a candidate's time limits: 2 after one of them ended its trial."""
         return 2.0 if self._overran[candidate] else 1.0
 
-    def exclude_alike(self, candidate: Candidate, alike: Callable[[Candidate], bool], reason: str) -> None:
+    def exclude_sharing_cause(
+        self, candidate: Candidate, shares_cause: Callable[[Candidate], bool], reason: str
+    ) -> None:
         """Exclude the candidates that train something else for the same reason as this one."""
-        self._pool.exclude_alike(candidate, alike, reason)
+        self._pool.exclude_sharing_cause(candidate, shares_cause, reason)
 
     def give_up(self, candidate: Candidate) -> None:
         """Exclude the candidate for this call."""

@@ -31,13 +31,13 @@ class StopReason(Enum):
     killed call has none. A call that ends before `Tuner.run`, such as in a script's probe run, is not stored.
     """
 
-    # limits of the call: SearchLoop.why_stop, which reads Budget, Blame and SearchWorkers
+    # limits of the call: SearchLoop.why_stop, which reads Budget, CallFailures and SearchWorkers
     INTERRUPTED = "interrupted"
     BUDGET_USED = "budget used"
     MAX_TRIALS = "--max-trials {count} reached"
     WORKER_FAILED = "stopped: a trial beside it failed"
     MACHINE_FAILED = "the machine failed {count} times in a row"
-    # an error that ends the call: Blame.take or the executor raises it, Tuner.run stores it
+    # an error that ends the call: CallFailures.take or the executor raises it, Tuner.run stores it
     JOB_FAILS = "stopped: the job fails"
     MACHINE_FAILS = "stopped: the machine fails"
     # rules of the search: Proposer._decide and _small_gain; the last two: FallbackSchedule.stop

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.errors import MachineTrouble, UserError
+from autotune.errors import MachineError, UserError
 from autotune.executors.base import MeasureSpec, too_slow_outcome
 from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
 from autotune.predict.predictor import Predictor, Prepared, Table
@@ -285,7 +285,7 @@ def test_trouble_of_the_machine_is_retried_once(replay_table: ReplayTable) -> No
 def test_a_machine_that_always_fails_is_said_at_once(replay_table: ReplayTable) -> None:
     broken = Outcome(OutcomeKind.INFRASTRUCTURE, reason="DistBackendError: NCCL error", source=Source.EXCEPTION)
     executor = Scripted(replay_table, lambda count, c: broken)
-    with pytest.raises(MachineTrouble, match=r"3 times in a row.*NCCL error"):
+    with pytest.raises(MachineError, match=r"3 times in a row.*NCCL error"):
         search(replay_table, 1800, executor=executor)
     assert executor.count == MACHINE_FAILURES
 
