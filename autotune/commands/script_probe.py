@@ -158,7 +158,6 @@ def _checked(
 
     Args:
         executor: runs the script.
-        script: the script.
         baseline: outcome of the first run.
         facts: report of the first run.
         key: of the stored findings.

@@ -595,7 +595,6 @@ def study_facts(
 
     Args:
         records: all trials in order.
-        job: the job.
         hardware: gives the memory ceiling.
         winner: trial number of the stored winner. It is not the winner any more if it was rejected since, or if the
             ceiling is lower now.
@@ -804,10 +803,8 @@ def dashboard_note(facts: StudyFacts, number: int, why: str, shown: Record | Non
 
     Args:
         facts: of the study.
-        number: the winner's trial number.
         why: how the winner was chosen.
         shown: the dashboard's best trial.
-        hardware: the study's machine.
     """
     lines = [f"**autotune's winner is trial {number}** ({why})."]
     if facts.winner is not None:

@@ -389,11 +389,6 @@ class TrialRecorder:
         The outcome is downgraded if the trial is retried, and invalid if the candidate trains something else.
 
         Args:
-            number: the trial's number.
-            candidate: the candidate.
-            outcome: the measured outcome.
-            role: the trial's role.
-            limit_seconds: the trial's time limit.
             left_seconds: the budget that was left for the trial.
         """
         # the budget or the user may have ended the trial before its own limit
@@ -715,8 +710,6 @@ def downgrade_retryable_failure(
     the time, or runs alone, and its outcome counts.
 
     Args:
-        candidate: the candidate.
-        outcome: the trial's outcome.
         limit: the trial's limit in seconds; None if the budget or the user ended it.
         proposer: knows the candidate's earlier timeouts.
         workers: knows the parallel trials.
@@ -747,11 +740,8 @@ def apply_verification_result(
     """Update proposer and leaderboard after a verification or resume trial. The leaderboard already contains the outcome.
 
     Args:
-        candidate: the verified candidate.
         outcome: outcome of the verification.
         searched: the candidate's earlier measurement; None if there is none.
-        leaderboard: the measured candidates.
-        proposer: the proposer.
     """
     why = leaderboard.why_not(candidate)
     if not why:
@@ -867,7 +857,6 @@ def retryable_trial_numbers(store: StudyStore, known: Collection[tuple[Record, O
     the list.
 
     Args:
-        store: the study.
         known: the study's ended trials.
     """
     numbers: set[int] = set(store.attributes.get(_FORGIVEN, ()))

@@ -173,7 +173,6 @@ class NoGreeting(NodeDown):
     """The agent never sent its greeting.
 
     Args:
-        node: the node's name.
         why: the reason, without the node's name.
         said: bytes that came over the stream instead.
         log: last lines of the transport's output.
@@ -189,7 +188,6 @@ class AgentConnection:
     """Process whose standard input and output are those of an agent.
 
     Args:
-        name: the node's name.
         command: starts the process.
         log: receives its standard error.
         preamble: bytes that are sent first.
@@ -383,7 +381,6 @@ class AgentConnection:
         """Wait for the answer to a request and return it.
 
         Args:
-            number: the request's number.
             seconds: time limit.
             cancelled: True if the user cancelled.
             take: receives the agent's events during the wait; None leaves them for `events`.

@@ -325,7 +325,6 @@ def preamble(package: Path, place: Path | None = None) -> bytes:
     """Return the bytes that are sent first.
 
     Args:
-        package: this package's folder.
         place: its path on the node; None: the same path.
     """
     files, buffer = {}, io.BytesIO()
@@ -358,7 +357,6 @@ class Host:
     """Line of a hostfile.
 
     Args:
-        name: the host's name.
         slots: its devices, by number.
         chosen: a filter has named the slots, so that other devices must be hidden from ranks.
     """
@@ -372,7 +370,6 @@ def read_hostfile(path: Path, include: str | None = None, exclude: str | None = 
     """Return the hosts of a hostfile in order, after the filters.
 
     Args:
-        path: the hostfile.
         include: filter of hosts and slots to use.
         exclude: filter of hosts and slots to leave out.
 
@@ -479,7 +476,6 @@ def evenly(hosts: list[Host], nodes: int | None, per_node: int | None, said: str
     """Return the first `nodes` hosts with `per_node` slots each.
 
     Args:
-        hosts: the hosts.
         nodes: number of hosts; None: all.
         per_node: slots per host; None: all, which must be the same number on each.
         said: source of the hosts, for error messages.
