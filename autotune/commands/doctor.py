@@ -266,11 +266,11 @@ def transformers():
 attempt("transformers", transformers)
 def op(name):
     from deepspeed.accelerator import get_accelerator
-    from autotune.util.linux import taking_all_along
+    from autotune.util.linux import terminate_with_descendants
     from autotune.workers.jit_ops import load_ops
     if get_accelerator().create_op_builder(name) is None:
         raise RuntimeError("not for this device")
-    with taking_all_along():
+    with terminate_with_descendants():
         if why := load_ops([name]).get(name):
             raise RuntimeError(why)
     return True

@@ -28,7 +28,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, S
 from autotune.problem.training_trace import TrainingTrace
 from autotune.rank.ds_config import all_ops, trial_config
 from autotune.rank.step_statistics import Pace, median_spread, pace_of
-from autotune.script.profile import SEEDS
+from autotune.script.profile import RAN, SEEDS
 from autotune.script.script import heavy_imports
 from autotune.util.entry_points import MODEL_RANK, SCRIPT_RANK, SELFTEST_RANK
 from autotune.util.units import GIB
@@ -238,6 +238,7 @@ class LocalSession:
         self._results: list[Message] = []  # results of the last measurement, by rank
         self._checkpoint: Path | None = None  # loaded by the next group
         self._peak_bytes_outside_steps = 0  # peak of the worst rank while it loaded, evaluated and saved
+        self._steps = 0.0  # optimizer steps of a script so far
         self.facts: dict[str, Any] = {}  # reported by rank 0 of a script
         self.missing_op = ""  # builder of an op that the probe run needs and no config predicted
 
@@ -260,7 +261,7 @@ class LocalSession:
         if candidate.family != self._candidate.family:
             raise ValueError("a session holds one family")
         began, started = time.monotonic(), self._group is None
-        deadline = began + deadline_seconds
+        ready, deadline = began, began + deadline_seconds
         try:
             stop = self._start(deadline) if started else WatchEnd.ARRIVED
             ready = time.monotonic()
@@ -284,6 +285,8 @@ class LocalSession:
         except OSError as error:  # a full disk or a lack of descriptors is the machine's fault
             phase = self._group.phase if self._group is not None else Phase.START
             outcome = infrastructure_outcome(phase, error, Source.EXCEPTION)
+        if self._steps and not outcome.ok:
+            self.facts[RAN] = {"start_seconds": ready - began, "step_seconds": (time.monotonic() - ready) / self._steps}
         if not outcome.ok or self._job.script:  # a script's data loader holds one batch size
             self.close()
         seconds = time.monotonic() - began
@@ -436,6 +439,8 @@ class LocalSession:
             self._ready.add(rank)
         elif verb == "facts" and rank == 0:
             self.facts = message
+        elif verb == "progress" and rank == 0 and "micro_batches" in message:
+            self._steps = message["steps"] + message["micro_batches"] / self.facts.get("accumulation", 1)
         elif verb == "unbuilt":
             self.missing_op = message["op"]
         elif verb in ("loaded", "measured"):

@@ -183,12 +183,12 @@ class BaseRank(ABC):
         self.phase = phase
         self.channel.send("phase", phase=phase)
 
-    def progress(self, every_seconds: float = 0.0) -> None:
-        """Send a heartbeat with the step count, unless the last one is more recent than `every_seconds`."""
+    def progress(self, every_seconds: float = 0.0, **more: Any) -> None:
+        """Send a heartbeat with the step count and `more`, unless the last one is more recent than `every_seconds`."""
         now = time.monotonic()
         if now - self._last_progress >= every_seconds:
             self._last_progress = now
-            self.channel.send("progress", steps=self.steps)
+            self.channel.send("progress", steps=self.steps, **more)
 
     def report(self, error: BaseException, described: Message | None = None) -> None:
         """Report an error when it is caught."""

@@ -247,7 +247,7 @@ class ScriptRank(BaseRank):
         if phase is Phase.BACKWARD:  # memory peaks here; `stepped` samples too
             self.own_device.note()
         self.fault(phase)
-        self.progress(_PROGRESS_SECONDS)
+        self.progress(_PROGRESS_SECONDS, micro_batches=self.batch.micro_batches)
 
     def stepped(self) -> None:
         """Record the time of an optimizer step."""

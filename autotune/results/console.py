@@ -633,7 +633,7 @@ def missing_memory(outcome: Outcome, hardware: Hardware) -> str:
 _BUDGET_STEPS = (30, 60, 120, 300, 600, 1200, 1800, 3600)  # s; budgets that a message suggests
 
 
-def _larger_budget(seconds: float) -> str:
+def larger_budget(seconds: float) -> str:
     """Return the next usual budget that is at least `seconds`, as --budget takes it."""
     whole = next((step for step in _BUDGET_STEPS if step >= seconds), 3600 * math.ceil(seconds / 3600))
     return f"--budget {whole}s" if whole < 120 else f"--budget {whole // 60}m"
@@ -643,7 +643,7 @@ def startup_used_all(budget_seconds: float, used_seconds: float) -> str:
     """Say that the budget ended before the first trial, and which budget to try."""
     budget, took = format_duration(budget_seconds), format_duration(used_seconds)
     used = f"no trial ran: the budget of {budget} ended during start-up ({took})"
-    return f"{used}; use {_larger_budget(budget_seconds + used_seconds)}"
+    return f"{used}; use {larger_budget(budget_seconds + used_seconds)}"
 
 
 def no_winner_lines(
@@ -660,7 +660,7 @@ def no_winner_lines(
     budget, used = format_duration(facts.budget_seconds), facts.used_seconds
     if not facts.trials:
         if StopReason.of(facts.stop_reason) is StopReason.BUDGET_USED:
-            more = _larger_budget(used + facts.budget_seconds)
+            more = larger_budget(used + facts.budget_seconds)
             took = format_duration(used)
             if used < facts.budget_seconds:
                 return [
@@ -672,7 +672,7 @@ def no_winner_lines(
         f"no candidate ran: {shortened(reason, 2 * _MOST_REASON)} ({count}x)" for reason, count in facts.failures[:3]
     ]
     if facts.cut_short:
-        more = _larger_budget(2 * max(used, facts.budget_seconds))
+        more = larger_budget(2 * max(used, facts.budget_seconds))
         return [f"no trial ended within the budget of {budget}, so nothing is known of memory; use {more}", *lines]
     if not lines:  # measured, and rejected for another reason than memory
         lines = [

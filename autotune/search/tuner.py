@@ -34,6 +34,7 @@ from autotune.problem.knobs import lossy_of
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace
 from autotune.rank.ds_config import why_no_reference
+from autotune.script.profile import own_candidate
 from autotune.search.budget import LEAST_REFERENCE_BUDGET, REFERENCE_SHARE, Budget
 from autotune.search.certificate import Certifier
 from autotune.search.concurrency import PeerTrials, SearchWorkers
@@ -93,6 +94,8 @@ class Tuner:
         self.store, self.proposer, self.cancelled = store, proposer, cancelled
         self.observer: Observer = observer or NullObserver()
         self.leaderboard = Leaderboard(hardware, proposer.job, proposer.candidates)
+        script = proposer.job.script
+        self._own = own_candidate(script) if script is not None and script.profile else None
         self.clock = Budget(executor, proposer, verify_spec, budget_seconds, spent_seconds, self._best, self._due)
         failures = CallFailures(proposer, self.leaderboard, space)
         workers = workers or SearchWorkers()
@@ -108,6 +111,8 @@ class Tuner:
         return (best, self.leaderboard.measured[best][1]) if best else None
 
     def _due(self) -> int:
+        if self.leaderboard.measured.keys() == {self._own}:  # a candidate is worth more than a verification of that one
+            return 0
         return 2 if self.leaderboard.incumbent is not None else 1
 
     def run(self) -> SearchSummary:

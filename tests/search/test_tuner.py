@@ -18,9 +18,11 @@ from autotune.problem.candidate import Candidate, samples
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.rank.step_statistics import OVERRUN
+from autotune.script.profile import own_candidate
 from autotune.search.budget import too_short
 from autotune.search.leaderboard import THRIFT_SHARE, Leaderboard, averaged, overlap
 from autotune.search.proposer import TRIAL_SHARE, Proposer
+from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY
 from autotune.search.tuner import MACHINE_FAILURES, MAX_VERIFIED, SearchSummary, Tuner, apply_verification_result
@@ -215,6 +217,29 @@ def test_too_slow_for_one_budget_is_not_too_slow_for_a_longer_one(
     Tuner(store, executor, proposer, space, hardware, budget_seconds=budget, max_trials=0).run()
     assert (slow in proposer.open) is opened
     assert predictor.table([slow]).step[0] > 2 * expected, "it is a lower bound of the step in any call"
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_scripts_first_candidate_comes_before_the_verification_of_its_own_config(is_own: bool) -> None:
+    """20 s are left, and a verification is expected to take more."""
+    table = load_replay_table(REAL_TABLES / "encoder-script_2xcpu.csv.gz")
+    job, hardware, space = table.job(), table.hardware(), table.space()
+    assert job.script is not None
+    own = own_candidate(job.script)
+    known = own if is_own else next(one for one in table.rows if one.stage == 1)
+    outcome = measured_at(table, next(iter(table.rows)), 0.5)
+    assert outcome.measurement is not None
+    slow = dataclasses.replace(outcome, measurement=dataclasses.replace(outcome.measurement, step_seconds=5.0))
+    store = StudyStore.in_memory(job, hardware, space)
+    number = store.claim(known, space, SEARCH, "", set())
+    assert number is not None
+    store.finish(number, slow)
+    candidates = list(dict.fromkeys([*table.rows, own]))
+    proposer = Proposer(candidates, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
+    executor = ReplayExecutor(table)
+    tuner = Tuner(store, executor, proposer, space, hardware, budget_seconds=60.0, spent_seconds=40.0, max_trials=1)
+    tuner.trials.replay_study()
+    assert tuner.loop.run().reason is (StopReason.MAX_TRIALS if is_own else StopReason.BUDGET_USED)
 
 
 class QuicklyVerified(ReplayExecutor):
