@@ -284,10 +284,10 @@ def _run_with_least_memory(
     candidate = least_memory_candidate(facts.get("optimizer", ""), executor.hardware.device)
     executor.load_ops([candidate], job=job)
     limits = _first_limits(budget_seconds)
-    outcome, found = _run_with_ops(executor, candidate, "probe-thrifty", *limits, job)
+    outcome, found = _run_with_ops(executor, candidate, "probe-least-memory", *limits, job)
     if outcome.source is Source.BATCH and "micro_batch" in facts:
         own = {MICRO_BATCH: facts["micro_batch"], ACCUMULATION: facts["accumulation"]}
-        outcome, found = _run_with_ops(executor, candidate.but(**own), "probe-thrifty-2", *limits, job)
+        outcome, found = _run_with_ops(executor, candidate.but(**own), "probe-least-memory-2", *limits, job)
         found |= {_OWN_STEPS: True}
     _refuse_unless_run(executor, outcome, found, budget_seconds)
     if not outcome.ok:

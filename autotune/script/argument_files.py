@@ -50,7 +50,7 @@ def changes_for(script: Script, file: ArgumentFile, candidate: Candidate, config
     data = file.data
     flags = given(script.argv)
     found: dict[Place, Any] = {}
-    for knob, value in candidate.told(script):
+    for knob, value in candidate.passed_knobs(script):
         place, negated = _place(script, data, knob)
         if place is not None and f"--{place[-1]}" not in flags:
             found[place] = not value if negated else value

@@ -481,7 +481,7 @@ class Verifier:
                     self._verification(rival, VERIFY)
                     continue
                 passed = leaderboard.passed()
-                if not passed or self._goes_on(leaderboard.thriftiest(passed)):
+                if not passed or self._goes_on(leaderboard.choose_least_memory(passed)):
                     break
                 continue
             tried += 1
@@ -496,7 +496,7 @@ class Verifier:
                 if not outcome.kind.is_attributable_to_candidate:
                     break
         if passed := leaderboard.passed():
-            chosen = leaderboard.thriftiest(passed)
+            chosen = leaderboard.choose_least_memory(passed)
             return self._as_record(chosen, leaderboard.verified[chosen], VERIFY), True
         best = leaderboard.best
         return (self._as_record(best, leaderboard.measured[best], SEARCH) if best else None), False
