@@ -73,10 +73,12 @@ def too_slow_outcome(phase: Phase, candidate: Candidate, ran_seconds: float, *, 
     """
     steps = 3.0 if scripted else min(1.0, MAX_TIMED_MICRO_BATCHES / candidate.accumulation)
     least_step_seconds = ran_seconds / steps
+    first = "its first three steps" if scripted else "its first step"
     return Outcome(
         OutcomeKind.TIMEOUT,
         phase,
-        reason=f"too slow for this budget: a step takes over {format_duration(least_step_seconds)}",
+        # the first step has one-time work, so its time is no step's
+        reason=f"too slow for this budget: {first} took over {format_duration(ran_seconds)}",
         evidence=f"{ran_seconds:.1f} s without a result, more than a trial's share of the budget",
         source=Source.BUDGET,
         least_step_seconds=least_step_seconds,

@@ -192,7 +192,7 @@ def test_steps_many_times_slower_than_predicted_leave_time_for_four_trials_and_a
     slow = [(one, outcome) for one, outcome in ended if outcome.least_step_seconds is not None]
     for candidate, outcome in slow:
         assert outcome.least_step_seconds <= rows[candidate].step_seconds  # type: ignore[operator]
-        assert outcome.reason.startswith("too slow for this budget: a step takes over ")
+        assert outcome.reason.startswith("too slow for this budget: its first step took over ")
     assert bool(slow) is too_slow
 
 
