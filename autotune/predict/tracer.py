@@ -26,7 +26,7 @@ from autotune.predict.fake_tensor_patches import (
     shapes_alone,
     with_values,
 )
-from autotune.predict.op_counters import CountedTensors, Counters, follow, follow_encoder, joined
+from autotune.predict.op_counters import CountedTensors, Counters, add_counter_hooks, follow_encoder, joined_passes
 from autotune.predict.trace_data import BACKWARD, IMPORTED, Pass, Trace
 from autotune.problem.job import CHUNKED, LIGER_LOSS, Job
 from autotune.problem.models import DECODED, IMAGE_TEXT, SEQ2SEQ, kernels_of, loss_in_kernel
@@ -211,7 +211,7 @@ def _run_both(job: Job, config: Any, checkpointing: bool, options: _Options) -> 
     One sequence would mislead: many operators then make views instead of copies.
     """
     two, three = (_run(job, config, checkpointing, options, n) for n in (2, 3))
-    return joined(two, three)
+    return joined_passes(two, three)
 
 
 # -- one run -------------------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def _run(
             run.base = live.bytes
             run.forget_operators()
             run.passed = _Passed.apply
-            follow(model, run)
+            add_counter_hooks(model, run)
             run.in_use = bytes_of_head(job, model, options.loss)
             looping.enter_context(at_once(run))
             if (encoder := _encoder(model, job.task)) is not None:

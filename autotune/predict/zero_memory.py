@@ -105,7 +105,7 @@ class _Terms:
         self.trace, self.columns, self.ranks = trace, columns, float(job.ranks)
         self.width, (self.frozen_width, self.dequantized) = trained_width(job, trace), frozen_width(job, trace)
         self.plain, self.torch_alone = job.plain, job.torch_alone
-        self.stepper = stepper(job)
+        self.stepper = optimizer_of_trials(job)
         # torch uses foreach on CUDA only. Pinning does nothing on CPU ranks (accelerator/cpu_accelerator.py).
         self.on_gpu = device == "cuda"
         share = 1.0 if not job.plain else self.width / 4
@@ -130,7 +130,7 @@ class _Terms:
         self.shard, self.frozen_shard = (self.width, self.frozen_width) if job.plain else (max(self.width, 4.0), 4.0)
         self.master = np.where(self.fsdp, 0.0, columns.master)
         self.sub_group = sub_groups(columns, self.part, self.largest, self.ranks)
-        self.stays = staying(columns, self.part, self.largest, self.ranks)
+        self.stays = device_share_of_optimizer(columns, self.part, self.largest, self.ranks)
         self.sharing, self.row_bytes = job.sequence_ranks, job.element_bytes * job.seq_len  # of one channel
         self.heads = attention_heads(job.model.config) if self.sharing > 1 else None
         self._gradients(job)
@@ -602,7 +602,7 @@ def sub_groups(c: Columns, part: float, largest: float, ranks: float) -> Floats:
     return np.minimum(part, np.maximum(c.sub_group, largest / ranks))
 
 
-def staying(c: Columns, part: float, largest: float, ranks: float) -> Floats:
+def device_share_of_optimizer(c: Columns, part: float, largest: float, ranks: float) -> Floats:
     """Return the share of an offloaded optimizer that stays on the device, for each candidate."""
     groups = np.ceil(part / sub_groups(c, part, largest, ranks))
     return np.where(c.stage == 3, np.floor((1 - c.offload_ratio) * groups + 1e-9) / groups, 0.0)
@@ -684,7 +684,7 @@ class Stepper:
     loops: bool = False  # at stage 0, `temporary_bytes` hold one parameter at a time
 
 
-def stepper(job: Job) -> Stepper:
+def optimizer_of_trials(job: Job) -> Stepper:
     """Return the optimizer of the job's trials without offload.
 
     Source: deepspeed 0.19.8, runtime/engine.py, _configure_basic_optimizer and _configure_fp16_optimizer. A script's profile

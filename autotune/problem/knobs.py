@@ -21,7 +21,7 @@ from autotune.problem.models import (
     first_liger_version,
 )
 from autotune.util.bounds import MOST, display_value, invalid_reason
-from autotune.util.interpreter import OWN, Interpreter, which
+from autotune.util.interpreter import OWN, Interpreter, console_script
 from autotune.versions import dotted, release
 
 # -- requirements ------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def a_compiler(value: Value, c: RequirementInputs) -> str:
         return "" if c.job.interpreter.has("triton") else "needs the package triton, which is not installed"
     return (
         ""
-        if any(which(one, c.job.interpreter) for one in ("g++", "clang++", "c++"))
+        if any(console_script(one, c.job.interpreter) for one in ("g++", "clang++", "c++"))
         else "needs a C++ compiler (g++), which is not installed"
     )
 
