@@ -17,7 +17,7 @@ from autotune.commands.request import Request
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.ray_transport import RayNodes, ray_address
-from autotune.executors.cluster.sync import Parcel, parcel_of
+from autotune.executors.cluster.sync import SyncManifest, sync_manifest
 from autotune.executors.cluster.transports import (
     JOB,
     PACKAGE,
@@ -211,11 +211,13 @@ class Nodes:
             )
         self.folders = (file.parent,)
 
-    def _parcels(self, path: str) -> tuple[Parcel, ...]:
+    def _parcels(self, path: str) -> tuple[SyncManifest, ...]:
         if not (self.sync and path):
             return ()
         here = Path(path)
-        return tuple(parcel_of(one) for one in (here, *(two for two in self.folders if not two.is_relative_to(here))))
+        return tuple(
+            sync_manifest(one) for one in (here, *(two for two in self.folders if not two.is_relative_to(here)))
+        )
 
     def reach(
         self,

@@ -25,7 +25,7 @@ from autotune.problem.job import Job, Script
 from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, stored_ladder, write_ladder
 from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
 from autotune.results.report.html import AttemptShown, TrainingReport, training_page, write_page
-from autotune.script.argument_files import find, given, launcher_file, own_config, own_files, said, value_at
+from autotune.script.argument_files import find, given, knob_values, launcher_file, own_config, own_files, value_at
 from autotune.script.argument_writer import with_declared_files
 from autotune.script.command_line import ACCELERATE, framework_of
 from autotune.script.parse_command import launchers_config
@@ -365,7 +365,7 @@ class Launched:
         through = bool(first.profile.get("through_arguments"))
         trainers, share, untold, unchanged = through and framework_of(first) is None, Fraction(1), False, []
         for knob, name in ((MICRO_BATCH, "micro_batch"), (ACCUMULATION, "accumulation")):
-            then, now = _said(first, knob), _said(self.script, knob)
+            then, now = _command_batch_size(first, knob), _command_batch_size(self.script, knob)
             if now is None and then is not None:
                 default = _TRAINERS[knob] if trainers and _said_to_trainer(first, knob) else None
                 now = default or (_count(config, knob) if config is not None and not through else None)
@@ -379,7 +379,7 @@ class Launched:
 
     def _samples_of_words(self, config: dict[str, Any]) -> int | None:
         """Return the samples per step of a script without a probe run: from its words, or else from its config."""
-        words = {knob: size for knob in _TRAINERS if (size := _said(self.script, knob)) is not None}
+        words = {knob: size for knob in _TRAINERS if (size := _command_batch_size(self.script, knob)) is not None}
         told = {**config, **words}
         if len(words) == len(_TRAINERS):
             told.pop(BATCH, None)
@@ -471,11 +471,11 @@ def _shown(value: str | None) -> str:
     return "not set" if value is None else shlex.quote(" ".join(value.split()))
 
 
-def _said(script: Script, knob: str) -> int | None:
+def _command_batch_size(script: Script, knob: str) -> int | None:
     """Return a batch size from the command: from its last matching word, or else from its files or its launcher."""
     words = dataclasses.replace(script, files=())
     flag = dict(script.flags).get(knob) or KNOWN_FLAGS[knob]
-    found = [*said(script, knob), *said(dataclasses.replace(words, flags=((knob, flag),)), knob)]
+    found = [*knob_values(script, knob), *knob_values(dataclasses.replace(words, flags=((knob, flag),)), knob)]
     line, file = line_of(script), launcher_file(script)
     if line.kind == ACCELERATE and knob == ACCUMULATION:
         inside = (file.data.get("deepspeed_config") or {}) if file is not None else {}

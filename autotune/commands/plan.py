@@ -35,7 +35,7 @@ from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_hardware
 from autotune.problem.job import FULL, SEQUENCE_RANKS, Job
 from autotune.problem.space import fitted, load_space
-from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, PlannedGain, WayPlan, short
+from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, PlannedGain, WayPlan, knobs_text
 from autotune.versions import dotted, release
 
 # -- plan --------------------------------------------------------------------------------------------------------------
@@ -495,8 +495,8 @@ def _gain(
     detail = ""
     if a_gpu:
         detail = f"each {(1 + share) * base.hardware.count / new.hardware.count:.0%} as fast as now"
-    elif config and short(new.prediction.candidate) != short(base.prediction.candidate):
-        detail = short(new.prediction.candidate)
+    elif config and knobs_text(new.prediction.candidate) != knobs_text(base.prediction.candidate):
+        detail = knobs_text(new.prediction.candidate)
     return PlannedGain(what, share, new.usd / base.usd - 1 if known and new.usd and base.usd else None, detail)
 
 

@@ -123,7 +123,7 @@ def run_study(
 
     Raises:
         UserError: bad input, or a job that fails by itself.
-        MachineTrouble: the machine fails, for any candidate.
+        MachineError: the machine fails, for any candidate.
         NothingFits: no candidate is feasible.
         Stopped: the user stopped the tuner before the search began.
     """
@@ -186,7 +186,7 @@ def _run(
                 with deadline.no_trial():
                     _open(first, observer.print_line)
                     observer.showing("running the script as it is, then with another batch")
-                    probed = probe(first, setup.job.script, work, setup.budget_seconds / 2, observer.print_line)
+                    probed = probe(first, setup.job.script, work, setup.budget_seconds, observer.print_line)
                 setup = after_probe(setup, probed)
             complete = SliceExtrapolator(setup.job, setup.hardware).extrapolate if setup.hardware.sliced else None
             if complete is not None and probed is not None and probed.baseline is not None:

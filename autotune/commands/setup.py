@@ -50,7 +50,7 @@ from autotune.script.profile import first_candidates, unknown_job
 from autotune.script.script import named_configs
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
 from autotune.search.fingerprint import identity
-from autotune.util.bounds import MOST, shown, whole_number
+from autotune.util.bounds import MOST, display_value, whole_number
 from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import GIB, format_bytes, parse_count, parse_duration, parse_memory, parse_share
 
@@ -621,7 +621,9 @@ def parse_global_batch(asked: int | str | None) -> int | None:
     try:
         return whole_number(asked, "--global-batch-size", -MOST, MOST)  # Job checks the bounds
     except UserError:
-        raise UserError(f"--global-batch-size {shown(asked)}: expected a number of sequences, or {FREE}") from None
+        raise UserError(
+            f"--global-batch-size {display_value(asked)}: expected a number of sequences, or {FREE}"
+        ) from None
 
 
 def kept_batch(asked: int | str | None, config: dict[str, Any], ranks: int, file: Path | None) -> int | None:
@@ -691,7 +693,7 @@ def _typed_seq_len(asked: int | str | None, longest: int | None, model: str) -> 
     try:
         return whole_number(asked, "--seq-len", -MOST, MOST)
     except UserError:
-        raise UserError(f"--seq-len {shown(asked)}: expected a number of tokens, or max") from None
+        raise UserError(f"--seq-len {display_value(asked)}: expected a number of tokens, or max") from None
 
 
 # -- precision ---------------------------------------------------------------------------------------------------------

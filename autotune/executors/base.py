@@ -149,7 +149,7 @@ class LaunchTarget(Protocol):
         """Reconnect, or prepare for a new start.
 
         Raises:
-            MachineTrouble: reconnecting failed.
+            MachineError: reconnecting failed.
             Stopped: the user cancelled.
         """
 
@@ -193,7 +193,7 @@ class Executor(Protocol):
         """Test the machine, so that its faults are not attributed to a candidate.
 
         Raises:
-            MachineTrouble: groups of ranks do not work here.
+            MachineError: groups of ranks do not work here.
         """
         return None
 

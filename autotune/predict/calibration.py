@@ -209,7 +209,7 @@ UNTRACED = 3.0  # factor on the intervals of a model that could not be traced
 SHARDED = 0.17
 UNREAD_STATES = 0.2  # share of parameters, gradients and states, if a key is set that no formula reads
 
-# Factors on the lines of ZeRO's bill. `cached` is a share of all bytes that come and go within a step: blocks that
+# Factors on the lines of the memory estimate. `cached` is a share of all bytes that come and go within a step: blocks that
 # the caching allocator keeps in addition to those in use.
 MEMORY = {
     # factor on all that torch allocates, for settings and versions of a training that are not recorded
@@ -364,11 +364,11 @@ PRIOR = Prior(0.0, 0.3)  # prior of the factor's logarithm: fragments, copies an
 NOISE = 0.1
 
 
-def fit_host(bill: Floats, outcomes: Sequence[Outcome], hardware: Hardware) -> Posterior:
+def fit_host(estimate: Floats, outcomes: Sequence[Outcome], hardware: Hardware) -> Posterior:
     """Fit the logarithm of measured over predicted host memory.
 
     Args:
-        bill: (n,) predicted bytes of one rank, for candidates that offload.
+        estimate: (n,) predicted bytes of one rank, for candidates that offload.
         outcomes: their outcomes, each a measurement or an OOM_HOST.
     """
     total = float(hardware.host_memory_bytes)
@@ -376,10 +376,10 @@ def fit_host(bill: Floats, outcomes: Sequence[Outcome], hardware: Hardware) -> P
     ranks = hardware.per_node
     ran_out = np.array([o.measurement is None for o in outcomes])
     held = np.array([_held(o) for o in outcomes])
-    seen = (held > 0) & (bill > own / ranks)  # a smaller bill gives no information
+    seen = (held > 0) & (estimate > own / ranks)  # a smaller estimate gives no information
 
     def residuals(constants: Floats) -> Floats:
-        each = own / ranks + np.exp(constants[..., 0, None]) * bill
+        each = own / ranks + np.exp(constants[..., 0, None]) * estimate
         over = np.log(ranks * each / total)
         off = np.where(ran_out, np.minimum(over, 0.0), np.maximum(over, 0.0))
         return np.asarray(np.where(seen, np.log(each / np.where(seen, held, 1.0)), off))

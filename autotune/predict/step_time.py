@@ -22,7 +22,7 @@ from autotune.predict.zero_memory import (
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import GpuFacts, Hardware, threads_per_rank, usable_cpus
 from autotune.problem.job import Job
-from autotune.problem.models import CAUSAL, DECODED, IMAGE_TEXT, MASKED, SEQ2SEQ, attention_heads, told_image_size
+from autotune.problem.models import CAUSAL, DECODED, IMAGE_TEXT, MASKED, SEQ2SEQ, attention_heads, declared_image_size
 from autotune.util.units import GIB
 
 # -- roofline ----------------------------------------------------------------------------------------------------------
@@ -500,7 +500,7 @@ def dense_shape(config: Config) -> tuple[int, int, int] | None:
 
 
 def fsdp_settings(config: Config, elements: float) -> dict[str, float]:
-    """Return the knobs of stage 3 with which ZeRO's bill describes FSDP2, wrapped block by block.
+    """Return the knobs of stage 3 with which the memory estimate describes FSDP2, wrapped block by block.
 
     Embedding and head are the root's own parameters. They stay whole from forward to backward, and the next block is
     gathered during each block (torch/distributed/fsdp: the root is not resharded; BackwardPrefetch.BACKWARD_PRE). A
@@ -611,7 +611,7 @@ def _flops_of_two_stacks(job: Job, parameters: int, times: float) -> float | Non
 def _tower_flops(job: Job, times: float) -> float | None:
     """Return the FLOPs of one image in its tower; None if the configuration does not give its shape."""
     vision = job.model.config.get("vision_config")
-    size = job.image_size or told_image_size(job.model.config)
+    size = job.image_size or declared_image_size(job.model.config)
     patch = vision.get("patch_size") if isinstance(vision, dict) else None
     if not isinstance(vision, dict) or size is None or not isinstance(patch, int):
         return None

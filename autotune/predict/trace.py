@@ -19,10 +19,10 @@ from autotune.predict.trace_cache import (
     RUNS_IT,
     cache_path,
     closed_form_trace,
+    follows_from_shape,
     known_trace,
     profile_trace,
     runnable,
-    told_by_shape,
     traceable,
 )
 from autotune.predict.trace_data import IMPORTED, Trace
@@ -127,7 +127,7 @@ def trace_job(
         raise UserError(f"model {job.model.name} cannot be built: {answer['impossible']}")
     why = answer.get("impossible") or answer.get("untraceable") or "no answer"
     sizes = answer.get("sizes")
-    if sizes is None and not told_by_shape(job):
+    if sizes is None and not follows_from_shape(job):
         # A workload's code may need the hidden GPU. For other models, only sizes allow an estimate.
         answer = _ask_tracer(job, ["--sizes"], timeout_seconds, cancelled)
         sizes, why = answer.get("sizes"), answer.get("untraceable") or why

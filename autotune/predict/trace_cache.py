@@ -206,7 +206,7 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
     text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
     shape, products = dense_shape(job.model.config), matmul_parameters(job.model.config, job.task)
     hidden = text.get("hidden_size", text.get("n_embd"))
-    if not told_by_shape(job) or shape is None or products is None:
+    if not follows_from_shape(job) or shape is None or products is None:
         saved = _saved_by_layers(text, float(job.seq_len)) if shape is None else None
         return _trace_of_sizes(job, why, sizes, saved)
     layers, attention, vocabulary = shape
@@ -272,7 +272,7 @@ def _trace_of_sizes(job: Job, why: str, sizes: Sizes | None, saved: float | None
     return _of_sizes(job, *sizes, tokens, saved or _saved_by(sum(*sizes), tokens), untraced_note(why, counted=True))
 
 
-def told_by_shape(job: Job) -> bool:
+def follows_from_shape(job: Job) -> bool:
     """Check that the configuration is a dense decoder's, so that it alone determines what the layers keep."""
     text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
     hidden = text.get("hidden_size", text.get("n_embd"))

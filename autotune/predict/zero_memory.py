@@ -37,13 +37,19 @@ HOLES = 0.3
 COMPILED_KEPT = 0.75
 REDUCE_ELEMENTS = 5e8  # most elements of a flat copy in which stage 0 reduces (engine.py, allreduce_gradients)
 
-# fields of a Bill with one entry per candidate
+# fields of a MemoryEstimate with one entry per candidate
 SUMS = ("parameters", "gradients", "optimizer", "host", "left", "holes", "flat", "cast", "norm")
-TABLES = ("buckets", "gathered", "temporaries", "activations", "sent")  # fields of a Bill of (moments, candidates)
+TABLES = (
+    "buckets",
+    "gathered",
+    "temporaries",
+    "activations",
+    "sent",
+)  # fields of a MemoryEstimate of (moments, candidates)
 
 
 @dataclass(frozen=True)
-class Bill:
+class MemoryEstimate:
     """Bytes of one rank: arrays of one entry per candidate, or tables of (moments, candidates).
 
     A moment is a point of a step, or of the engine's initialisation, at which memory may peak.
@@ -76,7 +82,7 @@ class Bill:
 
 
 class _Moments:
-    """Rows of a Bill's tables, one per moment."""
+    """Rows of a MemoryEstimate's tables, one per moment."""
 
     def __init__(self, count: int) -> None:
         self.zero = np.zeros(count)
@@ -93,7 +99,7 @@ class _Moments:
 
 
 class _Terms:
-    """Sizes, flags and buffers that several lines of the bill need; arrays hold one entry per candidate."""
+    """Sizes, flags and buffers that several lines of the estimate need; arrays hold one entry per candidate."""
 
     def __init__(self, job: Job, trace: Trace, columns: Columns, device: str) -> None:
         self.trace, self.columns, self.ranks = trace, columns, float(job.ranks)
@@ -211,7 +217,7 @@ class _Terms:
         self.kept_buckets = self.standing + np.where(self.accumulates & self.one, self.ipg, 0.0)
 
 
-def bill(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> Bill:
+def estimate_memory(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> MemoryEstimate:
     """Return device and host bytes of every candidate, without CUDA's context, the allocator and communication libraries.
 
     On "cuda", memory is really pinned, and torch's optimizers allocate their intermediates.
@@ -221,7 +227,7 @@ def bill(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> Bill:
     _add_passes(terms, moments)
     _add_step(terms, moments, gradients)
     kept = {"host": _host(terms), "left": _left(terms), "holes": _holes(terms), **_step_blocks(terms)}
-    return Bill(parameters, gradients, optimizer, tuple(moments.names), **moments.tables(), **kept)
+    return MemoryEstimate(parameters, gradients, optimizer, tuple(moments.names), **moments.tables(), **kept)
 
 
 def trained_width(job: Job, trace: Trace) -> float:
@@ -385,7 +391,7 @@ def _left(t: _Terms) -> Floats:
 
 
 def _step_blocks(t: _Terms) -> dict[str, Floats]:
-    """Return the sizes of the largest blocks of a step with DeepSpeed's own optimizers on the device, as fields of a Bill.
+    """Return the sizes of the largest blocks of a step with DeepSpeed's own optimizers on the device, fields of MemoryEstimate.
 
     Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py (`step`: flatten, cast, get_grad_norm_direct) and stage3.py
     (`_prepare_fp32_grad_for_sub_group`).

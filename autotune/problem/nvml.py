@@ -82,7 +82,7 @@ _opened_by: int | None = None  # pid of the process that has initialised NVML; a
 
 
 def open_nvml() -> Any:
-    """Return NVML's bindings, or None if no driver answers; `driver_trouble` gives the reason.
+    """Return NVML's bindings, or None if no driver answers; `driver_failure` gives the reason.
 
     NVML is initialised once per process and never shut down. Without persistence mode each new opening may wake every card for
     seconds. A shutdown by the garbage collector may wait for the bindings' own lock for ever.
@@ -132,7 +132,7 @@ def driver_error() -> Exception | None:
     return None
 
 
-def driver_trouble() -> str:
+def driver_failure() -> str:
     """Return why the driver does not answer; empty if it answers, or if this machine has none."""
     error = driver_error()
     if error is None:
@@ -236,7 +236,7 @@ def settled_gpus(count: int | None) -> list[Gpu]:
     """
     gpus = visible_gpus()
     for _ in range(_MOST_LOOKS):
-        if not any(_nobodys(gpu) for gpu in gpus[:count]):
+        if not any(_is_held_by_no_process(gpu) for gpu in gpus[:count]):
             break
         time.sleep(LOOK_AGAIN_SECONDS)
         earlier, gpus = {gpu.uuid: gpu.free_bytes for gpu in gpus}, visible_gpus()
@@ -245,7 +245,7 @@ def settled_gpus(count: int | None) -> list[Gpu]:
     return gpus
 
 
-def _nobodys(gpu: Gpu) -> bool:
+def _is_held_by_no_process(gpu: Gpu) -> bool:
     """Check that much of the GPU's memory is held by no living process."""
     alive = sum(held for pid, held in gpu.holders.items() if runs(pid))
     return gpu.held_bytes - alive > _NOBODYS_BYTES

@@ -58,11 +58,11 @@ def greet(address: str, number: int) -> tuple[Channel, Message]:
     channel.send("hello", rank=number, pid=os.getpid())
     spec = channel.receive()
     if spec is None:
-        leave(1)
+        exit_process(1)
     return channel, spec
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End this process at once, without the interpreter's cleanup.
 
     A peer may wait in a collective for ever, so nothing may wait for the peer. Besides, gloo's threads abort an
@@ -183,12 +183,12 @@ class BaseRank(ABC):
         self.phase = phase
         self.channel.send("phase", phase=phase)
 
-    def progress(self, every_seconds: float = 0.0) -> None:
-        """Send a heartbeat with the step count, unless the last one is more recent than `every_seconds`."""
+    def progress(self, every_seconds: float = 0.0, **more: Any) -> None:
+        """Send a heartbeat with the step count and `more`, unless the last one is more recent than `every_seconds`."""
         now = time.monotonic()
         if now - self._last_progress >= every_seconds:
             self._last_progress = now
-            self.channel.send("progress", steps=self.steps)
+            self.channel.send("progress", steps=self.steps, **more)
 
     def report(self, error: BaseException, described: Message | None = None) -> None:
         """Report an error when it is caught."""
@@ -230,7 +230,7 @@ class BaseRank(ABC):
         if described is None or is_memory_error(described, self.spec["device"]):
             self.progress()
             self.report(error, described)
-            leave(EXIT_REPORTED)
+            exit_process(EXIT_REPORTED)
         return described
 
     def leave_if_memory_ended(self, ended: SystemExit) -> None:

@@ -120,7 +120,7 @@ def load_any(
     else:
         found = _load_converted(load, engine, *written, own, print_line, *args, **kwargs)
     if found and found[0] and own is not None:
-        mend(engine, own)
+        repair_optimizer(engine, own)
     return found
 
 
@@ -205,7 +205,7 @@ def settings_of(engine: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k != "params"} for group in _inner(engine).param_groups]
 
 
-def mend(engine: Any, own: list[dict[str, Any]]) -> None:
+def repair_optimizer(engine: Any, own: list[dict[str, Any]]) -> None:
     """Repair the optimizer after a load.
 
     With offloading, its class of Adam differs from the one whose states were saved. Settings missing in its groups are
@@ -466,7 +466,7 @@ def is_damaged(folder: Path, part: CheckpointShare) -> bool:
     return not files or any(is_cut_off(file) for file in files if part.has(file.name))
 
 
-def lacks(folder: Path, part: CheckpointShare) -> bool:
+def lacks_own_files(folder: Path, part: CheckpointShare) -> bool:
     """Return True if other ranks have own files in the tag's folder and this rank has none.
 
     Nothing is missing if the first ranks have files as equal groups would, as with MiCS. Tensor parallel ranks (AutoTP)
@@ -498,7 +498,7 @@ def tags_in(folder: Path, part: CheckpointShare) -> TaggedFolderView:
     """Return this rank's view of the folder."""
     whole = {}
     for tag in {file.parent for file in folder.glob(f"*/{_SHARDS_STATES}")}:
-        if not is_damaged(tag, part) and not lacks(tag, part):
+        if not is_damaged(tag, part) and not lacks_own_files(tag, part):
             whole[tag.name] = max((file.stat().st_mtime_ns for file in tag.glob(_SHARDS_STATES)), default=0)
     return TaggedFolderView(tag_of(folder), whole)
 
@@ -590,7 +590,11 @@ class CheckpointLedger:
             tag = tag_of(checkpoint)  # DeepSpeed's tag
             if tag is None or not is_damaged(checkpoint / tag, part):
                 readable.add(step)
-                if tag is not None and not lacks(checkpoint / tag, part) and not is_cut_off(checkpoint / part.random):
+                if (
+                    tag is not None
+                    and not lacks_own_files(checkpoint / tag, part)
+                    and not is_cut_off(checkpoint / part.random)
+                ):
                     whole.add(step)
             if tag is not None and str(checkpoint / tag) in bad:
                 failed.add(step)

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Phase
 from autotune.problem.training_trace import LEAST_STEPS
-from autotune.rank.base import BaseRank, greet, handled, leave
+from autotune.rank.base import BaseRank, exit_process, greet, handled
 from autotune.rank.checkpoints import (
     CheckpointLedger,
     CheckpointShare,
@@ -307,7 +307,7 @@ def train(address: str, number: int) -> Any:
         code = ended.code
     except BaseException as error:
         rank.report(error)
-        leave(1)
+        exit_process(1)
     channel.send("bye", code=_exit_status(code), steps=rank.steps)
     return code
 
@@ -336,7 +336,7 @@ def become(address: str, number: int) -> NoReturn:
         print(code, file=sys.stderr)
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads, as multiprocessing does
     atexit._run_exitfuncs()
-    leave(_exit_status(code))
+    exit_process(_exit_status(code))
 
 
 def main() -> None:

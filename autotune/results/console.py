@@ -457,7 +457,7 @@ def own_line(facts: StudyFacts, job: Job) -> str:
         remark = facts.remark(own.number)
         return f"{yours}: {speed(own.outcome.measurement)}{f', {remark}' if remark else ''}"
     alike = f"{ratio.samples_per_second:.4g} against {ratio.other_samples_per_second:.4g} samples/s, measured alike"
-    unlike = unlike_steps(own.candidate, winner.candidate, job)
+    unlike = batch_size_note(own.candidate, winner.candidate, job)
     if ratio.is_noise:
         return f"{yours}: tied with the winner, {ratio.times:.2f}x is below noise ({alike}{unlike})"
     return f"{yours}: the winner is {ratio.times:.2f}x yours ({alike}{unlike})"
@@ -518,7 +518,7 @@ def _unit(hardware: Hardware) -> str:
     return "GPU" if hardware.device == "cuda" else "CPU rank"
 
 
-def unlike_steps(own: Candidate, winner: Candidate, job: Job) -> str:
+def batch_size_note(own: Candidate, winner: Candidate, job: Job) -> str:
     """Return a note if the two take steps of different size."""
     mine, theirs = (one.rows_per_rank * job.data_ranks for one in (winner, own))
     return "" if mine == theirs else f"; its steps are of {theirs} samples, the winner's of {mine}"
@@ -614,7 +614,7 @@ def _checkpointing(winner: Candidate, job: Job, script: Script) -> list[str]:
     return [left] if left else []
 
 
-def short_of(outcome: Outcome, hardware: Hardware) -> str:
+def missing_memory(outcome: Outcome, hardware: Hardware) -> str:
     """Describe the memory that a config lacked; empty if it failed for another reason."""
     missing = missing_bytes(outcome, hardware)
     if missing is None:
@@ -633,7 +633,7 @@ def short_of(outcome: Outcome, hardware: Hardware) -> str:
 _BUDGET_STEPS = (30, 60, 120, 300, 600, 1200, 1800, 3600)  # s; budgets that a message suggests
 
 
-def _larger_budget(seconds: float) -> str:
+def larger_budget(seconds: float) -> str:
     """Return the next usual budget that is at least `seconds`, as --budget takes it."""
     whole = next((step for step in _BUDGET_STEPS if step >= seconds), 3600 * math.ceil(seconds / 3600))
     return f"--budget {whole}s" if whole < 120 else f"--budget {whole // 60}m"
@@ -643,7 +643,7 @@ def startup_used_all(budget_seconds: float, used_seconds: float) -> str:
     """Say that the budget ended before the first trial, and which budget to try."""
     budget, took = format_duration(budget_seconds), format_duration(used_seconds)
     used = f"no trial ran: the budget of {budget} ended during start-up ({took})"
-    return f"{used}; use {_larger_budget(budget_seconds + used_seconds)}"
+    return f"{used}; use {larger_budget(budget_seconds + used_seconds)}"
 
 
 def no_winner_lines(
@@ -660,7 +660,7 @@ def no_winner_lines(
     budget, used = format_duration(facts.budget_seconds), facts.used_seconds
     if not facts.trials:
         if StopReason.of(facts.stop_reason) is StopReason.BUDGET_USED:
-            more = _larger_budget(used + facts.budget_seconds)
+            more = larger_budget(used + facts.budget_seconds)
             took = format_duration(used)
             if used < facts.budget_seconds:
                 return [
@@ -672,7 +672,7 @@ def no_winner_lines(
         f"no candidate ran: {shortened(reason, 2 * _MOST_REASON)} ({count}x)" for reason, count in facts.failures[:3]
     ]
     if facts.cut_short:
-        more = _larger_budget(2 * max(used, facts.budget_seconds))
+        more = larger_budget(2 * max(used, facts.budget_seconds))
         return [f"no trial ended within the budget of {budget}, so nothing is known of memory; use {more}", *lines]
     if not lines:  # measured, and rejected for another reason than memory
         lines = [
@@ -684,7 +684,7 @@ def no_winner_lines(
 def _closest_lines(
     record: Record, outcome: Outcome, hardware: Hardware, tried: Collection[Candidate], untried: list[Candidate]
 ) -> list[str]:
-    lines = [f"closest: {record.candidate}: {short_of(outcome, hardware)}"]
+    lines = [f"closest: {record.candidate}: {missing_memory(outcome, hardware)}"]
     candidate, changes = record.candidate, []
     if candidate.micro_batch > 1:
         changes.append(f"micro-batch {candidate.micro_batch} -> {candidate.micro_batch // 2}")

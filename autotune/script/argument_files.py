@@ -114,7 +114,7 @@ def carries_config(script: Script) -> bool:
     return any(config_place(script, file.data) for file in own_files(script))
 
 
-def said(script: Script, knob: str) -> list[Any]:
+def knob_values(script: Script, knob: str) -> list[Any]:
     """Return the values that the command gives a knob: by a flag that the user declared, and in its files."""
     flag = dict(script.flags).get(knob)
     found: list[Any] = []

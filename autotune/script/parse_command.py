@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from autotune.errors import UserError, near
+from autotune.errors import UserError, did_you_mean
 from autotune.problem.candidate import KNOBS, MICRO_BATCH
 from autotune.problem.import_time_env import after, settings_in
 from autotune.problem.job import ArgumentFile, Script, script_text
@@ -131,7 +131,7 @@ def _mapping(text: str) -> tuple[str, str]:
             "given NAME=VALUE"
         )
     if knob not in KNOBS:
-        raise UserError(f"--map {text}: unknown knob {knob!r}{near(knob, KNOBS)}")
+        raise UserError(f"--map {text}: unknown knob {knob!r}{did_you_mean(knob, KNOBS)}")
     return knob, flag
 
 

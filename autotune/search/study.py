@@ -15,7 +15,7 @@ import optuna
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
-from autotune.errors import UserError, near
+from autotune.errors import UserError, did_you_mean
 from autotune.masking import hide_password
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, threads_per_rank
@@ -23,7 +23,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome
 from autotune.problem.space import SearchSpace, fitted, parse_space
 from autotune.script.recorded import RecordedPython, recorded_job
-from autotune.search.fingerprint import THREADS, changes, fingerprint, knowing_more
+from autotune.search.fingerprint import THREADS, changes, fingerprint, merged_fingerprint
 from autotune.search.heartbeat import Tuners
 from autotune.search.leaderboard import StudyFacts, dashboard_note, study_facts
 from autotune.search.storage import DATABASES, ServerStorage, hold, open_storage, stored_in
@@ -36,6 +36,7 @@ from autotune.search.trials import (
     MeasuredHere,
     Record,
     Records,
+    abandoned_outcome,
     attributes,
     begin,
     best_shown,
@@ -45,7 +46,6 @@ from autotune.search.trials import (
     end,
     found_running,
     kept_if_it_fails,
-    left_outcome,
     now,
     outcomes_kept_in_folder,
     record_of,
@@ -149,7 +149,7 @@ class StudyStore:
                     "choose another --study, or --force to go on with it"
                 )
             store._append("forced", {"at": now(), "differences": changed})
-        if before != (known := knowing_more(before, mark)):
+        if before != (known := merged_fingerprint(before, mark)):
             store._set("fingerprint", known)
         if store.attributes.get("space") != space.text:
             store._set("space", space.text)
@@ -181,7 +181,7 @@ class StudyStore:
             storage = stored_in(folder)
             if storage is None:
                 known = sorted({path.parent.name for file in DATABASES for path in runs.glob(f"*/{file}")})
-                hint = near(name, known) or (f"; there are {', '.join(known[:8])}" if known else "")
+                hint = did_you_mean(name, known) or (f"; there are {', '.join(known[:8])}" if known else "")
                 raise UserError(f"no study {name!r} in {runs}/{hint} (`--storage` reaches other databases)")
             name = folder.resolve().name
         database = open_storage(storage, reading=True)
@@ -190,7 +190,7 @@ class StudyStore:
             study = optuna.load_study(study_name=stored, storage=database, sampler=optuna.samplers.RandomSampler())
         except KeyError:
             known = optuna.get_all_study_names(database)
-            raise UserError(f"no study {name!r} in {hide_password(storage)}{near(name, known)}") from None
+            raise UserError(f"no study {name!r} in {hide_password(storage)}{did_you_mean(name, known)}") from None
         store = cls(study, folder, name, interpreter)
         check_founded(study, f"study {name!r} in {hide_password(storage)}")
         return store
@@ -391,7 +391,7 @@ class StudyStore:
             record = record_of(trial)
             died = trial.state is TrialState.RUNNING and self.tuners.died(trial.user_attrs.get(TUNER))
             deadly = died and record is not None and (record.candidate, record.role) in before
-            outcome = left_outcome(deadly) if died else LET_GO
+            outcome = abandoned_outcome(deadly) if died else LET_GO
             closed += close(self.study, trial, self.hardware, outcome) and record is not None
         return closed
 

@@ -62,7 +62,7 @@ def begin(
     knobs: dict[str, Any] = dict(candidate.knobs)
     attributes = {CLAIM if claim else CANDIDATE: knobs, ROLE: role, "note": note, "started": now(), TUNER: tuner}
     for left in reversed(range(_BEGINNERS)):
-        parameters, kinds = told(candidate, space, _stored_distributions(study))
+        parameters, kinds = optuna_parameters(candidate, space, _stored_distributions(study))
         template = optuna.trial.create_trial(
             state=TrialState.RUNNING, params=parameters, distributions=kinds, user_attrs=attributes
         )
@@ -217,7 +217,7 @@ def found_running(records: list[Record]) -> set[tuple[Candidate, str]]:
     return found
 
 
-def left_outcome(deadly: bool) -> Outcome:
+def abandoned_outcome(deadly: bool) -> Outcome:
     """Return the outcome of a trial whose tuner died.
 
     The trial may have killed its tuner: a container or a Slurm step is killed as a whole when its memory is full. After
@@ -317,7 +317,7 @@ def constraints(outcome: Outcome, hardware: Hardware) -> dict[str, float]:
     return {"memory_gib_over": 0.0, "failed": 1.0}
 
 
-def told(
+def optuna_parameters(
     candidate: Candidate, space: SearchSpace | None, stored: Mapping[str, BaseDistribution]
 ) -> tuple[dict[str, Value], dict[str, BaseDistribution]]:
     """Return the candidate's parameters and their distributions: ordered numbers as ranges, the rest as choices.

@@ -28,7 +28,7 @@ from typing import Any
 if not __package__:  # started by its path: benchmarks import each other from the repository's root
     sys.path[0] = str(Path(__file__).parents[2])
 
-from autotune.errors import MachineTrouble, UserError
+from autotune.errors import MachineError, UserError
 from autotune.executors.base import MeasureSpec
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
@@ -155,7 +155,7 @@ def one_call(bench: Bench, seed: int, url: str, folder: Path, planter: Planter, 
             Tuner(
                 store, executor, proposer, space, executor.hardware, budget_seconds=900, max_trials=trials, **options
             ).run()
-    except (UserError, MachineTrouble) as error:
+    except (UserError, MachineError) as error:
         return str(error)
     return None
 

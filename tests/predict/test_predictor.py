@@ -332,7 +332,7 @@ def test_blocks_that_wait_for_another_stream_are_within_the_intervals(stage: int
     prepared = traced_predictor(job, hardware).prepare(
         [make_candidate(stage, 1, overlap_comm=True, reduce_bucket_size=10**8)]
     )
-    b, c = prepared.bill, prepared.columns
+    b, c = prepared.memory, prepared.columns
     waiting = 2 * (c.reduce_bucket[0] if stage < 3 else c.prefetch[0])
     at = [i for i, name in enumerate(b.moments) if name == "backward" and b.buckets[i, 0] > 0]
     assert at

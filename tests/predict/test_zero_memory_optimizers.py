@@ -7,7 +7,7 @@ import pytest
 
 from autotune.predict.features import columns_of
 from autotune.predict.trace import trace_job
-from autotune.predict.zero_memory import STATE_BYTES, bill, muon_sizes, stepper
+from autotune.predict.zero_memory import STATE_BYTES, estimate_memory, muon_sizes, stepper
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import OPTIMIZERS, Job, Script
 from autotune.problem.knobs import RequirementInputs, unscattered_for_muon
@@ -105,7 +105,7 @@ def test_plain_torch_takes_foreach_unless_told(params: dict[str, Any], temporary
 def test_plain_torch_keeps_all_in_the_weights_own_type(ranks: int, optimizer: str, expected: float) -> None:
     job = make_job(ranks, precision="bf16", seq_len=SEQ_LEN, base_config={**PLAIN, "optimizer": {"type": optimizer}})
     trace = recorded_trace(job)
-    one = bill(job, trace, columns_of([make_candidate(0, 1)], job), "cuda")
+    one = estimate_memory(job, trace, columns_of([make_candidate(0, 1)], job), "cuda")
     elements = sum(trace.parameters)
     assert one.parameters[0] == 2 * elements
     assert one.optimizer[0] == expected * elements
@@ -156,7 +156,7 @@ def in_the_step(profile: dict[str, Any], stage: int, device: str, precision: str
     """Bytes that come and go while it steps."""
     job = of_script(profile, 1, precision)
     candidate = make_candidate(stage, 1, sub_group_size=10**9)
-    one = bill(job, recorded_trace(job), columns_of([candidate], job), device)
+    one = estimate_memory(job, recorded_trace(job), columns_of([candidate], job), device)
     return float(one.temporaries[one.moments.index("step"), 0])
 
 
@@ -218,7 +218,7 @@ def test_muon_keeps_momentum_for_matrices_and_adams_states_for_the_rest(stage: i
     candidate = make_candidate(stage, offload_optimizer=out) if stage else make_candidate()
     columns = columns_of([candidate], job)
     plain = dataclasses.replace(job, base_config={"optimizer": {"type": "SGD"}})
-    ours, without = (bill(one, trace, columns, "cuda") for one in (job, plain))
+    ours, without = (estimate_memory(one, trace, columns, "cuda") for one in (job, plain))
     ranks = 2 if stage else 1
     states = (momentum * matrices + 8 * rest) / ranks
     less = 4 * sum(trace.parameters) / ranks  # SGD's
@@ -233,7 +233,7 @@ def test_muon_at_stage_3_gathers_in_the_type_of_the_path() -> None:
     trace = trace_job(job)
 
     def stepped(job: Job, **knobs: Any) -> float:
-        one = bill(job, trace, columns_of([make_candidate(3, **knobs)], job), "cuda")
+        one = estimate_memory(job, trace, columns_of([make_candidate(3, **knobs)], job), "cuda")
         return float(one.temporaries[one.moments.index("step"), 0])
 
     in_32_bits, in_16_bits = (stepped(of, offload_optimizer="cpu", sub_group_size=10**10) for of in (wide, job))

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from autotune.problem.gpu_specs import NvmlFigures, gpu_table, told_by_driver, unlisted
+from autotune.problem.gpu_specs import NvmlFigures, driver_figures, gpu_table, unlisted
 from autotune.problem.hardware import Hardware, detect
 from autotune.util.units import GIB
 from tests.fake_driver import Card, Driver, Slice
@@ -78,7 +78,7 @@ def test_main_memory_is_slow_memory() -> None:
 def test_a_found_card_says_its_rates(driver: Driver) -> None:
     driver.cards = [Card("NVIDIA GX500", 80, capability=(9, 0), rates=(16896, 1980, 2619, 5120, 5, 18))]
     driver.write()
-    told = told_by_driver(driver.cards[0].uuid)
+    told = driver_figures(driver.cards[0].uuid)
     assert told is not None
     assert dataclasses.astuple(told)[1:] == pytest.approx((66.9, 3352, 50, 450), rel=0.01)
     found = detect("auto", None)
@@ -93,13 +93,13 @@ def test_a_found_card_says_its_rates(driver: Driver) -> None:
 def test_a_card_that_says_little_and_a_driver_that_fails(driver: Driver) -> None:
     driver.cards = [Card("NVIDIA GX1", 24, capability=(7, 5))]
     driver.write()
-    assert told_by_driver(driver.cards[0].uuid) == NvmlFigures((7, 5))
+    assert driver_figures(driver.cards[0].uuid) == NvmlFigures((7, 5))
     found = detect("auto", None)
     assert not found.bf16, "before Ampere"
     assert found.gpu_facts is not None
     driver.failing = {"nvmlDeviceGetCudaComputeCapability": 999}
     driver.write()
-    assert told_by_driver(driver.cards[0].uuid) is None
+    assert driver_figures(driver.cards[0].uuid) is None
     assert detect("auto", None).gpu_facts == dataclasses.replace(found.gpu_facts, bf16=True)
 
 

@@ -8,7 +8,7 @@ import os
 import traceback
 from typing import NoReturn
 
-from autotune.rank.base import greet, leave
+from autotune.rank.base import exit_process, greet
 
 
 def become(address: str, number: int) -> NoReturn:
@@ -23,7 +23,7 @@ def become(address: str, number: int) -> NoReturn:
         channel.send("result", value=function(*spec["arguments"]))
     except BaseException:
         channel.send("failed", text=traceback.format_exc())
-    leave(0)
+    exit_process(0)
 
 
 def _join_group(folder: str) -> None:

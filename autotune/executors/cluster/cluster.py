@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune._version import __version__
-from autotune.errors import MachineTrouble, Stopped, UserError
+from autotune.errors import MachineError, Stopped, UserError
 from autotune.executors.cluster.rpc import (
     GREETING_SECONDS,
     PROTOCOL,
@@ -23,7 +23,7 @@ from autotune.executors.cluster.rpc import (
     NoGreeting,
     RemoteWorkers,
 )
-from autotune.executors.cluster.sync import CHUNK_BYTES, Parcel
+from autotune.executors.cluster.sync import CHUNK_BYTES, SyncManifest
 from autotune.executors.cluster.transports import Host, Transport
 from autotune.executors.machine import Ops, RankRequirements
 from autotune.problem.hardware import Hardware
@@ -99,7 +99,7 @@ class NodeRequirements:
     path: str = ""
     interface: str | None = None
     variables: tuple[str, ...] = ()
-    parcels: tuple[Parcel, ...] = ()
+    parcels: tuple[SyncManifest, ...] = ()
     preamble: bytes = b""
     lasting: bool = False
     interpreter: Interpreter = OWN
@@ -215,7 +215,7 @@ class Cluster:
             node.survey = self._await_answer(node, number, _SURVEY_SECONDS)
             node.hardware = Hardware.from_json(node.survey["hardware"])
 
-    def _send(self, node: Node, parcel: Parcel) -> None:
+    def _send(self, node: Node, parcel: SyncManifest) -> None:
         """Send a folder to the node unless an identical copy is there."""
         about = {"manifest": parcel.manifest, "lasting": self.requirements.lasting}
         if self._await_answer(node, node.connection.begin("compare", **about), _SURVEY_SECONDS)["there"]:
@@ -330,7 +330,7 @@ class Cluster:
         """Reconnect to disconnected nodes and prepare them.
 
         Raises:
-            MachineTrouble: a node cannot be reached within minutes.
+            MachineError: a node cannot be reached within minutes.
             Stopped: the user cancelled.
         """
         until = time.monotonic() + _BACK_SECONDS
@@ -347,7 +347,7 @@ class Cluster:
                     if self.cancelled():
                         raise Stopped("stopped while a node was reached again") from None
                     if time.monotonic() > until:
-                        raise MachineTrouble(f"{error}; the study goes on with the same command") from None
+                        raise MachineError(f"{error}; the study goes on with the same command") from None
                     time.sleep(_RETRY_SECONDS)
             self.print_line(f"node {node.name} is back")
 

@@ -21,9 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from autotune.errors import UserError, near
+from autotune.errors import UserError, did_you_mean
 from autotune.executors.cluster.rpc import NoGreeting
-from autotune.util.bounds import read_text, shown, whole_number
+from autotune.util.bounds import display_value, read_text, whole_number
 from autotune.util.interpreter import APART
 from autotune.util.units import format_duration
 
@@ -401,12 +401,14 @@ def _hosts(path: Path) -> list[Host]:
             continue
         match = _LINE.fullmatch(text)
         if match is None:
-            raise UserError(f"{path}:{number}: {shown(text)!r} does not parse: expected a line like `worker-1 slots=8`")
+            raise UserError(
+                f"{path}:{number}: {display_value(text)!r} does not parse: expected a line like `worker-1 slots=8`"
+            )
         name = match["host"]
         slots = whole_number(match["slots"], f"{path}:{number}: slots", 0, MOST_SLOTS)
         if not _NAME.fullmatch(name):  # ssh would treat a name that begins with `-` as an option
             raise UserError(
-                f"{path}:{number}: {shown(name)!r} is no host's name: expected a line like `worker-1 slots=8`"
+                f"{path}:{number}: {display_value(name)!r} is no host's name: expected a line like `worker-1 slots=8`"
             )
         if _bare(name) in map(_bare, found):
             raise UserError(f"{path}:{number}: {name} a second time: give each host one line, with all its slots")
@@ -426,7 +428,7 @@ def _filter(option: str, text: str, hosts: list[Host], path: Path) -> dict[str, 
     for part in _parts(text, known):
         called, colon, numbers = part.partition(":")
         if called not in full:
-            raise UserError(f"{option} {text}: {path} has no host {called!r}{near(called, full)}; {_FILTER}")
+            raise UserError(f"{option} {text}: {path} has no host {called!r}{did_you_mean(called, full)}; {_FILTER}")
         name = full[called]
         slots = None
         if colon:

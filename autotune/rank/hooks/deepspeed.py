@@ -95,7 +95,7 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
             _give_config(given, changed, through_args)
         made = _build(context, original, **given)
         watch(context, made[0], _steps, functools.partial(stepped, context, take=functools.partial(_take, context)))
-        stand(context, made[0], config, given.get("optimizer"))
+        register_later_engine(context, made[0], config, given.get("optimizer"))
         return made
     try:
         return _made(context, original, given, config, through_args)
@@ -450,7 +450,7 @@ def is_early(context: Context) -> bool:
     return context.engine is None and len(context.earlier) < int(context.script.profile.get(EARLIER, 0))
 
 
-def stand(context: Context, engine: Any, config: dict[str, Any], optimizer: Any) -> None:
+def register_later_engine(context: Context, engine: Any, config: dict[str, Any], optimizer: Any) -> None:
     """Register an engine that was made after the current choice."""
     if context.candidate is None:
         context.rivals.append(OtherEngine(engine, copy.deepcopy(config), optimizer, late=context.trained_steps > 0))

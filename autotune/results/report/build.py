@@ -26,17 +26,17 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import SearchSpace
 from autotune.results.console import (
+    batch_size_note,
     code_legend,
     config_sentence,
+    missing_memory,
     no_winner_lines,
     own_line,
-    short_of,
     shortened,
     train_with,
-    unlike_steps,
 )
 from autotune.results.export import deepspeed_config, environment_of, lossy_settings, needs, slice_line
-from autotune.results.report.knob_effects import judged, shown, what_mattered
+from autotune.results.report.knob_effects import effects_of_knobs, judged, shown
 from autotune.results.report.model import (
     Accuracy,
     Bar,
@@ -115,7 +115,7 @@ def study_report(
         memory=tuple(memory_bars(name, one, records, broken_down, hardware) for name, one in shown_memory.items()),
         map=memory_map(by_candidate, candidates, hardware, predictor),
         clock=_clock(store, records),
-        mattered=what_mattered(
+        mattered=effects_of_knobs(
             winner.candidate if winner else None,
             _searched_alike(records),
             {candidate: _telling(found) for candidate, found in by_candidate.items()},
@@ -334,7 +334,7 @@ def _gains(facts: StudyFacts, job: Job) -> tuple[MeasuredGain, ...]:
     found: list[MeasuredGain] = []
     if facts.own is not None and facts.own_ratio is not None and facts.winner is not None:
         own = facts.own.candidate
-        found.append(_gain(AS_IS, own, facts.own_ratio, unlike_steps(own, facts.winner.candidate, job)))
+        found.append(_gain(AS_IS, own, facts.own_ratio, batch_size_note(own, facts.winner.candidate, job)))
     if (rival := facts.next_best) is not None:
         beyond = " that is not tied" if facts.tied else ""
         found.append(_gain(f"the next best{beyond}", rival.candidate, rival.ratio))
@@ -526,7 +526,7 @@ def memory_bars(
     elif out := [o for o in mine if o.kind.is_oom]:
         needed = float(out[-1].device_capacity_bytes or hardware.capacity_bytes)
         parts = (("all there was", needed), ("more that was asked for", float(out[-1].missing_bytes or 0)))
-        bars.append(Bar("measured", parts, short_of(out[-1], hardware)))
+        bars.append(Bar("measured", parts, missing_memory(out[-1], hardware)))
     if measured and (resumed_bytes := resumed_peak_bytes(list(records), candidate)) is not None:
         note = "once, while it resumes from a checkpoint"
         if resumed_bytes > hardware.ceiling_bytes:
@@ -537,11 +537,14 @@ def memory_bars(
 
 def predicted_bar(one: Prediction, hardware: Hardware) -> Bar:
     """Return the predicted memory at its peak by content."""
-    notes = [f"highest in {one.moment}", given_back(one.peak_bytes, one.needed_bytes, hardware.ceiling_bytes)]
+    notes = [
+        f"highest in {one.moment}",
+        reclaimed_memory_note(one.peak_bytes, one.needed_bytes, hardware.ceiling_bytes),
+    ]
     return Bar("predicted", tuple((n, s) for n, s in one.memory.items() if s > 0), "; ".join(filter(None, notes)))
 
 
-def given_back(peak_bytes: float, needed_bytes: float, ceiling_bytes: int) -> str:
+def reclaimed_memory_note(peak_bytes: float, needed_bytes: float, ceiling_bytes: int) -> str:
     """Explain why a config fits although its peak is above the ceiling; empty otherwise."""
     if not needed_bytes <= ceiling_bytes < peak_bytes:
         return ""

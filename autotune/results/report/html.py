@@ -44,7 +44,7 @@ from autotune.results.plan import (
     ways_table,
 )
 from autotune.results.report import figures
-from autotune.results.report.build import given_back, predicted_bar
+from autotune.results.report.build import predicted_bar, reclaimed_memory_note
 from autotune.results.report.figures import Axis, Plot, size_axis, unit_of
 from autotune.results.report.knob_effects import shown
 from autotune.results.report.model import Bars, Cell, StudyReport, Trial, TrialPrediction
@@ -312,7 +312,7 @@ def _card(plan: Plan) -> Card:
         )
     one = outlook.prediction
     lines = [f"limited by {limits(one)}"]
-    lines += filter(None, [given_back(one.peak_bytes, one.needed_bytes, hardware.ceiling_bytes)])
+    lines += filter(None, [reclaimed_memory_note(one.peak_bytes, one.needed_bytes, hardware.ceiling_bytes)])
     if hardware.reserve_bytes:
         free_bytes = hardware.capacity_bytes - one.peak_bytes
         lines.append(f"weight sync: {sync_note(outlook.job, one.candidate.stage, free_bytes)}")

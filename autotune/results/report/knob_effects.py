@@ -214,7 +214,7 @@ def basin(steps: Sequence[Step]) -> str:
     return f"{shape}: {count}"
 
 
-def what_mattered(
+def effects_of_knobs(
     winner: Candidate | None,
     measured: Measured,
     trials: Mapping[Candidate, Trial],
