@@ -191,7 +191,7 @@ def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, print_line: Cal
     if setup.ranks not in (None, store.hardware.per_node):
         each = " on each node" if store.hardware.nodes > 1 else ""
         raise UserError(
-            f"study {store.name} was tuned with {store.hardware.per_node} ranks{each}, and `{setup.ranks_said}` starts "
+            f"study {store.name} was tuned with {store.hardware.per_node} ranks{each}, and `{setup.ranks_source}` starts "
             f"{setup.ranks}. Start as many as the study"
         )
     winner = store.winner

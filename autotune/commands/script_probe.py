@@ -61,7 +61,7 @@ from autotune.workers.failure_classifier import log_tail
 MEASURE_SPEC = MeasureSpec(full=True, min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
 LEAST_STEPS = 3  # two warm-up steps and a measured one, to which the share of the budget cuts the first run
 MEASURED_SHARE = 0.25  # share of the budget after which the first run ends, if it has LEAST_STEPS
-FIRST_SHARE = 0.8  # share of the budget, at most, for the first run
+FIRST_SHARE = 0.95  # share of the budget, at most, for the first run; the next call goes on from a measured one
 SHORT_RUNS_SHARE = 0.5  # share of the budget left after the first run, at most, for the runs that follow it
 # after two warm-up steps, all that a trace records
 _TRACED_STEPS = MeasureSpec(min_steps=3, max_steps=3, min_seconds=0.0)
@@ -109,7 +109,7 @@ def probe(
         executor: runs the script.
         script: the script.
         folder: holds the findings.
-        budget_seconds: budget of the call.
+        budget_seconds: budget of the call that is left.
         print_line: receives lines for display.
 
     Raises:
@@ -180,7 +180,6 @@ def _checked(
 
     Args:
         executor: runs the script.
-        script: the script.
         baseline: outcome of the first run.
         facts: report of the first run.
         key: of the stored findings.
@@ -285,10 +284,10 @@ def _run_with_least_memory(
     candidate = least_memory_candidate(facts.get("optimizer", ""), executor.hardware.device)
     executor.load_ops([candidate], job=job)
     limits = _first_limits(budget_seconds)
-    outcome, found = _run_with_ops(executor, candidate, "probe-thrifty", *limits, job)
+    outcome, found = _run_with_ops(executor, candidate, "probe-least-memory", *limits, job)
     if outcome.source is Source.BATCH and "micro_batch" in facts:
         own = {MICRO_BATCH: facts["micro_batch"], ACCUMULATION: facts["accumulation"]}
-        outcome, found = _run_with_ops(executor, candidate.but(**own), "probe-thrifty-2", *limits, job)
+        outcome, found = _run_with_ops(executor, candidate.but(**own), "probe-least-memory-2", *limits, job)
         found |= {_OWN_STEPS: True}
     _refuse_unless_run(executor, outcome, found, budget_seconds)
     if not outcome.ok:

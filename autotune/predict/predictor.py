@@ -291,12 +291,6 @@ class Predictor:
         measured = np.log(seconds)
         return lambda constants: self._log_step(prepared, constants) - measured
 
-    @property
-    def time_noise(self) -> float:
-        """Standard deviation of a step's logarithm that the fit leaves unexplained: 0.1 is about 10 %."""
-        self.calibrate()
-        return self._time.noise
-
     def constants(self) -> dict[str, float]:
         """Return the calibrated constants: overhead in GiB, factors on full rates."""
         self.calibrate()

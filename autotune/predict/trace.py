@@ -142,7 +142,7 @@ def _known_late(path: Path, timeout_seconds: float) -> dict[str, Any] | None:
     return None
 
 
-def trace_jobs(jobs: Sequence[tuple[Job, str]], told: Callable[[int, int], None] | None = None) -> None:
+def trace_jobs(jobs: Sequence[tuple[Job, str]], on_traced: Callable[[int, int], None] | None = None) -> None:
     """Fill the cache for many (job, loss) at once. torch is imported once, and both cores trace.
 
     A job that cannot be traced is skipped; `trace_job` reports the reason.
@@ -176,8 +176,8 @@ def trace_jobs(jobs: Sequence[tuple[Job, str]], told: Callable[[int, int], None]
             if "trace" in line:
                 with contextlib.suppress(OSError):
                     write_atomically(paths[line["at"]], json.dumps(line["trace"]))
-            if told:
-                told(made, len(paths))
+            if on_traced:
+                on_traced(made, len(paths))
 
 
 def _loss_options(loss: str) -> list[str]:

@@ -302,8 +302,8 @@ def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
         )
     memory = min(one.total_bytes for one in used)  # the smallest GPU decides whether a candidate fits
     facts = None if used[0].is_slice else facts_for(used[0].name, memory)  # the table's rates are those of whole cards
-    told = None if facts or used[0].is_slice else driver_figures(used[0].uuid)
-    rates = unlisted(used[0].name, memory, told, unified=used[0].unified) if told else None
+    nvml_figures = None if facts or used[0].is_slice else driver_figures(used[0].uuid)
+    rates = unlisted(used[0].name, memory, nvml_figures, unified=used[0].unified) if nvml_figures else None
     return Hardware(
         "cuda",
         " + ".join(sorted({one.name for one in used})),

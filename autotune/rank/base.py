@@ -319,11 +319,11 @@ class Rendezvous:
     _listener: socket.socket | None = field(default=None, repr=False)
 
     @classmethod
-    def from_spec(cls, told: str | dict[str, Any], number: int, world: int) -> Rendezvous:
+    def from_spec(cls, store: str | dict[str, Any], number: int, world: int) -> Rendezvous:
         """Build from the `store` of a spec: a file, or `host`, `port` and `token`."""
-        if isinstance(told, str):
-            return cls(number, world, file=told)
-        return cls(number, world, host=told["host"], port=told["port"], token=told["token"])
+        if isinstance(store, str):
+            return cls(number, world, file=store)
+        return cls(number, world, host=store["host"], port=store["port"], token=store["token"])
 
     def open(self) -> int | None:
         """Bind the port if this rank is responsible for it, and return it; otherwise return None.

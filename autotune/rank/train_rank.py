@@ -144,7 +144,7 @@ class TrainRank(BaseRank):
         ledger = self._ledgers.setdefault(str(folder), CheckpointLedger.of(folder, told))
         ledger.begin()
         if self.number == 0:
-            self.channel.send("checkpoints", folder=str(folder), ledger=ledger.told())
+            self.channel.send("checkpoints", folder=str(folder), ledger=ledger.to_json())
         seen = self._of_all(ledger.seen(self._part, given, self.spec["bad"]))
         choice = chosen(seen, ledger.call)
         if choice is None:

@@ -50,7 +50,7 @@ def changes_for(script: Script, file: ArgumentFile, candidate: Candidate, config
     data = file.data
     flags = given(script.argv)
     found: dict[Place, Any] = {}
-    for knob, value in candidate.told(script):
+    for knob, value in candidate.passed_knobs(script):
         place, negated = _place(script, data, knob)
         if place is not None and f"--{place[-1]}" not in flags:
             found[place] = not value if negated else value
@@ -147,20 +147,12 @@ def own_config(script: Script) -> dict[str, Any] | Path | None:
 
 
 def copies_folder(folder: Path, file: ArgumentFile) -> Path:
-    """Return the folder of a worker group's copy of a file. The copy keeps the file's name.
-
-    Args:
-        folder: the group's.
-    """
+    """Return the folder of a worker group's copy of a file. The copy keeps the file's name."""
     return folder / COPIES_FOLDER / str(file.at)
 
 
 def output_folder(folder: Path, theirs: Path) -> Path:
-    """Return a trial's own output folder. On creation it gets links to the contents of the user's folder.
-
-    Args:
-        folder: the trial's files.
-    """
+    """Return a trial's own output folder. On creation it gets links to the contents of the user's folder."""
     own = folder / OUTPUT_FOLDER
     with suppress(FileExistsError):
         own.mkdir()

@@ -130,7 +130,6 @@ def write_trial_files(job: Job, candidate: Candidate | None, folder: Path, *, qu
     Args:
         job: a job with a script.
         candidate: None, or a candidate without knobs, keeps the script's own values.
-        folder: the group's.
         quiet: keep the script's output in the folder.
     """
     assert job.script is not None
@@ -170,11 +169,7 @@ def _merged_config(job: Job, candidate: Candidate, path: Path) -> str | None:
 
 
 def winners_files(script: Script, candidate: Candidate, config: Path) -> dict[Path, str]:
-    """Return copies of the user's files with a winner in them, by their paths.
-
-    Args:
-        config: the winner's DeepSpeed config.
-    """
+    """Return copies of the user's files with a winner in them, by their paths."""
     found, path = {}, str(config.resolve())
     for file in script.files:
         if not file.launcher:

@@ -37,7 +37,7 @@ class TypedCommand(NamedTuple):
 
     script: Script
     ranks: int | None  # from the launcher, its file or a variable
-    said: str  # origin of `ranks`
+    ranks_source: str  # option, file or variable that sets `ranks`
     variables: dict[str, str]  # for this process and its ranks
     own: dict[str, str]  # those of `variables` that the script's code sets
 
@@ -56,13 +56,13 @@ def read_command(
     """
     line = take_apart(words)
     script = make_script(words, maps, worst_case, ds_config, interpreter)
-    ranks, said = _ranks(line, script)
+    ranks, ranks_source = _ranks(line, script)
     variables = dict(line.environment)
     gpus = line.gpus or next((str(ids) for file in script.files if (ids := _gpu_ids(file))), None)
     if gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = gpus
     own = after(settings_in(script_text(script) or ""), {**os.environ, **variables})
-    return TypedCommand(script, ranks, said, {**variables, **own}, own)
+    return TypedCommand(script, ranks, ranks_source, {**variables, **own}, own)
 
 
 def make_script(

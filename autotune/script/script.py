@@ -83,7 +83,7 @@ def knob_flags(script: Script, candidate: Candidate) -> Iterator[tuple[str, str,
 
     The knob of the latter is empty. They are yielded if the candidate's steps have other samples than the script's own.
     """
-    for knob, value in candidate.told(script):
+    for knob, value in candidate.passed_knobs(script):
         flag, negated = _flag_of(script, knob)
         if flag is not None:
             times = times_of(script, knob)

@@ -69,6 +69,7 @@ OVERHEAD_SIGMA = (
 ALIKE_SECONDS = 1.25  # ratio of predicted seconds of two trials up to which neither is the shorter one
 CHECK_SHARE = 0.2  # share of the remaining budget, at most, for each kind of check before an early end
 FIRST_TRIALS = 4  # measured candidates that a short budget must hold
+LEAST_SHARE_SECONDS = 5.0  # a share below holds no trial of most models
 TRIAL_SHARE = 0.25  # share of the budget, at most, that one trial takes, and that one of the first is predicted to take
 
 
@@ -166,8 +167,6 @@ class Proposer:
         """Learn from an outcome, and exclude the candidates that it speaks against.
 
         Args:
-            candidate: the tried candidate.
-            outcome: its outcome.
             outdated: the outcome excludes nothing, because the failure is retryable or the exhausted memory has grown.
         """
         if not outcome.kind.is_attributable_to_candidate:
@@ -240,7 +239,6 @@ class Proposer:
         The verification needed more memory than available. An OOM also excludes candidates.
 
         Args:
-            candidate: the verified candidate.
             outcome: outcome of the verification.
             searched: the candidate's measurement in the search; None if there is none.
             share: share of that measurement's memory that would fit.
@@ -351,7 +349,9 @@ class Proposer:
             left_seconds: budget that the search may still use.
         """
         if math.isinf(self.trial_share_seconds):
-            self.trial_share_seconds = TRIAL_SHARE * left_seconds
+            self.trial_share_seconds = max(TRIAL_SHARE * left_seconds, min(LEAST_SHARE_SECONDS, left_seconds))
+        if np.count_nonzero(self._open) == 1:  # no other trial needs the time
+            self.trial_share_seconds = left_seconds
         decision = self._decide(left_seconds)
         if isinstance(decision, Stop) and self._pool.release_similar():
             decision = self._decide(left_seconds)
@@ -950,7 +950,6 @@ class Costs:
         """Return the time limit of a trial in seconds, from the candidate's size and earlier trials.
 
         Args:
-            candidate: the candidate.
             step_seconds: predicted upper bound of a step. The limit allows at most MOST_STEP_SECONDS, or four times the
                 longest measured step.
             patience: factor on the usual limit.

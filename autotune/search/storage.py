@@ -125,7 +125,6 @@ def open_storage(url: str, *, reading: bool = False) -> optuna.storages.BaseStor
     """Return the database behind a URL.
 
     Args:
-        url: the URL.
         reading: the caller stores nothing. A file must exist but need not be writable.
 
     Raises:

@@ -54,7 +54,7 @@ def resumed(channel: Channel, spec: Message, number: int) -> int:
     ledger = CheckpointLedger.of(folder, spec["earlier"].get(str(folder)))
     ledger.begin()
     if number == 0:
-        channel.send("checkpoints", folder=str(folder), ledger=ledger.told())
+        channel.send("checkpoints", folder=str(folder), ledger=ledger.to_json())
     choice = chosen([ledger.seen(CheckpointShare(rank, 2, rank), None) for rank in range(2)], ledger.call)
     return choice.step or 0 if choice else 0
 

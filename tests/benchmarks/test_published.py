@@ -56,7 +56,7 @@ def only(**cells: str) -> published.Case:
 @pytest.fixture
 def closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """No model is traced: estimates by shape stand in."""
-    monkeypatch.setattr("benchmarks.predict.published.scores.trace_jobs", lambda jobs, told=None: None)
+    monkeypatch.setattr("benchmarks.predict.published.scores.trace_jobs", lambda jobs, on_traced=None: None)
     monkeypatch.setattr(
         "benchmarks.predict.published.scores.trace_job", lambda job, **_: closed_form_trace(job, "a test")
     )

@@ -59,7 +59,7 @@ class Attempts:
     def train(self, given: Any = None) -> Choice | None:
         """The script calls `train`."""
         self.ledger.begin()
-        self.told = self.ledger.told()
+        self.told = self.ledger.to_json()
         seen = [self.ledger.seen(CheckpointShare(rank, 2, rank), given, self.bad) for rank in range(2)]
         return chosen(seen, self.ledger.call)
 

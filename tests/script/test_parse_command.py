@@ -144,7 +144,7 @@ def test_pips_program_under_a_long_path(programs: Path) -> None:
 def test_how_many_ranks(programs: Path, words: str, ranks: int | None, said: str) -> None:
     found = read_command(words.split(), [])
     assert found.ranks == ranks
-    assert found.said.endswith(said)
+    assert found.ranks_source.endswith(said)
 
 
 def test_accelerates_default_file(folder: Path) -> None:

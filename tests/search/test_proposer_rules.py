@@ -284,7 +284,11 @@ def test_predictor_that_is_rejected_or_exhaustive_search_turns_no_knob(replay_ta
         assert decide(proposer, "loose bound") is None
 
 
-def test_first_trials_of_a_short_budget_are_predicted_to_take_a_quarter_of_it(replay_table: ReplayTable) -> None:
+def test_first_trials_of_a_short_budget_are_predicted_to_take_a_quarter_of_it(
+    replay_table: ReplayTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.search.proposer.LEAST_SHARE_SECONDS", 0.0)
+
     def first_seconds(budget: float) -> float:
         proposer = make_proposer(replay_table)
         proposal = proposer.next(budget)
@@ -308,6 +312,19 @@ def test_work_of_a_script_per_micro_batch_is_unknown_until_two_sizes_are_measure
     assert unknown[proposer.candidates.index(small)] == 0
     proposer.observe(larger, result(table, larger))
     assert not proposer._unknown_overhead().any()
+
+
+@pytest.mark.parametrize(
+    ("left", "only_one", "share"), [(400.0, False, 100.0), (8.0, False, 5.0), (3.0, False, 3.0), (40.0, True, 40.0)]
+)
+def test_share_of_a_trial_is_a_quarter_but_all_of_what_nothing_else_needs(
+    replay_table: ReplayTable, left: float, only_one: bool, share: float
+) -> None:
+    proposer = make_proposer(replay_table)
+    for candidate in proposer.candidates[1:] if only_one else ():
+        proposer.give_up(candidate)
+    proposer.next(left)
+    assert proposer.trial_share_seconds == share
 
 
 def test_confidence_grows_with_trials(replay_table: ReplayTable) -> None:

@@ -278,7 +278,7 @@ def judge(arguments: argparse.Namespace, rows: Sequence[Row]) -> list[str]:
     cases = [case for case in cases if arguments.kind in (None, kind_of(case))]
     if arguments.small:
         cases = cases[:SMALL_ROWS]
-    cases, untraceable = traced(cases, told=_told)
+    cases, untraceable = traced(cases, on_traced=_told)
     cases, unpredicted = predictable(cases)
     for case, why in untraceable + unpredicted:
         left[source_of(case.row).name, why] += 1
