@@ -21,11 +21,13 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 import yaml
 
+from autotune.util.units import GIB
 from benchmarks.common import HERE, RESULTS
 from benchmarks.docs import search as docs_search
 from benchmarks.docs.stages import own_rows, published_rows
 from benchmarks.docs.writing import listed, number, percent, result, span, table
 from benchmarks.predict.published.error import coverage
+from benchmarks.predict.published.models import known_models
 from benchmarks.predict.published.trials import FILES, OWN
 
 ROOT = HERE.parent
@@ -156,6 +158,23 @@ def published_targets() -> str:
         for row in result("published")["targets"]
     ]
     return table(["measure", "ours", "target"], rows)
+
+
+def published_experts() -> str:
+    """Rows of mixtures of experts; a decision is `runs` or `OOM`."""
+    models = known_models().values()
+    mixtures = {model.name for model in models if any("expert" in key for key in model.config)}
+    rows = []
+    for row in result("published")["rows"]:
+        if row["model"] in mixtures:
+            figures = (row["measured"], row["predicted"])
+            cells = ["runs" if one else "OOM" for one in figures] if row["figure"] == "decision" else []
+            cells = cells or [f"{one:.3g} s" if row["figure"] == "step" else f"{one / GIB:.3g} GiB" for one in figures]
+            where = f"{row['gpus']} x {row['gpu']}, {row['seq_len']} tokens"
+            rows.append(
+                [f"{row['source']}, {row['id']}", row["model"], where, row["candidate"].split(" contig")[0], *cells]
+            )
+    return table(["source, row", "model", "on", "config", "published", "predicted"], rows)
 
 
 # -- GPUs ------------------------------------------------------------------------------------------------------------
@@ -450,6 +469,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "published-targets": published_targets,
     "published-kinds": published_kinds,
     "published-rows": published_count,
+    "published-experts": published_experts,
     "published-leaning": published_leaning,
     **docs_search.FIGURES,
     "gpu-machines": gpu_machines,
