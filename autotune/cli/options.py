@@ -308,7 +308,6 @@ def _with_job_file(command: str, values: dict[str, Any], typed: set[str]) -> dic
     """Return a command's values with those of the job file that its first word names, if it names one.
 
     Args:
-        command: its name.
         values: by field of Request.
         typed: fields that the command line or the environment sets.
 

@@ -50,7 +50,6 @@ def read_job(path: Path, command: str, given: Collection[str], print_line: Calla
     """Return the values of a job file for a command, by field of Request.
 
     Args:
-        path: the file.
         command: `run`, `plan` or `launch`. Options of the others are left out, with one line.
         given: fields that the command line sets, which the file may hold masked.
         print_line: receives lines for display.

@@ -599,8 +599,6 @@ def check_value(name: str, value: object, shown: str) -> None:
     """Check the bounds of a field's value.
 
     Args:
-        name: the field's.
-        value: its value.
         shown: the option in the message.
 
     Raises:

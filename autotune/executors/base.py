@@ -67,8 +67,6 @@ def too_slow_outcome(phase: Phase, candidate: Candidate, ran_seconds: float, *, 
     """Return the outcome of a trial that ended before its first answer, after more than its share of the budget.
 
     Args:
-        phase: the ranks' phase.
-        candidate: the candidate.
         ran_seconds: seconds since the engine was ready.
         scripted: ranks of a script answer after two steps of warm-up and another one, those of a model after the first
             step, of which they run at most MAX_TIMED_MICRO_BATCHES.
@@ -203,7 +201,6 @@ class Executor(Protocol):
         """Build missing DeepSpeed ops for trials of these candidates, and ops of these builders.
 
         Args:
-            candidates: the candidates.
             names: further builders.
             job: the job of the trials; None: the executor's.
 

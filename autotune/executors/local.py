@@ -305,7 +305,6 @@ class LocalSession:
         """Have the ranks measure, and store their answers in `_results`.
 
         Args:
-            candidate: the candidate.
             measure_spec: length of the measurement.
             deadline: of the trial.
             most_seconds: of the measurement.
@@ -595,7 +594,6 @@ def failed_outcome(evidence: FailureEvidence, *, greeted: bool, server_lives: bo
     """Return the outcome of a trial whose ranks have failed.
 
     Args:
-        evidence: the collected evidence.
         greeted: True if all ranks had started; before that, they have received nothing of the candidate.
         server_lives: True if the fork server is alive.
     """
@@ -647,8 +645,6 @@ def untunable_outcome(evidence: FailureEvidence, phase: Phase, *, known: bool) -
     """Return the outcome of a trial whose ranks report an untunable script; None if they do not.
 
     Args:
-        evidence: the collected evidence.
-        phase: the ranks' phase.
         known: True if the script has been measured before, so that the candidate is the cause.
 
     Raises:
@@ -681,7 +677,6 @@ def budget_outcome(phase: Phase, waited_seconds: float, *, compiles: bool) -> Ou
     """Return the outcome of a trial whose share of the budget ended. The candidate may be retried with more time.
 
     Args:
-        phase: the trial's phase.
         waited_seconds: time that it waited for the device's memory.
         compiles: torch.compile was at work in a rank.
     """
@@ -860,7 +855,6 @@ def _complaint(stop: WatchEnd, group: WorkerGroup, folder: Path, importing: bool
 
     Args:
         stop: reason for the end.
-        group: the ranks.
         folder: log folder.
         importing: the ranks had not yet communicated.
     """

@@ -555,15 +555,15 @@ def entry_of(store: StudyStore) -> Entry:
     """
     if store.table:
         raise UserError(f"study {store.name} searches a recorded table: only what was measured can be shared")
-    told = _outcomes_by_candidate(store.records(), store.winner)
-    if not any(outcome.measurement for outcome in told.values()):
+    by_candidate = _outcomes_by_candidate(store.records(), store.winner)
+    if not any(outcome.measurement for outcome in by_candidate.values()):
         raise UserError(f"study {store.name} has measured nothing that could be shared: run it first")
     job, hardware = store.job, store.hardware
     if hardware.sliced:
         raise UserError(f"study {store.name} is of a slice: the gallery takes what was measured on all nodes")
-    knobs = {candidate: _public_knobs(candidate) for candidate in told}
-    kept = [candidate for candidate in told if knobs[candidate] is not None]
-    tried = [_tried(knobs[candidate] or {}, told[candidate]) for candidate in kept]
+    knobs = {candidate: _public_knobs(candidate) for candidate in by_candidate}
+    kept = [candidate for candidate in by_candidate if knobs[candidate] is not None]
+    tried = [_tried(knobs[candidate] or {}, by_candidate[candidate]) for candidate in kept]
     winner = store.winner
     try:
         return Entry(
@@ -583,17 +583,17 @@ def entry_of(store: StudyStore) -> Entry:
 
 def _outcomes_by_candidate(records: list[Record], winner: Record | None) -> dict[Candidate, Outcome]:
     """Return the outcome of each candidate. An OOM during verification or resume replaces an earlier success."""
-    told: dict[Candidate, Outcome] = {}
+    by_candidate: dict[Candidate, Outcome] = {}
     for record in records:
         outcome = record.outcome
         if outcome is None or not record.candidate.knobs or not outcome.kind.is_attributable_to_candidate:
             continue
         if record.role == RESUME and outcome.ok:
             continue
-        told[record.candidate] = outcome
+        by_candidate[record.candidate] = outcome
     if winner is not None and winner.outcome is not None and winner.candidate.knobs:
-        told[winner.candidate] = winner.outcome
-    return told
+        by_candidate[winner.candidate] = winner.outcome
+    return by_candidate
 
 
 def _public_knobs(candidate: Candidate) -> dict[str, Value] | None:

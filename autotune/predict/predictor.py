@@ -14,7 +14,6 @@ import numpy as np
 from autotune.errors import UserError
 from autotune.predict.calibration import (
     ELSEWHERE,
-    HOOKS_DOUBT,
     MEASURED_OVERHEAD_GIB,
     MEMORY,
     MEMORY_CONSTANTS,
@@ -46,10 +45,9 @@ from autotune.predict.step_time import (
     StepWork,
     dense_shape,
     fsdp_settings,
-    hooks_share,
     host_limit_bytes,
     spend,
-    work,
+    step_work,
 )
 from autotune.predict.trace_cache import loss_bytes
 from autotune.predict.trace_data import Trace
@@ -58,7 +56,7 @@ from autotune.predict.zero_memory import (
     TABLES,
     MemoryEstimate,
     estimate_memory,
-    stepper,
+    optimizer_of_trials,
     unread_keys,
     unread_knobs,
 )
@@ -119,7 +117,7 @@ class Predictor:
         widen = 1.0 if self.trace.exact else UNTRACED
         self._unread = unread_keys(job.base_config)
         self._newer = unknown_newer(job.interpreter)
-        if not stepper(job).known:
+        if not optimizer_of_trials(job).known:
             self._unread.append(f"optimizer {job.optimizer_kind}")
         self._memory_priors = memory_priors(job, hardware, widen, bool(self._unread or self._newer))
         wider = UNTRACED if self._newer or self._unread else 1.0
@@ -301,12 +299,6 @@ class Predictor:
         measured = np.log(seconds)
         return lambda constants: self._log_step(prepared, constants) - measured
 
-    @property
-    def time_noise(self) -> float:
-        """Standard deviation of a step's logarithm that the fit leaves unexplained: 0.1 is about 10 %."""
-        self.calibrate()
-        return self._time.noise
-
     def constants(self) -> dict[str, float]:
         """Return the calibrated constants: overhead in GiB, factors on full rates."""
         self.calibrate()
@@ -393,8 +385,7 @@ class Predictor:
             lambda many: np.array([np.log(self._spent(prepared, k).step) for k in many]), self._time.mean[: len(TIME)]
         )
         by_constants = np.hstack([rates, prepared.quirks])
-        hooks = HOOKS_DOUBT * hooks_share(prepared.work, prepared.columns, self._time_constants(self._time.mean))
-        shift, log_sigma = _corrected(self._time, by_constants, self._time_near, prepared.features, hooks)
+        shift, log_sigma = _corrected(self._time, by_constants, self._time_near, prepared.features)
         log_step = log_step + shift
         c = prepared.columns
         rows = c.micro_batch * c.accumulation * self.job.data_ranks
@@ -717,14 +708,16 @@ class Prepared:
         features = _features(c, job, hardware, trace)
         made = job_with_candidate(job, candidates[0]) if candidates else job  # all compute the loss the same way
         loss = loss_bytes(made) * c.rows
-        return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven, loss)
+        return cls(
+            c, b, step_work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven, loss
+        )
 
     def on(self, job: Job, hardware: Hardware, trace: Trace) -> Prepared:
         """Return the same candidates of the same job on another machine of the same device: no size depends on it."""
         c = self.columns
         return dataclasses.replace(
             self,
-            work=work(job, hardware, trace, c),
+            work=step_work(job, hardware, trace, c),
             quirks=quirks_of(c, hardware.nodes),
             features=_features(c, job, hardware, trace),
         )
@@ -826,7 +819,9 @@ def job_features(job: Job, hardware: Hardware, trace: Trace) -> Floats:
     sizes = [0.5 * np.log2(elements), 0.3 * np.log2(job.seq_len), 0.3 * np.log2(job.ranks)]
     facts = hardware.gpu_facts
     card = 1.5 * np.log2(facts.tflops) if facts else 0.0
-    return np.array([*sizes, card, job.element_bytes, 2.0 * bool(job.autocast), 0.3 * stepper(job).state_bytes])
+    return np.array(
+        [*sizes, card, job.element_bytes, 2.0 * bool(job.autocast), 0.3 * optimizer_of_trials(job).state_bytes]
+    )
 
 
 def features_of(c: Columns) -> Floats:

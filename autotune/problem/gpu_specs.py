@@ -178,7 +178,9 @@ def _told(lib: Any, handle: Any) -> NvmlFigures:
 
 
 @cache
-def unlisted(name: str, memory_bytes: int, told: NvmlFigures | None = None, *, unified: bool = False) -> GpuFacts:
+def unlisted_gpu_facts(
+    name: str, memory_bytes: int, nvml_figures: NvmlFigures | None = None, *, unified: bool = False
+) -> GpuFacts:
     """Return facts of a GPU from its NVML name, its memory and its driver's figures.
 
     Args:
@@ -187,11 +189,14 @@ def unlisted(name: str, memory_bytes: int, told: NvmlFigures | None = None, *, u
         unified: its memory is main memory.
     """
     if " + " in name:  # unlike cards: ranks wait for the slowest
-        return min((unlisted(one, memory_bytes, told, unified=unified) for one in name.split(" + ")), key=_speed)
+        return min(
+            (unlisted_gpu_facts(one, memory_bytes, nvml_figures, unified=unified) for one in name.split(" + ")),
+            key=_speed,
+        )
     if slice_ := _SLICE.match(name):
         whole = 4 if _OF_FOUR.search(slice_["card"]) else _SLICES
         of_card = min(1.0, int(slice_["slices"]) / whole)
-        card = unlisted(slice_["card"], int(memory_bytes / of_card))
+        card = unlisted_gpu_facts(slice_["card"], int(memory_bytes / of_card))
         return _shared(card, memory_bytes, min(1.0, int(slice_["compute"] or slice_["slices"]) / whole))
     if row := facts_for(name, memory_bytes):
         # The driver may give a slice the name of its card.
@@ -201,10 +206,10 @@ def unlisted(name: str, memory_bytes: int, told: NvmlFigures | None = None, *, u
             return _shared(row, memory_bytes, int(part["slices"]) / _SLICES)
         said = f"those of {row.name}, of which it is a virtual part"
         return _adapted(row, memory_bytes, said, _VIRTUAL, bf16=row.bf16)
-    if told is not None and told.fp32_tflops:
-        return _from_driver(name, memory_bytes, told, unified)
+    if nvml_figures is not None and nvml_figures.fp32_tflops:
+        return _from_driver(name, memory_bytes, nvml_figures, unified)
     similar = gpu_table()[_SHARED] if unified else _similar_row(name, memory_bytes)
-    bf16 = told is None or told.capability >= (8, 0)
+    bf16 = nvml_figures is None or nvml_figures.capability >= (8, 0)
     return _adapted(similar, memory_bytes, f"those of {similar.name}, the likest that is", _SIMILAR, bf16=bf16)
 
 
@@ -244,33 +249,33 @@ def _card_of(part: re.Match[str]) -> GpuFacts | None:
     return None
 
 
-def _from_driver(name: str, memory_bytes: int, told: NvmlFigures, unified: bool) -> GpuFacts:
-    assert told.fp32_tflops
-    older = [tensor for capability, tensor in sorted(_TENSOR.items()) if capability <= told.capability]
+def _from_driver(name: str, memory_bytes: int, nvml_figures: NvmlFigures, unified: bool) -> GpuFacts:
+    assert nvml_figures.fp32_tflops
+    older = [tensor for capability, tensor in sorted(_TENSOR.items()) if capability <= nvml_figures.capability]
     tensor = older[-1] if older else 1.0
-    if "GeForce" in name and told.capability >= (8, 6):
+    if "GeForce" in name and nvml_figures.capability >= (8, 6):
         tensor /= 2
-    tflops = tensor * told.fp32_tflops
+    tflops = tensor * nvml_figures.fp32_tflops
 
     def unlike(row: GpuFacts) -> float:
         return abs(math.log(row.tflops / tflops)) + abs(math.log(row.memory_gib * GIB / memory_bytes))
 
     kin = gpu_table()[_SHARED] if unified else min(gpu_table().values(), key=unlike)
-    memory = _MAIN_MEMORY_GB_PER_S if unified else told.memory_gb_per_s or kin.memory_gb_per_s
-    pcie = told.pcie_gb_per_s or kin.pcie_gb_per_s
+    memory = _MAIN_MEMORY_GB_PER_S if unified else nvml_figures.memory_gb_per_s or kin.memory_gb_per_s
+    pcie = nvml_figures.pcie_gb_per_s or kin.pcie_gb_per_s
     return _adapted(
         kin,
         memory_bytes,
         "reckoned from what its driver says",
-        _FROM_DRIVER if unified or told.memory_gb_per_s else _SIMILAR,
+        _FROM_DRIVER if unified or nvml_figures.memory_gb_per_s else _SIMILAR,
         tflops=tflops,
-        fp32_tflops=told.fp32_tflops,
+        fp32_tflops=nvml_figures.fp32_tflops,
         memory_gb_per_s=memory,
         pcie_gb_per_s=pcie,
-        link_gb_per_s=told.nvlink_gb_per_s or (kin.link_gb_per_s if kin.link == "pcie" else pcie),
-        link="nvlink" if told.nvlink_gb_per_s else "pcie",
-        bf16=told.capability >= (8, 0),
-        compute_capability=float("{}.{}".format(*told.capability)),
+        link_gb_per_s=nvml_figures.nvlink_gb_per_s or (kin.link_gb_per_s if kin.link == "pcie" else pcie),
+        link="nvlink" if nvml_figures.nvlink_gb_per_s else "pcie",
+        bf16=nvml_figures.capability >= (8, 0),
+        compute_capability=float("{}.{}".format(*nvml_figures.capability)),
     )
 
 

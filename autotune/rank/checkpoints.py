@@ -551,13 +551,13 @@ class CheckpointLedger:
     call: int = -1
 
     @classmethod
-    def of(cls, folder: Path, told: dict[str, Any] | None) -> CheckpointLedger:
+    def of(cls, folder: Path, state: dict[str, Any] | None) -> CheckpointLedger:
         """Restore from `told`; None starts without knowledge of the folder."""
-        if told is None:
+        if state is None:
             return cls(folder)
-        return cls(folder, {path: (at, by) for path, (at, by) in told["found"].items()}, told["last"])
+        return cls(folder, {path: (at, by) for path, (at, by) in state["found"].items()}, state["last"])
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the state that the parent passes to the ranks of the next attempt."""
         return {"found": self.found, "last": self.last}
 
@@ -640,7 +640,7 @@ class Choice:
     not_whole: int | None = None  # newer checkpoint that was skipped because it is damaged
 
 
-def chosen(seen: Sequence[OutputFolderView], call: int) -> Choice | None:
+def checkpoint_to_resume(seen: Sequence[OutputFolderView], call: int) -> Choice | None:
     """Return the checkpoint from which this call resumes, or None to keep the script's choice.
 
     The first choice is the newest whole checkpoint of this call in this launch, unless the script names a newer one. If

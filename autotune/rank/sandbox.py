@@ -57,7 +57,6 @@ class Sandbox:
 
     Args:
         folder: the trial's, which takes all that the script writes and is removed with the trial.
-        cwd: the user's current folder.
         protection: see `available_protection`.
         writable: paths whose writes outlive the trial, such as checkpoints that a later group of ranks loads.
     """
@@ -202,7 +201,6 @@ def available_protection(
     """Return the best mechanism that this machine offers, by entering a sandbox in a separate process.
 
     Args:
-        cwd: the user's folder.
         folder: existing folder in which trials have theirs.
         command: makes the command line that runs a module, see `interpreter.bound_command`.
         environment: of that process.

@@ -261,7 +261,6 @@ class Tracking:
         """Start the trackers. Trials that ended before are recorded, too.
 
         Args:
-            study: its name.
             folder: for files of trackers without a server, and their logs.
             about: the job and the machine.
             predict: returns predicted figures of a candidate.

@@ -167,8 +167,6 @@ class Proposer:
         """Learn from an outcome, and exclude the candidates that it speaks against.
 
         Args:
-            candidate: the tried candidate.
-            outcome: its outcome.
             outdated: the outcome excludes nothing, because the failure is retryable or the exhausted memory has grown.
         """
         if not outcome.kind.is_attributable_to_candidate:
@@ -241,7 +239,6 @@ class Proposer:
         The verification needed more memory than available. An OOM also excludes candidates.
 
         Args:
-            candidate: the verified candidate.
             outcome: outcome of the verification.
             searched: the candidate's measurement in the search; None if there is none.
             share: share of that measurement's memory that would fit.
@@ -953,7 +950,6 @@ class Costs:
         """Return the time limit of a trial in seconds, from the candidate's size and earlier trials.
 
         Args:
-            candidate: the candidate.
             step_seconds: predicted upper bound of a step. The limit allows at most MOST_STEP_SECONDS, or four times the
                 longest measured step.
             patience: factor on the usual limit.

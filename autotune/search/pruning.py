@@ -41,7 +41,6 @@ class CandidatePool:
         """Index the candidates.
 
         Args:
-            candidates: the candidates.
             rules: dominance rules for device memory.
             host: (n,) bytes that each candidate keeps in host memory; None if nothing is offloaded, or host and device
                 are one.
@@ -77,7 +76,6 @@ class CandidatePool:
         Similar candidates have the same engine, which measures them one after the other, or the same first-order settings.
 
         Args:
-            running: the running candidates.
             groups: (n,) number of each candidate's first-order settings (`FirstOrderGroups`).
         """
         self.running = np.zeros_like(self.open_mask)
@@ -299,7 +297,6 @@ class DominanceRules:
         """Return the rules of a device, "cuda" or "cpu".
 
         Args:
-            device: the device.
             ranks: number of ranks.
             trace: the model's trace; None if its sizes are unknown.
         """
@@ -386,7 +383,6 @@ class HostDominance:
     and do not matter.
 
     Args:
-        candidates: the candidates.
         host: (n,) bytes in host memory; 0 if nothing is offloaded, which excludes the candidate from comparison.
     """
 

@@ -125,7 +125,6 @@ def open_storage(url: str, *, reading: bool = False) -> optuna.storages.BaseStor
     """Return the database behind a URL.
 
     Args:
-        url: the URL.
         reading: the caller stores nothing. A file must exist but need not be writable.
 
     Raises:
@@ -581,7 +580,7 @@ _MALFORMED_SECONDS = 2.0  # seconds after which filelock takes over a malformed 
 _MOST_PLACES = 64
 
 
-def hold(folder: Path, study: str) -> BaseFileLock:
+def lock_study(folder: Path, study: str) -> BaseFileLock:
     """Hold the study in a folder until this process ends or the lock is released.
 
     Raises:
@@ -647,7 +646,7 @@ def lock_log_dir(folder: Path, study: str) -> tuple[Path, BaseFileLock]:
         place = folder if number == 1 else folder / f"tuner-{number}"
         place.mkdir(parents=True, exist_ok=True)
         try:
-            return place, hold(place, study)
+            return place, lock_study(place, study)
         except UserError:
             continue
     raise _held(study)

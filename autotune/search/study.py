@@ -26,7 +26,7 @@ from autotune.script.recorded import RecordedPython, recorded_job
 from autotune.search.fingerprint import THREADS, changes, fingerprint, merged_fingerprint
 from autotune.search.heartbeat import Tuners
 from autotune.search.leaderboard import StudyFacts, dashboard_note, study_facts
-from autotune.search.storage import DATABASES, ServerStorage, hold, open_storage, stored_in
+from autotune.search.storage import DATABASES, ServerStorage, lock_study, open_storage, stored_in
 from autotune.search.trials import (
     LET_GO,
     REFERENCE,
@@ -51,8 +51,8 @@ from autotune.search.trials import (
     record_of,
     save_note,
     set_attribute,
-    uncollected,
     withdraw,
+    without_garbage_collection,
 )
 from autotune.util.interpreter import OWN, Interpreter, other_python
 
@@ -107,12 +107,7 @@ class StudyStore:
         """Create a study or resume an existing one.
 
         Args:
-            name: the study's name.
             storage: URL of its database.
-            folder: the study's folder.
-            job: the job.
-            hardware: this machine.
-            space: the search space.
             force: resume even if the fingerprint differs.
             shared: peer tuners may be active. The stored machine is kept until `search.fingerprint` has compared it
                 with this one.
@@ -254,7 +249,7 @@ class StudyStore:
         Raises:
             UserError: another run holds it.
         """
-        self._lock = hold(self.folder, self.name) if self.folder is not None else None
+        self._lock = lock_study(self.folder, self.name) if self.folder is not None else None
 
     def share(self, print_line: Callable[[str], None]) -> None:
         """Tune the study together with peer tuners until `leave`, instead of holding it.
@@ -283,7 +278,7 @@ class StudyStore:
 
     def records(self) -> list[Record]:
         """Return all trials in order."""
-        with uncollected():
+        with without_garbage_collection():
             return self._records.of(self.study.get_trials(deepcopy=False))
 
     def record(self, number: int) -> Record:
@@ -322,9 +317,7 @@ class StudyStore:
         """Store the start of a trial and return its number.
 
         Args:
-            candidate: the candidate.
             space: the candidate's space; None if it has none.
-            role: the trial's role.
             note: reason for the trial.
         """
         return self._opened(begin(self.study, candidate, space, role=role, note=note, tuner=self.tuners.me))
@@ -335,9 +328,6 @@ class StudyStore:
         """Start a trial unless a peer tuner is trying the same candidate or has just finished it; None then.
 
         Args:
-            candidate: the candidate.
-            space: its space.
-            role: the trial's role.
             note: reason for the trial.
             known: numbers of trials that the caller has processed.
         """
@@ -494,7 +484,6 @@ class StudyStore:
 
         Args:
             candidate: stage 0 stands for DDP, stage 3 for FSDP2.
-            outcome: its outcome.
         """
         stored = {
             "candidate": candidate.as_dict,
@@ -572,7 +561,6 @@ def name_of_call(before: int, tuner: str) -> str:
 
     Args:
         before: number of earlier calls.
-        tuner: this tuner's name.
     """
     return f"{_CALL}{before:06d} {tuner}"
 
@@ -605,10 +593,7 @@ def write_study_metadata(
     """Store a study's metadata.
 
     Args:
-        study: the new study.
         mark: its fingerprint.
-        hardware: its machine.
-        space: its search space.
         python: path of the ranks' Python; None: the tuner's own.
     """
     first = {"fingerprint": mark, "hardware": hardware.to_json(), "space": space.text, "python": python}

@@ -153,9 +153,7 @@ class SpeedMemoryModel:
         """Score both models by an outcome, then update them.
 
         Args:
-            candidate: the measured candidate.
             at: place of the candidate; None if this space does not contain it.
-            outcome: the trial's outcome.
         """
         if at is not None and outcome.measurement is not None:
             self._observe(at, outcome.measurement)

@@ -394,11 +394,6 @@ class TrialRecorder:
         The outcome is downgraded if the trial is retried, and invalid if the candidate trains something else.
 
         Args:
-            number: the trial's number.
-            candidate: the candidate.
-            outcome: the measured outcome.
-            role: the trial's role.
-            limit_seconds: the trial's time limit.
             left_seconds: the budget that was left for the trial.
         """
         # the budget or the user may have ended the trial before its own limit
@@ -486,7 +481,7 @@ class Verifier:
                     self._verification(rival, VERIFY)
                     continue
                 passed = leaderboard.passed()
-                if not passed or self._goes_on(leaderboard.thriftiest(passed)):
+                if not passed or self._goes_on(leaderboard.choose_least_memory(passed)):
                     break
                 continue
             tried += 1
@@ -501,7 +496,7 @@ class Verifier:
                 if not outcome.kind.is_attributable_to_candidate:
                     break
         if passed := leaderboard.passed():
-            chosen = leaderboard.thriftiest(passed)
+            chosen = leaderboard.choose_least_memory(passed)
             return self._as_record(chosen, leaderboard.verified[chosen], VERIFY), True
         best = leaderboard.best
         return (self._as_record(best, leaderboard.measured[best], SEARCH) if best else None), False
@@ -720,8 +715,6 @@ def downgrade_retryable_failure(
     the time, or runs alone, and its outcome counts.
 
     Args:
-        candidate: the candidate.
-        outcome: the trial's outcome.
         limit: the trial's limit in seconds; None if the budget or the user ended it.
         proposer: knows the candidate's earlier timeouts.
         workers: knows the parallel trials.
@@ -752,11 +745,8 @@ def apply_verification_result(
     """Update proposer and leaderboard after a verification or resume trial. The leaderboard already contains the outcome.
 
     Args:
-        candidate: the verified candidate.
         outcome: outcome of the verification.
         searched: the candidate's earlier measurement; None if there is none.
-        leaderboard: the measured candidates.
-        proposer: the proposer.
     """
     why = leaderboard.why_not(candidate)
     if not why:
@@ -872,7 +862,6 @@ def retryable_trial_numbers(store: StudyStore, known: Collection[tuple[Record, O
     the list.
 
     Args:
-        store: the study.
         known: the study's ended trials.
     """
     numbers: set[int] = set(store.attributes.get(_FORGIVEN, ()))

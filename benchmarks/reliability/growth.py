@@ -1,12 +1,15 @@
 """Memory and descriptors of the tuner:
 `python benchmarks/reliability/growth.py [--replayed 1000 106] [--live 100] [--json FILE]`.
 
-`autotune run` replays a table, once for each count, and then measures on two CPU ranks. Between trials its unique memory (USS) is
+`autotune run` replays a table, once for each count, and then measures on two CPU ranks. Between trials its anonymous memory is
 read, after a collection and `malloc_trim`, with its open descriptors and the bytes of all objects that the search keeps: its
-history. The fork server's anonymous memory and descriptors are read too. A line is fitted to each over the second half of the
-trials, when windows and caches are full, with the 95 % interval of its slope. Memory beyond the history is a leak.
-The residuals are not independent (an allocator grows in steps of 1 MiB), so the interval is a lower bound of the uncertainty.
+history. Pages of files do not count: they are private while no other process maps the same library. The fork server's memory and
+descriptors are read too. A line is fitted to each over the second half of the trials, when windows and caches are full, with the
+95 % interval of its slope. Memory beyond the history is a leak. The residuals are not independent (an allocator grows in steps of
+1 MiB), so the interval is a lower bound of the uncertainty.
 
+NumPy keeps seven freed blocks of each size below 1 KiB (3.6 MiB, numpy/_core/src/multiarray/alloc.cpp), which fill as arrays grow
+with the trials: they are taken before the first trial.
 The windows hold 128 and 512 outcomes, more than a quarter of an hour of live trials: theirs hold WINDOW. As many replayed trials
 with the usual windows show the growth before they are full.
 `--replayed` without a count, or `--live 0`, leaves those rows of `--json` as they are.
@@ -61,7 +64,7 @@ class Samples:
     """The tuner's figures between trials."""
 
     trials: list[int] = field(default_factory=list)
-    memory: list[float] = field(default_factory=list)  # bytes, unique to the process
+    memory: list[float] = field(default_factory=list)  # bytes, anonymous
     descriptors: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # bytes of the history, by part
     server_memory: list[float] = field(default_factory=list)  # bytes, anonymous; empty without a fork server
@@ -75,15 +78,23 @@ class Samples:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         self.trials.append(trials)
-        self.memory.append(process.memory_full_info().uss)
+        self.memory.append(anonymous_bytes(process))
         self.descriptors.append(process.num_fds())
         for name, kept_bytes in history_bytes(tuner).items():
             self.parts[name].append(kept_bytes)
         for child in process.children():
             if FORK_SERVER in child.cmdline():
-                maps = child.memory_maps(grouped=False)
-                self.server_memory.append(sum(one.anonymous for one in maps))
+                self.server_memory.append(anonymous_bytes(child))
                 self.server_descriptors.append(child.num_fds())
+
+
+def anonymous_bytes(process: psutil.Process) -> int:
+    return int(sum(one.anonymous for one in process.memory_maps(grouped=False)))
+
+
+def fill_numpy_cache() -> None:
+    for size in range(1, 1024):
+        [np.empty(size, np.uint8) for _ in range(7)]  # freed together
 
 
 def history_bytes(tuner: Tuner) -> dict[str, int]:
@@ -142,6 +153,7 @@ def child(samples_file: Path, every: int, window: int, words: list[str]) -> None
         return outcome
 
     sys.argv = ["autotune", *words]
+    fill_numpy_cache()
     with patch.object(Tuner, "run", running), patch.object(TrialRecorder, "end", ending):
         autotune_main()
 

@@ -102,7 +102,7 @@ def test_one_wrong_trial_cannot_wreck_it(replay_table: ReplayTable) -> None:
         bad.observe(candidate, outcome_of(replay_table, candidate, factor=3.0 if i == 5 else 1.0))
     assert errors(replay_table, bad)[0] < 3 * errors(replay_table, good)[0] + 0.02
     assert errors(replay_table, bad)[1] < 3 * errors(replay_table, good)[1] + 0.05
-    assert bad.time_noise > good.time_noise  # but it trusts itself less
+    assert bad._time.noise > good._time.noise  # but it trusts itself less
 
 
 def test_an_out_of_memory_counts_where_it_disagrees(replay_table: ReplayTable) -> None:

@@ -14,7 +14,7 @@ from autotune.rank.checkpoints import (
     CheckpointShare,
     Choice,
     TaggedFolderView,
-    chosen,
+    checkpoint_to_resume,
     instead_of_latest,
     is_cut_off,
     lacks_own_files,
@@ -59,9 +59,9 @@ class Attempts:
     def train(self, given: Any = None) -> Choice | None:
         """The script calls `train`."""
         self.ledger.begin()
-        self.told = self.ledger.told()
+        self.told = self.ledger.to_json()
         seen = [self.ledger.seen(CheckpointShare(rank, 2, rank), given, self.bad) for rank in range(2)]
-        return chosen(seen, self.ledger.call)
+        return checkpoint_to_resume(seen, self.ledger.call)
 
     def again(self, given: Any = None) -> Choice | None:
         """It is started again, and does."""

@@ -20,7 +20,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, S
 from autotune.rank.step_statistics import OVERRUN
 from autotune.script.profile import own_candidate
 from autotune.search.budget import too_short
-from autotune.search.leaderboard import THRIFT_SHARE, Leaderboard, averaged, overlap
+from autotune.search.leaderboard import SPEED_FOR_MEMORY, Leaderboard, averaged, overlap
 from autotune.search.proposer import TRIAL_SHARE, Proposer
 from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
@@ -154,7 +154,7 @@ def test_trials_end_early_below_what_could_win_by_speed_or_thrift(replay_table: 
     search(replay_table, 1800, executor=executor)
     assert executor.noted[0] == (0.0, 0.0), "nothing to be beaten by"
     for least, best in executor.noted[1:]:
-        assert least == 0.0 if not best else 0.9 * best < least < (1 - THRIFT_SHARE) * best
+        assert least == 0.0 if not best else 0.9 * best < least < (1 - SPEED_FOR_MEMORY) * best
 
 
 @pytest.mark.slow
@@ -620,7 +620,7 @@ def test_rivals_are_measured_in_turn(replay_table: ReplayTable) -> None:
     verified(rival, 1.08)
     assert leaderboard.next_turn() is None
     assert leaderboard.verified[rival][1].step_seconds == pytest.approx(1.04)
-    assert leaderboard.thriftiest([rival, fastest]) in (rival, fastest)
+    assert leaderboard.choose_least_memory([rival, fastest]) in (rival, fastest)
     slow = Leaderboard(replay_table.hardware())
     leaderboard = slow
     verified(fastest, 1.0)
@@ -714,7 +714,7 @@ def chosen_over_calls(
             of_peak(leaderboard, candidate, pace * speeds[POOL.index(candidate)], 500)
             mine.add(candidate)
         passed = leaderboard.passed()
-        chosen.append(leaderboard.thriftiest(passed) if passed else None)
+        chosen.append(leaderboard.choose_least_memory(passed) if passed else None)
         verified.append(mine)
     return chosen, verified
 
@@ -817,12 +817,12 @@ def test_thrift_is_worth_something_only_where_something_is_saved(replay_table: R
     leaderboard = Leaderboard(replay_table.hardware())
     of_peak(leaderboard, fast, 105.0, 500)
     of_peak(leaderboard, slower, 103.0, 499)
-    assert leaderboard.thriftiest([fast, slower]) == fast
+    assert leaderboard.choose_least_memory([fast, slower]) == fast
     of_peak(leaderboard, slower, 103.0, 400)
-    assert leaderboard.thriftiest([fast, slower]) == fast, "the highest peak of any turn counts"
+    assert leaderboard.choose_least_memory([fast, slower]) == fast, "the highest peak of any turn counts"
     frugal = make_candidate(0, 4)
     of_peak(leaderboard, frugal, 103.0, 400)
-    assert leaderboard.thriftiest([fast, frugal]) == frugal
+    assert leaderboard.choose_least_memory([fast, frugal]) == frugal
 
 
 def test_a_script_as_it_is_does_not_win_with_another_global_batch() -> None:

@@ -60,7 +60,6 @@ def sent_variables(environment: Mapping[str, str], also: Sequence[str] = ()) -> 
     """Return the variables that are sent to the nodes.
 
     Args:
-        environment: this process's environment.
         also: further names, from the user.
 
     Raises:
@@ -132,7 +131,6 @@ class Cluster:
     """Nodes that start groups of ranks, like `LocalMachine` on this machine.
 
     Args:
-        hosts: the nodes.
         transport: starts the agents.
         requirements: requirements for the nodes.
         folder: for the standard error of transports and agents.
@@ -415,8 +413,6 @@ def check_versions_and_clocks(
     """Check that all nodes have the same driver and devices, this machine's packages, and a matching clock.
 
     Args:
-        names: the nodes' names.
-        surveys: the nodes' surveys.
         ours: versions on this machine, which predicts and writes configs.
         now: this machine's clock at the arrival of each survey, in seconds since the epoch.
 
@@ -488,7 +484,6 @@ def rendezvous_network(
     without a common IPv4 network, because some libraries and scripts cannot read IPv6 addresses.
 
     Args:
-        names: the nodes' names.
         surveys: the nodes' surveys, see `agent.survey`.
         interface: required interface, with the same name on every node.
 

@@ -138,7 +138,6 @@ def sync_manifest(folder: Path, most_bytes: int = MOST_BYTES) -> SyncManifest:
     """Return the parcel that `--sync` sends for a folder.
 
     Args:
-        folder: the folder.
         most_bytes: size limit.
 
     Raises:
@@ -173,7 +172,6 @@ def _listed(folder: Path, left_out: list[str]) -> Iterator[tuple[str, int, str]]
     """Yield kind (`f`, `L` or `d`), size in bytes and name of each entry that rsync would send.
 
     Args:
-        folder: the folder.
         left_out: receives the names that the filters exclude.
     """
     with tempfile.TemporaryDirectory(prefix="autotune-sync-") as work:

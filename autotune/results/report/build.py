@@ -36,7 +36,7 @@ from autotune.results.console import (
     train_with,
 )
 from autotune.results.export import deepspeed_config, environment_of, lossy_settings, needs, slice_line
-from autotune.results.report.knob_effects import effects_of_knobs, judged, shown
+from autotune.results.report.knob_effects import effects_of_knobs, judge_candidates, value_text
 from autotune.results.report.model import (
     Accuracy,
     Bar,
@@ -223,7 +223,7 @@ def _knobs(candidates: Sequence[Candidate]) -> tuple[tuple[str, ...], tuple[tupl
         values[name] = {candidate.get(name) for candidate in having}
     constant = {name: next(iter(found)) for name, found in values.items() if len(found) == 1}
     varying = tuple(name for name in sorted(values) if name not in constant)
-    return varying, tuple((name, shown(value)) for name, value in sorted(constant.items()) if value is not None)
+    return varying, tuple((name, value_text(value)) for name, value in sorted(constant.items()) if value is not None)
 
 
 # -- the verdict -----------------------------------------------------------------------------------------------------------
@@ -629,12 +629,14 @@ def memory_map(
     }
     known = _judged(asked, trials, hardware, predictor)
     known |= {place: square for place, found in tried.items() if (square := _of_trials(found)) is not None}
-    cut_short = Square(Cell.UNKNOWN, told="tried, but the trial was cut short or failed by no fault of the config")
+    cut_short = Square(Cell.UNKNOWN, tooltip="tried, but the trial was cut short or failed by no fault of the config")
     known = {**dict.fromkeys(tried, cut_short), **known}
     rows = sorted(
         {row for row, _ in places}, key=lambda row: (*row[:2], row[2] != "none", row[2], row[3] != "none", row[3])
     )
-    nothing = Square(Cell.NONE if candidates else Cell.UNKNOWN, told="not in the space" if candidates else "not tried")
+    nothing = Square(
+        Cell.NONE if candidates else Cell.UNKNOWN, tooltip="not in the space" if candidates else "not tried"
+    )
     named = [(_row_name(row), tuple(known.get((row, size), nothing) for size in columns)) for row in rows]
     told = [row for row in named if any(square.cell not in (Cell.UNKNOWN, Cell.NONE) for square in row[1])] or named
     notes = (
@@ -689,7 +691,7 @@ def _judged(
     if not flat:
         return {}
     ran_out = [c for c, found in trials.items() if any(trial.lacks_memory_on(hardware) for trial in found)]
-    known = judged(flat, ran_out, hardware, predictor)
+    known = judge_candidates(flat, ran_out, hardware, predictor)
     squares: dict[_Place, Square] = {}
     at = 0
     for place, found in asked.items():
@@ -698,10 +700,10 @@ def _judged(
         free = [i for i in mine if known.cells[i] is not Cell.RULED_OUT]
         if not free:
             why = f"needs no less memory than {known.culprits[found[0]]}, which ran out"
-            squares[place] = Square(Cell.RULED_OUT, told=f"not tried: {why}")
+            squares[place] = Square(Cell.RULED_OUT, tooltip=f"not tried: {why}")
             continue
         if known.table is None:
-            squares[place] = Square(Cell.UNKNOWN, told="not tried")
+            squares[place] = Square(Cell.UNKNOWN, tooltip="not tried")
             continue
         fitting = [i for i in free if known.cells[i] is Cell.PREDICTED]
         sizes = known.table.needed  # the allocator returns further cached blocks before an OOM
@@ -709,7 +711,7 @@ def _judged(
         size = float(sizes[least])
         what = "main memory" if not fitting and known.over_host[least] else f"{format_bytes(size)} needed at least"
         cell = Cell.PREDICTED if fitting else Cell.TOO_MUCH
-        squares[place] = Square(cell, size, told=f"{cell.value} ({what})")
+        squares[place] = Square(cell, size, tooltip=f"{cell.value} ({what})")
     return squares
 
 

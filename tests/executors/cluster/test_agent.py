@@ -43,7 +43,7 @@ class Pipe:
         return [*self.before, *agent_words()]
 
     def complaint(self, node: str, failure: NoGreeting) -> str:
-        return f"{failure}: {failure.said} {failure.log}"
+        return f"{failure}: {failure.received} {failure.log}"
 
 
 class Spread:
