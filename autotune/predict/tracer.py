@@ -119,9 +119,7 @@ def trace_model(
     plain = passes[0]
     assert plain is not None
     largest = max(parameters, default=0)
-    return Trace(
-        parameters, sum(frozen), plain, passes[1], largest=largest, frozen_sizes=frozen, matrices=matrices
-    )
+    return Trace(parameters, sum(frozen), plain, passes[1], largest=largest, frozen_sizes=frozen, matrices=matrices)
 
 
 def allocations(job: Job, checkpointing: bool, micro_batch: int, layers: int) -> list[tuple[int, int]]:
