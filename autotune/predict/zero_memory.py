@@ -38,13 +38,19 @@ HOLES = 0.3
 COMPILED_KEPT = 0.75
 REDUCE_ELEMENTS = 5e8  # most elements of a flat copy in which stage 0 reduces (engine.py, allreduce_gradients)
 
-# fields of a Bill with one entry per candidate
+# fields of a MemoryEstimate with one entry per candidate
 SUMS = ("parameters", "gradients", "optimizer", "host", "left", "holes", "flat", "cast", "norm")
-TABLES = ("buckets", "gathered", "temporaries", "activations", "sent")  # fields of a Bill of (moments, candidates)
+TABLES = (
+    "buckets",
+    "gathered",
+    "temporaries",
+    "activations",
+    "sent",
+)  # fields of a MemoryEstimate of (moments, candidates)
 
 
 @dataclass(frozen=True)
-class Bill:
+class MemoryEstimate:
     """Bytes of one rank: arrays of one entry per candidate, or tables of (moments, candidates).
 
     A moment is a point of a step, or of the engine's initialisation, at which memory may peak.
@@ -77,7 +83,7 @@ class Bill:
 
 
 class _Moments:
-    """Rows of a Bill's tables, one per moment."""
+    """Rows of a MemoryEstimate's tables, one per moment."""
 
     def __init__(self, count: int) -> None:
         self.zero = np.zeros(count)
@@ -94,13 +100,13 @@ class _Moments:
 
 
 class _Terms:
-    """Sizes, flags and buffers that several lines of the bill need; arrays hold one entry per candidate."""
+    """Sizes, flags and buffers that several lines of the estimate need; arrays hold one entry per candidate."""
 
     def __init__(self, job: Job, trace: Trace, columns: Columns, device: str) -> None:
         self.trace, self.columns, self.ranks = trace, columns, float(job.ranks)
         self.width, (self.frozen_width, self.dequantized) = trained_width(job, trace), frozen_width(job, trace)
         self.plain, self.torch_alone = job.plain, job.torch_alone
-        self.stepper = stepper(job)
+        self.stepper = optimizer_of_trials(job)
         # torch uses foreach on CUDA only. Pinning does nothing on CPU ranks (accelerator/cpu_accelerator.py).
         self.on_gpu = device == "cuda"
         share = 1.0 if not job.plain else self.width / 4
@@ -127,7 +133,7 @@ class _Terms:
         self.shard = self.width if job.plain else max(self.width, 4.0)
         self.master = np.where(self.fsdp, 0.0, columns.master)
         self.sub_group = sub_groups(columns, self.part, self.largest, self.ranks)
-        self.stays = staying(columns, self.part, self.largest, self.ranks)
+        self.stays = device_share_of_optimizer(columns, self.part, self.largest, self.ranks)
         self.sharing, self.row_bytes = job.sequence_ranks, job.element_bytes * job.seq_len  # of one channel
         self.heads = attention_heads(job.model.config) if self.sharing > 1 else None
         self._gradients(job)
@@ -231,7 +237,7 @@ class _Terms:
         self.kept_buckets = self.standing + np.where(self.accumulates & self.one, self.ipg, 0.0)
 
 
-def bill(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> Bill:
+def estimate_memory(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> MemoryEstimate:
     """Return device and host bytes of every candidate, without CUDA's context, the allocator and communication libraries.
 
     On "cuda", memory is really pinned, and torch's optimizers allocate their intermediates.
@@ -241,7 +247,7 @@ def bill(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> Bill:
     _add_passes(terms, moments)
     _add_step(terms, moments, gradients)
     kept = {"host": _host(terms), "left": _left(terms), "holes": _holes(terms), **_step_blocks(terms)}
-    return Bill(parameters, gradients, optimizer, tuple(moments.names), **moments.tables(), **kept)
+    return MemoryEstimate(parameters, gradients, optimizer, tuple(moments.names), **moments.tables(), **kept)
 
 
 def trained_width(job: Job, trace: Trace) -> float:
@@ -419,7 +425,7 @@ def _left(t: _Terms) -> Floats:
 
 
 def _step_blocks(t: _Terms) -> dict[str, Floats]:
-    """Return the sizes of the largest blocks of a step with DeepSpeed's own optimizers on the device, as fields of a Bill.
+    """Return the sizes of the largest blocks of a step with DeepSpeed's own optimizers on the device, fields of MemoryEstimate.
 
     Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py (`step`: flatten, cast, get_grad_norm_direct) and stage3.py
     (`_prepare_fp32_grad_for_sub_group`).
@@ -630,7 +636,7 @@ def sub_groups(c: Columns, part: float, largest: float, ranks: float) -> Floats:
     return np.minimum(part, np.maximum(c.sub_group, largest / ranks))
 
 
-def staying(c: Columns, part: float, largest: float, ranks: float) -> Floats:
+def device_share_of_optimizer(c: Columns, part: float, largest: float, ranks: float) -> Floats:
     """Return the share of an offloaded optimizer that stays on the device, for each candidate."""
     groups = np.ceil(part / sub_groups(c, part, largest, ranks))
     return np.where(c.stage == 3, np.floor((1 - c.offload_ratio) * groups + 1e-9) / groups, 0.0)
@@ -713,7 +719,7 @@ class Stepper:
     loops: bool = False  # at stage 0, `temporary_bytes` hold one parameter at a time
 
 
-def stepper(job: Job) -> Stepper:
+def optimizer_of_trials(job: Job) -> Stepper:
     """Return the optimizer of the job's trials without offload.
 
     Source: deepspeed 0.19.8, runtime/engine.py, _configure_basic_optimizer and _configure_fp16_optimizer. A script's profile
