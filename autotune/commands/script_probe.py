@@ -399,7 +399,8 @@ def _refuse_unless_run(executor: Executor, outcome: Outcome, facts: dict[str, An
         raise UserError(f"{outcome.reason}, before the script was measured{more}")
     log = f"{outcome.log}/rank{outcome.rank or 0}.log"
     said = log_tail(Path(log)).strip()
-    tail = "\n".join(f"  {line}" for line in said.splitlines()[-12:])
+    lines = [line for line in said.splitlines() if line.strip(" ~^")]  # Python marks a part of the line above
+    tail = "\n".join(f"  {line}" for line in lines[-12:])
     limits = _limits(outcome, executor.hardware.limit_bytes)
     who = "the script fails by itself" if not limits else "the script fails"
     raise UserError(f"{who}, before anything is tuned ({outcome.reason}){limits}:\n{tail}\n  log: {log}")

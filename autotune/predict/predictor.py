@@ -14,7 +14,6 @@ import numpy as np
 from autotune.errors import UserError
 from autotune.predict.calibration import (
     ELSEWHERE,
-    HOOKS_DOUBT,
     MEASURED_OVERHEAD_GIB,
     MEMORY,
     MEMORY_CONSTANTS,
@@ -46,7 +45,6 @@ from autotune.predict.step_time import (
     StepWork,
     dense_shape,
     fsdp_settings,
-    hooks_share,
     host_limit_bytes,
     spend,
     step_work,
@@ -387,8 +385,7 @@ class Predictor:
             lambda many: np.array([np.log(self._spent(prepared, k).step) for k in many]), self._time.mean[: len(TIME)]
         )
         by_constants = np.hstack([rates, prepared.quirks])
-        hooks = HOOKS_DOUBT * hooks_share(prepared.work, prepared.columns, self._time_constants(self._time.mean))
-        shift, log_sigma = _corrected(self._time, by_constants, self._time_near, prepared.features, hooks)
+        shift, log_sigma = _corrected(self._time, by_constants, self._time_near, prepared.features)
         log_step = log_step + shift
         c = prepared.columns
         rows = c.micro_batch * c.accumulation * self.job.data_ranks

@@ -255,3 +255,7 @@ def test_muon_at_stage_3_does_not_scatter() -> None:
     assert "reduce_scatter: false" in unscattered_for_muon(3, circumstances)
     assert not unscattered_for_muon(2, circumstances)
     assert not unscattered_for_muon(3, RequirementInputs.of(job, named_hardware("h100", 2)))
+    quantized = dataclasses.replace(job, base_config={**MUON, "zero_optimization": {"zero_quantized_gradients": True}})
+    assert "zero_quantized_gradients: false" in unscattered_for_muon(
+        3, RequirementInputs.of(quantized, named_hardware("h100", 2))
+    )

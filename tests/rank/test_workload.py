@@ -1,7 +1,10 @@
 """What ranks train without a script: adapters, lengths of a data set, functions of the user's."""
 
+from typing import Any
+
 import pytest
 import torch
+from deepspeed.utils import set_z3_leaf_modules
 
 from autotune.executors.base import MeasureSpec
 from autotune.predict.trace import trace_job
@@ -125,6 +128,20 @@ def test_batches_of_a_data_sets_lengths() -> None:
     assert sorted(widths)[20] < 64
 
 
+@pytest.mark.parametrize("more", [{}, {"global_batch_size": 16}, {"task": "masked-lm", "model": "tiny-bert"}])
+def test_rows_are_the_same_for_every_micro_batch(more: dict[str, Any]) -> None:
+    job = make_job(2, seq_len=16, **more)
+
+    def first_rows(micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        batches = [next(made) for made in [synthetic_batches(job, micro_batch, torch.device("cpu"), 0)] for _ in range(80)]
+        ids, labels = (torch.cat([one[name] for one in batches])[:80] for name in ("input_ids", "labels"))
+        return ids, labels
+
+    of_one, of_eight = first_rows(1), first_rows(8)
+    assert all(map(torch.equal, of_one, of_eight))
+    assert len(of_one[0].unique(dim=0)) > 8, "steps have rows of their own"
+
+
 def test_lengths_are_trained(bench: Bench) -> None:
     job = make_job(seq_len=64, lengths=((8, 90), (64, 1)))
     (outcome,) = measure(bench, job, make_candidate(1, 2, 1))
@@ -150,3 +167,24 @@ def test_a_workload_of_ones_own(bench: Bench, monkeypatch: pytest.MonkeyPatch) -
 def test_where_a_loss_is() -> None:
     loss = torch.ones(())
     assert loss_of({"loss": loss}) is loss_of((loss, 2)) is loss_of(loss) is loss
+
+
+def test_blocks_with_a_module_per_expert_are_leaf_modules_of_stage_3() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = (
+                torch.nn.Linear(2, 2),
+                torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2)),
+            )
+
+    class Joined(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = torch.nn.Linear(2, 4)
+
+    model = torch.nn.Sequential(Block(), Joined(), Block())
+    assert model_builder.expert_blocks(model) == [Block]
+    leaves = set_z3_leaf_modules(model, model_builder.expert_blocks(model))
+    assert leaves == [model[0], model[2]]
+    assert model_builder.expert_blocks(torch.nn.Sequential(Joined())) == []
