@@ -29,9 +29,9 @@ from autotune.problem.nvml import (
     architectures_to_set,
     driver_failure,
     holders_text,
+    nvml_errors,
     open_nvml,
     order_to_set,
-    telling,
     unreadable_architectures,
     unseen_gpu,
     visible_gpus,
@@ -86,7 +86,7 @@ def _gpus(interpreter: Interpreter = OWN) -> Iterator[Finding]:
         yield _no_driver(interpreter)
         return
     try:
-        with telling("NVIDIA's driver"):
+        with nvml_errors("NVIDIA's driver"):
             version, cuda = lib.nvmlSystemGetDriverVersion(), lib.nvmlSystemGetCudaDriverVersion()
         cards, visible = all_cards(), visible_gpus()
     except GpuError as error:

@@ -27,7 +27,7 @@ from autotune.executors.cluster.transports import (
     Transport,
     allocated_hosts,
     check_time_left,
-    evenly,
+    evenly_filled_hosts,
     in_allocation,
     preamble,
     read_hostfile,
@@ -335,4 +335,4 @@ def _allocated(gpus: int | None) -> tuple[list[Host], str]:
 
 
 def _evenly(hosts: list[Host], named_by: str) -> Placing:
-    return lambda nodes, per_node, device: evenly(hosts, nodes, per_node, named_by)
+    return lambda nodes, per_node, device: evenly_filled_hosts(hosts, nodes, per_node, named_by)

@@ -25,7 +25,15 @@ from autotune.problem.job import Job, Script
 from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, stored_ladder, write_ladder
 from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
 from autotune.results.report.html import AttemptShown, TrainingReport, training_page, write_page
-from autotune.script.argument_files import find, given, knob_values, launcher_file, own_config, own_files, value_at
+from autotune.script.argument_files import (
+    argument_names,
+    find_key,
+    knob_values,
+    launcher_file,
+    own_config,
+    own_files,
+    value_at,
+)
 from autotune.script.argument_writer import with_declared_files
 from autotune.script.command_line import ACCELERATE, framework_of
 from autotune.script.parse_command import launchers_config
@@ -487,8 +495,8 @@ def _command_batch_size(script: Script, knob: str) -> int | None:
 def _said_to_trainer(script: Script, knob: str) -> bool:
     """Check that a Trainer's own argument sets it, with a known default. Only the script knows the defaults of its flags."""
     name = KNOWN_FLAGS[knob].removeprefix("--")
-    flags = (word.removeprefix("--").replace("-", "_") for word in given(script.argv) if word.startswith("--"))
-    return name in flags or any(find(file.data, (name,)) is not None for file in own_files(script))
+    flags = (word.removeprefix("--").replace("-", "_") for word in argument_names(script.argv) if word.startswith("--"))
+    return name in flags or any(find_key(file.data, (name,)) is not None for file in own_files(script))
 
 
 def _count(config: dict[str, Any], knob: str) -> int | None:
@@ -509,7 +517,7 @@ def _value(script: Script, name: str) -> str | None:
     """
     found = None
     for file in own_files(script):
-        place = find(file.data, (name,))
+        place = find_key(file.data, (name,))
         found = found if place is None else str(value_at(file.data, place))
     for at, word in enumerate(script.argv):
         given, equals, value = word.partition("=")

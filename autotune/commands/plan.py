@@ -19,7 +19,7 @@ from autotune.errors import UserError
 from autotune.predict.predictor import SURE_SIGMAS, Prediction, Predictor, Table
 from autotune.predict.step_time import cores_of
 from autotune.predict.trace import missing_packages, trace_job, traced_predictor
-from autotune.predict.trace_cache import known_trace, runnable
+from autotune.predict.trace_cache import known_trace, with_runnable_attention
 from autotune.predict.trace_data import Trace
 from autotune.predict.what_if import (
     JobPredictions,
@@ -72,7 +72,9 @@ def plans(
 def _tracing(setup: PlanSetup, print_line: Callable[[str], None]) -> Iterator[None]:
     """Say what is waited for if no trace of the job is known: one line, and a clock in a terminal."""
     job = setup.job
-    known = job.script is not None or known_trace(runnable(job)[0], device=setup.hardware.device) is not None
+    known = (
+        job.script is not None or known_trace(with_runnable_attention(job)[0], device=setup.hardware.device) is not None
+    )
     if known or missing_packages(job.interpreter):
         yield
         return

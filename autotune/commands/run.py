@@ -64,9 +64,9 @@ from autotune.search.storage import (
     StorageFailures,
     default_storage,
     failures_in_one_line,
-    hold,
     is_server,
     lock_log_dir,
+    lock_study,
     make_study_folder,
     open_storage,
 )
@@ -607,7 +607,7 @@ def acquire_log_dir(setup: Setup) -> Iterator[Path]:
         UserError: another run holds the study.
     """
     if setup.storage is None:
-        place, held = setup.folder, hold(setup.folder, setup.name)
+        place, held = setup.folder, lock_study(setup.folder, setup.name)
     else:
         place, held = lock_log_dir(setup.folder, setup.name)
     try:

@@ -22,8 +22,8 @@ from autotune.problem.knobs import RequirementInputs, steps_on_gpu
 from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
-from autotune.results.console import larger_budget, speed
-from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, given, integers_in_words, knob_values
+from autotune.results.console import larger_budget, throughput_text
+from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, argument_names, integers_in_words, knob_values
 from autotune.script.argument_writer import integers_in_files, with_declared_files
 from autotune.script.profile import (
     BY_HAND,
@@ -130,7 +130,7 @@ def probe(
             return Probe(_mapped(script, profile), baseline, ran_out=ran_out)
     baseline, facts = _unfinished(folder, key, script.cwd) or (None, {})
     if baseline is not None and baseline.measurement is not None:
-        print_line(f"{script.name} as it is, from an earlier call: {speed(baseline.measurement)}")
+        print_line(f"{script.name} as it is, from an earlier call: {throughput_text(baseline.measurement)}")
     else:
         print_line(f"running {script.name} without changes, to learn what it trains")
         limit, spec = _first_limits(budget_seconds)
@@ -145,7 +145,7 @@ def probe(
             kept = {"key": key, "baseline": baseline.to_json(), "facts": facts, SOURCES: sources}
             _keep(folder / _UNFINISHED, json.dumps(kept, indent=1))
             print_line(
-                f"{script.name} as it is: {speed(baseline.measurement)}; kept, and the same command goes on from there"
+                f"{script.name} as it is: {throughput_text(baseline.measurement)}; kept, and the same command goes on from there"
             )
         raise
 
@@ -399,7 +399,8 @@ def _refuse_unless_run(executor: Executor, outcome: Outcome, facts: dict[str, An
         raise UserError(f"{outcome.reason}, before the script was measured{more}")
     log = f"{outcome.log}/rank{outcome.rank or 0}.log"
     said = log_tail(Path(log)).strip()
-    tail = "\n".join(f"  {line}" for line in said.splitlines()[-12:])
+    lines = [line for line in said.splitlines() if line.strip(" ~^")]  # Python marks a part of the line above
+    tail = "\n".join(f"  {line}" for line in lines[-12:])
     limits = _limits(outcome, executor.hardware.limit_bytes)
     who = "the script fails by itself" if not limits else "the script fails"
     raise UserError(f"{who}, before anything is tuned ({outcome.reason}){limits}:\n{tail}\n  log: {log}")
@@ -805,7 +806,7 @@ def _batch_with(
 ) -> dict[str, float] | None:
     """Return the batch of the script's own steps with these values of its flags, by knob; None if it does not run with them."""
     argv = list(script.argv)
-    in_words = given(script.argv)
+    in_words = argument_names(script.argv)
     tried = {name: value for name, value in flags.items() if not name.startswith("-") and name not in in_words}
     for flag in flags.keys() - tried.keys():
         argv = with_flag(argv, flag, flags[flag])

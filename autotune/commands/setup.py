@@ -452,9 +452,6 @@ def _named_job(request: Request, hardware: Hardware, interpreter: Interpreter) -
     model = _model(request, interpreter)
     own = _own_config(request.ds_config, interpreter) if request.ds_config else {}
     check_whole_model(own, request.ds_config)
-    installed = interpreter.origin("deepspeed") if request.optimizer == "muon" else None
-    if installed is not None and not (Path(installed).parent / "runtime/zero/muon").exists():
-        raise UserError("--optimizer muon: the installed DeepSpeed has no Muon. Install a newer one.")
     precision, base = precision_of(request.precision, own, hardware)
     lengths = load_lengths(request.lengths) if request.lengths else ()
     task = task_of(model.config, request.task, model.name)
@@ -477,6 +474,9 @@ def _named_job(request: Request, hardware: Hardware, interpreter: Interpreter) -
         image_size=image_size_of(model.config, task, request.image_size, model.name),
         interpreter=interpreter,
     )
+    installed = interpreter.origin("deepspeed") if job.optimizer_kind == "muon" else None
+    if installed is not None and not (Path(installed).parent / "runtime/zero/muon").exists():
+        raise UserError("Muon is not an optimizer of the installed DeepSpeed. Install a newer one.")
     adapters = dataclasses.replace(job.lora, quantize="") if job.lora else None  # only ranks need bitsandbytes
     for option, value in (("--lora", adapters), ("--attn", job.attention)):
         if package := missing_package(value, interpreter):

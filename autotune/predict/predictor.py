@@ -40,7 +40,15 @@ from autotune.predict.calibration import (
 )
 from autotune.predict.calibration import PRIOR as HOST
 from autotune.predict.features import Columns, Flags, Floats, Places, columns_of, installed_deepspeed, unknown_newer
-from autotune.predict.step_time import StepSeconds, StepWork, dense_shape, fsdp_settings, host_limit_bytes, spend, work
+from autotune.predict.step_time import (
+    StepSeconds,
+    StepWork,
+    dense_shape,
+    fsdp_settings,
+    host_limit_bytes,
+    spend,
+    step_work,
+)
 from autotune.predict.trace_cache import loss_bytes
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import (
@@ -48,7 +56,7 @@ from autotune.predict.zero_memory import (
     TABLES,
     MemoryEstimate,
     estimate_memory,
-    stepper,
+    optimizer_of_trials,
     unread_keys,
     unread_knobs,
 )
@@ -109,7 +117,7 @@ class Predictor:
         widen = 1.0 if self.trace.exact else UNTRACED
         self._unread = unread_keys(job.base_config)
         self._newer = unknown_newer(job.interpreter)
-        if not stepper(job).known:
+        if not optimizer_of_trials(job).known:
             self._unread.append(f"optimizer {job.optimizer_kind}")
         self._memory_priors = memory_priors(job, hardware, widen, bool(self._unread or self._newer))
         wider = UNTRACED if self._newer or self._unread else 1.0
@@ -700,14 +708,16 @@ class Prepared:
         features = _features(c, job, hardware, trace)
         made = job_with_candidate(job, candidates[0]) if candidates else job  # all compute the loss the same way
         loss = loss_bytes(made) * c.rows
-        return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven, loss)
+        return cls(
+            c, b, step_work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven, loss
+        )
 
     def on(self, job: Job, hardware: Hardware, trace: Trace) -> Prepared:
         """Return the same candidates of the same job on another machine of the same device: no size depends on it."""
         c = self.columns
         return dataclasses.replace(
             self,
-            work=work(job, hardware, trace, c),
+            work=step_work(job, hardware, trace, c),
             quirks=quirks_of(c, hardware.nodes),
             features=_features(c, job, hardware, trace),
         )
@@ -809,7 +819,9 @@ def job_features(job: Job, hardware: Hardware, trace: Trace) -> Floats:
     sizes = [0.5 * np.log2(elements), 0.3 * np.log2(job.seq_len), 0.3 * np.log2(job.ranks)]
     facts = hardware.gpu_facts
     card = 1.5 * np.log2(facts.tflops) if facts else 0.0
-    return np.array([*sizes, card, job.element_bytes, 2.0 * bool(job.autocast), 0.3 * stepper(job).state_bytes])
+    return np.array(
+        [*sizes, card, job.element_bytes, 2.0 * bool(job.autocast), 0.3 * optimizer_of_trials(job).state_bytes]
+    )
 
 
 def features_of(c: Columns) -> Floats:

@@ -12,12 +12,12 @@ from autotune.predict.features import Columns, Floats
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import (
     NF4_BYTES,
+    device_share_of_optimizer,
     kept_at_turn,
     muon_sizes,
+    optimizer_of_trials,
     persistent,
     quantized_sizes,
-    staying,
-    stepper,
 )
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import GpuFacts, Hardware, threads_per_rank, usable_cpus
@@ -164,7 +164,7 @@ class StepWork:
     queued: Floats  # 1 if kernels start while earlier ones run; a CPU rank does both itself
 
 
-def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> StepWork:
+def step_work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> StepWork:
     """Return the work of every candidate."""
     rates = DeviceRates.of(hardware, {"float16": "fp16", "bfloat16": "bf16"}.get(job.autocast or "", job.precision))
     plain, again = trace.plain, trace.of(True)
@@ -268,11 +268,13 @@ def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: DeviceR
 
 def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: DeviceRates) -> dict[str, Floats]:
     """Return the optimizer's step and the traffic of offloading, as fields of Work."""
-    width, states, total = job.element_bytes, stepper(job).state_bytes, float(sum(trace.parameters))
+    width, states, total = job.element_bytes, optimizer_of_trials(job).state_bytes, float(sum(trace.parameters))
     part, held = total / job.ranks, (total + trace.frozen) / job.ranks
     one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
     out, parameters_out = c.offload_optimizer > 0, three & (c.offload_param > 0)
-    leaves = np.where(out, 1 - staying(c, part, float(trace.largest), float(job.ranks)), 0.0)  # share that is offloaded
+    leaves = np.where(
+        out, 1 - device_share_of_optimizer(c, part, float(trace.largest), float(job.ranks)), 0.0
+    )  # share that is offloaded
     elements = np.where(c.stage == 0, total, part)
     low = c.master == 2
     step_bytes = (

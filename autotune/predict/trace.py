@@ -22,8 +22,8 @@ from autotune.predict.trace_cache import (
     follows_from_shape,
     known_trace,
     profile_trace,
-    runnable,
     traceable,
+    with_runnable_attention,
 )
 from autotune.predict.trace_data import IMPORTED, Trace
 from autotune.problem.hardware import Hardware
@@ -103,7 +103,7 @@ def trace_job(
         )
     if job.script and not traceable(job.script.profile):
         return profile_trace(job)
-    own, (job, replaced) = job, runnable(job)
+    own, (job, replaced) = job, with_runnable_attention(job)
     if (known := known_trace(job, loss, device)) is not None:
         return known
     if missing := missing_packages(job.interpreter):
@@ -152,7 +152,7 @@ def trace_jobs(jobs: Sequence[tuple[Job, str]], on_traced: Callable[[int, int], 
     """
     missing = {}
     for job, loss in jobs:
-        job, _ = runnable(job)
+        job, _ = with_runnable_attention(job)
         path = cache_path(job, loss)
         if not path.exists():
             missing[path] = {"job": job.order(), "options": _loss_options(loss)}

@@ -66,7 +66,7 @@ def cache_key(job: Job, loss: str = "own", device: str = "cuda", versions: Mappi
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def runnable(job: Job) -> tuple[Job, bool]:
+def with_runnable_attention(job: Job) -> tuple[Job, bool]:
     """(the job with an attention that runs without a GPU, whether that is another than its own)."""
     asked = job.attention or job.model.config.get("attn_implementation")
     if asked in _RUNS_ANYWHERE:
@@ -137,7 +137,7 @@ def stored_trace(job: Job, *, device: str = "cuda", versions: Mapping[str, str] 
     """
     if job.script and not traceable(job.script.profile):
         return profile_trace(job)
-    job, _ = runnable(job)
+    job, _ = with_runnable_attention(job)
     found = known_trace(job, "own", device, versions)
     if found is None:
         raise UserError("this machine has no trace of its model, and reading a study runs none of its code")

@@ -178,7 +178,7 @@ def _told(lib: Any, handle: Any) -> NvmlFigures:
 
 
 @cache
-def unlisted(
+def unlisted_gpu_facts(
     name: str, memory_bytes: int, nvml_figures: NvmlFigures | None = None, *, unified: bool = False
 ) -> GpuFacts:
     """Return facts of a GPU from its NVML name, its memory and its driver's figures.
@@ -190,12 +190,13 @@ def unlisted(
     """
     if " + " in name:  # unlike cards: ranks wait for the slowest
         return min(
-            (unlisted(one, memory_bytes, nvml_figures, unified=unified) for one in name.split(" + ")), key=_speed
+            (unlisted_gpu_facts(one, memory_bytes, nvml_figures, unified=unified) for one in name.split(" + ")),
+            key=_speed,
         )
     if slice_ := _SLICE.match(name):
         whole = 4 if _OF_FOUR.search(slice_["card"]) else _SLICES
         of_card = min(1.0, int(slice_["slices"]) / whole)
-        card = unlisted(slice_["card"], int(memory_bytes / of_card))
+        card = unlisted_gpu_facts(slice_["card"], int(memory_bytes / of_card))
         return _shared(card, memory_bytes, min(1.0, int(slice_["compute"] or slice_["slices"]) / whole))
     if row := facts_for(name, memory_bytes):
         # The driver may give a slice the name of its card.

@@ -21,7 +21,7 @@ from autotune.problem.models import (
     first_liger_version,
 )
 from autotune.util.bounds import MOST, display_value, invalid_reason
-from autotune.util.interpreter import OWN, Interpreter, which
+from autotune.util.interpreter import OWN, Interpreter, console_script
 from autotune.versions import dotted, release
 
 # -- requirements ------------------------------------------------------------------------------------------------------
@@ -76,14 +76,19 @@ def whole_if_quantized(value: Value, c: RequirementInputs) -> str:
 
 
 def unscattered_for_muon(value: Value, c: RequirementInputs) -> str:
-    """Refuse stage 3 if the user's config asks for `reduce_scatter` with Muon; otherwise candidates turn it off.
+    """Refuse stage 3 if the user's config asks for what Muon does not support there; candidates turn `reduce_scatter` off.
 
-    Source: deepspeed 0.19.8, stage3.py, `Muon and reduce scatter cannot be used together`.
+    Source: deepspeed 0.19.8, stage3.py, `Muon and reduce scatter cannot be used together`, and the same of all2all groups.
     """
     zero = c.job.base_config.get("zero_optimization")
-    scatters = isinstance(zero, Mapping) and zero.get("reduce_scatter") is True
-    needs = "needs zero_optimization.reduce_scatter: false, as the optimizer is Muon: your own config sets true"
-    return needs * bool(value == 3 and c.job.optimizer_kind == "muon" and scatters)
+    own = zero if isinstance(zero, Mapping) and value == 3 and c.job.optimizer_kind == "muon" else {}
+    key = next((key for key in ("reduce_scatter", "zero_quantized_gradients") if own.get(key) is True), "")
+    return f"needs zero_optimization.{key}: false, as the optimizer is Muon: your own config sets true" if key else ""
+
+
+def unquantized_for_muon(value: Value, c: RequirementInputs) -> str:
+    """Refuse quantized gradients for Muon, see `unscattered_for_muon`."""
+    return "is refused by DeepSpeed's Muon" * bool(value and c.job.optimizer_kind == "muon")
 
 
 def _quantized_refused(knobs: Knobs) -> str:
@@ -190,7 +195,7 @@ def a_compiler(value: Value, c: RequirementInputs) -> str:
         return "" if c.job.interpreter.has("triton") else "needs the package triton, which is not installed"
     return (
         ""
-        if any(which(one, c.job.interpreter) for one in ("g++", "clang++", "c++"))
+        if any(console_script(one, c.job.interpreter) for one in ("g++", "clang++", "c++"))
         else "needs a C++ compiler (g++), which is not installed"
     )
 
@@ -269,7 +274,7 @@ def engine_compile(value: Value, c: RequirementInputs) -> str:
 
 
 # Needs without which DeepSpeed fails. If another need is missing, the knob only gains nothing.
-FATAL: tuple[Need, ...] = (cuda, adam, mics_init, whole_if_quantized, unscattered_for_muon)
+FATAL: tuple[Need, ...] = (cuda, adam, mics_init, whole_if_quantized, unscattered_for_muon, unquantized_for_muon)
 OF_PACKAGES: tuple[Need, ...] = (its_package, liger_kernel, a_compiler)
 
 
@@ -492,7 +497,11 @@ _ZERO: dict[str, Knob] = {
         bool, off=False, needs=(cuda,), lossy="frozen weights are kept as 8-bit numbers", short="qnwZ"
     ),
     "zero_quantized_gradients": _stage3(
-        bool, off=False, needs=(cuda, several_ranks), lossy="gradients travel as 4- and 8-bit numbers", short="qgZ"
+        bool,
+        off=False,
+        needs=(cuda, several_ranks, unquantized_for_muon),
+        lossy="gradients travel as 4- and 8-bit numbers",
+        short="qgZ",
     ),
     "round_robin_gradients": Knob("", bool, _at(1, 2), off=False, needs=(several_ranks,)),
     "use_multi_rank_bucket_allreduce": Knob("", bool, _at(1, 2), off=True, needs=(several_ranks,)),

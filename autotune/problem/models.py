@@ -486,7 +486,7 @@ def first_liger_version(model_type: str | None, transformers: str | None = None)
     return first
 
 
-def is_known(model_type: str | None, version: str | None = None) -> bool:
+def liger_replaces_anything(model_type: str | None, version: str | None = None) -> bool:
     """Check that a version of Liger's kernels, or the newest, replaces anything in a whole model of this type."""
     first = first_liger_version(model_type)
     return first is not None and (version is None or first <= release(version))
@@ -503,7 +503,7 @@ def loss_in_kernel(
         wide: the weights have 32 bits.
         torch: torch's version.
     """
-    if not is_known(model_type, version):
+    if not liger_replaces_anything(model_type, version):
         return "own"
     kernels = kernels_of(model_type)
     loss = kernels.loss if kernels else _WITH_IMAGES[str(model_type)]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 EXIT_REPORTED = 13  # exit code of a rank that has reported its failure over the channel
 
 
-def greet(address: str, number: int) -> tuple[Channel, Message]:
+def connect_to_parent(address: str, number: int) -> tuple[Channel, Message]:
     """Connect to the parent and send this rank's number.
 
     The process leaves with code 1 if the parent closes the channel instead of sending a spec.
@@ -73,7 +73,7 @@ def exit_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def handled(error: BaseException) -> list[BaseException]:
+def error_chain(error: BaseException) -> list[BaseException]:
     """Return all causes and contexts of an error, the nearest first."""
     found = [error]
     for one in found:  # the list grows during the loop
@@ -239,7 +239,7 @@ class BaseRank(ABC):
         Such a script prints its own message, and its exit code does not name the OOM.
         """
         if ended.code not in (None, 0):
-            for error in handled(ended):
+            for error in error_chain(ended):
                 self.leave_if_out_of_memory(error)
 
     # -- collectives -------------------------------------------------------------------------------------------------

@@ -640,7 +640,7 @@ class Choice:
     not_whole: int | None = None  # newer checkpoint that was skipped because it is damaged
 
 
-def chosen(seen: Sequence[OutputFolderView], call: int) -> Choice | None:
+def checkpoint_to_resume(seen: Sequence[OutputFolderView], call: int) -> Choice | None:
     """Return the checkpoint from which this call resumes, or None to keep the script's choice.
 
     The first choice is the newest whole checkpoint of this call in this launch, unless the script names a newer one. If

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from autotune.problem.job import Job
 from autotune.problem.models import ANSWERS, CLASSIFICATION, IMAGE_TEXT, MASKED, SEQ2SEQ, TOKENS, declared_image_size
 from autotune.rank.model_builder import DTYPES, IGNORED, build_model, transformers_config
 from autotune.rank.versions import image_token, packed_mask, takes_image_types
+from autotune.util.units import MIB
 
 # -- workload ----------------------------------------------------------------------------------------------------------
 #
@@ -162,6 +164,9 @@ def synthetic_batches(job: Job, micro_batch: int, device: torch.device, seed: in
     Every batch has the full sequence length unless the job has a data set's lengths. In that case only the first two
     batches have it: the worst case then runs with and without earlier gradients. The other sequences are drawn from
     these lengths, each batch padded to its longest. Rows of a packed job are full and have `position_ids`.
+
+    Rows of equal length are the same for every micro-batch, in the same order, so that training traces of two
+    micro-batches can be compared step by step.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -169,20 +174,21 @@ def synthetic_batches(job: Job, micro_batch: int, device: torch.device, seed: in
         return torch.randint(0, below, shape, generator=generator)
 
     config = transformers_config(job.model)
-    widths, first = [job.seq_len] * 4, 0
+    first = 0
     if job.lengths and not job.packed:
-        drawn = draw(job, 16 * micro_batch, generator)
-        widths, first = [job.seq_len] * 2 + drawn.view(16, micro_batch).max(dim=1).values.tolist(), 2
-    pool = [one_batch(job, config, micro_batch, width, integers) for width in widths]
-    for batch in pool:
-        if job.task == MASKED:
-            chosen = torch.rand(batch["input_ids"].shape, generator=generator) < _MASKED_SHARE
-            chosen[:, 0] = True  # a mean over no losses is NaN
-            batch["labels"] = batch["labels"].masked_fill(~chosen, IGNORED)
+        drawn, first = draw(job, 16 * micro_batch, generator), 2
+        widths = [job.seq_len] * 2 + drawn.view(16, micro_batch).max(dim=1).values.tolist()
+        pool = [_masked(job, one_batch(job, config, micro_batch, width, integers), generator) for width in widths]
+    else:
+        rows = _pool_rows(job, config, micro_batch)
+        whole = _masked(job, one_batch(job, config, rows, job.seq_len, integers), generator)
         if job.packed:
-            batch["position_ids"] = torch.stack([packed_positions(job, generator) for _ in range(micro_batch)])
+            whole["position_ids"] = torch.stack([packed_positions(job, generator) for _ in range(rows)])
             # The first token of a sequence is not predicted from the preceding sequence.
-            batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, IGNORED)
+            whole["labels"] = whole["labels"].masked_fill(whole["position_ids"] == 0, IGNORED)
+        parts = {name: tensor.chunk(rows // micro_batch) for name, tensor in whole.items()}
+        pool = [{name: part[at] for name, part in parts.items()} for at in range(rows // micro_batch)]
+        for batch in pool if job.packed else ():
             mask = packed_mask(batch["position_ids"], job.attention, DTYPES[job.precision])
             batch |= {} if mask is None else {"attention_mask": mask}
     if device.type == "cuda":
@@ -190,6 +196,29 @@ def synthetic_batches(job: Job, micro_batch: int, device: torch.device, seed: in
     yield from (to_device(batch, device) for batch in pool)
     while True:
         yield from (to_device(batch, device) for batch in pool[first:])
+
+
+_POOL_STEPS = 4  # optimizer steps with rows of their own
+_POOL_ROWS = 256  # rows of a rank if its steps may have any number
+_POOL_BYTES = 32 * MIB  # of host memory, which is a CPU rank's device memory
+
+
+def _pool_rows(job: Job, config: Any, micro_batch: int) -> int:
+    """Return the rows of a rank after which they repeat: alike for every micro-batch, as far as host memory allows."""
+    of_a_row = one_batch(job, config, 1, job.seq_len, lambda shape, below: torch.zeros(shape, dtype=torch.long))
+    most = _POOL_BYTES // sum(tensor.nbytes for tensor in of_a_row.values())
+    step = job.global_batch_size // job.data_ranks if job.global_batch_size else _POOL_ROWS // _POOL_STEPS
+    rows = next((count for count in (_POOL_STEPS * step, step) if count <= most), 0)
+    return math.ceil(max(rows, micro_batch) / micro_batch) * micro_batch if rows else _POOL_STEPS * micro_batch
+
+
+def _masked(job: Job, batch: TensorBatch, generator: torch.Generator) -> TensorBatch:
+    """Ignore the labels of tokens that a masked language model is not asked for."""
+    if job.task == MASKED:
+        chosen = torch.rand(batch["input_ids"].shape, generator=generator) < _MASKED_SHARE
+        chosen[:, 0] = True  # a mean over no losses is NaN
+        batch["labels"] = batch["labels"].masked_fill(~chosen, IGNORED)
+    return batch
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -49,10 +49,10 @@ from autotune.script.profile import SPLIT, other_batch
 from autotune.script.script import (
     KNOWN_FLAGS,
     RELAUNCHED,
-    carried,
     carries_knob,
+    command_sets_all,
     training_command,
-    typed,
+    typed_words,
     variables_for,
     wrong_batch_warning,
 )
@@ -60,7 +60,7 @@ from autotune.search.certificate import certificate_lines
 from autotune.search.leaderboard import Leaderboard, StudyFacts, missing_bytes
 from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
-from autotune.search.trials import AS_IS, RESUME, VERIFY, Record, resumed_peak_bytes, uncollected
+from autotune.search.trials import AS_IS, RESUME, VERIFY, Record, resumed_peak_bytes, without_garbage_collection
 from autotune.util.interpreter import launch_command
 from autotune.util.streams import LOG, is_watched
 from autotune.util.units import counted, format_bytes, format_count, format_duration
@@ -102,7 +102,7 @@ def outcome_line(outcome: Outcome) -> str:
     if outcome.measurement is not None:
         measured = outcome.measurement
         retries = f", {measured.alloc_retries} allocator retries" if measured.alloc_retries else ""
-        return f"{speed(measured)}, peak {format_bytes(measured.peak_bytes)}{retries}"
+        return f"{throughput_text(measured)}, peak {format_bytes(measured.peak_bytes)}{retries}"
     who = f" on rank {outcome.rank}" if outcome.rank is not None else ""
     if outcome.kind.is_oom:
         what = "OOM" if outcome.kind is OutcomeKind.OOM_DEVICE else "host OOM"
@@ -249,7 +249,9 @@ class LiveObserver(PlainObserver):
             lines.append(Columns([bar, Text.from_markup(told)]))
         best = self._leaderboard and next(filter(self._leaderboard.may_win, self._leaderboard.feasible()), None)
         if self._leaderboard and best:
-            lines.append(Text(f"best  {best}  {speed(self._leaderboard.measured[best][1])}", style="bold green"))
+            lines.append(
+                Text(f"best  {best}  {throughput_text(self._leaderboard.measured[best][1])}", style="bold green")
+            )
         text, since = self._doing
         running = list(self._running.copy().values())
         if text:
@@ -328,7 +330,7 @@ def record_json(record: Record) -> dict[str, Any]:
     }
 
 
-@uncollected()
+@without_garbage_collection()
 def show_study(store: StudyStore, out: Console) -> None:
     """Print a study's trials with their reasons, what was not tried and why, its calls, and its verdict."""
     records, calls, facts = store.records(), store.calls(), store.facts()
@@ -372,7 +374,7 @@ def trial_lines(store: StudyStore, record: Record) -> list[str]:
 DOUBTFUL = 0.5  # share of a step's seconds; half the 95 % interval above it makes a winner doubtful
 
 
-def speed(measured: Measurement) -> str:
+def throughput_text(measured: Measurement) -> str:
     """Return the text of a throughput."""
     tokens = f" ({format_count(measured.tokens_per_second).strip()} tokens/s)" if _has_tokens(measured) else ""
     return f"{measured.samples_per_second:.4g} samples/s{tokens}"
@@ -448,14 +450,14 @@ def own_line(facts: StudyFacts, job: Job) -> str:
     winner = facts.winner
     measured = winner.outcome.measurement if winner and winner.outcome else None
     if own.outcome.measurement is None:
-        won = f"; winner: {speed(measured)}" if measured else ""
+        won = f"; winner: {throughput_text(measured)}" if measured else ""
         return f"{yours}: {outcome_line(own.outcome)}{won}"
     if winner is not None and winner.candidate == own.candidate:
         return f"{yours} is the winner: {AS_IS} has this config already"
     ratio = facts.own_ratio
     if winner is None or ratio is None:
         remark = facts.remark(own.number)
-        return f"{yours}: {speed(own.outcome.measurement)}{f', {remark}' if remark else ''}"
+        return f"{yours}: {throughput_text(own.outcome.measurement)}{f', {remark}' if remark else ''}"
     alike = f"{ratio.samples_per_second:.4g} against {ratio.other_samples_per_second:.4g} samples/s, measured alike"
     unlike = batch_size_note(own.candidate, winner.candidate, job)
     if ratio.is_noise:
@@ -476,7 +478,7 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
         *filter(None, first),
         f"winner: {config_sentence(record.candidate, job, hardware)}",
         f"  config: {record.candidate} ({code_legend(record.candidate)})",
-        f"  {speed(measured)}, ±{spread:.1f} % within its run (95 %){_per_rank(measured, job, hardware)}",
+        f"  {throughput_text(measured)}, ±{spread:.1f} % within its run (95 %){_per_rank(measured, job, hardware)}",
         f"  step {format_duration(measured.step_seconds)}; peak {format_bytes(measured.peak_bytes)} of "
         f"{format_bytes(hardware.capacity_bytes)} ({free:.0f} % free, headroom {100 * hardware.headroom:.0f} %)",
     ]
@@ -572,9 +574,9 @@ def train_with(
     variables = {**variables_of(winner, threads, environment), **variables_for(job.script, per_node)}
     plain = f"{assignments(masked_data(variables))} {shlex.join(masked_words(words))}"
     where = f" --hostfile {shlex.quote(str(hostfile or 'HOSTFILE'))}" if nodes > 1 else ""
-    watched = f"autotune launch {shlex.quote(study)}{where} -- {shlex.join(masked_words(typed(job.script)))}"
+    watched = f"autotune launch {shlex.quote(study)}{where} -- {shlex.join(masked_words(typed_words(job.script)))}"
     instead, hints = "", [NOTE] if MASK in plain + watched else []
-    if carried(job.script):
+    if command_sets_all(job.script):
         commands = [("train with, on every node" if each else "train with", plain), ("or watched", watched)]
     else:
         commands = [("train with", watched)]

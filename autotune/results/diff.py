@@ -20,7 +20,7 @@ from autotune.results.tables import DataTable
 from autotune.search.fingerprint import VERSIONS, changes
 from autotune.search.leaderboard import SpeedRatio
 from autotune.search.study import StudyStore
-from autotune.search.trials import RESUME, SEARCH, TRAINING, VERIFY, uncollected
+from autotune.search.trials import RESUME, SEARCH, TRAINING, VERIFY, without_garbage_collection
 from autotune.util.units import counted, format_bytes
 
 _MOST_ROWS = 40  # rows of the printed table; JSON has all
@@ -146,7 +146,7 @@ def _spread(percents: Sequence[float]) -> str:
     return f"median {statistics.median(percents):+.1f} % ({min(percents):+.1f} to {max(percents):+.1f})"
 
 
-@uncollected()
+@without_garbage_collection()
 def diff_studies(first: StudyStore, second: StudyStore) -> StudyDiff:
     """Compare two studies. Candidates count as the same if they differ only in knobs that change nothing.
 

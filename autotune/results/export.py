@@ -35,9 +35,9 @@ from autotune.rank.ds_config import all_ops, may_skip_parameters
 from autotune.results.output_files import check_out, secrets_note, sibling_path
 from autotune.script.argument_files import own_files
 from autotune.script.argument_writer import winners_files
-from autotune.script.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, options_without, started, take_apart
+from autotune.script.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, launcher_command, options_without, take_apart
 from autotune.script.profile import CALL, ZERO_INIT, other_batch
-from autotune.script.script import carried, command, training_command
+from autotune.script.script import command, command_sets_all, training_command
 from autotune.search.certificate import certificate_lines
 from autotune.search.fingerprint import measured_under
 from autotune.search.storage import output_file
@@ -292,7 +292,7 @@ def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[
     if other := other_batch(candidate, job):
         lines.append(other)
     own = job.script
-    if own is not None and under_lightning(own) and not carried(own) and not own.holds_batch:
+    if own is not None and under_lightning(own) and not command_sets_all(own) and not own.holds_batch:
         lines.append(lightnings_own(candidate))
     if candidate.checkpointing:
         lines.append(with_checkpointing(job))
@@ -492,7 +492,7 @@ def usage_lines(style: str, files: Sequence[Path], store: StudyStore, trial: int
         words = ["deepspeed", *command(own, candidate, str(files[0]))]
         if own.program is not None or own.argv[0] == "-m":  # DeepSpeed's launcher would need further options
             words = training_command(own, candidate, per_node, str(files[0]))
-        takes = "" if carried(own) else f"put {file} where the script has its own config, and train with: "
+        takes = "" if command_sets_all(own) else f"put {file} where the script has its own config, and train with: "
         training = shlex.join(masked_words(words))
     lines = {
         "deepspeed": [
@@ -662,7 +662,7 @@ def over_nodes(words: Sequence[str], nodes: int, per_node: int, hostfile: Path |
         launcher = [*head, *meet, *options_without(line, "--num_processes", "--num_machines")]
     else:
         return list(words), True
-    return started(line, launcher, line.target), line.kind != DEEPSPEED
+    return launcher_command(line, launcher, line.target), line.kind != DEEPSPEED
 
 
 def sbatch_script(

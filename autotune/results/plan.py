@@ -253,7 +253,7 @@ class Plan:
         0.0  # main memory of a node while each rank loads a full copy of the weights; 0: no copy, or unknown
     )
     chunked: ChunkedLoss | None = None  # None: logits and loss are small, or cannot be avoided
-    own: CardPlan | None = None  # for the requested card, with an exact `fewest`
+    own: CardPlan | None = None  # for the requested card, with an exact `fewest_gpus`
     cards: tuple[
         CardPlan, ...
     ] = ()  # cheapest first, those with measured rows before others; those without a price last
@@ -402,7 +402,7 @@ def show_plan(plan: Plan, out: Console) -> None:
     _show_gains(plan, out)
     ways_table(plan).show(out)
     if plan.own is not None:
-        _put(out, Text(f"fewest {plan.own.gpu}: ", style="bold").append(fewest(plan.own), style="not bold"))
+        _put(out, Text(f"fewest {plan.own.gpu}: ", style="bold").append(fewest_gpus(plan.own), style="not bold"))
     if cards := cards_table(plan):
         cards.show(out)
     elif plan.cards:
@@ -754,7 +754,7 @@ def _card_row(card: CardPlan) -> tuple[str, ...]:
     )
 
 
-def fewest(card: CardPlan) -> str:
+def fewest_gpus(card: CardPlan) -> str:
     """Describe the fewest GPUs of a card that suffice, without and with offload."""
     parts = []
     if card.fewest:

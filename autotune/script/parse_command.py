@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from autotune.errors import UserError, did_you_mean
 from autotune.problem.candidate import KNOBS, MICRO_BATCH
-from autotune.problem.import_time_env import after, settings_in
+from autotune.problem.import_time_env import settings_in, variables_after
 from autotune.problem.job import ArgumentFile, Script, script_text
 from autotune.script.argument_files import is_ds_config
 from autotune.script.argument_writer import argument_files, read_file
 from autotune.script.command_line import ACCELERATE, FRAMEWORKS, CommandLine, framework_of, several_nodes, take_apart
 from autotune.script.script import KNOWN_FLAGS
 from autotune.util.bounds import MOST_RANKS, whole_number
-from autotune.util.interpreter import OWN, Interpreter, which
+from autotune.util.interpreter import OWN, Interpreter, console_script
 
 # -- typed command -----------------------------------------------------------------------------------------------------
 #
@@ -61,7 +61,7 @@ def read_command(
     gpus = line.gpus or next((str(ids) for file in script.files if (ids := _gpu_ids(file))), None)
     if gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = gpus
-    own = after(settings_in(script_text(script) or ""), {**os.environ, **variables})
+    own = variables_after(settings_in(script_text(script) or ""), {**os.environ, **variables})
     return TypedCommand(script, ranks, ranks_source, {**variables, **own}, own)
 
 
@@ -244,7 +244,7 @@ def program_file(name: str, interpreter: Interpreter = OWN) -> Path:
     Raises:
         UserError: the command is missing, is no Python program, or belongs to another environment.
     """
-    python, found = interpreter.path, which(name, interpreter)
+    python, found = interpreter.path, console_script(name, interpreter)
     known = next((one for one in FRAMEWORKS if name in one.programs), None)
     if found is None and known is not None:
         raise UserError(

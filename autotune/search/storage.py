@@ -580,7 +580,7 @@ _MALFORMED_SECONDS = 2.0  # seconds after which filelock takes over a malformed 
 _MOST_PLACES = 64
 
 
-def hold(folder: Path, study: str) -> BaseFileLock:
+def lock_study(folder: Path, study: str) -> BaseFileLock:
     """Hold the study in a folder until this process ends or the lock is released.
 
     Raises:
@@ -646,7 +646,7 @@ def lock_log_dir(folder: Path, study: str) -> tuple[Path, BaseFileLock]:
         place = folder if number == 1 else folder / f"tuner-{number}"
         place.mkdir(parents=True, exist_ok=True)
         try:
-            return place, hold(place, study)
+            return place, lock_study(place, study)
         except UserError:
             continue
     raise _held(study)

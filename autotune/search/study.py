@@ -26,7 +26,7 @@ from autotune.script.recorded import RecordedPython, recorded_job
 from autotune.search.fingerprint import THREADS, changes, fingerprint, merged_fingerprint
 from autotune.search.heartbeat import Tuners
 from autotune.search.leaderboard import StudyFacts, dashboard_note, study_facts
-from autotune.search.storage import DATABASES, ServerStorage, hold, open_storage, stored_in
+from autotune.search.storage import DATABASES, ServerStorage, lock_study, open_storage, stored_in
 from autotune.search.trials import (
     LET_GO,
     REFERENCE,
@@ -51,8 +51,8 @@ from autotune.search.trials import (
     record_of,
     save_note,
     set_attribute,
-    uncollected,
     withdraw,
+    without_garbage_collection,
 )
 from autotune.util.interpreter import OWN, Interpreter, other_python
 
@@ -249,7 +249,7 @@ class StudyStore:
         Raises:
             UserError: another run holds it.
         """
-        self._lock = hold(self.folder, self.name) if self.folder is not None else None
+        self._lock = lock_study(self.folder, self.name) if self.folder is not None else None
 
     def share(self, print_line: Callable[[str], None]) -> None:
         """Tune the study together with peer tuners until `leave`, instead of holding it.
@@ -278,7 +278,7 @@ class StudyStore:
 
     def records(self) -> list[Record]:
         """Return all trials in order."""
-        with uncollected():
+        with without_garbage_collection():
             return self._records.of(self.study.get_trials(deepcopy=False))
 
     def record(self, number: int) -> Record:

@@ -282,7 +282,7 @@ class Records:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Disable garbage collection while thousands of trials are read.
 
     Reading creates about a million objects that are all kept. Repeated scans by the collector double the time.

@@ -194,7 +194,7 @@ def bound_command(python: str, module: str, *arguments: str) -> list[str]:
     return [python, "-c", APART + _BOUND + _RUN, str(os.getpid()), module, *arguments]
 
 
-def which(command: str, interpreter: Interpreter = OWN) -> str | None:
+def console_script(command: str, interpreter: Interpreter = OWN) -> str | None:
     """Return a console script of the user's environment: next to its interpreter, else in PATH."""
     beside = Path(interpreter.path).parent / command
     if os.sep not in command and os.path.isfile(beside) and os.access(beside, os.X_OK):

@@ -86,7 +86,7 @@ def boot_id() -> str:
     return ""
 
 
-def runs(pid: int) -> bool:
+def pid_is_alive(pid: int) -> bool:
     """Check that a process exists and has not ended."""
     try:
         return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[0] not in _DEAD
@@ -182,11 +182,11 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
         parent: the process id of the starter of this process, direct or through a wrapper script of an interpreter.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, number)
-    if os.getppid() != parent and not runs(parent):
+    if os.getppid() != parent and not pid_is_alive(parent):
         os.kill(os.getpid(), number)
 
 
-def outlive_notices() -> None:
+def ignore_user_signals() -> None:
     """Ignore SIGUSR1 and SIGUSR2 until this process has a handler for them.
 
     Slurm's `--signal=USR1@600` and `scancel --signal=USR1` may send them to every process of a step. The kernel's setting
@@ -487,7 +487,7 @@ def _leave_with_all(number: int, frame: object) -> None:
     started = descendants(os.getpid())
     _tell(started, signal.SIGTERM)
     until = time.monotonic() + BUILD_GRACE_SECONDS
-    while any(runs(pid) for pid in started) and time.monotonic() < until:
+    while any(pid_is_alive(pid) for pid in started) and time.monotonic() < until:
         time.sleep(_LOOK_SECONDS)
     while left := descendants(os.getpid()):
         _tell(left, signal.SIGKILL)

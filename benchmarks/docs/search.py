@@ -42,8 +42,8 @@ def search_tpe() -> str:
 
 
 def bounds() -> str:
-    """How often the bounds of the speed left hold, over all tables, by the number of trials."""
-    rows = [row for name in ("search", "search-own", "search-real") for row in result(name)]
+    """How often the bounds of the speed left hold, over all recorded tables, by the number of trials."""
+    rows = [row for name in ("search-own", "search-real") for row in result(name)]
     held = bound_rows([row for row in rows if row["strategy"] == "autotune"])
     said = [
         f"{percent(row['it holds'])} {'at the end' if row['trials'] == END else 'after ' + row['trials'] + ' trials'} "

@@ -9,7 +9,7 @@ from autotune.predict.trace import trace_job
 from autotune.predict.zero_memory import estimate_memory
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, parse_lora
-from autotune.problem.models import resolve_model
+from autotune.problem.models import CAUSAL, resolve_model
 
 
 def live_error(row: dict[str, Any], deepspeed: Release = READ) -> float:
@@ -26,6 +26,7 @@ def live_error(row: dict[str, Any], deepspeed: Release = READ) -> float:
         row["seq_len"],
         row["precision"],
         base_config=base,
+        task=row.get("task", CAUSAL),
         lora=parse_lora(lora) if lora else None,
     )
     predicted = estimate_memory(job, trace_job(job), columns_of([Candidate.of(row["candidate"])], job, deepspeed))

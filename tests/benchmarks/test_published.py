@@ -7,7 +7,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.predict.trace_cache import closed_form_trace
-from autotune.predict.zero_memory import stepper
+from autotune.predict.zero_memory import optimizer_of_trials
 from autotune.problem.models import ModelSpec
 from autotune.util.units import GIB
 from benchmarks.predict.published import published
@@ -582,7 +582,7 @@ def test_belle_s_config_is_deepspeed_chat_s(stage: int) -> None:
     found = only(parallel=f"zero{stage}", **cells)
     assert found.candidate.get("reduce_bucket_size") == 500_000_000
     assert found.candidate.get("zero_optimization.stage3_max_live_parameters") == (30_000_000 if stage == 3 else None)
-    assert stepper(found.job).flattens, "FusedAdam"
+    assert optimizer_of_trials(found.job).flattens, "FusedAdam"
 
 
 def test_rows_of_the_gist_that_contradict_each_other_are_left_out() -> None:

@@ -11,7 +11,7 @@ from autotune.predict import step_time
 from autotune.predict.calibration import TIME, time_priors
 from autotune.predict.features import columns_of
 from autotune.predict.predictor import Predictor
-from autotune.predict.step_time import DeviceRates, StepSeconds, StepWork, spend, work
+from autotune.predict.step_time import DeviceRates, StepSeconds, StepWork, spend, step_work
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, gpu_table, named_hardware
@@ -34,7 +34,7 @@ def job_of(ranks: int = 1, **changes: object) -> Job:
 def work_of(knobs: dict, hardware: Hardware, **changes: object) -> StepWork:
     job = job_of(hardware.count, **changes)
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-    return work(job, hardware, TRACE, columns_of([Candidate.of({**batch, **knobs})], job))
+    return step_work(job, hardware, TRACE, columns_of([Candidate.of({**batch, **knobs})], job))
 
 
 def host_seconds(knobs: dict, hardware: Hardware, **changes: object) -> float:
@@ -48,7 +48,7 @@ def spent_of(knobs: dict, hardware: Hardware) -> StepSeconds:
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     c = columns_of([Candidate.of({**batch, **knobs})], job)
     k = {name: float(np.exp(prior.mean)) for name, prior in TIME.items()}
-    return spend(work(job, hardware, TRACE, c), c, {**k, "hidden": k["hidden"] / (1 + k["hidden"])})
+    return spend(step_work(job, hardware, TRACE, c), c, {**k, "hidden": k["hidden"] / (1 + k["hidden"])})
 
 
 def test_products_run_at_what_a_card_reaches() -> None:
@@ -178,7 +178,7 @@ def test_zero_3_gathers_frozen_parameters_too() -> None:
     c = columns_of([Candidate.of({**batch, "offload_optimizer": "cpu", "offload_param": "cpu"})], job)
     trained = dataclasses.replace(TRACE, parameters=[10**7])
     adapted = dataclasses.replace(trained, frozen=99 * 10**7)
-    little, all_of_it = (work(job, hardware, trace, c) for trace in (trained, adapted))
+    little, all_of_it = (step_work(job, hardware, trace, c) for trace in (trained, adapted))
     assert all_of_it.gather_micro[0] == pytest.approx(100 * little.gather_micro[0])
     assert all_of_it.reduce_micro[0] == little.reduce_micro[0]  # only what is trained has gradients
     assert all_of_it.pcie_micro[0] > 50 * little.pcie_micro[0]
@@ -190,7 +190,7 @@ def test_a_slow_processor_hides_what_the_gpu_waits_for() -> None:
     batch = {"zero_stage": 3, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     c = columns_of([Candidate.of(batch)], job)
     k = {name: float(np.exp(prior.mean)) for name, prior in TIME.items()}
-    slow = dataclasses.replace(work(job, hardware, TRACE, c), starts=np.array([1e4]))
+    slow = dataclasses.replace(step_work(job, hardware, TRACE, c), starts=np.array([1e4]))
     assert spend(slow, c, {**k, "hidden": 0.6}).communication[0] < 1.0  # collectives still take their start
     fast = dataclasses.replace(slow, starts=np.array([0.0]))
     assert spend(fast, c, {**k, "hidden": 0.6}).communication[0] > 10.0

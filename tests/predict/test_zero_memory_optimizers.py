@@ -7,7 +7,7 @@ import pytest
 
 from autotune.predict.features import columns_of
 from autotune.predict.trace import trace_job
-from autotune.predict.zero_memory import STATE_BYTES, estimate_memory, muon_sizes, stepper
+from autotune.predict.zero_memory import STATE_BYTES, estimate_memory, muon_sizes, optimizer_of_trials
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import OPTIMIZERS, Job, Script
 from autotune.problem.knobs import RequirementInputs, unscattered_for_muon
@@ -16,7 +16,7 @@ from tests.predict.recorded import SEQ_LEN, recorded_trace
 
 
 def of_config(kind: str, **params: Any) -> tuple[float, float, bool]:
-    one = stepper(make_job(base_config={"optimizer": {"type": kind, "params": params}}))
+    one = optimizer_of_trials(make_job(base_config={"optimizer": {"type": kind, "params": params}}))
     return one.state_bytes, one.temporary_bytes, one.flattens
 
 
@@ -39,7 +39,7 @@ def test_the_users_own_optimizer(kind: str, params: dict[str, Any], expected: tu
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_optimizers_by_name(kind: str) -> None:
-    one = stepper(make_job(optimizer=kind))
+    one = optimizer_of_trials(make_job(optimizer=kind))
     assert one.known
     assert one.state_bytes == STATE_BYTES[kind]
     assert one.flattens == (kind == "fused_adam")
@@ -47,7 +47,7 @@ def test_optimizers_by_name(kind: str) -> None:
 
 
 def test_an_optimizer_of_which_nothing_is_known() -> None:
-    one = stepper(make_job(base_config={"optimizer": {"type": "Shampoo"}}))
+    one = optimizer_of_trials(make_job(base_config={"optimizer": {"type": "Shampoo"}}))
     assert (one.known, one.state_bytes) == (False, 8)
 
 
@@ -85,7 +85,7 @@ def test_torchs_foreach_takes_what_is_said_of_it(kind: str, params: dict[str, An
     [("AdamW8bit", 2.03125, 0), ("paged_adamw_8bit", 0, 0), ("lion_8bit", 1.015625, 0), ("Adafactor", 0, 16)],
 )
 def test_states_that_are_not_as_wide_as_the_weights(kind: str, states: float, one_by_one: float) -> None:
-    one = stepper(make_job(base_config={"optimizer": {"type": kind}}))
+    one = optimizer_of_trials(make_job(base_config={"optimizer": {"type": kind}}))
     assert one.known
     assert (one.state_bytes, one.one_by_one_bytes, one.follows_weights) == (states, one_by_one, False)
 
@@ -96,9 +96,9 @@ PLAIN = {"bf16": {"enabled": False}}
 @pytest.mark.parametrize(("params", "temporary"), [({}, 4), ({"fused": True}, 0)])
 def test_plain_torch_takes_foreach_unless_told(params: dict[str, Any], temporary: float) -> None:
     config = {**PLAIN, "optimizer": {"type": "AdamW", "params": params}}
-    assert stepper(make_job(precision="bf16", base_config=config)).temporary_bytes == temporary
-    assert stepper(make_job(precision="bf16", base_config=PLAIN)).temporary_bytes == 4
-    assert not stepper(make_job(precision="bf16", base_config=config)).flattens
+    assert optimizer_of_trials(make_job(precision="bf16", base_config=config)).temporary_bytes == temporary
+    assert optimizer_of_trials(make_job(precision="bf16", base_config=PLAIN)).temporary_bytes == 4
+    assert not optimizer_of_trials(make_job(precision="bf16", base_config=config)).flattens
 
 
 @pytest.mark.parametrize(("ranks", "optimizer", "expected"), [(1, "AdamW", 2 * 2), (2, "AdamW", 2 * 2), (1, "Lion", 2)])
@@ -141,15 +141,17 @@ def torchs(kind: str, fused: bool | None = None, foreach: bool | None = None) ->
     ],
 )
 def test_a_scripts_own_optimizer(profile: dict[str, Any], expected: tuple[float, bool, bool]) -> None:
-    one = stepper(of_script(profile))
+    one = optimizer_of_trials(of_script(profile))
     assert (one.temporary_bytes, one.flattens, one.loops) == expected
 
 
 def test_a_scripts_own_optimizer_steps_whatever_the_config_names() -> None:
     config = {"optimizer": {"type": "AdamW"}}  # DeepSpeed's, which flattens
-    assert not stepper(of_script(torchs("AdamW", fused=True), base_config=config)).flattens
-    assert stepper(of_script({}, base_config=config)).flattens, "of which nothing is known but the config"
-    assert not stepper(of_script({"optimizer": "FusedAdam"}, base_config=PLAIN)).flattens, "nothing wraps it there"
+    assert not optimizer_of_trials(of_script(torchs("AdamW", fused=True), base_config=config)).flattens
+    assert optimizer_of_trials(of_script({}, base_config=config)).flattens, "of which nothing is known but the config"
+    assert not optimizer_of_trials(of_script({"optimizer": "FusedAdam"}, base_config=PLAIN)).flattens, (
+        "nothing wraps it there"
+    )
 
 
 def in_the_step(profile: dict[str, Any], stage: int, device: str, precision: str = "fp32") -> float:
@@ -196,7 +198,9 @@ def test_torchs_loops_take_what_is_said_of_them(kind: str) -> None:
         with LiveTensors() as live:
             optimizer.step()
             taken = live.peak - live.bytes  # what a loop changes in place is counted, too
-    assert taken / elements == pytest.approx(stepper(of_script(torchs(kind, foreach=False))).temporary_bytes, abs=0.1)
+    assert taken / elements == pytest.approx(
+        optimizer_of_trials(of_script(torchs(kind, foreach=False))).temporary_bytes, abs=0.1
+    )
 
 
 # -- Muon ----------------------------------------------------------------------------------------------------------------
@@ -251,3 +255,7 @@ def test_muon_at_stage_3_does_not_scatter() -> None:
     assert "reduce_scatter: false" in unscattered_for_muon(3, circumstances)
     assert not unscattered_for_muon(2, circumstances)
     assert not unscattered_for_muon(3, RequirementInputs.of(job, named_hardware("h100", 2)))
+    quantized = dataclasses.replace(job, base_config={**MUON, "zero_optimization": {"zero_quantized_gradients": True}})
+    assert "zero_quantized_gradients: false" in unscattered_for_muon(
+        3, RequirementInputs.of(quantized, named_hardware("h100", 2))
+    )

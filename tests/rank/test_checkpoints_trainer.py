@@ -14,7 +14,7 @@ from autotune.rank.checkpoints import (
     CheckpointShare,
     Choice,
     TaggedFolderView,
-    chosen,
+    checkpoint_to_resume,
     instead_of_latest,
     is_cut_off,
     lacks_own_files,
@@ -61,7 +61,7 @@ class Attempts:
         self.ledger.begin()
         self.told = self.ledger.to_json()
         seen = [self.ledger.seen(CheckpointShare(rank, 2, rank), given, self.bad) for rank in range(2)]
-        return chosen(seen, self.ledger.call)
+        return checkpoint_to_resume(seen, self.ledger.call)
 
     def again(self, given: Any = None) -> Choice | None:
         """It is started again, and does."""

@@ -1,5 +1,7 @@
 """What ranks train without a script: adapters, lengths of a data set, functions of the user's."""
 
+from typing import Any
+
 import pytest
 import torch
 from deepspeed.utils import set_z3_leaf_modules
@@ -124,6 +126,20 @@ def test_batches_of_a_data_sets_lengths() -> None:
     assert widths[:2] == [64, 64], "the longest first"
     assert set(widths[2:]) <= {8, 16, 64}
     assert sorted(widths)[20] < 64
+
+
+@pytest.mark.parametrize("more", [{}, {"global_batch_size": 16}, {"task": "masked-lm", "model": "tiny-bert"}])
+def test_rows_are_the_same_for_every_micro_batch(more: dict[str, Any]) -> None:
+    job = make_job(2, seq_len=16, **more)
+
+    def first_rows(micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        batches = [next(made) for made in [synthetic_batches(job, micro_batch, torch.device("cpu"), 0)] for _ in range(80)]
+        ids, labels = (torch.cat([one[name] for one in batches])[:80] for name in ("input_ids", "labels"))
+        return ids, labels
+
+    of_one, of_eight = first_rows(1), first_rows(8)
+    assert all(map(torch.equal, of_one, of_eight))
+    assert len(of_one[0].unique(dim=0)) > 8, "steps have rows of their own"
 
 
 def test_lengths_are_trained(bench: Bench) -> None:

@@ -370,5 +370,13 @@ WAYS = {
         *(rlhf, tokens, scaled_by_hand, muon, own_generators),
     )
 }
+
+
+def run(ways: dict[str, Callable[[list[str]], None]]) -> None:
+    """Run the way that the command names; DeepSpeed's launcher puts `--local_rank` before it."""
+    at = next(at for at, word in enumerate(sys.argv) if word in ways)
+    ways[sys.argv[at]]([*sys.argv[1:at], *sys.argv[at + 1 :]])
+
+
 if __name__ == "__main__":
-    WAYS[sys.argv[1]](sys.argv[2:])
+    run(WAYS)

@@ -190,7 +190,7 @@ def allocated_hosts(gpus: int | None, environment: Mapping[str, str] = os.enviro
     Raises:
         UserError: Slurm does not list the nodes, or the number of devices is unknown.
     """
-    names = asked("scontrol", "show", "hostnames", environment[NODES]).split()
+    names = slurm_output("scontrol", "show", "hostnames", environment[NODES]).split()
     each = environment.get(GPUS, "")
     count = gpus if gpus is not None else int(each) if each.isdigit() and int(each) else None
     if count is None:
@@ -218,14 +218,14 @@ def check_time_left(budget_seconds: float, environment: Mapping[str, str] = os.e
 def _left_seconds(job: str) -> float | None:
     """Return the time left from squeue's `days-hours:minutes:seconds`; None if unlimited or unknown."""
     with suppress(UserError, ValueError):
-        days, _, clock = asked("squeue", "-h", "-j", job, "-o", "%L").strip().rpartition("-")
+        days, _, clock = slurm_output("squeue", "-h", "-j", job, "-o", "%L").strip().rpartition("-")
         parts = [int(part) for part in clock.split(":")]
         seconds = sum(part * 60**at for at, part in enumerate(reversed(parts)))
         return float(seconds + 86400 * int(days or 0))
     return None
 
 
-def asked(*words: str) -> str:
+def slurm_output(*words: str) -> str:
     """Return the output of a Slurm command.
 
     Raises:
@@ -472,7 +472,7 @@ def _without(hosts: list[Host], named: dict[str, tuple[int, ...] | None]) -> lis
     return left
 
 
-def evenly(hosts: list[Host], nodes: int | None, per_node: int | None, named_by: str) -> list[Host]:
+def evenly_filled_hosts(hosts: list[Host], nodes: int | None, per_node: int | None, named_by: str) -> list[Host]:
     """Return the first `nodes` hosts with `per_node` slots each.
 
     Args:

@@ -36,7 +36,7 @@ from autotune.results.console import (
     train_with,
 )
 from autotune.results.export import deepspeed_config, environment_of, lossy_settings, needs, slice_line
-from autotune.results.report.knob_effects import effects_of_knobs, judged, shown
+from autotune.results.report.knob_effects import effects_of_knobs, judge_candidates, value_text
 from autotune.results.report.model import (
     Accuracy,
     Bar,
@@ -223,7 +223,7 @@ def _knobs(candidates: Sequence[Candidate]) -> tuple[tuple[str, ...], tuple[tupl
         values[name] = {candidate.get(name) for candidate in having}
     constant = {name: next(iter(found)) for name, found in values.items() if len(found) == 1}
     varying = tuple(name for name in sorted(values) if name not in constant)
-    return varying, tuple((name, shown(value)) for name, value in sorted(constant.items()) if value is not None)
+    return varying, tuple((name, value_text(value)) for name, value in sorted(constant.items()) if value is not None)
 
 
 # -- the verdict -----------------------------------------------------------------------------------------------------------
@@ -691,7 +691,7 @@ def _judged(
     if not flat:
         return {}
     ran_out = [c for c, found in trials.items() if any(trial.lacks_memory_on(hardware) for trial in found)]
-    known = judged(flat, ran_out, hardware, predictor)
+    known = judge_candidates(flat, ran_out, hardware, predictor)
     squares: dict[_Place, Square] = {}
     at = 0
     for place, found in asked.items():

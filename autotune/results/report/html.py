@@ -33,7 +33,7 @@ from autotune.results.plan import (
     cards_table,
     chunked_loss_line,
     comparison_table,
-    fewest,
+    fewest_gpus,
     gain_rows,
     limits,
     loading_line,
@@ -46,7 +46,7 @@ from autotune.results.plan import (
 from autotune.results.report import figures
 from autotune.results.report.build import predicted_bar, reclaimed_memory_note
 from autotune.results.report.figures import Axis, Plot, size_axis, unit_of
-from autotune.results.report.knob_effects import shown
+from autotune.results.report.knob_effects import value_text
 from autotune.results.report.model import Bars, Cell, StudyReport, Trial, TrialPrediction
 from autotune.util.files import cannot_write, write_atomically
 from autotune.util.streams import printable
@@ -82,7 +82,7 @@ def _environment() -> jinja2.Environment:
         "size": format_bytes,
         "duration": format_duration,
         "tokens": figures.tokens,
-        "shown": shown,
+        "shown": value_text,
         "knob": knob_words,
         "letter": figures.letter,
         "hold": figures.hold,
@@ -285,7 +285,7 @@ def plan_report(plans: list[Plan]) -> PlanReport:
         plans=tuple(_card(plan) for plan in plans),
         memory=tuple(bars for plan in plans for bars in _memory(plan, several)),
         cards=comparison_table(plans) if several else cards_table(first),
-        fewest=f"Fewest {first.own.gpu}: {fewest(first.own)}." if first.own else "",
+        fewest=f"Fewest {first.own.gpu}: {fewest_gpus(first.own)}." if first.own else "",
         data=[plan.to_json() for plan in plans] if several else first.to_json(),
     )
 

@@ -1,0 +1,265 @@
+"""More styles of training scripts, a few lines each: `styles.py WAY its arguments`, in a folder with `public.py`.
+
+`benchmarks/training/winners.py` tunes each and trains its winner without autotune.
+"""
+
+import itertools
+import sys
+from ast import literal_eval
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from public import STEPS, WIDTH, engine_of, integers, loader, net, rows, run, squared, train
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+
+def tokens_weighted(words: list[str]) -> None:
+    """A loss summed over tokens, which the script divides by the tokens of the whole step on all ranks."""
+    args = integers(words, micro_bs=2, grad_acc=4)
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Embedding(40, 24), torch.nn.Linear(24, 24), torch.nn.Linear(24, 40))
+    engine = engine_of(module, args.micro_bs, args.grad_acc, 2)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 40, (8192, 16), generator=generator)
+    ids[torch.arange(16)[None] >= torch.randint(4, 17, (8192, 1), generator=generator)] = 0
+    data: Any = ids
+    batches = iter(DataLoader(data, args.micro_bs, sampler=DistributedSampler(data, shuffle=False), drop_last=True))
+    while len(micros := list(itertools.islice(batches, args.grad_acc))) == args.grad_acc:
+        total = torch.tensor(float(sum((one[:, 1:] != 0).sum() for one in micros)))
+        torch.distributed.all_reduce(total)
+        for one in micros:
+            told = engine(one)[:, :-1].flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(told, one[:, 1:].flatten(), ignore_index=0, reduction="sum")
+            engine.backward(loss / total * torch.distributed.get_world_size() * args.grad_acc)
+            engine.step()
+
+
+def schedule_in_loop(words: list[str]) -> None:
+    """torch's optimizer with two groups, whose schedule the loop advances after each optimizer step; dropout."""
+    args = integers(words, per_gpu_batch=2, accumulation=4)
+    module = torch.nn.Sequential(net(), torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, WIDTH))
+    matrices, others = ([p for p in module.parameters() if (p.dim() > 1) is wide] for wide in (True, False))
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    config = {"train_micro_batch_size_per_gpu": args.per_gpu_batch, "gradient_accumulation_steps": args.accumulation}
+    config |= {"zero_optimization": {"stage": 1, "reduce_bucket_size": 500_000}, "zero_allow_untested_optimizer": True}
+    engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    for x in loader(args.per_gpu_batch):
+        engine.backward(squared(engine(x), x))
+        ends = engine.is_gradient_accumulation_boundary()
+        engine.step()
+        if ends:
+            schedule.step()
+
+
+# nanoGPT's way: names of the module, which words `--name=value` replace.
+batch_size = 6
+gradient_accumulation_steps = 8
+learning_rate = 1e-3
+
+
+def nanogpt(words: list[str]) -> None:
+    """Names of the module set by `--name=value`; rows drawn at random; the accumulation divided by the ranks."""
+    for word in words:
+        name, _, value = word.removeprefix("--").partition("=")
+        globals()[name] = literal_eval(value)
+    deepspeed.init_distributed()
+    world = torch.distributed.get_world_size()
+    accumulation = gradient_accumulation_steps // world
+    engine = engine_of(net(), batch_size, accumulation, 1, gradient_clipping=1.0)
+    torch.manual_seed(1337 + torch.distributed.get_rank())
+    data = rows()
+    while engine.global_steps < STEPS:
+        for micro in range(accumulation):
+            engine.set_gradient_accumulation_boundary(micro == accumulation - 1)
+            x = data[torch.randint(len(data), (batch_size,))]
+            engine.backward(squared(engine(x), x))
+            engine.step()
+
+
+def accumulates(words: list[str]) -> None:
+    """Gradients summed by the loop itself, in an engine without accumulation."""
+    args = integers(words, batch_size=2, accumulate=4)
+    engine = engine_of(net(), args.batch_size, 1, 0)
+    for at, x in enumerate(loader(args.batch_size), 1):
+        engine.backward(squared(engine(x), x) / args.accumulate)
+        if at % args.accumulate == 0:
+            engine.step()
+
+
+def curriculum(words: list[str]) -> None:
+    """Sequences that grow with the optimizer steps."""
+    args = integers(words, device_batch=4, accumulate_batches=2)
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Embedding(64, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 64))
+    engine = engine_of(module, args.device_batch, args.accumulate_batches, 0, gradient_clipping=0.5)
+    texts: Any = torch.randint(0, 64, (16384, 33), generator=torch.Generator().manual_seed(7))
+    for x in DataLoader(texts, args.device_batch, sampler=DistributedSampler(texts, shuffle=False), drop_last=True):
+        length = 8 if engine.global_steps < 3 else 16 if engine.global_steps < 8 else 32
+        told = engine(x[:, :length])
+        engine.backward(torch.nn.functional.cross_entropy(told.flatten(0, 1), x[:, 1 : length + 1].flatten()))
+        engine.step()
+        if engine.global_steps >= STEPS:
+            break
+
+
+def gradient_penalty(words: list[str]) -> None:
+    """A penalty on the gradient of the output by its input, which takes a second backward."""
+    args = integers(words, bs=4, ga=2)
+    engine = engine_of(net(), args.bs, args.ga, 1)
+
+    def penalized(x: torch.Tensor) -> torch.Tensor:
+        leaf = x.clone().requires_grad_()
+        out = engine(leaf)
+        (slope,) = torch.autograd.grad(out.square().mean(dim=1).sum(), leaf, create_graph=True)
+        return squared(out, x) + 0.1 * slope.square().sum(dim=1).mean()
+
+    for x in loader(args.bs):
+        engine.backward(penalized(x))
+        engine.step()
+
+
+def multitask(words: list[str]) -> None:
+    """Two tasks of different data, which take turns in micro-batches."""
+    args = integers(words, task_batch=4, turns=2)
+    engine = engine_of(net(), args.task_batch, args.turns, 1)
+    other = (x.flip(1) * 3 for x in loader(args.task_batch))
+    turns = itertools.chain.from_iterable(zip(loader(args.task_batch), other, strict=False))
+    train(engine, turns, squared)
+
+
+def ema(words: list[str]) -> None:
+    """A running average of the weights, which evaluates before every tenth step."""
+    args = integers(words, train_batch=4, grad_accum=2)
+    module = net()
+    average = net().requires_grad_(False)
+    engine = engine_of(module, args.train_batch, args.grad_accum, 2)
+    for x in loader(args.train_batch):
+        engine.backward(squared(engine(x), x))
+        ends = engine.is_gradient_accumulation_boundary()
+        engine.step()
+        if ends:
+            for kept, one in zip(average.parameters(), engine.module.parameters(), strict=True):
+                kept.lerp_(one.detach(), 0.05)
+            if engine.global_steps % 10 == 0:
+                squared(average(x), x).item()
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Rows without length, shuffled in a buffer and packed end to end into rows of one length."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        generator = torch.Generator().manual_seed(3 + torch.distributed.get_rank())
+        left = torch.empty(0)
+        while True:
+            while len(left) < WIDTH:
+                size = int(torch.randint(3, 40, (), generator=generator))
+                left = torch.cat([left, torch.randn(size, generator=generator)])
+            yield left[:WIDTH]
+            left = left[WIDTH:]
+
+
+def packed_stream(words: list[str]) -> None:
+    """A stream of documents, packed into rows of one length."""
+    args = integers(words, rows_per_gpu=4, grad_acc=2)
+    deepspeed.init_distributed()
+    train(engine_of(net(), args.rows_per_gpu, args.grad_acc, 2), DataLoader(Stream(), args.rows_per_gpu), squared)
+
+
+def gan(words: list[str]) -> None:
+    """Generator and discriminator are engines of their own; neither loss depends on the cut."""
+    args = integers(words, bs=4, ga=2)
+    g = engine_of(net(), args.bs, args.ga, 1)
+    d = engine_of(torch.nn.Sequential(net(seed=1), torch.nn.Linear(WIDTH, 1)), args.bs, args.ga, 1)
+    judged = torch.nn.functional.binary_cross_entropy_with_logits
+    for real in loader(args.bs):
+        with torch.no_grad():
+            fake = g(real.flip(1))
+        told = d(torch.cat([real, fake]))
+        d.backward(judged(told, torch.cat([torch.ones(len(real), 1), torch.zeros(len(real), 1)])))
+        d.step()
+        fooled = d.module(g(real.flip(1)))
+        g.backward(judged(fooled, torch.ones_like(fooled)))
+        g.step()
+        if g.global_steps >= STEPS:
+            break
+
+
+def accelerated(words: list[str]) -> None:
+    """accelerate's own loop: a plugin, `accumulate()`, clipping, and a schedule that it has prepared."""
+    import argparse
+
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--train_batch_size", type=int, default=2)
+    parser.add_argument("--accumulation", type=int, default=4)
+    args = parser.parse_args(words)
+    config = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": args.train_batch_size}
+    config |= {"gradient_accumulation_steps": args.accumulation, "zero_allow_untested_optimizer": True}
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**config, "gradient_clipping": 1.0}))
+    data: Any = rows()
+    module = net()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
+    model, optimizer, batches, schedule = accelerator.prepare(
+        module, optimizer, DataLoader(data, args.train_batch_size), schedule
+    )
+    for x in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(squared(model(x), x))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+
+def fabric(words: list[str]) -> None:
+    """Lightning Fabric: its strategy makes the engine, the loop is the script's."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DeepSpeedStrategy
+
+    args = integers(words, batch_size=4)
+    config = {"train_micro_batch_size_per_gpu": args.batch_size, "zero_optimization": {"stage": 2}}
+    config |= {"zero_allow_untested_optimizer": True, "gradient_accumulation_steps": 2}
+    made = Fabric(accelerator="cpu", devices=2, strategy=DeepSpeedStrategy(config=config))
+    made.launch()
+    module = net()
+    model, optimizer = made.setup(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
+    data: Any = rows()
+    for at, x in enumerate(made.setup_dataloaders(DataLoader(data, args.batch_size)), 1):
+        made.backward(squared(model(x), x))
+        optimizer.step()
+        if at >= STEPS:
+            break
+
+
+def hydra(words: list[str]) -> None:
+    """Hydra's config groups and overrides; the config of DeepSpeed is a part of Hydra's."""
+    import hydra
+    from omegaconf import DictConfig, OmegaConf
+
+    @hydra.main(version_base=None, config_path=".", config_name="conf")
+    def main(cfg: DictConfig) -> None:
+        config: Any = OmegaConf.to_container(cfg.deepspeed, resolve=True)
+        module = net()
+        engine = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+        train(engine, loader(cfg.data.batch_size), squared)
+
+    sys.argv = [sys.argv[0], *words]
+    main()
+
+
+WAYS = {
+    way.__name__: way
+    for way in (
+        *(tokens_weighted, schedule_in_loop, nanogpt, accumulates, curriculum, gradient_penalty, multitask, ema),
+        *(packed_stream, gan, accelerated, fabric, hydra),
+    )
+}
+if __name__ == "__main__":
+    run(WAYS)
