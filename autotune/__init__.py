@@ -44,7 +44,7 @@ def tune(command: Sequence[Any] | None = None, *, quiet: bool = False, **options
         autotune.errors.BadArgument: bad input; it is a ValueError and a UserError.
         autotune.errors.Unusable: a script that fails by itself.
         autotune.errors.NothingFits: no candidate is feasible.
-        autotune.errors.MachineTrouble: the machine fails, for any candidate.
+        autotune.errors.MachineError: the machine fails, for any candidate.
     """
     from rich.console import Console
 

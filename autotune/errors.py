@@ -84,7 +84,7 @@ class NothingFits(DisplayedError):
     exit_code = ExitCode.NOTHING_FITS
 
 
-class MachineTrouble(DisplayedError):
+class MachineError(DisplayedError):
     """Failure of the machine for any candidate: a driver, a network interface, shared memory."""
 
     exit_code = ExitCode.MACHINE
@@ -96,7 +96,7 @@ class Stopped(DisplayedError):
     exit_code = ExitCode.INTERRUPTED
 
 
-def near(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """Return `; did you mean A or B?` for a misspelt word, or an empty string if none is similar.
 
     Args:

@@ -16,7 +16,7 @@ from autotune.problem.candidate import Candidate
 from autotune.script.argument_writer import winners_files
 from autotune.script.parse_command import read_command
 from autotune.script.profile import job_of, own_candidate
-from autotune.script.script import carried, training_command, typed, variables_for
+from autotune.script.script import command_sets_all, training_command, typed_words, variables_for
 from autotune.search.certificate import Verdict, compare
 from tests.cli_call import call
 from tests.conftest import SCRIPTS, Scripts, free_port, make_candidate
@@ -114,8 +114,8 @@ def test_a_command_is_tuned_as_it_is_typed(
     left = {path for path in folder.rglob("*") if not {"cache", "runs"} & set(path.parts)}
     assert left == before, "nothing is left behind"
 
-    assert carried(probed.script)
-    assert [word for word in typed(probed.script) if word not in command] == []
+    assert command_sets_all(probed.script)
+    assert [word for word in typed_words(probed.script) if word not in command] == []
     if probed.script.profile["loader_prepared"]:  # the printed hint: `with batch_size=4 in its data loader`
         source = folder / "train.py"
         source.write_text(source.read_text().replace("batch_size=2)", "batch_size=4)"))
@@ -227,4 +227,4 @@ def test_bad_input_is_one_line(
 
 def test_a_launch_of_other_ranks_than_the_study(folder: Path) -> None:
     setup = launch_setup(Request(study="s", script=["torchrun", "--nproc-per-node", "4", "train.py"]))
-    assert (setup.ranks, setup.ranks_said) == (4, "torchrun --nproc-per-node 4")
+    assert (setup.ranks, setup.ranks_source) == (4, "torchrun --nproc-per-node 4")

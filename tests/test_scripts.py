@@ -24,7 +24,7 @@ from autotune.problem.space import for_job, load_space
 from autotune.recovery.ladder import Rung
 from autotune.recovery.supervisor import LaunchSummary, Supervisor
 from autotune.script.profile import job_of, other_batch, own_candidate, unknown_job
-from autotune.script.script import carried, training_command
+from autotune.script.script import command_sets_all, training_command
 from autotune.util.units import MIB
 from autotune.workers.jit_ops import FOLDER
 from tests.conftest import SCRIPTS, Scripts, free_port, make_candidate, pid_lives, processes_in, read_json_lines
@@ -241,7 +241,7 @@ def test_other_ways_to_write_a_training(scripts: Scripts, tmp_path: Path, way: s
     assert ("--local_rank" in seen["flags"]) == (way == "training_data")
     switch = "--gradient_checkpointing"
     assert seen.get("spellings") == ({switch: [None, switch]} if way == "training_data" else None)
-    assert carried(found.script) == (way == "name=value")
+    assert command_sets_all(found.script) == (way == "name=value")
     outcome = scripts.measure(found, make_candidate(2, 4, 3))
     assert outcome.ok, outcome
     measured = outcome.measurement

@@ -72,9 +72,9 @@ def run(request: Request) -> None:
 
 def _in_one_job(request: Request) -> None:
     """Outside of a Slurm allocation, run this command in one and exit with its code."""
-    from autotune.commands.slurm_submit import options_of, outside, submit, words_without_password
+    from autotune.commands.slurm_submit import is_outside_allocation, options_of, submit, words_without_password
 
-    if outside():
+    if is_outside_allocation():
         words, _ = words_without_password(sys.argv[1:])
         if request.storage:
             os.environ[STORAGE_VARIABLE] = request.storage  # sbatch passes it on; the words are stored in a file

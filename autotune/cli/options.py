@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from autotune.commands.request import STORAGE_VARIABLE, Parameter, Request, flag_of, parameters
-from autotune.errors import ExitCode, MachineTrouble, UserError, one_line
+from autotune.errors import ExitCode, MachineError, UserError, one_line
 from autotune.masking import masked_data, masked_words
 from autotune.util.streams import LOG, logging_to
 
@@ -120,7 +120,7 @@ def database_failure(error: Exception) -> tuple[str, ExitCode]:
     try:
         with failures_in_one_line():
             raise error
-    except (UserError, MachineTrouble) as told:
+    except (UserError, MachineError) as told:
         return str(told), told.exit_code
     except OSError as of_a_file:
         if of_a_file.filename is None:
@@ -308,7 +308,6 @@ def _with_job_file(command: str, values: dict[str, Any], typed: set[str]) -> dic
     """Return a command's values with those of the job file that its first word names, if it names one.
 
     Args:
-        command: its name.
         values: by field of Request.
         typed: fields that the command line or the environment sets.
 

@@ -27,11 +27,11 @@ from autotune.problem.nvml import (
     GpuError,
     all_cards,
     architectures_to_set,
-    driver_trouble,
+    driver_failure,
     holders_text,
+    nvml_errors,
     open_nvml,
     order_to_set,
-    telling,
     unreadable_architectures,
     unseen_gpu,
     visible_gpus,
@@ -86,7 +86,7 @@ def _gpus(interpreter: Interpreter = OWN) -> Iterator[Finding]:
         yield _no_driver(interpreter)
         return
     try:
-        with telling("NVIDIA's driver"):
+        with nvml_errors("NVIDIA's driver"):
             version, cuda = lib.nvmlSystemGetDriverVersion(), lib.nvmlSystemGetCudaDriverVersion()
         cards, visible = all_cards(), visible_gpus()
     except GpuError as error:
@@ -117,7 +117,7 @@ def _gpus(interpreter: Interpreter = OWN) -> Iterator[Finding]:
 
 def _no_driver(interpreter: Interpreter) -> Finding:
     cost = "only CPU ranks can be tuned"
-    if trouble := driver_trouble():
+    if trouble := driver_failure():
         fix = "reboot, or reload its kernel module, which an update has left in its old version"
         return Finding("bad", "driver", f"NVIDIA's driver does not answer: {trouble}", cost, fix)
     fix = "install NVIDIA's driver, or run the container with --gpus all"
@@ -266,11 +266,11 @@ def transformers():
 attempt("transformers", transformers)
 def op(name):
     from deepspeed.accelerator import get_accelerator
-    from autotune.util.linux import taking_all_along
+    from autotune.util.linux import terminate_with_descendants
     from autotune.workers.jit_ops import load_ops
     if get_accelerator().create_op_builder(name) is None:
         raise RuntimeError("not for this device")
-    with taking_all_along():
+    with terminate_with_descendants():
         if why := load_ops([name]).get(name):
             raise RuntimeError(why)
     return True

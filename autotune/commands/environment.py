@@ -17,7 +17,7 @@ from autotune.commands.request import Request
 from autotune.errors import UserError
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.ray_transport import RayNodes, ray_address
-from autotune.executors.cluster.sync import Parcel, parcel_of
+from autotune.executors.cluster.sync import SyncManifest, sync_manifest
 from autotune.executors.cluster.transports import (
     JOB,
     PACKAGE,
@@ -27,7 +27,7 @@ from autotune.executors.cluster.transports import (
     Transport,
     allocated_hosts,
     check_time_left,
-    evenly,
+    evenly_filled_hosts,
     in_allocation,
     preamble,
     read_hostfile,
@@ -71,22 +71,22 @@ def ranks_python(
     Raises:
         UserError: it is no Python, does not answer, lacks a package, or has an unsupported version.
     """
-    found, said = _found(typed, print_line, remembered)
-    if said and named is not None and not needed and not _was_named(typed):
+    found, named_by = _found(typed, print_line, remembered)
+    if named_by and named is not None and not needed and not _was_named(typed):
         try:  # an unnamed active environment is optional: it is skipped if it does not suffice
-            _check_packages(found, named, said)
+            _check_packages(found, named, named_by)
             check_versions(versions_of(found))
         except UserError as error:
             print_line(f"{error}: it is not used")
-            found, said = OWN, ""
-    elif said and named is not None:
+            found, named_by = OWN, ""
+    elif named_by and named is not None:
         needed = named
     if judge and needed:
-        _check_packages(found, needed, said)
+        _check_packages(found, needed, named_by)
         try:
             check_versions(versions_of(found))
         except UserError as error:
-            raise UserError(f"{said or found.path}: {error}") from None
+            raise UserError(f"{named_by or found.path}: {error}") from None
     return found
 
 
@@ -144,14 +144,14 @@ def _active() -> Interpreter | None:
     return None
 
 
-def _check_packages(found: Interpreter, needed: Sequence[str], said: str) -> None:
+def _check_packages(found: Interpreter, needed: Sequence[str], named_by: str) -> None:
     missing = [package for package in needed if found.version(package) is None and not found.has(package)]
     if not missing:
         return
     lacking = " and no ".join(missing)
-    if said:
+    if named_by:
         raise UserError(
-            f"{said}: no {lacking} there; expected the Python of the environment that you train in "
+            f"{named_by}: no {lacking} there; expected the Python of the environment that you train in "
             f"(`{shlex.join([str(found.path), '-m', 'pip', 'install', *missing])}` adds to it)"
         )
     raise UserError(
@@ -211,11 +211,13 @@ class Nodes:
             )
         self.folders = (file.parent,)
 
-    def _parcels(self, path: str) -> tuple[Parcel, ...]:
+    def _parcels(self, path: str) -> tuple[SyncManifest, ...]:
         if not (self.sync and path):
             return ()
         here = Path(path)
-        return tuple(parcel_of(one) for one in (here, *(two for two in self.folders if not two.is_relative_to(here))))
+        return tuple(
+            sync_manifest(one) for one in (here, *(two for two in self.folders if not two.is_relative_to(here)))
+        )
 
     def reach(
         self,
@@ -332,5 +334,5 @@ def _allocated(gpus: int | None) -> tuple[list[Host], str]:
     return allocated_hosts(gpus), f"allocation {os.environ[JOB]}"
 
 
-def _evenly(hosts: list[Host], said: str) -> Placing:
-    return lambda nodes, per_node, device: evenly(hosts, nodes, per_node, said)
+def _evenly(hosts: list[Host], named_by: str) -> Placing:
+    return lambda nodes, per_node, device: evenly_filled_hosts(hosts, nodes, per_node, named_by)

@@ -17,10 +17,10 @@ from typing import Any
 import yaml
 
 from autotune.commands.request import COMMANDS, Parameter, Request, check_value, convert, flag_of, parameters
-from autotune.errors import UserError, near
+from autotune.errors import UserError, did_you_mean
 from autotune.masking import MASK, learn_data, masked_data
 from autotune.problem.space import parse_space
-from autotune.util.bounds import read_text, shown
+from autotune.util.bounds import display_value, read_text
 
 SUFFIXES = (".yaml", ".yml", ".json")
 _EXPECTED = "expected options of autotune by name, like `model: gemma-2-2b`"
@@ -50,7 +50,6 @@ def read_job(path: Path, command: str, given: Collection[str], print_line: Calla
     """Return the values of a job file for a command, by field of Request.
 
     Args:
-        path: the file.
         command: `run`, `plan` or `launch`. Options of the others are left out, with one line.
         given: fields that the command line sets, which the file may hold masked.
         print_line: receives lines for display.
@@ -125,7 +124,7 @@ def _items(node: yaml.MappingNode, path: Path) -> Iterator[tuple[yaml.ScalarNode
 def _meant(key: str, known: Mapping[str, Parameter]) -> str:
     """Return a hint for an unknown key: the option of that field of the Python API, or the nearest names."""
     of_python = [name for name, one in known.items() if one.name == key.replace("-", "_")]
-    return f"; did you mean {of_python[0]}?" if of_python else near(key.replace("_", "-"), known)
+    return f"; did you mean {of_python[0]}?" if of_python else did_you_mean(key.replace("_", "-"), known)
 
 
 def _value(parameter: Parameter, node: yaml.Node, where: str, path: Path) -> Any:
@@ -176,7 +175,7 @@ def _expected(parameter: Parameter) -> str:
 def _kind(node: yaml.Node) -> str:
     if isinstance(node, yaml.MappingNode):
         return "a mapping"
-    return "a list" if isinstance(node, yaml.SequenceNode) else repr(shown(str(node.value)))
+    return "a list" if isinstance(node, yaml.SequenceNode) else repr(display_value(str(node.value)))
 
 
 # -- write ---------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,15 @@ from autotune.problem.job import Job, Script
 from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, stored_ladder, write_ladder
 from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
 from autotune.results.report.html import AttemptShown, TrainingReport, training_page, write_page
-from autotune.script.argument_files import find, given, launcher_file, own_config, own_files, said, value_at
+from autotune.script.argument_files import (
+    argument_names,
+    find_key,
+    knob_values,
+    launcher_file,
+    own_config,
+    own_files,
+    value_at,
+)
 from autotune.script.argument_writer import with_declared_files
 from autotune.script.command_line import ACCELERATE, framework_of
 from autotune.script.parse_command import launchers_config
@@ -191,7 +199,7 @@ def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, print_line: Cal
     if setup.ranks not in (None, store.hardware.per_node):
         each = " on each node" if store.hardware.nodes > 1 else ""
         raise UserError(
-            f"study {store.name} was tuned with {store.hardware.per_node} ranks{each}, and `{setup.ranks_said}` starts "
+            f"study {store.name} was tuned with {store.hardware.per_node} ranks{each}, and `{setup.ranks_source}` starts "
             f"{setup.ranks}. Start as many as the study"
         )
     winner = store.winner
@@ -365,7 +373,7 @@ class Launched:
         through = bool(first.profile.get("through_arguments"))
         trainers, share, untold, unchanged = through and framework_of(first) is None, Fraction(1), False, []
         for knob, name in ((MICRO_BATCH, "micro_batch"), (ACCUMULATION, "accumulation")):
-            then, now = _said(first, knob), _said(self.script, knob)
+            then, now = _command_batch_size(first, knob), _command_batch_size(self.script, knob)
             if now is None and then is not None:
                 default = _TRAINERS[knob] if trainers and _said_to_trainer(first, knob) else None
                 now = default or (_count(config, knob) if config is not None and not through else None)
@@ -379,7 +387,7 @@ class Launched:
 
     def _samples_of_words(self, config: dict[str, Any]) -> int | None:
         """Return the samples per step of a script without a probe run: from its words, or else from its config."""
-        words = {knob: size for knob in _TRAINERS if (size := _said(self.script, knob)) is not None}
+        words = {knob: size for knob in _TRAINERS if (size := _command_batch_size(self.script, knob)) is not None}
         told = {**config, **words}
         if len(words) == len(_TRAINERS):
             told.pop(BATCH, None)
@@ -471,11 +479,11 @@ def _shown(value: str | None) -> str:
     return "not set" if value is None else shlex.quote(" ".join(value.split()))
 
 
-def _said(script: Script, knob: str) -> int | None:
+def _command_batch_size(script: Script, knob: str) -> int | None:
     """Return a batch size from the command: from its last matching word, or else from its files or its launcher."""
     words = dataclasses.replace(script, files=())
     flag = dict(script.flags).get(knob) or KNOWN_FLAGS[knob]
-    found = [*said(script, knob), *said(dataclasses.replace(words, flags=((knob, flag),)), knob)]
+    found = [*knob_values(script, knob), *knob_values(dataclasses.replace(words, flags=((knob, flag),)), knob)]
     line, file = line_of(script), launcher_file(script)
     if line.kind == ACCELERATE and knob == ACCUMULATION:
         inside = (file.data.get("deepspeed_config") or {}) if file is not None else {}
@@ -487,8 +495,8 @@ def _said(script: Script, knob: str) -> int | None:
 def _said_to_trainer(script: Script, knob: str) -> bool:
     """Check that a Trainer's own argument sets it, with a known default. Only the script knows the defaults of its flags."""
     name = KNOWN_FLAGS[knob].removeprefix("--")
-    flags = (word.removeprefix("--").replace("-", "_") for word in given(script.argv) if word.startswith("--"))
-    return name in flags or any(find(file.data, (name,)) is not None for file in own_files(script))
+    flags = (word.removeprefix("--").replace("-", "_") for word in argument_names(script.argv) if word.startswith("--"))
+    return name in flags or any(find_key(file.data, (name,)) is not None for file in own_files(script))
 
 
 def _count(config: dict[str, Any], knob: str) -> int | None:
@@ -509,7 +517,7 @@ def _value(script: Script, name: str) -> str | None:
     """
     found = None
     for file in own_files(script):
-        place = find(file.data, (name,))
+        place = find_key(file.data, (name,))
         found = found if place is None else str(value_at(file.data, place))
     for at, word in enumerate(script.argv):
         given, equals, value = word.partition("=")

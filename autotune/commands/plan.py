@@ -17,8 +17,9 @@ from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup, plan_setups
 from autotune.errors import UserError
 from autotune.predict.predictor import SURE_SIGMAS, Prediction, Predictor, Table
+from autotune.predict.step_time import cores_of
 from autotune.predict.trace import missing_packages, trace_job, traced_predictor
-from autotune.predict.trace_cache import known_trace, runnable
+from autotune.predict.trace_cache import known_trace, with_runnable_attention
 from autotune.predict.trace_data import Trace
 from autotune.predict.what_if import (
     JobPredictions,
@@ -34,7 +35,8 @@ from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_hardware
 from autotune.problem.job import FULL, SEQUENCE_RANKS, Job
 from autotune.problem.space import fitted, load_space
-from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, PlannedGain, WayPlan, short
+from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, PlannedGain, WayPlan, knobs_text
+from autotune.versions import dotted, release
 
 # -- plan --------------------------------------------------------------------------------------------------------------
 #
@@ -70,7 +72,9 @@ def plans(
 def _tracing(setup: PlanSetup, print_line: Callable[[str], None]) -> Iterator[None]:
     """Say what is waited for if no trace of the job is known: one line, and a clock in a terminal."""
     job = setup.job
-    known = job.script is not None or known_trace(runnable(job)[0], device=setup.hardware.device) is not None
+    known = (
+        job.script is not None or known_trace(with_runnable_attention(job)[0], device=setup.hardware.device) is not None
+    )
     if known or missing_packages(job.interpreter):
         yield
         return
@@ -128,7 +132,9 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
         setup.hardware,
         best,
         tuple(_ways(predictor, candidates, places)),
-        "; ".join([*setup.faults, *left_out, *predictor.notes()]),
+        "; ".join(
+            [*setup.faults, *left_out, *predictor.notes(), *_advice(setup.job, setup.hardware, counted.candidate)]
+        ),
         tokens=setup.tokens,
         price=setup.price,
         closest=shown[0],
@@ -148,6 +154,32 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
     helped = gains(plan.outlook, machines, cards) if plan.outlook else ()
     shared = None if best or with_host is not None else _shared_sequences(machines)
     return dataclasses.replace(plan, own=machines.fewest_of_own(), cards=cards, gains=helped, shared=shared)
+
+
+_ONE_PARAMETER = (5, 0)  # first transformers that keeps all experts of a layer in one parameter
+
+
+def _advice(job: Job, hardware: Hardware, candidate: Candidate) -> Iterator[str]:
+    """Yield a line for each circumstance outside the candidate on which its training or speed depends.
+
+    Sources: deepspeed 0.19.8, runtime/zero/leaf_module_config.py; torch/distributed/run.py, which sets OMP_NUM_THREADS; steps of
+    chenyaofo's gist, llmq and torchtune in `benchmarks/predict/published/published.py --rows`.
+    """
+    transformers = release(job.interpreter.version("transformers"))
+    experts = any("expert" in key for key in job.model.config.get("text_config") or job.model.config)
+    if candidate.stage == 3 and job.ranks > 1 and experts and transformers and transformers < _ONE_PARAMETER:
+        yield (
+            f"transformers {dotted(transformers)} keeps each expert in a module that some ranks skip: ZeRO-3 hangs or runs "
+            "out of memory, unless zero_optimization.leaf_module.classes (deepspeed 0.18, which has Mixtral, Qwen2-MoE and "
+            "Qwen3-MoE by default) or deepspeed.utils.set_z3_leaf_modules names the class of the MoE block; `autotune run "
+            "--model` sets it"
+        )
+    if candidate.offload_optimizer == "cpu" and hardware.device == "cuda" and cores_of(hardware) is None:
+        yield (
+            "an offloaded optimizer steps on CPU threads, unknown here: published steps took 0.6 to 20 times as long as main "
+            "memory allows, as torchrun gives each rank one thread unless OMP_NUM_THREADS is set. A first trial narrows the "
+            "speed: autotune run gives each rank its share of the cores"
+        )
 
 
 def _shared_sequences(machines: Machines) -> Outlook | None:
@@ -465,8 +497,8 @@ def _gain(
     detail = ""
     if a_gpu:
         detail = f"each {(1 + share) * base.hardware.count / new.hardware.count:.0%} as fast as now"
-    elif config and short(new.prediction.candidate) != short(base.prediction.candidate):
-        detail = short(new.prediction.candidate)
+    elif config and knobs_text(new.prediction.candidate) != knobs_text(base.prediction.candidate):
+        detail = knobs_text(new.prediction.candidate)
     return PlannedGain(what, share, new.usd / base.usd - 1 if known and new.usd and base.usd else None, detail)
 
 

@@ -17,8 +17,8 @@ from pathlib import Path, PurePath
 from types import NoneType, UnionType
 from typing import Any, NamedTuple
 
-from autotune.errors import BadArgument, DisplayedError, Unusable, UserError, near
-from autotune.util.bounds import MOST, trouble, whole_number
+from autotune.errors import BadArgument, DisplayedError, Unusable, UserError, did_you_mean
+from autotune.util.bounds import MOST, invalid_reason, whole_number
 
 # -- options -------------------------------------------------------------------------------------------------------------
 
@@ -599,8 +599,6 @@ def check_value(name: str, value: object, shown: str) -> None:
     """Check the bounds of a field's value.
 
     Args:
-        name: the field's.
-        value: its value.
         shown: the option in the message.
 
     Raises:
@@ -609,7 +607,7 @@ def check_value(name: str, value: object, shown: str) -> None:
     if isinstance(value, int) and not isinstance(value, bool):
         whole_number(value, shown, -MOST, _MOST_OF.get(name, MOST))
     for one in value if isinstance(value, list) else [str(value) if isinstance(value, Path) else value]:
-        if why := trouble(one):
+        if why := invalid_reason(one):
             raise UserError(f"{shown}: {why}")
 
 
@@ -637,7 +635,7 @@ def request_of(function: str, command: object, options: Mapping[str, object], *b
     allowed = {*taken, "runs"} - {*known}
     for name in options:
         if name not in allowed:
-            raise UserError(f"no option {name!r}{near(str(name), sorted({*allowed, *beside}))}")
+            raise UserError(f"no option {name!r}{did_you_mean(str(name), sorted({*allowed, *beside}))}")
     given = {**options, **known}
     values = {name: convert(name, value, _types()[name]) for name, value in given.items() if value is not None}
     script = [] if command is None else _list("command", command, _WORDS)

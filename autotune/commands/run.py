@@ -64,9 +64,9 @@ from autotune.search.storage import (
     StorageFailures,
     default_storage,
     failures_in_one_line,
-    hold,
     is_server,
     lock_log_dir,
+    lock_study,
     make_study_folder,
     open_storage,
 )
@@ -123,7 +123,7 @@ def run_study(
 
     Raises:
         UserError: bad input, or a job that fails by itself.
-        MachineTrouble: the machine fails, for any candidate.
+        MachineError: the machine fails, for any candidate.
         NothingFits: no candidate is feasible.
         Stopped: the user stopped the tuner before the search began.
     """
@@ -186,7 +186,8 @@ def _run(
                 with deadline.no_trial():
                     _open(first, observer.print_line)
                     observer.showing("running the script as it is, then with another batch")
-                    probed = probe(first, setup.job.script, work, setup.budget_seconds / 2, observer.print_line)
+                    left_seconds = setup.budget_seconds - (first.now() - opening - first.ops.all_build_seconds)
+                    probed = probe(first, setup.job.script, work, left_seconds, observer.print_line)
                 setup = after_probe(setup, probed)
             complete = SliceExtrapolator(setup.job, setup.hardware).extrapolate if setup.hardware.sliced else None
             if complete is not None and probed is not None and probed.baseline is not None:
@@ -606,7 +607,7 @@ def acquire_log_dir(setup: Setup) -> Iterator[Path]:
         UserError: another run holds the study.
     """
     if setup.storage is None:
-        place, held = setup.folder, hold(setup.folder, setup.name)
+        place, held = setup.folder, lock_study(setup.folder, setup.name)
     else:
         place, held = lock_log_dir(setup.folder, setup.name)
     try:

@@ -22,8 +22,8 @@ from autotune.problem.knobs import RequirementInputs, steps_on_gpu
 from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
-from autotune.results.console import speed
-from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, given, integers_in_words, said
+from autotune.results.console import larger_budget, throughput_text
+from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, argument_names, integers_in_words, knob_values
 from autotune.script.argument_writer import integers_in_files, with_declared_files
 from autotune.script.profile import (
     BY_HAND,
@@ -32,6 +32,7 @@ from autotune.script.profile import (
     EARLIER,
     KEPT,
     OPS,
+    RAN,
     SEEDS,
     SPLIT,
     TOKENS,
@@ -57,7 +58,11 @@ from autotune.workers.failure_classifier import log_tail
 #
 # Probe run: the first, unmodified run of a user's script, which shows what it trains and how fast.
 
-MEASURE_SPEC = MeasureSpec(min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
+MEASURE_SPEC = MeasureSpec(full=True, min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
+LEAST_STEPS = 3  # two warm-up steps and a measured one, to which the share of the budget cuts the first run
+MEASURED_SHARE = 0.25  # share of the budget after which the first run ends, if it has LEAST_STEPS
+FIRST_SHARE = 0.95  # share of the budget, at most, for the first run; the next call goes on from a measured one
+SHORT_RUNS_SHARE = 0.5  # share of the budget left after the first run, at most, for the runs that follow it
 # after two warm-up steps, all that a trace records
 _TRACED_STEPS = MeasureSpec(min_steps=3, max_steps=3, min_seconds=0.0)
 # Settings for a script that runs out of memory unmodified, so that some of its facts can still be learnt.
@@ -95,14 +100,23 @@ class Probe:
     ran_out: Outcome | None = None  # OOM of the script's config, if its batch was known by then
 
 
-def probe(executor: Executor, script: Script, folder: Path, seconds: float, print_line: Callable[[str], None]) -> Probe:
+def probe(
+    executor: Executor, script: Script, folder: Path, budget_seconds: float, print_line: Callable[[str], None]
+) -> Probe:
     """Run the script unchanged for a few steps, or load the findings of an earlier call on the same files (`remember`).
+
+    Args:
+        executor: runs the script.
+        script: the script.
+        folder: holds the findings.
+        budget_seconds: budget of the call that is left.
+        print_line: receives lines for display.
 
     Raises:
         UserError: it never calls DeepSpeed, ends too early, or fails by itself; the message ends with its own traceback.
         Stopped: the user stopped the tuner.
     """
-    memory = folder / MEMORY
+    began, memory = executor.now(), folder / MEMORY
     key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.limit_bytes}"
     if memory.exists():
         text = memory.read_text(encoding="utf-8")
@@ -116,22 +130,30 @@ def probe(executor: Executor, script: Script, folder: Path, seconds: float, prin
             return Probe(_mapped(script, profile), baseline, ran_out=ran_out)
     baseline, facts = _unfinished(folder, key, script.cwd) or (None, {})
     if baseline is not None and baseline.measurement is not None:
-        print_line(f"{script.name} as it is, from an earlier call: {speed(baseline.measurement)}")
+        print_line(f"{script.name} as it is, from an earlier call: {throughput_text(baseline.measurement)}")
     else:
         print_line(f"running {script.name} without changes, to learn what it trains")
-        baseline, facts = _run_with_ops(executor, Candidate(()), "probe", seconds)
-        _refuse_unless_run(executor, baseline, reached=bool(facts))
+        limit, spec = _first_limits(budget_seconds)
+        baseline, facts = _run_with_ops(executor, Candidate(()), "probe", limit, spec)
+        _refuse_unless_run(executor, baseline, facts, budget_seconds)
     try:
-        return _checked(executor, script, baseline, facts, key, seconds, print_line)
+        left_seconds = budget_seconds - (executor.now() - began)
+        return _checked(executor, script, baseline, facts, key, left_seconds, print_line)
     except Stopped:
         if baseline.measurement is not None:
             sources = digests([*([script.path] if script.path else []), *facts.get(SOURCES, ())], script.cwd)
             kept = {"key": key, "baseline": baseline.to_json(), "facts": facts, SOURCES: sources}
             _keep(folder / _UNFINISHED, json.dumps(kept, indent=1))
             print_line(
-                f"{script.name} as it is: {speed(baseline.measurement)}; kept, and the same command goes on from there"
+                f"{script.name} as it is: {throughput_text(baseline.measurement)}; kept, and the same command goes on from there"
             )
         raise
+
+
+def _first_limits(budget_seconds: float) -> tuple[float, MeasureSpec]:
+    """Return the time limit of a first run, and the length of its measurement."""
+    spec = dataclasses.replace(MEASURE_SPEC, share_seconds=MEASURED_SHARE * budget_seconds)
+    return FIRST_SHARE * budget_seconds, spec
 
 
 def _unfinished(folder: Path, key: str, cwd: str | Path) -> tuple[Outcome, dict[str, Any]] | None:
@@ -151,25 +173,24 @@ def _checked(
     baseline: Outcome,
     facts: dict[str, Any],
     key: str,
-    seconds: float,
+    left_seconds: float,
     print_line: Callable[[str], None],
 ) -> Probe:
     """Return the findings of a first run, and of the runs that follow it: flags, another batch, noise.
 
     Args:
         executor: runs the script.
-        script: the script.
         baseline: outcome of the first run.
         facts: report of the first run.
         key: of the stored findings.
-        seconds: limit of each run.
+        left_seconds: budget of the call that is left.
         print_line: receives lines for display.
     """
     measured = None if baseline.kind.is_oom else baseline
     ran_out = baseline if measured is None and "micro_batch" in facts else None
     if measured is None:
         print_line(f"the unmodified script does not fit ({baseline.reason}); trying the config with the least memory")
-        found = _run_with_least_memory(executor, script, facts, seconds)
+        found = _run_with_least_memory(executor, script, facts, left_seconds)
         if "micro_batch" not in facts:
             print_line("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
@@ -177,7 +198,7 @@ def _checked(
         print_line(late)
     if named := ", ".join(sorted(facts.get("variables", {}))):
         print_line(f"{script.name} sets {named} in its code: ranks start with it now")
-    facts = {**facts, "said": _all_said(script, facts)}
+    facts = {**facts, "said": _script_batch_sizes(script, facts)}
     own = measured is not None or facts.get(_OWN_STEPS, False)
     profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own)
     if profile.get("evaluating"):
@@ -186,7 +207,12 @@ def _checked(
         )
     elif profile["checkpointed"] and not profile["checkpointing"]:
         print_line("the script's activation checkpointing cannot be switched off and stays on")
-    runs = ShortRuns(executor, seconds)
+    runs = ShortRuns(executor, SHORT_RUNS_SHARE * left_seconds, measured)
+    if measured is not None and not runs.left:
+        print_line(
+            f"{script.name} is not run with another batch before the search, which may take "
+            f"{format_duration(runs.expected_seconds())}: each trial checks its own batch"
+        )
     seeds = {SEEDS: facts[SEEDS]} if measured is not None and facts.get(SEEDS) else {}
     profile |= seeds
     if measured is not None:
@@ -241,7 +267,9 @@ def _keep(path: Path, text: str) -> None:
     grant([RecordedItem(_FIRST_RUN, text)])
 
 
-def _run_with_least_memory(executor: Executor, script: Script, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _run_with_least_memory(
+    executor: Executor, script: Script, facts: dict[str, Any], budget_seconds: float
+) -> dict[str, Any]:
     """Return the facts of a script that runs out of memory unmodified, from a run with minimal memory.
 
     A script that takes its batch from elsewhere than its config cannot have one sample a step yet, and keeps its own batch.
@@ -255,12 +283,13 @@ def _run_with_least_memory(executor: Executor, script: Script, facts: dict[str, 
     job = dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
     candidate = least_memory_candidate(facts.get("optimizer", ""), executor.hardware.device)
     executor.load_ops([candidate], job=job)
-    outcome, found = _run_with_ops(executor, candidate, "probe-thrifty", seconds, job)
+    limits = _first_limits(budget_seconds)
+    outcome, found = _run_with_ops(executor, candidate, "probe-least-memory", *limits, job)
     if outcome.source is Source.BATCH and "micro_batch" in facts:
         own = {MICRO_BATCH: facts["micro_batch"], ACCUMULATION: facts["accumulation"]}
-        outcome, found = _run_with_ops(executor, candidate.but(**own), "probe-thrifty-2", seconds, job)
+        outcome, found = _run_with_ops(executor, candidate.but(**own), "probe-least-memory-2", *limits, job)
         found |= {_OWN_STEPS: True}
-    _refuse_unless_run(executor, outcome, reached=bool(found))
+    _refuse_unless_run(executor, outcome, found, budget_seconds)
     if not outcome.ok:
         raise UserError(f"{script.name} does not fit, even with the config of the least memory: {outcome.reason}")
     return found
@@ -282,11 +311,11 @@ def _counted_otherwise(profile: dict[str, Any]) -> bool:
     return older or bool(profile.get("batch_note") and "held" not in profile)
 
 
-def _all_said(script: Script, facts: dict[str, Any]) -> dict[str, list[int]]:
+def _script_batch_sizes(script: Script, facts: dict[str, Any]) -> dict[str, list[int]]:
     """Return by knob the script's own batch sizes outside its config: from words, files, arguments and loaders."""
     found = {}
     for knob in (MICRO_BATCH, ACCUMULATION):
-        words = [int(word) for one in said(script, knob) if (word := str(one)).isdigit() and int(word) > 0]
+        words = [int(word) for one in knob_values(script, knob) if (word := str(one)).isdigit() and int(word) > 0]
         found[knob] = [*words, *facts.get("said", {}).get(knob, ())]
     return found
 
@@ -328,14 +357,14 @@ def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any
 
 
 def _run_with_ops(
-    executor: Executor, candidate: Candidate, name: str, seconds: float, job: Job | None = None
+    executor: Executor, candidate: Candidate, name: str, seconds: float, spec: MeasureSpec, job: Job | None = None
 ) -> tuple[Outcome, dict[str, Any]]:
     """Return the outcome and facts of a run, of which each missing op is built first."""
     until, ops = executor.now() + seconds, list[str]()
     while True:
         began = executor.now()
         with closing(executor.session(candidate, name, job=job)) as session:
-            outcome = session.measure(candidate, MEASURE_SPEC, until - began)
+            outcome = session.measure(candidate, spec, until - began)
         if not session.missing_op or session.missing_op in executor.tried_ops:
             break
         building = executor.now()
@@ -347,11 +376,12 @@ def _run_with_ops(
     return outcome, {**session.facts, **found}
 
 
-def _refuse_unless_run(executor: Executor, outcome: Outcome, *, reached: bool) -> None:
+def _refuse_unless_run(executor: Executor, outcome: Outcome, facts: dict[str, Any], budget_seconds: float) -> None:
     """Refuse a script that failed otherwise than by its memory.
 
     Args:
-        reached: it has called `deepspeed.initialize`.
+        facts: report of the run; empty if it has not called `deepspeed.initialize`.
+        budget_seconds: budget of the call.
 
     Raises:
         UserError: with the reason, and the end of its log.
@@ -362,10 +392,10 @@ def _refuse_unless_run(executor: Executor, outcome: Outcome, *, reached: bool) -
     assert executor.job.script is not None
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped before the script was measured")
-    if why := _in_one_line(outcome, executor.job.script.target, reached=reached):
+    if why := _in_one_line(outcome, executor.job.script.target, reached=bool(facts)):
         raise UserError(why)
     if outcome.kind is OutcomeKind.INTERRUPTED:
-        more = ": give a larger --budget" if outcome.source is Source.BUDGET else ""
+        more = f": {_longer(facts.get(RAN), budget_seconds)}" if outcome.source is Source.BUDGET else ""
         raise UserError(f"{outcome.reason}, before the script was measured{more}")
     log = f"{outcome.log}/rank{outcome.rank or 0}.log"
     said = log_tail(Path(log)).strip()
@@ -374,6 +404,24 @@ def _refuse_unless_run(executor: Executor, outcome: Outcome, *, reached: bool) -
     limits = _limits(outcome, executor.hardware.limit_bytes)
     who = "the script fails by itself" if not limits else "the script fails"
     raise UserError(f"{who}, before anything is tuned ({outcome.reason}){limits}:\n{tail}\n  log: {log}")
+
+
+def _longer(ran: dict[str, float] | None, budget_seconds: float) -> str:
+    """Return which budget to try after a first run that its share of the budget ended.
+
+    Half of that budget goes to the first run, and the rest to candidates.
+
+    Args:
+        ran: seconds of its start and of an optimizer step so far; None if none of its micro-batches ended.
+        budget_seconds: budget of the call.
+    """
+    if ran is None:
+        return f"use {larger_budget(2 * budget_seconds)}"
+    needed = ran["start_seconds"] + LEAST_STEPS * ran["step_seconds"]
+    return (
+        f"a step takes about {format_duration(ran['step_seconds'])}, and its first run about {format_duration(needed)}; use "
+        f"{larger_budget(max(2 * needed, 1.5 * budget_seconds))}"
+    )
 
 
 _NEAR_CAP = 0.7  # share of the cap from which a rank's peak may have reached it between two samples
@@ -518,22 +566,46 @@ def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:
 # -- short runs after the probe run ------------------------------------------------------------------------------------
 
 _MOST_RUNS = 2
+_WARMUP_STEPS, _MOST_STEPS = 2, 5  # of a run; the second includes the first
 
 
 class ShortRuns:
-    """Short runs of a script after its probe run, of which a study makes at most two.
+    """Short runs of a script after its probe run, of which a study makes at most two, in their share of the budget.
 
     The first ones find the flags that carry the batch, and the next ones check another batch, which also shows the noise.
     Later trials find what a check that was left out would have shown: each compares its own batch and trace.
 
     Args:
         executor: runs the script.
-        seconds: limit of each run.
+        seconds: limit of all runs.
+        baseline: the measured probe run, which shows how long a run takes; None if it ran out of memory.
     """
 
-    def __init__(self, executor: Executor, seconds: float) -> None:
-        self.executor, self.left, self._seconds = executor, _MOST_RUNS, seconds
+    def __init__(self, executor: Executor, seconds: float, baseline: Outcome | None = None) -> None:
+        self.executor, self._runs, self._seconds = executor, _MOST_RUNS, seconds
+        self._baseline = baseline
         self.repeats_seeds = False  # the script named other seeds than in its first run
+
+    def expected_seconds(self, times: float = 1.0) -> float:
+        """Return the expected seconds of a run, 0 if unknown.
+
+        Args:
+            times: ratio of its steps' duration to those of the probe run.
+        """
+        if self._baseline is None or self._baseline.measurement is None:
+            return 0.0
+        step_seconds = self._baseline.measurement.step_seconds
+        # its warm-up is outside the measured steps
+        return self._baseline.outside_seconds + (_MOST_STEPS * times - _WARMUP_STEPS) * step_seconds
+
+    @property
+    def left(self) -> int:
+        """Number of runs that are left, 0 if the time does not hold one."""
+        return self._runs if self.holds(1.0) else 0
+
+    def holds(self, times: float) -> bool:
+        """Return True if the time that is left holds a run whose steps take so many times those of the probe run."""
+        return self.expected_seconds(times) <= self._seconds
 
     def run(
         self, candidate: Candidate, name: str, measure_spec: MeasureSpec, job: Job | None = None
@@ -543,9 +615,10 @@ class ShortRuns:
         Raises:
             Stopped: the user stopped the tuner.
         """
-        self.left -= 1
+        self._runs -= 1
         with closing(self.executor.session(candidate, name, job=job)) as session:
             outcome = session.measure(candidate, measure_spec, self._seconds)
+        self._seconds -= outcome.seconds
         if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
             raise Stopped("stopped during the checks of the script's batch size")
         self.repeats_seeds |= bool(session.facts.get("repeats_seeds"))
@@ -733,7 +806,7 @@ def _batch_with(
 ) -> dict[str, float] | None:
     """Return the batch of the script's own steps with these values of its flags, by knob; None if it does not run with them."""
     argv = list(script.argv)
-    in_words = given(script.argv)
+    in_words = argument_names(script.argv)
     tried = {name: value for name, value in flags.items() if not name.startswith("-") and name not in in_words}
     for flag in flags.keys() - tried.keys():
         argv = with_flag(argv, flag, flags[flag])
@@ -792,7 +865,9 @@ def check_batch(
         own = least.but(**{MICRO_BATCH: own.micro_batch, ACCUMULATION: own.accumulation})
     job = dataclasses.replace(job_of(script, runs.executor.hardware, None), interpreter=runs.executor.job.interpreter)
     refused: list[tuple[Candidate, Outcome]] = []
-    for number, other in enumerate(others(own)[: runs.left], 1):
+    # a micro-batch may take as long as a larger one
+    held = [other for other in others(own) if runs.holds(max(1.0, own.micro_batch / other.micro_batch))]
+    for number, other in enumerate(held[: runs.left], 1):
         outcome, _ = runs.run(other, f"probe-batch-{number}", _TRACED_STEPS, job)
         unknown = outcome.kind.is_oom or not outcome.kind.is_attributable_to_candidate
         if outcome.ok and reference is not None and outcome.trace is not None:

@@ -50,7 +50,7 @@ from autotune.script.profile import first_candidates, unknown_job
 from autotune.script.script import named_configs
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
 from autotune.search.fingerprint import identity
-from autotune.util.bounds import MOST, shown, whole_number
+from autotune.util.bounds import MOST, display_value, whole_number
 from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import GIB, format_bytes, parse_count, parse_duration, parse_memory, parse_share
 
@@ -126,7 +126,7 @@ class LaunchSetup:
 
     script: Script
     ranks: int | None  # from the script's command
-    ranks_said: str  # the origin of `ranks`
+    ranks_source: str  # the origin of `ranks`
     study: str | None
     storage: str | None
     plan: PlanSetup | None  # None if a study is named
@@ -223,7 +223,7 @@ def plan_setups(request: Request, gpus: Sequence[str | None], interpreter: Inter
         hardware = with_room_for_context(hardware.reserving(_reserve(request)))
         job = _named_job(request, hardware, interpreter)
         space = fitted(load_space(request.space or "default"), job, hardware).space
-        faults = [f"{one.told(installed_deepspeed(interpreter))}: left out" for one in space.faults]
+        faults = [f"{one.describe(installed_deepspeed(interpreter))}: left out" for one in space.faults]
         known = price_table().get(hardware.facts or "")
         setups.append(
             PlanSetup(
@@ -271,7 +271,7 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
     return LaunchSetup(
         script=script,
         ranks=typed.ranks,
-        ranks_said=typed.said,
+        ranks_source=typed.ranks_source,
         study=request.study,
         storage=request.storage or None,
         plan=plan,
@@ -350,13 +350,13 @@ def _what_is_tuned(request: Request, nodes: Nodes | None, interpreter: Interpret
     return _Tuned(job, hardware, space, space.candidates(job), notes, said, slots=places)
 
 
-def _own_config(path: Path, interpreter: Interpreter, said: str = "--ds-config") -> dict[str, Any]:
+def _own_config(path: Path, interpreter: Interpreter, named_by: str = "--ds-config") -> dict[str, Any]:
     """Return the user's own config, in current names.
 
     Raises:
         UserError: see `load_ds_config`; or it has a key that the installed DeepSpeed refuses by its presence.
     """
-    config = load_ds_config(path, said)
+    config = load_ds_config(path, named_by)
     for key, why in removed_keys(config, installed_deepspeed(interpreter)):
         raise UserError(f"{path}: {key}: {why}")
     return config
@@ -452,9 +452,6 @@ def _named_job(request: Request, hardware: Hardware, interpreter: Interpreter) -
     model = _model(request, interpreter)
     own = _own_config(request.ds_config, interpreter) if request.ds_config else {}
     check_whole_model(own, request.ds_config)
-    installed = interpreter.origin("deepspeed") if request.optimizer == "muon" else None
-    if installed is not None and not (Path(installed).parent / "runtime/zero/muon").exists():
-        raise UserError("--optimizer muon: the installed DeepSpeed has no Muon. Install a newer one.")
     precision, base = precision_of(request.precision, own, hardware)
     lengths = load_lengths(request.lengths) if request.lengths else ()
     task = task_of(model.config, request.task, model.name)
@@ -477,6 +474,9 @@ def _named_job(request: Request, hardware: Hardware, interpreter: Interpreter) -
         image_size=image_size_of(model.config, task, request.image_size, model.name),
         interpreter=interpreter,
     )
+    installed = interpreter.origin("deepspeed") if job.optimizer_kind == "muon" else None
+    if installed is not None and not (Path(installed).parent / "runtime/zero/muon").exists():
+        raise UserError("Muon is not an optimizer of the installed DeepSpeed. Install a newer one.")
     adapters = dataclasses.replace(job.lora, quantize="") if job.lora else None  # only ranks need bitsandbytes
     for option, value in (("--lora", adapters), ("--attn", job.attention)):
         if package := missing_package(value, interpreter):
@@ -580,11 +580,13 @@ def ranks_asked_for(gpus: int | None, typed: TypedCommand, device: str) -> int |
         UserError: the two numbers differ, or the script shows its ranks fewer GPUs.
     """
     if typed.ranks is not None and gpus not in (None, typed.ranks):
-        raise UserError(f"--gpus {gpus} contradicts `{typed.said}`. Remove one of them, or give the same number.")
+        raise UserError(
+            f"--gpus {gpus} contradicts `{typed.ranks_source}`. Remove one of them, or give the same number."
+        )
     asked = gpus if typed.ranks is None else typed.ranks
     own = typed.own.get("CUDA_VISIBLE_DEVICES")
     if own is not None and device != "cpu" and asked is not None and asked > (shown := _shown(own)):
-        said = typed.said or f"--gpus {gpus}"
+        said = typed.ranks_source or f"--gpus {gpus}"
         raise UserError(
             f"`{said}` requests more GPUs than CUDA_VISIBLE_DEVICES={own} shows, which {typed.script.target} sets itself. "
             f"Request {shown}, or remove that line."
@@ -621,7 +623,9 @@ def parse_global_batch(asked: int | str | None) -> int | None:
     try:
         return whole_number(asked, "--global-batch-size", -MOST, MOST)  # Job checks the bounds
     except UserError:
-        raise UserError(f"--global-batch-size {shown(asked)}: expected a number of sequences, or {FREE}") from None
+        raise UserError(
+            f"--global-batch-size {display_value(asked)}: expected a number of sequences, or {FREE}"
+        ) from None
 
 
 def kept_batch(asked: int | str | None, config: dict[str, Any], ranks: int, file: Path | None) -> int | None:
@@ -691,7 +695,7 @@ def _typed_seq_len(asked: int | str | None, longest: int | None, model: str) -> 
     try:
         return whole_number(asked, "--seq-len", -MOST, MOST)
     except UserError:
-        raise UserError(f"--seq-len {shown(asked)}: expected a number of tokens, or max") from None
+        raise UserError(f"--seq-len {display_value(asked)}: expected a number of tokens, or max") from None
 
 
 # -- precision ---------------------------------------------------------------------------------------------------------

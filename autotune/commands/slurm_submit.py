@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from autotune.errors import UserError
-from autotune.executors.cluster.transports import PACKAGE, asked, in_allocation
+from autotune.executors.cluster.transports import PACKAGE, in_allocation, slurm_output
 from autotune.masking import hide_password, shell_text
 from autotune.util.files import write_atomically
 
@@ -145,7 +145,9 @@ def submit(
         {name: value for name, (_, value) in secrets.items()}
     )  # sbatch passes them on; the script is stored in a file
     write_atomically(script, batch_script(words, code, needs))
-    job = asked("sbatch", "--parsable", f"--output={output}", "--job-name=autotune", *options, str(script)).strip()
+    job = slurm_output(
+        "sbatch", "--parsable", f"--output={output}", "--job-name=autotune", *options, str(script)
+    ).strip()
     job = job.partition(";")[0]
     print_line(f"job {job} is submitted (log: {output}); Ctrl-C ends it")
     with _cancelled_by_signals(job):
@@ -196,7 +198,7 @@ def _cancelled_by_signals(job: str) -> Iterator[None]:
         waits = _state(job)[0] == "PENDING"  # a pending job receives no signals (scancel(1))
         gently = ("--batch", "--signal=TERM") if number == signal.SIGINT and not waits else ()
         with suppress(UserError):
-            asked("scancel", *gently, job)
+            slurm_output("scancel", *gently, job)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     held = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's stays ignored
@@ -223,7 +225,7 @@ def _follow(job: str, output: Path, code: Path, print_line: Callable[[str], None
             now, why = _state(job)
             if now == "PENDING" and _NEVER.fullmatch(why):
                 with suppress(UserError):
-                    asked("scancel", job)
+                    slurm_output("scancel", job)
                 raise UserError(
                     f"--executor slurm: the job can never start ({why}). Request fewer nodes or less time; `sinfo` shows the "
                     "limits."
@@ -244,7 +246,7 @@ def _follow(job: str, output: Path, code: Path, print_line: Callable[[str], None
 def _state(job: str) -> tuple[str, str]:
     """Return the job's state and its reason from squeue; the state is empty once the job is over."""
     try:
-        state, _, why = asked("squeue", "-h", "-j", job, "-o", "%T %r").strip().partition(" ")
+        state, _, why = slurm_output("squeue", "-h", "-j", job, "-o", "%T %r").strip().partition(" ")
     except UserError as error:
         return ("" if "Invalid job id" in str(error) else "UNKNOWN"), ""
     return (
@@ -263,6 +265,6 @@ def _show(path: Path, shown: int, out: TextIO) -> int:
     return shown
 
 
-def outside() -> bool:
+def is_outside_allocation() -> bool:
     """Check that this process is outside of an allocation, which must then be requested."""
     return not in_allocation()

@@ -31,7 +31,7 @@ from autotune.results.report.build import SearchedSpace, study_report, without_s
 from autotune.results.report.html import plan_page, plan_report, study_page, write_page
 from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
-from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, uncollected
+from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, without_garbage_collection
 from autotune.util.files import cannot_write, write_atomically
 from autotune.util.units import GIB, counted
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # `autotune report`: a study as one HTML file.
 
 
-@uncollected()
+@without_garbage_collection()
 def report_study(study: str, storage: str | None, out: Path | None) -> Path:
     """Write the page of a study to `out`, or as `NAME.html` into the study's folder, and return its path.
 

@@ -67,18 +67,18 @@ def too_slow_outcome(phase: Phase, candidate: Candidate, ran_seconds: float, *, 
     """Return the outcome of a trial that ended before its first answer, after more than its share of the budget.
 
     Args:
-        phase: the ranks' phase.
-        candidate: the candidate.
         ran_seconds: seconds since the engine was ready.
         scripted: ranks of a script answer after two steps of warm-up and another one, those of a model after the first
             step, of which they run at most MAX_TIMED_MICRO_BATCHES.
     """
     steps = 3.0 if scripted else min(1.0, MAX_TIMED_MICRO_BATCHES / candidate.accumulation)
     least_step_seconds = ran_seconds / steps
+    first = "its first three steps" if scripted else "its first step"
     return Outcome(
         OutcomeKind.TIMEOUT,
         phase,
-        reason=f"too slow for this budget: a step takes over {format_duration(least_step_seconds)}",
+        # the first step has one-time work, so its time is no step's
+        reason=f"too slow for this budget: {first} took over {format_duration(ran_seconds)}",
         evidence=f"{ran_seconds:.1f} s without a result, more than a trial's share of the budget",
         source=Source.BUDGET,
         least_step_seconds=least_step_seconds,
@@ -149,7 +149,7 @@ class LaunchTarget(Protocol):
         """Reconnect, or prepare for a new start.
 
         Raises:
-            MachineTrouble: reconnecting failed.
+            MachineError: reconnecting failed.
             Stopped: the user cancelled.
         """
 
@@ -193,7 +193,7 @@ class Executor(Protocol):
         """Test the machine, so that its faults are not attributed to a candidate.
 
         Raises:
-            MachineTrouble: groups of ranks do not work here.
+            MachineError: groups of ranks do not work here.
         """
         return None
 
@@ -201,7 +201,6 @@ class Executor(Protocol):
         """Build missing DeepSpeed ops for trials of these candidates, and ops of these builders.
 
         Args:
-            candidates: the candidates.
             names: further builders.
             job: the job of the trials; None: the executor's.
 

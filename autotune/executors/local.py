@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import Cause, MachineTrouble, Stopped, Unusable
+from autotune.errors import Cause, MachineError, Stopped, Unusable
 from autotune.executors.base import LaunchTarget, MeasureSpec, too_slow_outcome
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements, remove_scratch, trial_sandbox
 from autotune.predict.calibration import overhead_prior
@@ -28,7 +28,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, S
 from autotune.problem.training_trace import TrainingTrace
 from autotune.rank.ds_config import all_ops, trial_config
 from autotune.rank.step_statistics import Pace, median_spread, pace_of
-from autotune.script.profile import SEEDS
+from autotune.script.profile import RAN, SEEDS
 from autotune.script.script import heavy_imports
 from autotune.util.entry_points import MODEL_RANK, SCRIPT_RANK, SELFTEST_RANK
 from autotune.util.units import GIB
@@ -161,7 +161,7 @@ class LocalExecutor:
         """Run the self-test of the ranks, cold if forked ranks find CUDA already initialized."""
         try:
             self._check()
-        except MachineTrouble as trouble:
+        except MachineError as trouble:
             if self.isolation != "fork" or CUDA_INITIALIZED_BEFORE_FORK not in str(trouble):
                 raise
             self._switch_to_spawn(print_line)
@@ -238,6 +238,7 @@ class LocalSession:
         self._results: list[Message] = []  # results of the last measurement, by rank
         self._checkpoint: Path | None = None  # loaded by the next group
         self._peak_bytes_outside_steps = 0  # peak of the worst rank while it loaded, evaluated and saved
+        self._steps = 0.0  # optimizer steps of a script so far
         self.facts: dict[str, Any] = {}  # reported by rank 0 of a script
         self.missing_op = ""  # builder of an op that the probe run needs and no config predicted
 
@@ -260,7 +261,7 @@ class LocalSession:
         if candidate.family != self._candidate.family:
             raise ValueError("a session holds one family")
         began, started = time.monotonic(), self._group is None
-        deadline = began + deadline_seconds
+        ready, deadline = began, began + deadline_seconds
         try:
             stop = self._start(deadline) if started else WatchEnd.ARRIVED
             ready = time.monotonic()
@@ -279,11 +280,13 @@ class LocalSession:
                 )
         except Stopped:  # during a restart of the fork server
             outcome = interrupted_outcome(Phase.START)
-        except MachineTrouble as error:  # a lost node did not return
+        except MachineError as error:  # a lost node did not return
             outcome = infrastructure_outcome(Phase.START, error, Source.NODE)
         except OSError as error:  # a full disk or a lack of descriptors is the machine's fault
             phase = self._group.phase if self._group is not None else Phase.START
             outcome = infrastructure_outcome(phase, error, Source.EXCEPTION)
+        if self._steps and not outcome.ok:
+            self.facts[RAN] = {"start_seconds": ready - began, "step_seconds": (time.monotonic() - ready) / self._steps}
         if not outcome.ok or self._job.script:  # a script's data loader holds one batch size
             self.close()
         seconds = time.monotonic() - began
@@ -302,7 +305,6 @@ class LocalSession:
         """Have the ranks measure, and store their answers in `_results`.
 
         Args:
-            candidate: the candidate.
             measure_spec: length of the measurement.
             deadline: of the trial.
             most_seconds: of the measurement.
@@ -437,6 +439,8 @@ class LocalSession:
             self._ready.add(rank)
         elif verb == "facts" and rank == 0:
             self.facts = message
+        elif verb == "progress" and rank == 0 and "micro_batches" in message:
+            self._steps = message["steps"] + message["micro_batches"] / self.facts.get("accumulation", 1)
         elif verb == "unbuilt":
             self.missing_op = message["op"]
         elif verb in ("loaded", "measured"):
@@ -590,7 +594,6 @@ def failed_outcome(evidence: FailureEvidence, *, greeted: bool, server_lives: bo
     """Return the outcome of a trial whose ranks have failed.
 
     Args:
-        evidence: the collected evidence.
         greeted: True if all ranks had started; before that, they have received nothing of the candidate.
         server_lives: True if the fork server is alive.
     """
@@ -642,8 +645,6 @@ def untunable_outcome(evidence: FailureEvidence, phase: Phase, *, known: bool) -
     """Return the outcome of a trial whose ranks report an untunable script; None if they do not.
 
     Args:
-        evidence: the collected evidence.
-        phase: the ranks' phase.
         known: True if the script has been measured before, so that the candidate is the cause.
 
     Raises:
@@ -676,7 +677,6 @@ def budget_outcome(phase: Phase, waited_seconds: float, *, compiles: bool) -> Ou
     """Return the outcome of a trial whose share of the budget ended. The candidate may be retried with more time.
 
     Args:
-        phase: the trial's phase.
         waited_seconds: time that it waited for the device's memory.
         compiles: torch.compile was at work in a rank.
     """
@@ -821,7 +821,7 @@ def check_group(
         cancelled: True if the user cancelled.
 
     Raises:
-        MachineTrouble: the test failed; one line with NCCL's last message and a remedy.
+        MachineError: the test failed; one line with NCCL's last message and a remedy.
     """
     imported: set[int] = set()
     answers: set[int] = set()
@@ -843,9 +843,9 @@ def check_group(
             stop = group.watch(lambda: len(answers) == ranks, time.monotonic() + _DEADLINE_SECONDS)
         if stop in (WatchEnd.ARRIVED, WatchEnd.CANCELLED):
             return
-        raise MachineTrouble(_complaint(stop, group, folder, importing=len(imported) < ranks))
+        raise MachineError(_complaint(stop, group, folder, importing=len(imported) < ranks))
     except OSError as error:
-        raise MachineTrouble(f"ranks cannot be started on this machine: {error}") from None
+        raise MachineError(f"ranks cannot be started on this machine: {error}") from None
     finally:
         group.end()
 
@@ -855,7 +855,6 @@ def _complaint(stop: WatchEnd, group: WorkerGroup, folder: Path, importing: bool
 
     Args:
         stop: reason for the end.
-        group: the ranks.
         folder: log folder.
         importing: the ranks had not yet communicated.
     """

@@ -409,7 +409,6 @@ def protection_of(cwd: Path, folder: Path, *, unprotected: bool, interpreter: In
     """Return the protection of trials whose script runs in `cwd` and whose folders are in `folder`.
 
     Args:
-        cwd: the script's working directory.
         folder: the folder of the trials.
         unprotected: run without protection if this machine has none.
         interpreter: of the trials' ranks.
@@ -441,7 +440,6 @@ def trial_sandbox(
     `datasets`, therefore find their caches in the next trial.
 
     Args:
-        folder: the executor's folder.
         study: the study's folder, which a view of the user's folder leaves out.
         unprotected: run without protection if this machine has none.
         kept: folders whose content outlives the trial; created if missing.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import UserError, near
+from autotune.errors import UserError, did_you_mean
 from autotune.executors.base import Executor, MeasureSpec, Session, too_slow_outcome
 from autotune.problem.candidate import KNOBS, Candidate, Value, samples
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_gpu
@@ -156,7 +156,9 @@ def load_replay_table(path: Path) -> ReplayTable:
     about = path.parent / f"{stem}.json"
     if table is None or not about.is_file():
         there = [p.name.split(".csv")[0] for p in path.parent.glob("*.csv*")] if path.parent.is_dir() else []
-        raise UserError(f"no table {path}{near(stem, there)}: expected {stem}.csv.gz with {stem}.json beside it")
+        raise UserError(
+            f"no table {path}{did_you_mean(stem, there)}: expected {stem}.csv.gz with {stem}.json beside it"
+        )
     try:
         facts = parse_json(read_text(about, str(about), _FACTS), str(about), _FACTS)
         if not isinstance(facts, dict):

@@ -20,7 +20,7 @@ from autotune.problem.candidate import KNOBS, LORA, Candidate, Value, is_read, j
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table
 from autotune.problem.job import ATTENTIONS, OPTIMIZERS, PRECISIONS, Job, parse_lora
 from autotune.problem.knobs import Knob
-from autotune.problem.models import CAUSAL, SHAPE_KEYS, TASKS, ModelSpec, shipped_models, size_trouble
+from autotune.problem.models import CAUSAL, SHAPE_KEYS, TASKS, ModelSpec, invalid_size_reason, shipped_models
 from autotune.problem.outcome import Outcome, OutcomeKind, Phase
 from autotune.problem.space import DS_TOP_LEVEL, DS_ZERO_KEYS
 from autotune.search.study import StudyStore
@@ -53,7 +53,7 @@ PUBLIC_TARGETS = frozenset(
 MOST_NUMBER = 2**63  # DeepSpeed's "no limit" is one less
 
 
-def knob_trouble(name: str, value: Value) -> str | None:
+def refused_knob_reason(name: str, value: Value) -> str | None:
     """Return the reason why a knob is not allowed in an entry, or None. A string is only allowed if it is in a list."""
     knob = KNOBS.get(name)
     if knob is None:
@@ -65,7 +65,7 @@ def knob_trouble(name: str, value: Value) -> str | None:
     if knob.kind in (int, float):
         return _number_trouble(knob, value)
     if name == LORA:
-        return lora_trouble(value) if value != "none" else None
+        return refused_lora_reason(value) if value != "none" else None
     return f"has no place here, found {value!r}"
 
 
@@ -94,7 +94,7 @@ def _is_number(value: Value) -> bool:
     return isinstance(value, int | float) and abs(value) <= MOST_NUMBER  # false for NaN
 
 
-def lora_trouble(value: Value) -> str | None:
+def refused_lora_reason(value: Value) -> str | None:
     """Return the reason why a LoRA is not allowed in an entry, or None.
 
     Its layers must exist in public architectures, and no part may appear twice.
@@ -120,7 +120,7 @@ def known_lora(text: str | None) -> str | None:
     Raises:
         ValueError: The LoRA is not allowed.
     """
-    if text is not None and (why := lora_trouble(text)):
+    if text is not None and (why := refused_lora_reason(text)):
         raise ValueError(why)
     return text
 
@@ -132,7 +132,7 @@ def known_sizes(shape: dict[str, Any]) -> dict[str, Any]:
         ValueError: A size is unknown or implausible.
     """
     for key, value in shape.items():
-        if why := size_trouble(key, value):
+        if why := invalid_size_reason(key, value):
             raise ValueError(f"{key!r} {why}" if key not in SHAPE_KEYS else f"{key}: {why}")
     return shape
 
@@ -144,7 +144,7 @@ def known_knobs(knobs: dict[str, Any]) -> dict[str, Any]:
         ValueError: A knob or its value is unknown.
     """
     for name, value in knobs.items():
-        if why := knob_trouble(name, value):
+        if why := refused_knob_reason(name, value):
             raise ValueError(f"{name}: {why}")
     return knobs
 
@@ -555,15 +555,15 @@ def entry_of(store: StudyStore) -> Entry:
     """
     if store.table:
         raise UserError(f"study {store.name} searches a recorded table: only what was measured can be shared")
-    told = _told(store.records(), store.winner)
-    if not any(outcome.measurement for outcome in told.values()):
+    by_candidate = _outcomes_by_candidate(store.records(), store.winner)
+    if not any(outcome.measurement for outcome in by_candidate.values()):
         raise UserError(f"study {store.name} has measured nothing that could be shared: run it first")
     job, hardware = store.job, store.hardware
     if hardware.sliced:
         raise UserError(f"study {store.name} is of a slice: the gallery takes what was measured on all nodes")
-    knobs = {candidate: _public_knobs(candidate) for candidate in told}
-    kept = [candidate for candidate in told if knobs[candidate] is not None]
-    tried = [_tried(knobs[candidate] or {}, told[candidate]) for candidate in kept]
+    knobs = {candidate: _public_knobs(candidate) for candidate in by_candidate}
+    kept = [candidate for candidate in by_candidate if knobs[candidate] is not None]
+    tried = [_tried(knobs[candidate] or {}, by_candidate[candidate]) for candidate in kept]
     winner = store.winner
     try:
         return Entry(
@@ -581,19 +581,19 @@ def entry_of(store: StudyStore) -> Entry:
         raise UserError(f"study {store.name} cannot be shared: its {fields} has no place in a gallery entry") from None
 
 
-def _told(records: list[Record], winner: Record | None) -> dict[Candidate, Outcome]:
+def _outcomes_by_candidate(records: list[Record], winner: Record | None) -> dict[Candidate, Outcome]:
     """Return the outcome of each candidate. An OOM during verification or resume replaces an earlier success."""
-    told: dict[Candidate, Outcome] = {}
+    by_candidate: dict[Candidate, Outcome] = {}
     for record in records:
         outcome = record.outcome
         if outcome is None or not record.candidate.knobs or not outcome.kind.is_attributable_to_candidate:
             continue
         if record.role == RESUME and outcome.ok:
             continue
-        told[record.candidate] = outcome
+        by_candidate[record.candidate] = outcome
     if winner is not None and winner.outcome is not None and winner.candidate.knobs:
-        told[winner.candidate] = winner.outcome
-    return told
+        by_candidate[winner.candidate] = winner.outcome
+    return by_candidate
 
 
 def _public_knobs(candidate: Candidate) -> dict[str, Value] | None:
@@ -602,7 +602,7 @@ def _public_knobs(candidate: Candidate) -> dict[str, Value] | None:
     for name, value in candidate.knobs:
         if name == LORA and value != "none":
             value = public_lora(str(value))
-        if knob_trouble(name, value) is None:
+        if refused_knob_reason(name, value) is None:
             kept[name] = value
         elif not isinstance(value, str):
             return None
@@ -688,7 +688,7 @@ def shape_of(config: dict[str, Any]) -> dict[str, bool | int | float]:
     """Return the keys of a configuration that determine a model's size."""
     text = config.get("text_config")
     text = {**config, **text} if isinstance(text, dict) else config
-    return {key: text[key] for key in sorted(SHAPE_KEYS & text.keys()) if size_trouble(key, text[key]) is None}
+    return {key: text[key] for key in sorted(SHAPE_KEYS & text.keys()) if invalid_size_reason(key, text[key]) is None}
 
 
 def _alike(known: dict[str, Any], config: dict[str, Any]) -> bool:
@@ -732,5 +732,5 @@ def _space(store: StudyStore) -> dict[str, list[Value]]:
     return {
         name: values
         for name, domain in knobs.items()
-        if (values := [value for value in domain.values if knob_trouble(name, value) is None])
+        if (values := [value for value in domain.values if refused_knob_reason(name, value) is None])
     }

@@ -161,7 +161,7 @@ def start_from(
                 "the best" if sum(one.outcome == OutcomeKind.OK for one in entry.candidates) > 1 else "the one config"
             )
             like_it = like[int(Distances(like).to(winner).argmin())]
-            return GalleryStart(like_it, name, f"{told} known for {whose(entry)}")
+            return GalleryStart(like_it, name, f"{told} known for {entry_label(entry)}")
     return None
 
 
@@ -179,7 +179,7 @@ def _plainly(value: object) -> object:
     return value if value not in (None, False, "none", 0) else None
 
 
-def whose(entry: Entry) -> str:
+def entry_label(entry: Entry) -> str:
     """Describe an entry for the user: model, machine and source."""
     model = entry.job.model or entry.job.architecture or "a model of its size"
     where = f"published at {entry.origin.source}" if entry.origin.source else _KINDS[entry.origin.kind]
@@ -215,7 +215,7 @@ def rates_for(entries: Mapping[str, Entry], job: Job, hardware: Hardware) -> War
     for _, name in nearest(entries, job, hardware):
         entry = entries[name]
         if name in known and entry.machine.gpu == hardware.facts:
-            return WarmStartRates(name, known[name], whose(entry))
+            return WarmStartRates(name, known[name], entry_label(entry))
     return None
 
 

@@ -209,7 +209,7 @@ UNTRACED = 3.0  # factor on the intervals of a model that could not be traced
 SHARDED = 0.17
 UNREAD_STATES = 0.2  # share of parameters, gradients and states, if a key is set that no formula reads
 
-# Factors on the lines of ZeRO's bill. `cached` is a share of all bytes that come and go within a step: blocks that
+# Factors on the lines of the memory estimate. `cached` is a share of all bytes that come and go within a step: blocks that
 # the caching allocator keeps in addition to those in use.
 MEMORY = {
     # factor on all that torch allocates, for settings and versions of a training that are not recorded
@@ -246,13 +246,15 @@ _RECENT_GIB, _RECENT_ALONE_GIB = 0.1, 0.5
 _NCCL_GIB = {"nvlink": (Prior(0.45, 0.15), Prior(0.55, 0.2)), "pcie": (Prior(0.25, 0.15), Prior(0.25, 0.15))}
 MEASURED_OVERHEAD_GIB = 0.03  # standard deviation of an overhead that ranks have measured from inside
 
-# Logarithms of factors on full rates. A matrix product reaches 60 to 70 % of a GPU's peak; streaming from memory or
-# over a link reaches 75 to 85 %. The hidden share is a logit.
+# Logarithms of factors on full rates. A matrix product reaches 60 to 70 % of a GPU's peak; streaming from memory reaches 95 %
+# besides `step_time.POINTWISE_GB_PER_S`, over a link 75 to 85 %. The hidden share is a logit. `starts` and `hooks` differ by host
+# and version; their centres and ranges are at `step_time.OPERATOR_SECONDS`.
 TIME = {
     "products": Prior(np.log(1 / 0.86), 0.07),
     "tail": Prior(np.log(1.4), 0.5),
-    "moved": Prior(np.log(1 / 0.8), 0.12),
+    "moved": Prior(np.log(1 / 0.95), 0.12),
     "starts": Prior(0.0, 0.3),
+    "hooks": Prior(0.0, 0.45),
     "comm": Prior(np.log(1 / 0.7), 0.4),
     "reduce": Prior(np.log(0.8), 0.4),
     "hidden": Prior(0.4, 0.8),
@@ -262,9 +264,6 @@ TIME = {
     "collectives": Prior(0.0, 0.8),
     "loop": Prior(0.0, 0.7),
 }
-# Standard deviation of the logarithm of the seconds in ZeRO-3's hooks. Hosts and versions differ: 110 to 150 us per module on
-# a core of an EPYC, about 250 in QwenLM/Qwen's rows, 270 to 570 in trials on an H100 (benchmarks/results/gpu-h100.json).
-HOOKS_DOUBT = 0.55
 _KNOWN_CORES = Prior(np.log(1 / 0.85), 0.35)  # `cpu_adam`, if the number of cores is known
 # Constants that depend on the parameters alone. Their sizes may be known without a trace.
 _OF_PARAMETERS = ("comm", "reduce", "pcie", "cpu_adam", "optimizer", "collectives")
@@ -365,11 +364,11 @@ PRIOR = Prior(0.0, 0.3)  # prior of the factor's logarithm: fragments, copies an
 NOISE = 0.1
 
 
-def fit_host(bill: Floats, outcomes: Sequence[Outcome], hardware: Hardware) -> Posterior:
+def fit_host(estimate: Floats, outcomes: Sequence[Outcome], hardware: Hardware) -> Posterior:
     """Fit the logarithm of measured over predicted host memory.
 
     Args:
-        bill: (n,) predicted bytes of one rank, for candidates that offload.
+        estimate: (n,) predicted bytes of one rank, for candidates that offload.
         outcomes: their outcomes, each a measurement or an OOM_HOST.
     """
     total = float(hardware.host_memory_bytes)
@@ -377,10 +376,10 @@ def fit_host(bill: Floats, outcomes: Sequence[Outcome], hardware: Hardware) -> P
     ranks = hardware.per_node
     ran_out = np.array([o.measurement is None for o in outcomes])
     held = np.array([_held(o) for o in outcomes])
-    seen = (held > 0) & (bill > own / ranks)  # a smaller bill gives no information
+    seen = (held > 0) & (estimate > own / ranks)  # a smaller estimate gives no information
 
     def residuals(constants: Floats) -> Floats:
-        each = own / ranks + np.exp(constants[..., 0, None]) * bill
+        each = own / ranks + np.exp(constants[..., 0, None]) * estimate
         over = np.log(ranks * each / total)
         off = np.where(ran_out, np.minimum(over, 0.0), np.maximum(over, 0.0))
         return np.asarray(np.where(seen, np.log(each / np.where(seen, held, 1.0)), off))

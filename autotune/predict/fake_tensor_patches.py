@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autotune.predict.op_counters import Counters
 from autotune.predict.trace_data import BACKWARD, FORWARD
-from autotune.problem.models import Kernels, is_known, kernels_of
+from autotune.problem.models import Kernels, kernels_of, liger_replaces_anything
 from autotune.rank.versions import experts_module, looks_inside, masks_module
 from autotune.versions import release, version_of
 
@@ -448,7 +448,7 @@ def liger_kernels(model: torch.nn.Module, version: str | None = None) -> Iterato
     Parts that Liger does not know stay. A known decoder inside an unknown model stays, too.
     """
     with contextlib.ExitStack() as stack:
-        for part in model.modules() if is_known(_type_of(model), version) else ():
+        for part in model.modules() if liger_replaces_anything(_type_of(model), version) else ():
             kernels = kernels_of(_type_of(part), version)
             if kernels and hasattr(part, "layers"):
                 _replace_modules(part, kernels)

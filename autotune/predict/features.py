@@ -26,7 +26,7 @@ from autotune.problem.job import ATTENTIONS, LOSSES, Job, parse_lora
 from autotune.problem.knobs import READ as READ
 from autotune.problem.knobs import SUPER_OFFLOAD
 from autotune.problem.knobs import Release as Release
-from autotune.problem.models import is_known
+from autotune.problem.models import liger_replaces_anything
 from autotune.util.interpreter import OWN, Interpreter
 from autotune.versions import newer, release
 
@@ -303,7 +303,7 @@ def _sending(raws: list[dict[str, Any]], job: Job) -> dict[str, Floats]:
     zero = "zero_optimization."
     own, default = value_at(job.base_config, zero + "allgather_bucket_size"), ZERO_DEFAULTS["allgather_bucket_size"]
     sizes = [raw.get("allgather_bucket_size", own) for raw in raws]
-    knows = is_known(job.model.config.get("model_type"), job.interpreter.version("liger_kernel"))
+    knows = liger_replaces_anything(job.model.config.get("model_type"), job.interpreter.version("liger_kernel"))
     return {
         "allgather_bucket": np.array([float(one) if isinstance(one, int | float) else default for one in sizes]),
         "multi_rank": _flags(raws, job, zero + "use_multi_rank_bucket_allreduce", True),

@@ -71,7 +71,7 @@ class Counters:
         self.events.append((self.phase, alive - self.base - self.gradients, self.gradients, self.in_use, self.section))
 
 
-def joined(two: Counters, three: Counters) -> Pass:
+def joined_passes(two: Counters, three: Counters) -> Pass:
     """Join runs with micro-batches of two and three sequences into a Pass, allocation by allocation."""
     events = [np.array(run.events, dtype=float) for run in (two, three)]
     if events[0].shape != events[1].shape or (events[0][:, [0, 4]] != events[1][:, [0, 4]]).any():
@@ -107,7 +107,7 @@ def _phase_peaks(table: Any) -> Any:
     return highest
 
 
-def follow(model: Any, counters: Counters) -> None:
+def add_counter_hooks(model: Any, counters: Counters) -> None:
     """Hook the model so that the counters track parameters in use, accumulated gradients and the end of an encoder."""
 
     def accumulated(parameter: Any) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 from autotune.errors import UserError
 from autotune.predict.calibration import (
     ELSEWHERE,
-    HOOKS_DOUBT,
     MEASURED_OVERHEAD_GIB,
     MEMORY,
     MEMORY_CONSTANTS,
@@ -46,14 +45,21 @@ from autotune.predict.step_time import (
     StepWork,
     dense_shape,
     fsdp_settings,
-    hooks_share,
     host_limit_bytes,
     spend,
-    work,
+    step_work,
 )
 from autotune.predict.trace_cache import loss_bytes
 from autotune.predict.trace_data import Trace
-from autotune.predict.zero_memory import SUMS, TABLES, Bill, bill, stepper, unread_keys, unread_knobs
+from autotune.predict.zero_memory import (
+    SUMS,
+    TABLES,
+    MemoryEstimate,
+    estimate_memory,
+    optimizer_of_trials,
+    unread_keys,
+    unread_knobs,
+)
 from autotune.problem.candidate import ATTENTION, LIGER, LOSS, TRACED_KNOBS, Candidate, job_with_candidate
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
@@ -111,7 +117,7 @@ class Predictor:
         widen = 1.0 if self.trace.exact else UNTRACED
         self._unread = unread_keys(job.base_config)
         self._newer = unknown_newer(job.interpreter)
-        if not stepper(job).known:
+        if not optimizer_of_trials(job).known:
             self._unread.append(f"optimizer {job.optimizer_kind}")
         self._memory_priors = memory_priors(job, hardware, widen, bool(self._unread or self._newer))
         wider = UNTRACED if self._newer or self._unread else 1.0
@@ -122,7 +128,7 @@ class Predictor:
         self._earlier: dict[Candidate, Outcome] = {}  # outcomes of earlier calls, at their pace
         self._too_slow: dict[Candidate, float] = {}  # lower bounds of steps in seconds
         self._host_seen: dict[Candidate, Outcome] = {}  # outcomes of candidates that offload
-        # logarithm of the factor on the bill
+        # logarithm of the factor on the estimate
         self._host = Posterior(np.array([HOST.mean]), np.array([[HOST.sigma**2]]), 0.0)
         self._stale = False
         self._memory = fit(self._memory_priors, None, noise=self._memory_noise)
@@ -224,11 +230,11 @@ class Predictor:
         if self.hardware.device != "cuda" or not self._host_seen:
             return
         candidates, outcomes = list(self._host_seen), list(self._host_seen.values())
-        bill = self.prepare(candidates).bill.host
-        offloaded = bill > 0  # otherwise all of it is on NVMe
+        estimate = self.prepare(candidates).memory.host
+        offloaded = estimate > 0  # otherwise all of it is on NVMe
         if offloaded.any():
             told = [o for o, one in zip(outcomes, offloaded, strict=True) if one]
-            self._host = fit_host(bill[offloaded], told, self.hardware)
+            self._host = fit_host(estimate[offloaded], told, self.hardware)
 
     @property
     def host_sigma(self) -> float:
@@ -292,12 +298,6 @@ class Predictor:
         """Return a function of the constants: logarithms of predicted steps less those of measured ones."""
         measured = np.log(seconds)
         return lambda constants: self._log_step(prepared, constants) - measured
-
-    @property
-    def time_noise(self) -> float:
-        """Standard deviation of a step's logarithm that the fit leaves unexplained: 0.1 is about 10 %."""
-        self.calibrate()
-        return self._time.noise
 
     def constants(self) -> dict[str, float]:
         """Return the calibrated constants: overhead in GiB, factors on full rates."""
@@ -385,13 +385,12 @@ class Predictor:
             lambda many: np.array([np.log(self._spent(prepared, k).step) for k in many]), self._time.mean[: len(TIME)]
         )
         by_constants = np.hstack([rates, prepared.quirks])
-        hooks = HOOKS_DOUBT * hooks_share(prepared.work, prepared.columns, self._time_constants(self._time.mean))
-        shift, log_sigma = _corrected(self._time, by_constants, self._time_near, prepared.features, hooks)
+        shift, log_sigma = _corrected(self._time, by_constants, self._time_near, prepared.features)
         log_step = log_step + shift
         c = prepared.columns
         rows = c.micro_batch * c.accumulation * self.job.data_ranks
         samples = rows * np.where(c.packed > 0, self._packed_rows, 1.0) / np.exp(log_step)
-        host = prepared.bill.host * float(np.exp(self._host.mean[0]))
+        host = prepared.memory.host * float(np.exp(self._host.mean[0]))
         peak, peak_sigma, allocated, allocated_sigma, needed = memory
         if self.widening is not None and not self._seen:
             of_peak, of_step = self.widening(self.job, self.hardware, c)
@@ -588,10 +587,10 @@ class Breakdowns:
 
     def of(self, candidate: Candidate, i: int) -> Prediction:
         """Return the prediction of the candidate at index `i`."""
-        table, bill = self.table, self.prepared.bill
+        table, estimate = self.table, self.prepared.memory
         at = int(self.moments[:, i].argmax())
         time = self._time(i)
-        peak, sigma, host = float(table.peak[i]), float(table.peak_sigma[i]), float(bill.host[i])
+        peak, sigma, host = float(table.peak[i]), float(table.peak_sigma[i]), float(estimate.host[i])
         step, spread = float(table.step[i]), float(np.exp(SIGMAS * table.step_sigma[i]))
         return Prediction(
             candidate=candidate,
@@ -602,7 +601,7 @@ class Breakdowns:
             needed_bytes=float(table.needed[i]),
             sure_bytes=float(table.sure[i]),
             memory=self._memory(candidate, i, at),
-            moment=bill.moments[at],
+            moment=estimate.moments[at],
             host_bytes=host,
             step_seconds=step,
             step_interval=(step / spread, step * spread),
@@ -621,7 +620,7 @@ class Breakdowns:
 
     def _memory(self, candidate: Candidate, i: int, at: int) -> dict[str, float]:
         """Return the bytes at moment `at` by content; they add up to the peak. The allocator gets the rest."""
-        k, b = self.memory_constants, self.prepared.bill
+        k, b = self.memory_constants, self.prepared.memory
         activations = float(b.activations[at, i])
         loss = min(float(self.prepared.loss[i]), activations) if self._holds_logits(at, i) else 0.0
         memory = {
@@ -645,7 +644,7 @@ class Breakdowns:
 
     def _holds_logits(self, at: int, i: int) -> bool:
         """Check that the logits exist at a moment: in forward, and in backward until what forward left is freed."""
-        names, activations = self.prepared.bill.moments, self.prepared.bill.activations[:, i]
+        names, activations = self.prepared.memory.moments, self.prepared.memory.activations[:, i]
         forward = max((activations[j] for j, name in enumerate(names) if name == "forward"), default=0.0)
         return names[at] == "forward" or (names[at] == "backward" and activations[at] >= 0.9 * forward)
 
@@ -688,7 +687,7 @@ class Prepared:
     """The parts of many predictions that do not depend on the calibration; one entry or row per candidate, in their order."""
 
     columns: Columns
-    bill: Bill
+    memory: MemoryEstimate
     work: StepWork
     quirks: Floats  # (n, quirks)
     features: Floats  # (n, features)
@@ -703,20 +702,22 @@ class Prepared:
         """Prepare candidates that share this trace. `guessed`: the trace is an estimate, while the job's own is exact."""
         alone = fsdp_settings(job.model.config, float(sum(trace.every_size))) if job.torch_alone else {}
         c = columns_of(candidates, job, installed_deepspeed(job.interpreter), alone)
-        b = bill(job, trace, c, hardware.device)
+        b = estimate_memory(job, trace, c, hardware.device)
         uneven, spread = uneven_shares(job, c, b.activations.max(axis=0))
         doubt = doubt_of(b, c, candidates, job.ranks, guessed, spread)
         features = _features(c, job, hardware, trace)
         made = job_with_candidate(job, candidates[0]) if candidates else job  # all compute the loss the same way
         loss = loss_bytes(made) * c.rows
-        return cls(c, b, work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven, loss)
+        return cls(
+            c, b, step_work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven, loss
+        )
 
     def on(self, job: Job, hardware: Hardware, trace: Trace) -> Prepared:
         """Return the same candidates of the same job on another machine of the same device: no size depends on it."""
         c = self.columns
         return dataclasses.replace(
             self,
-            work=work(job, hardware, trace, c),
+            work=step_work(job, hardware, trace, c),
             quirks=quirks_of(c, hardware.nodes),
             features=_features(c, job, hardware, trace),
         )
@@ -733,12 +734,12 @@ class Prepared:
             kind = type(whole[0])
             return kind(**beside(whole, [field.name for field in dataclasses.fields(kind)]))
 
-        bills = [part.bill for part in parts]
+        bills = [part.memory for part in parts]
         moments = tuple(name for one in bills for name in one.moments)  # each part has its own moments
         tables = {name: _diagonal([getattr(one, name) for one in bills])[:, order] for name in TABLES}
         return cls(
             joined([part.columns for part in parts]),
-            Bill(moments=moments, **beside(bills, SUMS), **tables),
+            MemoryEstimate(moments=moments, **beside(bills, SUMS), **tables),
             joined([part.work for part in parts]),
             **beside(parts, ("quirks", "features", "doubt", "uneven", "loss")),
         )
@@ -747,9 +748,9 @@ class Prepared:
         """Select the candidates where `chosen` is true, or at these indices."""
         columns = Columns(**{name: value[chosen] for name, value in vars(self.columns).items()})
         w = StepWork(**{name: value[chosen] for name, value in vars(self.work).items()})
-        sums = {name: getattr(self.bill, name)[chosen] for name in SUMS}
-        tables = {name: getattr(self.bill, name)[:, chosen] for name in TABLES}
-        b = dataclasses.replace(self.bill, **sums, **tables)
+        sums = {name: getattr(self.memory, name)[chosen] for name in SUMS}
+        tables = {name: getattr(self.memory, name)[:, chosen] for name in TABLES}
+        b = dataclasses.replace(self.memory, **sums, **tables)
         beside = tuple(one[chosen] for one in (self.quirks, self.features, self.doubt, self.uneven, self.loss))
         return Prepared(columns, b, w, *beside)
 
@@ -768,7 +769,9 @@ def _diagonal(tables: list[Floats]) -> Floats:
     return found
 
 
-def doubt_of(b: Bill, c: Columns, candidates: Sequence[Candidate], ranks: int, guessed: bool, uneven: Floats) -> Floats:
+def doubt_of(
+    b: MemoryEstimate, c: Columns, candidates: Sequence[Candidate], ranks: int, guessed: bool, uneven: Floats
+) -> Floats:
     """Return (n,) bytes of uncertainty in the peaks.
 
     Sources are keys that no formula reads, states shared among ranks, guessed traces, and batches of many lengths. The order
@@ -816,7 +819,9 @@ def job_features(job: Job, hardware: Hardware, trace: Trace) -> Floats:
     sizes = [0.5 * np.log2(elements), 0.3 * np.log2(job.seq_len), 0.3 * np.log2(job.ranks)]
     facts = hardware.gpu_facts
     card = 1.5 * np.log2(facts.tflops) if facts else 0.0
-    return np.array([*sizes, card, job.element_bytes, 2.0 * bool(job.autocast), 0.3 * stepper(job).state_bytes])
+    return np.array(
+        [*sizes, card, job.element_bytes, 2.0 * bool(job.autocast), 0.3 * optimizer_of_trials(job).state_bytes]
+    )
 
 
 def features_of(c: Columns) -> Floats:
@@ -919,7 +924,7 @@ def _in_large_blocks(job: Job, c: Columns, activations: Floats) -> Floats:
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 #
-# Device memory from ZeRO's bill and the constants of MEMORY_CONSTANTS: bytes that torch allocates, and bytes that NVML
+# Device memory from the memory estimate and the constants of MEMORY_CONSTANTS: bytes that torch allocates, and bytes that NVML
 # shows.
 #
 # `allocated` counts what torch's allocator has handed out. NVML shows what the allocator has reserved, including the
@@ -944,7 +949,7 @@ def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats
     `uneven` is cached, too, in whole segments that only shorter batches use.
     """
     k = {name: constants[..., i, None, None] for i, name in enumerate(MEMORY_CONSTANTS)}
-    b = p.bill
+    b = p.memory
     held = k["scale"] * k["states"] * (b.parameters + b.gradients + b.optimizer)
     if hardware.device == "cpu":  # host and device share their memory
         held = held + b.host
@@ -963,7 +968,7 @@ def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats
 _LARGEST_OF_LOSS = 0.4
 
 
-def _elsewhere(b: Bill) -> Floats:
+def _elsewhere(b: MemoryEstimate) -> Floats:
     """Return (moments, n) bytes that FSDP gathers and reduces at other moments.
 
     A stream's cached blocks are closed to other streams (torch 2.13, CUDACachingAllocator.cpp, get_free_block;
@@ -980,7 +985,7 @@ def _segments(p: Prepared) -> Floats:
     Qwen2.5 1.5B at stages 1 and 3 on an H100 reserved 8.8 and 8.9 GiB more than it had allocated, of which those flat
     tensors are 8.6 and 7.3.
     """
-    b = p.bill
+    b = p.memory
     largest = _LARGEST_OF_LOSS * p.loss
     blocks = sum(np.where(size > largest, size, 0.0) for size in (b.flat, b.cast, b.norm))
     passes = np.array([float(name in ("forward", "backward")) for name in b.moments])[:, None]
@@ -1010,7 +1015,7 @@ def slopes(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats, 
     each constant, except where another moment becomes the peak.
     """
     allocated, cached, whole = _moments(p, hardware, constants)
-    k, b = dict(zip(MEMORY_CONSTANTS, constants, strict=True)), p.bill
+    k, b = dict(zip(MEMORY_CONSTANTS, constants, strict=True)), p.memory
     every, again = np.arange(allocated.shape[1]), p.columns.checkpointing > 0
     states = b.parameters + b.gradients + b.optimizer
     on_gpu = hardware.device == "cuda"

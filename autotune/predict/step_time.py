@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +12,17 @@ from autotune.predict.features import Columns, Floats
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import (
     NF4_BYTES,
+    device_share_of_optimizer,
     kept_at_turn,
     muon_sizes,
+    optimizer_of_trials,
     persistent,
     quantized_sizes,
-    staying,
-    stepper,
 )
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import GpuFacts, Hardware, threads_per_rank, usable_cpus
 from autotune.problem.job import Job
-from autotune.problem.models import CAUSAL, DECODED, IMAGE_TEXT, MASKED, SEQ2SEQ, attention_heads, told_image_size
+from autotune.problem.models import CAUSAL, DECODED, IMAGE_TEXT, MASKED, SEQ2SEQ, attention_heads, declared_image_size
 from autotune.util.units import GIB
 
 # -- roofline ----------------------------------------------------------------------------------------------------------
@@ -50,21 +49,25 @@ HOP_SECONDS, NODE_HOP_SECONDS = 1.9e-6, 4.0e-6
 # Two V100 or A100 share a PCIe switch with one path to the host (DGX-1 and DGX A100 topologies). From Hopper on, each
 # GPU has its own path.
 _SHARED_UPLINK = ("v100", "a100", "a800")
+# Bytes per second that pointwise kernels would reach on a card of unlimited bandwidth: instructions and launches take time, too.
+# With 95 % of the listed bandwidth it explains the 2.2 TB/s of an H100 and the 2.7 of an H200 (error.py --trials), and about the
+# four fifths that slower cards are known for.
+POINTWISE_GB_PER_S = 7000.0
 # Share of the listed peak that the best matrix products reach (maximum achievable matmul FLOPS:
 # stas00/ml-engineering, compute/accelerator; B200 there 1745 of 2250 TFLOP/s). GeForce and RTX cards run above the
 # rated boost clock for which they are listed.
 _ACHIEVABLE = {"a100": 0.86, "a800": 0.86, "h100": 0.80, "h800": 0.80, "h200": 0.80, "b200": 0.78, "rtx": 1.0}
 _ACHIEVABLE_ELSEWHERE = 0.85
-# Seconds of the processor per operator of an eager model, before the GPU starts: 10 us in forward and 8 in backward
-# of a Llama of 64 channels (torch 2.13, an EPYC core at 1 thread, no kernel to launch; with checkpointing 14 on
-# average), and 5 more to launch a CUDA kernel. A published lower bound agrees: Qwen 1.8B at 256 to 1024 tokens
-# (QwenLM/Qwen).
-OPERATOR_SECONDS = 1.8e-5
+# Seconds of the processor per operator of an eager model, with the launch of its CUDA kernel. Two kinds of hosts: 18 us (a lower
+# bound by Qwen 1.8B at 256 to 1024 tokens, QwenLM/Qwen; 9 us and 5 to launch on an EPYC core at 1 thread), and 24 to 25 us on the
+# virtual machines of an H100 and an H200 (benchmarks/predict/published/error.py --trials). In between, as `calibration.TIME`'s
+# `starts` covers both.
+OPERATOR_SECONDS = 2.0e-5
 # Seconds of ZeRO-3's hooks around a module's forward, recomputation or backward (fetch_sub_module, release_sub_module
 # and their callees: partitioned_param_coordinator.py and parameter_offload.py of deepspeed 0.19.8). Measured: 110 to
 # 150 us on that core over 4 ranks whose collectives do nothing, for Llama and for its adapters alike; about 250 in
-# QwenLM/Qwen's rows of 2023; 270 to 570 on the host of an H100. `calibration.HOOKS_DOUBT` covers that range.
-MODULE_SECONDS, CPU_MODULE_SECONDS = 2.5e-4, 2e-4
+# QwenLM/Qwen's rows of 2023; 390 to 460 on the machines of the H100 and the H200. `calibration.TIME`'s `hooks` covers them.
+MODULE_SECONDS, CPU_MODULE_SECONDS = 3.0e-4, 2e-4
 # Modules called per kernel of forward: 162 for 483 in 12 layers of Llama. An adapter of peft adds four modules
 # (dropout, A, B and itself) and four kernels.
 MODULES_AN_OPERATOR = 0.335
@@ -131,7 +134,7 @@ class StepWork:
     """Work of a candidate's step, in seconds at full rates; one entry per candidate.
 
     Per micro-batch: products, their tail (products per token: the waste of small batches), moved (other operators), starts
-    (the processor's work to start kernels), hooks (of ZeRO-3 on GPUs, part of starts), exchange_micro (between the ranks of a
+    (the processor's work to start kernels), hooks (its work in ZeRO-3's hooks on GPUs), exchange_micro (between the ranks of a
     sequence), gather_micro and reduce_micro (communication), pcie_micro. Per step: step_starts, gather_step, reduce_step,
     optimizer, cpu_adam, pcie_step, nvme, collectives, loop (data and the training loop).
     """
@@ -161,7 +164,7 @@ class StepWork:
     queued: Floats  # 1 if kernels start while earlier ones run; a CPU rank does both itself
 
 
-def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> StepWork:
+def step_work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> StepWork:
     """Return the work of every candidate."""
     rates = DeviceRates.of(hardware, {"float16": "fp16", "bfloat16": "bf16"}.get(job.autocast or "", job.precision))
     plain, again = trace.plain, trace.of(True)
@@ -172,22 +175,24 @@ def work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> StepWork:
     whole_pass = [sum(run.flops) + ATTENTION_SHARE * sum(run.attention) for run in (plain, again)]
     forward = plain.flops[0] + ATTENTION_SHARE * plain.attention[0]
     rows = c.rows * c.tokens / job.seq_len  # traced rows are as long as the longest; most are shorter
+    per_byte = 1 / rates.memory + (1e-9 / POINTWISE_GB_PER_S if hardware.device == "cuda" else 0.0)
     moved = (
         either(plain.moved[0][0] + plain.moved[1][0], again.moved[0][0] + again.moved[1][0])
         + either(plain.moved[0][1] + plain.moved[1][1], again.moved[0][1] + again.moved[1][1]) * rows
-    ) / rates.memory
+    ) * per_byte
     # Every pass reads the codes of a 4-bit weight and writes the weight (bitsandbytes 0.50, autograd/_functions.py, MatMul4Bit).
-    dequantized = sum(quantized_sizes(job, trace)) * (NF4_BYTES + job.element_bytes) / rates.memory
+    dequantized = sum(quantized_sizes(job, trace)) * (NF4_BYTES + job.element_bytes) * per_byte
     moved = moved + np.where(c.checkpointing > 0, 3.0, 2.0) * dequantized
     hooks = _hooks(hardware, trace, c)
+    apart = (c.stage == 3) & (hardware.device == "cuda")  # on CPU ranks the stage's own factor covers them
     return StepWork(
         forward_share=either(_share(forward, whole_pass[0]), _share(forward, whole_pass[1])),
         recompute_share=either(0.0, 1 - _share(whole_pass[0], whole_pass[1])),
         products=either(*whole_pass) * rows / rates.flops,
         tail=either(*whole_pass) / job.seq_len * job.element_bytes / 2 / rates.memory,
         moved=moved * np.where(c.fused_by_compiling, COMPILED_MOVED, 1.0),
-        starts=_starts(trace, c, rates) + hooks,
-        hooks=np.where((c.stage == 3) & (hardware.device == "cuda"), hooks, 0.0),  # on CPU ranks the stage's own factor
+        starts=_starts(trace, c, rates) + np.where(apart, 0.0, hooks),
+        hooks=np.where(apart, hooks, 0.0),
         step_starts=_step_operators(job, hardware, trace, c) * rates.operator_seconds,
         loop=c.accumulation * MICRO_SECONDS,
         hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage; otherwise both use one stream
@@ -263,11 +268,13 @@ def _sent(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: DeviceR
 
 def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: DeviceRates) -> dict[str, Floats]:
     """Return the optimizer's step and the traffic of offloading, as fields of Work."""
-    width, states, total = job.element_bytes, stepper(job).state_bytes, float(sum(trace.parameters))
+    width, states, total = job.element_bytes, optimizer_of_trials(job).state_bytes, float(sum(trace.parameters))
     part, held = total / job.ranks, (total + trace.frozen) / job.ranks
     one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
     out, parameters_out = c.offload_optimizer > 0, three & (c.offload_param > 0)
-    leaves = np.where(out, 1 - staying(c, part, float(trace.largest), float(job.ranks)), 0.0)  # share that is offloaded
+    leaves = np.where(
+        out, 1 - device_share_of_optimizer(c, part, float(trace.largest), float(job.ranks)), 0.0
+    )  # share that is offloaded
     elements = np.where(c.stage == 0, total, part)
     low = c.master == 2
     step_bytes = (
@@ -383,7 +390,7 @@ def spend(w: StepWork, c: Columns, k: Mapping[str, float | Floats]) -> StepSecon
     """
     products = k["products"] * w.products + k["tail"] * w.tail
     moved = k["moved"] * w.moved
-    starts = k["starts"] * w.starts
+    starts = k["starts"] * (w.starts + k["hooks"] * w.hooks)
     gpu = products + moved
     micro = k["comm"] * (w.gather_micro + k["reduce"] * w.reduce_micro)
     step = k["comm"] * (w.gather_step + k["reduce"] * w.reduce_step)
@@ -418,13 +425,6 @@ def spend(w: StepWork, c: Columns, k: Mapping[str, float | Floats]) -> StepSecon
         launch_bound=np.where(starts > products + moved, 1.0, 0.0),
         moved_share=moved / np.maximum(products + moved, np.finfo(float).tiny),
     )
-
-
-def hooks_share(w: StepWork, c: Columns, k: Mapping[str, float | Floats]) -> Floats:
-    """Return (n,) the relative growth of a step if ZeRO-3's hooks take longer, per relative growth of the hooks."""
-    small = 0.01
-    longer = spend(dataclasses.replace(w, starts=w.starts + small * w.hooks), c, k).step
-    return np.asarray(np.log(longer / spend(w, c, k).step) / small)
 
 
 def _larger(a: Floats, b: Floats) -> Floats:
@@ -502,7 +502,7 @@ def dense_shape(config: Config) -> tuple[int, int, int] | None:
 
 
 def fsdp_settings(config: Config, elements: float) -> dict[str, float]:
-    """Return the knobs of stage 3 with which ZeRO's bill describes FSDP2, wrapped block by block.
+    """Return the knobs of stage 3 with which the memory estimate describes FSDP2, wrapped block by block.
 
     Embedding and head are the root's own parameters. They stay whole from forward to backward, and the next block is
     gathered during each block (torch/distributed/fsdp: the root is not resharded; BackwardPrefetch.BACKWARD_PRE). A
@@ -613,7 +613,7 @@ def _flops_of_two_stacks(job: Job, parameters: int, times: float) -> float | Non
 def _tower_flops(job: Job, times: float) -> float | None:
     """Return the FLOPs of one image in its tower; None if the configuration does not give its shape."""
     vision = job.model.config.get("vision_config")
-    size = job.image_size or told_image_size(job.model.config)
+    size = job.image_size or declared_image_size(job.model.config)
     patch = vision.get("patch_size") if isinstance(vision, dict) else None
     if not isinstance(vision, dict) or size is None or not isinstance(patch, int):
         return None

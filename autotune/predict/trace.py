@@ -19,11 +19,11 @@ from autotune.predict.trace_cache import (
     RUNS_IT,
     cache_path,
     closed_form_trace,
+    follows_from_shape,
     known_trace,
     profile_trace,
-    runnable,
-    told_by_shape,
     traceable,
+    with_runnable_attention,
 )
 from autotune.predict.trace_data import IMPORTED, Trace
 from autotune.problem.hardware import Hardware
@@ -103,7 +103,7 @@ def trace_job(
         )
     if job.script and not traceable(job.script.profile):
         return profile_trace(job)
-    own, (job, replaced) = job, runnable(job)
+    own, (job, replaced) = job, with_runnable_attention(job)
     if (known := known_trace(job, loss, device)) is not None:
         return known
     if missing := missing_packages(job.interpreter):
@@ -127,7 +127,7 @@ def trace_job(
         raise UserError(f"model {job.model.name} cannot be built: {answer['impossible']}")
     why = answer.get("impossible") or answer.get("untraceable") or "no answer"
     sizes = answer.get("sizes")
-    if sizes is None and not told_by_shape(job):
+    if sizes is None and not follows_from_shape(job):
         # A workload's code may need the hidden GPU. For other models, only sizes allow an estimate.
         answer = _ask_tracer(job, ["--sizes"], timeout_seconds, cancelled)
         sizes, why = answer.get("sizes"), answer.get("untraceable") or why
@@ -142,7 +142,7 @@ def _known_late(path: Path, timeout_seconds: float) -> dict[str, Any] | None:
     return None
 
 
-def trace_jobs(jobs: Sequence[tuple[Job, str]], told: Callable[[int, int], None] | None = None) -> None:
+def trace_jobs(jobs: Sequence[tuple[Job, str]], on_traced: Callable[[int, int], None] | None = None) -> None:
     """Fill the cache for many (job, loss) at once. torch is imported once, and both cores trace.
 
     A job that cannot be traced is skipped; `trace_job` reports the reason.
@@ -152,7 +152,7 @@ def trace_jobs(jobs: Sequence[tuple[Job, str]], told: Callable[[int, int], None]
     """
     missing = {}
     for job, loss in jobs:
-        job, _ = runnable(job)
+        job, _ = with_runnable_attention(job)
         path = cache_path(job, loss)
         if not path.exists():
             missing[path] = {"job": job.order(), "options": _loss_options(loss)}
@@ -176,8 +176,8 @@ def trace_jobs(jobs: Sequence[tuple[Job, str]], told: Callable[[int, int], None]
             if "trace" in line:
                 with contextlib.suppress(OSError):
                     write_atomically(paths[line["at"]], json.dumps(line["trace"]))
-            if told:
-                told(made, len(paths))
+            if on_traced:
+                on_traced(made, len(paths))
 
 
 def _loss_options(loss: str) -> list[str]:

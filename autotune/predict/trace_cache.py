@@ -66,7 +66,7 @@ def cache_key(job: Job, loss: str = "own", device: str = "cuda", versions: Mappi
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def runnable(job: Job) -> tuple[Job, bool]:
+def with_runnable_attention(job: Job) -> tuple[Job, bool]:
     """(the job with an attention that runs without a GPU, whether that is another than its own)."""
     asked = job.attention or job.model.config.get("attn_implementation")
     if asked in _RUNS_ANYWHERE:
@@ -137,7 +137,7 @@ def stored_trace(job: Job, *, device: str = "cuda", versions: Mapping[str, str] 
     """
     if job.script and not traceable(job.script.profile):
         return profile_trace(job)
-    job, _ = runnable(job)
+    job, _ = with_runnable_attention(job)
     found = known_trace(job, "own", device, versions)
     if found is None:
         raise UserError("this machine has no trace of its model, and reading a study runs none of its code")
@@ -206,7 +206,7 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
     text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
     shape, products = dense_shape(job.model.config), matmul_parameters(job.model.config, job.task)
     hidden = text.get("hidden_size", text.get("n_embd"))
-    if not told_by_shape(job) or shape is None or products is None:
+    if not follows_from_shape(job) or shape is None or products is None:
         saved = _saved_by_layers(text, float(job.seq_len)) if shape is None else None
         return _trace_of_sizes(job, why, sizes, saved)
     layers, attention, vocabulary = shape
@@ -272,7 +272,7 @@ def _trace_of_sizes(job: Job, why: str, sizes: Sizes | None, saved: float | None
     return _of_sizes(job, *sizes, tokens, saved or _saved_by(sum(*sizes), tokens), untraced_note(why, counted=True))
 
 
-def told_by_shape(job: Job) -> bool:
+def follows_from_shape(job: Job) -> bool:
     """Check that the configuration is a dense decoder's, so that it alone determines what the layers keep."""
     text: dict[str, Any] = job.model.config.get("text_config") or job.model.config
     hidden = text.get("hidden_size", text.get("n_embd"))

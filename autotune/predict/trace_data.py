@@ -99,6 +99,8 @@ class Trace:
     frozen_sizes: list[int] = field(
         default_factory=list
     )  # elements of each frozen parameter; empty if only their sum is known
+    # elements of each trainable matrix that DeepSpeed gives to Muon; None if only sizes are known
+    matrices: list[int] | None = None
 
     @property
     def every_frozen_size(self) -> list[int]:

@@ -26,7 +26,7 @@ from autotune.predict.fake_tensor_patches import (
     shapes_alone,
     with_values,
 )
-from autotune.predict.op_counters import CountedTensors, Counters, follow, follow_encoder, joined
+from autotune.predict.op_counters import CountedTensors, Counters, add_counter_hooks, follow_encoder, joined_passes
 from autotune.predict.trace_data import BACKWARD, IMPORTED, Pass, Trace
 from autotune.problem.job import CHUNKED, LIGER_LOSS, Job
 from autotune.problem.models import DECODED, IMAGE_TEXT, SEQ2SEQ, kernels_of, loss_in_kernel
@@ -81,7 +81,7 @@ def trace_model(
     loss: str = "own",
     device: str = "cuda",
     workers: int = 1,
-    told: Callable[[tuple[list[int], int]], None] = lambda sizes: None,
+    on_sizes: Callable[[tuple[list[int], int]], None] = lambda sizes: None,
 ) -> Trace:
     """Trace the job's model.
 
@@ -100,7 +100,8 @@ def trace_model(
     config = _configuration(job)
     model = _built(job, config)
     parameters, frozen = _sizes_of(model)
-    told((parameters, sum(frozen)))
+    on_sizes((parameters, sum(frozen)))
+    matrices = _orthogonalized(model)
     if (job.liger or job.loss == LIGER_LOSS) and config is not None and loss == "own":
         liger, torchs, wide = version_of("liger_kernel"), version_of("torch"), job.precision == "fp32"
         loss = loss_in_kernel(model.config.model_type, liger, wide=wide, torch=torchs)
@@ -117,7 +118,8 @@ def trace_model(
         passes = [_one_pass(*arguments) for arguments in both]
     plain = passes[0]
     assert plain is not None
-    return Trace(parameters, sum(frozen), plain, passes[1], largest=max(parameters, default=0), frozen_sizes=frozen)
+    largest = max(parameters, default=0)
+    return Trace(parameters, sum(frozen), plain, passes[1], largest=largest, frozen_sizes=frozen, matrices=matrices)
 
 
 def allocations(job: Job, checkpointing: bool, micro_batch: int, layers: int) -> list[tuple[int, int]]:
@@ -170,6 +172,15 @@ def _sizes_of(model: Any) -> tuple[list[int], list[int]]:
     return [n for n, trained in sizes if trained], [n for n, trained in sizes if not trained]
 
 
+def _orthogonalized(model: Any) -> list[int]:
+    """Return the elements of each trainable parameter that Muon steps; its Adam steps the others.
+
+    Source: deepspeed 0.19.8, __init__.py, `set_optimizer_flags`.
+    """
+    named = ((name.lower(), p) for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1)
+    return [p.numel() for name, p in named if "embed" not in name and "lm_head" not in name]
+
+
 def _try_batch(job: Job, config: Any) -> None:
     """Check that a batch with images can be made.
 
@@ -211,7 +222,7 @@ def _run_both(job: Job, config: Any, checkpointing: bool, options: _Options) -> 
     One sequence would mislead: many operators then make views instead of copies.
     """
     two, three = (_run(job, config, checkpointing, options, n) for n in (2, 3))
-    return joined(two, three)
+    return joined_passes(two, three)
 
 
 # -- one run -------------------------------------------------------------------------------------------------------------
@@ -259,7 +270,7 @@ def _run(
             run.base = live.bytes
             run.forget_operators()
             run.passed = _Passed.apply
-            follow(model, run)
+            add_counter_hooks(model, run)
             run.in_use = bytes_of_head(job, model, options.loss)
             looping.enter_context(at_once(run))
             if (encoder := _encoder(model, job.task)) is not None:
@@ -345,7 +356,10 @@ def _first_slices(live: LiveTensors) -> Iterator[None]:
 
 
 def answer_to(
-    job: Job, options: list[str], workers: int = 2, told: Callable[[tuple[list[int], int]], None] = lambda sizes: None
+    job: Job,
+    options: list[str],
+    workers: int = 2,
+    on_sizes: Callable[[tuple[list[int], int]], None] = lambda sizes: None,
 ) -> dict[str, Any]:
     """Return `trace`; `untraceable` with the reason, and the parameters' `sizes` if known; or `impossible`."""
     try:
@@ -353,7 +367,7 @@ def answer_to(
             return {"sizes": _sizes(job, "cpu" if job.workload else "meta")}
         device = "cpu" if "--cpu" in options else "cuda"
         loss = options[options.index("--loss") + 1] if "--loss" in options else "own"
-        return {"trace": trace_model(job, loss=loss, device=device, workers=workers, told=told).to_json()}
+        return {"trace": trace_model(job, loss=loss, device=device, workers=workers, on_sizes=on_sizes).to_json()}
     except Impossible as error:
         return {"impossible": str(error)}
     except Untraceable as error:
@@ -418,10 +432,10 @@ def main() -> None:
     print(IMPORTED, flush=True)
     job = Job.from_json(json.loads(sys.stdin.read()))
 
-    def told(sizes: tuple[list[int], int]) -> None:  # sizes are reported even if the trace fails
+    def on_sizes(sizes: tuple[list[int], int]) -> None:  # sizes are reported even if the trace fails
         print(json.dumps({"sizes": sizes}), flush=True)
 
-    print(json.dumps(answer_to(job, sys.argv[1:], told=told)))
+    print(json.dumps(answer_to(job, sys.argv[1:], on_sizes=on_sizes)))
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------

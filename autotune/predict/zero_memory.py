@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from dataclasses import dataclass
@@ -37,13 +38,19 @@ HOLES = 0.3
 COMPILED_KEPT = 0.75
 REDUCE_ELEMENTS = 5e8  # most elements of a flat copy in which stage 0 reduces (engine.py, allreduce_gradients)
 
-# fields of a Bill with one entry per candidate
+# fields of a MemoryEstimate with one entry per candidate
 SUMS = ("parameters", "gradients", "optimizer", "host", "left", "holes", "flat", "cast", "norm")
-TABLES = ("buckets", "gathered", "temporaries", "activations", "sent")  # fields of a Bill of (moments, candidates)
+TABLES = (
+    "buckets",
+    "gathered",
+    "temporaries",
+    "activations",
+    "sent",
+)  # fields of a MemoryEstimate of (moments, candidates)
 
 
 @dataclass(frozen=True)
-class Bill:
+class MemoryEstimate:
     """Bytes of one rank: arrays of one entry per candidate, or tables of (moments, candidates).
 
     A moment is a point of a step, or of the engine's initialisation, at which memory may peak.
@@ -76,7 +83,7 @@ class Bill:
 
 
 class _Moments:
-    """Rows of a Bill's tables, one per moment."""
+    """Rows of a MemoryEstimate's tables, one per moment."""
 
     def __init__(self, count: int) -> None:
         self.zero = np.zeros(count)
@@ -93,13 +100,13 @@ class _Moments:
 
 
 class _Terms:
-    """Sizes, flags and buffers that several lines of the bill need; arrays hold one entry per candidate."""
+    """Sizes, flags and buffers that several lines of the estimate need; arrays hold one entry per candidate."""
 
     def __init__(self, job: Job, trace: Trace, columns: Columns, device: str) -> None:
         self.trace, self.columns, self.ranks = trace, columns, float(job.ranks)
         self.width, (self.frozen_width, self.dequantized) = trained_width(job, trace), frozen_width(job, trace)
         self.plain, self.torch_alone = job.plain, job.torch_alone
-        self.stepper = stepper(job)
+        self.stepper = optimizer_of_trials(job)
         # torch uses foreach on CUDA only. Pinning does nothing on CPU ranks (accelerator/cpu_accelerator.py).
         self.on_gpu = device == "cuda"
         share = 1.0 if not job.plain else self.width / 4
@@ -121,10 +128,12 @@ class _Terms:
         # distributed/fsdp, _flat_param.py, _use_low_precision_shard). Gathered parameters have the type of the
         # arithmetic.
         self.fsdp = self.three & job.torch_alone
-        self.shard, self.frozen_shard = (self.width, self.frozen_width) if job.plain else (max(self.width, 4.0), 4.0)
+        # Base weights of adapters stay as they are loaded (accelerate 1.15, utils/fsdp_utils.py, fsdp2_prepare_model).
+        self.frozen_shard = self.frozen_width if job.plain or job.lora else 4.0
+        self.shard = self.width if job.plain else max(self.width, 4.0)
         self.master = np.where(self.fsdp, 0.0, columns.master)
         self.sub_group = sub_groups(columns, self.part, self.largest, self.ranks)
-        self.stays = staying(columns, self.part, self.largest, self.ranks)
+        self.stays = device_share_of_optimizer(columns, self.part, self.largest, self.ranks)
         self.sharing, self.row_bytes = job.sequence_ranks, job.element_bytes * job.seq_len  # of one channel
         self.heads = attention_heads(job.model.config) if self.sharing > 1 else None
         self._gradients(job)
@@ -160,32 +169,49 @@ class _Terms:
         self.accumulates = (self.columns.accumulation > 1) | (self.columns.keeps_gradients > 0)
 
     def _muon(self, sizes: list[int]) -> None:
-        """Set what Muon keeps for its matrices, besides Adam's states of the rest, and what it gathers to step them.
+        """Set what Muon keeps for its matrices, besides Adam's states of the rest, and what it takes to step them.
 
         Stages 1 and 2 keep a momentum as wide as the gradients, and a copy of it that a skipped step discards
-        (stage_1_and_2.py, `_muon_momentum_buffer`, `_muon_staging_momentum`). Stage 3 keeps one in the type that is sent
-        (stage3.py, `_create_momentum_buffer`), and gathers gradients and momenta: of a bucket, or of a whole sub-group if they
-        are offloaded (`_apply_muon_to_accumulated_grads`, `_apply_muon_updates_cpu_offload`).
+        (stage_1_and_2.py, `_muon_momentum_buffer`, `_muon_staging_momentum`). The end of backward replaces gradients by
+        updates (`get_flat_partition`). Stage 3 keeps a momentum in the type that is sent (stage3.py,
+        `_create_momentum_buffer`), and gathers gradients and momenta: of a bucket, or of a whole sub-group if they are
+        offloaded (`_apply_muon_to_accumulated_grads`, `_apply_muon_updates_cpu_offload`). Blocks of these gathers stay
+        allocated between steps (`_muon_allgather_buffers`).
         """
-        self.orthogonalized = np.zeros(len(self.columns))
+        nothing = np.zeros(len(self.columns))
+        self.orthogonalized = self.updates = self.allgathered = nothing
+        self.at_step = (
+            1.0  # largest share of the parameters in one of the optimizer's groups, which are stepped in turn
+        )
         if not sizes:
             return
         share, largest = sum(sizes) / self.total, float(max(sizes))
-        in_two = self.two & ~self.bf16_optimizer
+        self.at_step = max(share, 1 - share)
+        self.sub_group = np.minimum(self.sub_group, self.at_step * self.part)
+        in_two, iterating = self.two & ~self.bf16_optimizer, _NEWTON_SCHULZ_BYTES * largest
         momentum = np.select([in_two & ~self.out, self.three], [2 * self.made, self.sent], 4.0)
         self.states = share * momentum + (1 - share) * _ADAM_BYTES * self.columns.state_share
-        whole = np.where(self.out, self.sub_group * self.ranks, self.columns.reduce_bucket)
-        whole = np.minimum(share * self.total, np.maximum(whole, largest))
-        block = np.where(self.out, self.accumulated, self.sent) * whole
-        received = np.where(self.out, block, np.minimum(block, _KEPT_BY_MUON))  # gradients, while momenta arrive
-        gathered = np.select(
-            [self.three, in_two & self.out],
-            [3 * block + received, _GATHERED_BY_MUON * 4.0 * largest],
-            np.where(
-                in_two, self.made * share * self.part, 0.0
-            ),  # the updates, besides the gradients that they replace
+        self.updates = np.where(in_two & ~self.out, self.made * share * self.part + iterating, 0.0)
+        at_two = min(share * self.total, max(largest, _MUON_BATCH))
+        # Stage 3: gradients and momenta at once if they are offloaded, otherwise one after the other.
+        of_group = 2 * self.accumulated * np.minimum(share * self.total, self.sub_group * self.ranks)
+        packed = [_bucket_sizes(tuple(sizes), float(limit)) for limit in self.columns.reduce_bucket]
+        at_three = np.where(self.out, of_group, self.sent * np.array([max(one) for one in packed]))
+        block = (1 + 1 / self.ranks) * at_three
+        if self.ranks > 1:
+            kept = np.where(self.out, block, (1 + 1 / self.ranks) * self.sent * np.array([sum(one) for one in packed]))
+            kept = np.where(block <= _KEPT_BY_MUON, np.minimum(kept, _KEPT_BY_MUON), 0.0)
+            blocks = [(1 + 1 / self.ranks) * count * 4.0 * at_two for count in (1, 2)]  # gradients, then momenta too
+            at_once = sum(min(one, _LARGEST_OF_MUON) for one in blocks)
+            self.allgathered = np.select([self.three, in_two & self.out], [kept, nothing + at_once], 0.0)
+        # A block that is too large to be kept is freed after the step.
+        gathered = np.where(self.three & (self.ranks > 1) & (block > _KEPT_BY_MUON), block, 0.0)
+        gathered = gathered + np.select(
+            [self.three & self.out, self.three, in_two & self.out],
+            [at_three, (2 + 1 / self.ranks) * at_three, nothing + 2 * 4.0 * at_two],
+            0.0,
         )
-        self.orthogonalized = gathered + _NEWTON_SCHULZ_BYTES * largest
+        self.orthogonalized = gathered + iterating
 
     def _buckets(self) -> None:
         """Set the buckets, and the bytes kept between micro-batches."""
@@ -211,7 +237,7 @@ class _Terms:
         self.kept_buckets = self.standing + np.where(self.accumulates & self.one, self.ipg, 0.0)
 
 
-def bill(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> Bill:
+def estimate_memory(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> MemoryEstimate:
     """Return device and host bytes of every candidate, without CUDA's context, the allocator and communication libraries.
 
     On "cuda", memory is really pinned, and torch's optimizers allocate their intermediates.
@@ -221,7 +247,7 @@ def bill(job: Job, trace: Trace, columns: Columns, device: str = "cpu") -> Bill:
     _add_passes(terms, moments)
     _add_step(terms, moments, gradients)
     kept = {"host": _host(terms), "left": _left(terms), "holes": _holes(terms), **_step_blocks(terms)}
-    return Bill(parameters, gradients, optimizer, tuple(moments.names), **moments.tables(), **kept)
+    return MemoryEstimate(parameters, gradients, optimizer, tuple(moments.names), **moments.tables(), **kept)
 
 
 def trained_width(job: Job, trace: Trace) -> float:
@@ -249,13 +275,24 @@ def quantized_sizes(job: Job, trace: Trace) -> list[int]:
 
 
 def muon_sizes(job: Job, trace: Trace) -> list[int]:
-    """Return the elements of each parameter that Muon steps; its Adam steps embeddings, the head and vectors.
-
-    Source: deepspeed 0.19.8, __init__.py, `set_optimizer_flags`.
-    """
+    """Return the elements of each parameter that Muon steps; its Adam steps the others, such as embeddings and vectors."""
     if job.optimizer_kind != "muon":
         return []
+    if trace.matrices is not None:
+        return trace.matrices
     return trace.parameters if job.lora else _inner_matrices(job, trace.parameters)
+
+
+@functools.lru_cache(maxsize=256)
+def _bucket_sizes(sizes: tuple[int, ...], limit: float) -> frozenset[int]:
+    """Return the different sums of neighbouring sizes that are gathered at once: at most `limit`, or one size."""
+    found, filled = set(), 0
+    for size in sizes:
+        if filled and filled + size > limit:
+            found.add(filled)
+            filled = 0
+        filled += size
+    return frozenset({*found, filled})
 
 
 def _inner_matrices(job: Job, sizes: list[int]) -> list[int]:
@@ -283,7 +320,7 @@ def _resident(t: _Terms) -> tuple[Floats, Floats, Floats]:
     master = np.where(t.zero0 & ~t.plain, 0.0 if t.width == 4 else 4.0, t.master)
     partitioned = np.where(t.out, t.stays, 1.0) * (master + t.states) * t.part
     partitioned = partitioned + np.where(t.out, 0.0, t.stepper.stray_share * t.whole)
-    optimizer = np.where(t.zero0, (master + t.states) * t.total, partitioned)
+    optimizer = np.where(t.zero0, (master + t.states) * t.total, partitioned) + t.allgathered
     # Stage 3 keeps its partition's gradients in one buffer. Stages 1 and 2 stage one parameter's gradient on its way
     # to the host.
     staged = np.where(t.two & t.out, t.width * t.largest, 0.0)
@@ -324,8 +361,9 @@ def _add_passes(t: _Terms, moments: _Moments) -> None:
     flat = min(t.total, REDUCE_ELEMENTS) * (t.width + np.where(t.sent != t.width, t.sent, 0.0))
     flat = np.where(t.plain | t.torch_alone, 0.0, flat)
     held = np.where(t.zero0, t.whole + flat, held)
-    # BF16_Optimizer reduces its flat tensor directly, in the dtype that is sent.
-    held = np.where(t.bf16_optimizer & (t.sent != t.accumulated), held + t.sent * t.total, held)
+    # BF16_Optimizer reduces its flat tensor directly, in the dtype that is sent; those of several groups are copied.
+    held = np.where(t.bf16_optimizer & (t.sent != t.accumulated), held + t.sent * t.total, held) + t.updates
+    held = held + t.bf16_optimizer * (t.at_step < 1) * t.accumulated * min(t.total, REDUCE_ELEMENTS)
     made = _shards(t, t.whole)
     moments.add("backward", every, t.standing + buckets, gathered, held + made, moments.zero, made + t.fsdp * gathered)
 
@@ -348,7 +386,10 @@ def _add_step(t: _Terms, moments: _Moments, gradients: Floats) -> None:
     copied = 4.0 if t.width < 4 and not t.plain else 0.0
     of_all = t.whole + copied * (2 if t.stepper.flattens else 1) * t.total + t.temporary_bytes * t.at_once
     # A rank's part: as gathered, flat, and in the master's precision. Only the last remains during the step.
-    flattened = np.where(t.compact, t.own, 2 * t.width) + np.where(t.own != t.master, t.master, 0.0)
+    # With several groups of parameters, each is flattened in turn.
+    cast = np.where(t.own != t.master, t.master, 0.0)
+    flattened = np.where(t.compact, t.own, 2 * t.width) + cast
+    flattened = flattened - (1 - t.at_step) * (np.where(t.compact, 0.0, t.width) + cast)
     # Before that, its norm is computed in 64 bits, parameter by parameter (get_grad_norm_direct).
     norm = t.own * t.part + 8.0 * min(t.largest, t.part)
     of_part = t.across + np.maximum(norm, np.maximum(flattened, t.master + t.temporary_bytes) * t.part)
@@ -360,14 +401,13 @@ def _add_step(t: _Terms, moments: _Moments, gradients: Floats) -> None:
     of_split = np.where((t.stays > 0) & t.on_gpu, 4.0, 0.0) * t.sub_group
     shards = _shards(t, t.whole, stepping=True)
     one_by_one = t.stepper.one_by_one_bytes * np.where(t.zero0, t.largest, np.minimum(t.largest, t.part))
-    copies = (
-        one_by_one
-        + t.orthogonalized
-        + np.select(
+    copies = one_by_one + np.maximum(
+        t.orthogonalized,
+        np.select(
             [t.zero0, t.bf16_optimizer, t.two & ~t.out, t.fsdp & ~t.out, t.three & ~t.out, t.three],
-            [of_all, of_sum, of_part, shards + t.temporary_bytes * t.part, of_sub_group, of_split],
+            [of_all + t.orthogonalized, of_sum, of_part, shards + t.temporary_bytes * t.part, of_sub_group, of_split],
             0.0,
-        )
+        ),
     )
     whole = np.where(t.three & (t.ranks > 1), t.frozen_width * persistent(t.trace, t.columns), 0.0)
     moments.add("step", every, t.kept_buckets, whole, np.maximum(copies, t.kept), moments.zero, shards + t.fsdp * whole)
@@ -385,7 +425,7 @@ def _left(t: _Terms) -> Floats:
 
 
 def _step_blocks(t: _Terms) -> dict[str, Floats]:
-    """Return the sizes of the largest blocks of a step with DeepSpeed's own optimizers on the device, as fields of a Bill.
+    """Return the sizes of the largest blocks of a step with DeepSpeed's own optimizers on the device, fields of MemoryEstimate.
 
     Source: deepspeed 0.19.8, runtime/zero/stage_1_and_2.py (`step`: flatten, cast, get_grad_norm_direct) and stage3.py
     (`_prepare_fp32_grad_for_sub_group`).
@@ -596,7 +636,7 @@ def sub_groups(c: Columns, part: float, largest: float, ranks: float) -> Floats:
     return np.minimum(part, np.maximum(c.sub_group, largest / ranks))
 
 
-def staying(c: Columns, part: float, largest: float, ranks: float) -> Floats:
+def device_share_of_optimizer(c: Columns, part: float, largest: float, ranks: float) -> Floats:
     """Return the share of an offloaded optimizer that stays on the device, for each candidate."""
     groups = np.ceil(part / sub_groups(c, part, largest, ranks))
     return np.where(c.stage == 3, np.floor((1 - c.offload_ratio) * groups + 1e-9) / groups, 0.0)
@@ -638,10 +678,11 @@ def _threshold_bytes() -> float:
 STATE_BYTES = {"adamw": 8, "adam": 8, "fused_adam": 8, "lion": 4, "sgd": 4, "adagrad": 4, "muon": 4, "rmsprop": 4}
 STATE_BYTES |= {"onebitadam": 12, "zerooneadam": 12, "onebitlamb": 12, "fusedlamb": 8, "lamb": 8}
 _ADAM_BYTES = STATE_BYTES["adamw"]
-# Muon's step: gradients and momenta are each gathered into a block, and cut out of it in another; Newton-Schulz holds a
-# matrix three times in 16 bits, and its update (zero/muon/original_muon.py).
-_GATHERED_BY_MUON, _NEWTON_SCHULZ_BYTES = 4.0, 8.0
-_KEPT_BY_MUON = 256 * MIB  # of what it has received (stage3.py, `_muon_allgather_max_cached_bytes`)
+# Muon's step: Newton-Schulz holds a matrix three times in 16 bits, and its update (zero/muon/original_muon.py).
+_NEWTON_SCHULZ_BYTES = 8.0
+# Limits of the blocks that it gathers into (stage3.py, `_muon_allgather_max_cached_bytes`; stage_1_and_2.py,
+# `_muon_allgather_max_buffer_bytes`), and of the elements that stages 1 and 2 gather at once (`_muon_param_batches`)
+_KEPT_BY_MUON, _LARGEST_OF_MUON, _MUON_BATCH = 256 * MIB, 64 * MIB, 8 * MIB
 # States whose width does not follow the weights'. 8-bit states have a 32-bit scale for 256 elements (bitsandbytes
 # 0.4x, functional.quantize_blockwise). Paged states use CUDA's managed memory, which moves to the host when the
 # device is full, and torch does not count it. Adafactor keeps a row and a column of a matrix (Shazeer & Stern 2018).
@@ -678,7 +719,7 @@ class Stepper:
     loops: bool = False  # at stage 0, `temporary_bytes` hold one parameter at a time
 
 
-def stepper(job: Job) -> Stepper:
+def optimizer_of_trials(job: Job) -> Stepper:
     """Return the optimizer of the job's trials without offload.
 
     Source: deepspeed 0.19.8, runtime/engine.py, _configure_basic_optimizer and _configure_fp16_optimizer. A script's profile

@@ -162,7 +162,7 @@ class Candidate:
         """The knobs that need a new engine: all but micro-batch and accumulation."""
         return tuple(item for item in self.knobs if item[0] not in RUNG_KNOBS)
 
-    def told(self, script: Script | None) -> tuple[tuple[str, Value], ...]:
+    def passed_knobs(self, script: Script | None) -> tuple[tuple[str, Value], ...]:
         """Return the knobs that are passed to a training. A script with a fixed batch gets no batch knobs."""
         return self.family if script is not None and script.holds_batch else self.knobs
 
@@ -172,7 +172,7 @@ class Candidate:
     def ds_config(self, job: Job) -> dict[str, Any]:
         """Return the DeepSpeed config: the user's own, overlaid with this candidate's keys and the job's precision."""
         config = copy.deepcopy(in_new_names(job.base_config))
-        for name, value in self.told(job.script):
+        for name, value in self.passed_knobs(job.script):
             path = KNOBS[name].path if name in KNOBS else name
             if path is not None:
                 _put(config, path, value)

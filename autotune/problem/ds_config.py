@@ -131,7 +131,7 @@ _AUTO = (
 )
 
 
-def load_ds_config(path: Path, said: str = "--ds-config") -> dict[str, Any]:
+def load_ds_config(path: Path, named_by: str = "--ds-config") -> dict[str, Any]:
     """Read and validate the user's own DeepSpeed config.
 
     Args:
@@ -141,7 +141,7 @@ def load_ds_config(path: Path, said: str = "--ds-config") -> dict[str, Any]:
         UserError: the file cannot be read, is no JSON object, or has a section or a value that DeepSpeed refuses; the message
             names file and key.
     """
-    text = read_text(path, f"{said} {path}", "expected a DeepSpeed config JSON")
+    text = read_text(path, f"{named_by} {path}", "expected a DeepSpeed config JSON")
     if not text.strip():
         raise UserError(f"{path} is empty; expected a DeepSpeed config, or {{}} for the defaults")
     try:

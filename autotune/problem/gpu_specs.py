@@ -14,7 +14,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from autotune.errors import UserError, near
+from autotune.errors import UserError, did_you_mean
 from autotune.problem.nvml import open_nvml
 from autotune.util.units import GIB
 
@@ -101,7 +101,9 @@ def named_gpu(name: str) -> GpuFacts:
     }
     found = table.get(plain) or table.get(aliases.get(plain, "")) or table.get(plain.replace("-", ""))
     if found is None:
-        raise UserError(f"unknown GPU {name!r}{near(plain, table, 0.0)} docs/gpus.md lists all {len(table)} names")
+        raise UserError(
+            f"unknown GPU {name!r}{did_you_mean(plain, table, 0.0)} docs/gpus.md lists all {len(table)} names"
+        )
     return found
 
 
@@ -114,7 +116,7 @@ def named_gpu(name: str) -> GpuFacts:
 
 # Standard deviations of a rate's logarithm. A slice has its share of multiprocessors and memory, but its own clocks. The driver
 # reports maximum clocks and counts, from which the table's rates follow within 30 %.
-_OF_A_SLICE, _AS_TOLD, _VIRTUAL, _LIKENED = 0.3, 0.35, 0.5, 1.0
+_OF_A_SLICE, _FROM_DRIVER, _VIRTUAL, _SIMILAR = 0.3, 0.35, 0.5, 1.0
 # `NVIDIA A100-SXM4-80GB MIG 1g.10gb`, `... MIG 1c.3g.40gb` (NVIDIA's MIG user guide, "Device Names")
 _SLICE = re.compile(r"(?P<card>.+?)\s+MIG\s+(?:(?P<compute>\d+)c\.)?(?P<slices>\d+)g\.(?P<gb>\d+)gb", re.IGNORECASE)
 _SLICES, _OF_FOUR = 7, re.compile(r"\bA30\b|RTX PRO")  # slices per card, at most ("Supported MIG Profiles")
@@ -145,7 +147,7 @@ class NvmlFigures:
     nvlink_gb_per_s: float | None = None
 
 
-def told_by_driver(uuid: str) -> NvmlFigures | None:
+def driver_figures(uuid: str) -> NvmlFigures | None:
     """Return the driver's figures of a whole card, or None if it does not answer. Nothing is started on the card."""
     with suppress(Exception):  # a failed estimate must not raise
         if (lib := open_nvml()) is not None:
@@ -176,7 +178,9 @@ def _told(lib: Any, handle: Any) -> NvmlFigures:
 
 
 @cache
-def unlisted(name: str, memory_bytes: int, told: NvmlFigures | None = None, *, unified: bool = False) -> GpuFacts:
+def unlisted_gpu_facts(
+    name: str, memory_bytes: int, nvml_figures: NvmlFigures | None = None, *, unified: bool = False
+) -> GpuFacts:
     """Return facts of a GPU from its NVML name, its memory and its driver's figures.
 
     Args:
@@ -185,11 +189,14 @@ def unlisted(name: str, memory_bytes: int, told: NvmlFigures | None = None, *, u
         unified: its memory is main memory.
     """
     if " + " in name:  # unlike cards: ranks wait for the slowest
-        return min((unlisted(one, memory_bytes, told, unified=unified) for one in name.split(" + ")), key=_speed)
+        return min(
+            (unlisted_gpu_facts(one, memory_bytes, nvml_figures, unified=unified) for one in name.split(" + ")),
+            key=_speed,
+        )
     if slice_ := _SLICE.match(name):
         whole = 4 if _OF_FOUR.search(slice_["card"]) else _SLICES
         of_card = min(1.0, int(slice_["slices"]) / whole)
-        card = unlisted(slice_["card"], int(memory_bytes / of_card))
+        card = unlisted_gpu_facts(slice_["card"], int(memory_bytes / of_card))
         return _shared(card, memory_bytes, min(1.0, int(slice_["compute"] or slice_["slices"]) / whole))
     if row := facts_for(name, memory_bytes):
         # The driver may give a slice the name of its card.
@@ -198,19 +205,19 @@ def unlisted(name: str, memory_bytes: int, told: NvmlFigures | None = None, *, u
         if part["slices"]:
             return _shared(row, memory_bytes, int(part["slices"]) / _SLICES)
         said = f"those of {row.name}, of which it is a virtual part"
-        return _but(row, memory_bytes, said, _VIRTUAL, bf16=row.bf16)
-    if told is not None and told.fp32_tflops:
-        return _as_told(name, memory_bytes, told, unified)
-    likened = gpu_table()[_SHARED] if unified else _likened(name, memory_bytes)
-    bf16 = told is None or told.capability >= (8, 0)
-    return _but(likened, memory_bytes, f"those of {likened.name}, the likest that is", _LIKENED, bf16=bf16)
+        return _adapted(row, memory_bytes, said, _VIRTUAL, bf16=row.bf16)
+    if nvml_figures is not None and nvml_figures.fp32_tflops:
+        return _from_driver(name, memory_bytes, nvml_figures, unified)
+    similar = gpu_table()[_SHARED] if unified else _similar_row(name, memory_bytes)
+    bf16 = nvml_figures is None or nvml_figures.capability >= (8, 0)
+    return _adapted(similar, memory_bytes, f"those of {similar.name}, the likest that is", _SIMILAR, bf16=bf16)
 
 
 def _speed(facts: GpuFacts) -> float:
     return facts.tflops
 
 
-def _but(row: GpuFacts, memory_bytes: int, whence: str, doubt: float, **changed: Any) -> GpuFacts:
+def _adapted(row: GpuFacts, memory_bytes: int, whence: str, doubt: float, **changed: Any) -> GpuFacts:
     """Return the row adapted to a similar device, under the row's name: network adapters, link and context are alike."""
     doubt = max(doubt, row.doubt)
     return dataclasses.replace(row, memory_gib=memory_bytes / GIB, whence=whence, doubt=doubt, **changed)
@@ -220,7 +227,7 @@ def _shared(card: GpuFacts, memory_bytes: int, computing: float | None = None) -
     """Return a slice's facts: its share of the multiprocessors (None: that of memory), and its share of memory's rate."""
     of_memory = min(1.0, memory_bytes / GIB / card.memory_gib)
     share = computing or of_memory
-    return _but(
+    return _adapted(
         card,
         memory_bytes,
         f"{share:.0%} of those of {card.name}, of which it is a slice",
@@ -242,37 +249,37 @@ def _card_of(part: re.Match[str]) -> GpuFacts | None:
     return None
 
 
-def _as_told(name: str, memory_bytes: int, told: NvmlFigures, unified: bool) -> GpuFacts:
-    assert told.fp32_tflops
-    older = [tensor for capability, tensor in sorted(_TENSOR.items()) if capability <= told.capability]
+def _from_driver(name: str, memory_bytes: int, nvml_figures: NvmlFigures, unified: bool) -> GpuFacts:
+    assert nvml_figures.fp32_tflops
+    older = [tensor for capability, tensor in sorted(_TENSOR.items()) if capability <= nvml_figures.capability]
     tensor = older[-1] if older else 1.0
-    if "GeForce" in name and told.capability >= (8, 6):
+    if "GeForce" in name and nvml_figures.capability >= (8, 6):
         tensor /= 2
-    tflops = tensor * told.fp32_tflops
+    tflops = tensor * nvml_figures.fp32_tflops
 
     def unlike(row: GpuFacts) -> float:
         return abs(math.log(row.tflops / tflops)) + abs(math.log(row.memory_gib * GIB / memory_bytes))
 
     kin = gpu_table()[_SHARED] if unified else min(gpu_table().values(), key=unlike)
-    memory = _MAIN_MEMORY_GB_PER_S if unified else told.memory_gb_per_s or kin.memory_gb_per_s
-    pcie = told.pcie_gb_per_s or kin.pcie_gb_per_s
-    return _but(
+    memory = _MAIN_MEMORY_GB_PER_S if unified else nvml_figures.memory_gb_per_s or kin.memory_gb_per_s
+    pcie = nvml_figures.pcie_gb_per_s or kin.pcie_gb_per_s
+    return _adapted(
         kin,
         memory_bytes,
         "reckoned from what its driver says",
-        _AS_TOLD if unified or told.memory_gb_per_s else _LIKENED,
+        _FROM_DRIVER if unified or nvml_figures.memory_gb_per_s else _SIMILAR,
         tflops=tflops,
-        fp32_tflops=told.fp32_tflops,
+        fp32_tflops=nvml_figures.fp32_tflops,
         memory_gb_per_s=memory,
         pcie_gb_per_s=pcie,
-        link_gb_per_s=told.nvlink_gb_per_s or (kin.link_gb_per_s if kin.link == "pcie" else pcie),
-        link="nvlink" if told.nvlink_gb_per_s else "pcie",
-        bf16=told.capability >= (8, 0),
-        compute_capability=float("{}.{}".format(*told.capability)),
+        link_gb_per_s=nvml_figures.nvlink_gb_per_s or (kin.link_gb_per_s if kin.link == "pcie" else pcie),
+        link="nvlink" if nvml_figures.nvlink_gb_per_s else "pcie",
+        bf16=nvml_figures.capability >= (8, 0),
+        compute_capability=float("{}.{}".format(*nvml_figures.capability)),
     )
 
 
-def _likened(name: str, memory_bytes: int) -> GpuFacts:
+def _similar_row(name: str, memory_bytes: int) -> GpuFacts:
     """Return the row of a similar GPU: by the name (GH200 for h200), or else by class, then by memory.
 
     If several have similar memory, the one with median speed is returned.

@@ -15,11 +15,11 @@ from autotune.errors import UserError
 from autotune.problem.gpu_specs import (
     GpuFacts,
     default_host_bytes,
+    driver_figures,
     facts_for,
     gpu_table,
     named_gpu,
-    told_by_driver,
-    unlisted,
+    unlisted_gpu_facts,
 )
 from autotune.problem.host_memory import host_available_bytes
 from autotune.problem.nvml import (
@@ -28,7 +28,7 @@ from autotune.problem.nvml import (
     Gpu,
     GpuError,
     architectures_to_set,
-    driver_trouble,
+    driver_failure,
     order_is_unknown,
     order_to_set,
     settled_gpus,
@@ -183,7 +183,9 @@ class Hardware:
             return GpuFacts(**self.rates)
         if self.device != "cuda":
             return None
-        return gpu_table().get(self.facts or "") or unlisted(self.name, self.memory_bytes, unified=self.unified)
+        return gpu_table().get(self.facts or "") or unlisted_gpu_facts(
+            self.name, self.memory_bytes, unified=self.unified
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the hardware as JSON data, without an unused reserve, which older studies do not know."""
@@ -261,7 +263,7 @@ def detect(
 
 
 def _no_gpu(device: str, gpus: int | None, interpreter: Interpreter) -> str:
-    trouble = driver_trouble()
+    trouble = driver_failure()
     unseen = f"NVIDIA's driver does not answer: {trouble}" if trouble else unseen_gpu(interpreter)
     why = f" ({unseen})" if unseen else ""
     if device == "cuda":
@@ -302,8 +304,8 @@ def _detect_cuda(visible: list[Gpu], gpus: int | None) -> Hardware:
         )
     memory = min(one.total_bytes for one in used)  # the smallest GPU decides whether a candidate fits
     facts = None if used[0].is_slice else facts_for(used[0].name, memory)  # the table's rates are those of whole cards
-    told = None if facts or used[0].is_slice else told_by_driver(used[0].uuid)
-    rates = unlisted(used[0].name, memory, told, unified=used[0].unified) if told else None
+    nvml_figures = None if facts or used[0].is_slice else driver_figures(used[0].uuid)
+    rates = unlisted_gpu_facts(used[0].name, memory, nvml_figures, unified=used[0].unified) if nvml_figures else None
     return Hardware(
         "cuda",
         " + ".join(sorted({one.name for one in used})),

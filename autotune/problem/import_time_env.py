@@ -67,7 +67,7 @@ def settings_in(text: str) -> list[Setting]:
     return found
 
 
-def after(settings: Sequence[Setting], known: Mapping[str, str]) -> dict[str, str]:
+def variables_after(settings: Sequence[Setting], known: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the settings leave, given those `known` before."""
     found: dict[str, str] = {}
     for name, value, default in settings:

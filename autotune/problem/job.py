@@ -15,7 +15,7 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.masking import learn_data, learn_words
 from autotune.problem.models import CAUSAL, SEQ2SEQ, TASKS, ModelSpec, attention_heads
-from autotune.util.bounds import parse_json, read_text, shown, whole_number
+from autotune.util.bounds import display_value, parse_json, read_text, whole_number
 from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import format_bytes
 
@@ -110,8 +110,8 @@ def parse_lora(text: str) -> Lora:
         if not equals or key not in ("r", "targets", "alpha", "saved", "dropout", "dtype", "quantize") or not value:
             raise UserError(f"LoRA {text}: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32")
         values[key] = value
-    rank = whole_number(values.get("r", "16"), f"LoRA {shown(text)}: r", 1, 4096)
-    alpha = whole_number(values["alpha"], f"LoRA {shown(text)}: alpha", 0, 2**31) if "alpha" in values else None
+    rank = whole_number(values.get("r", "16"), f"LoRA {display_value(text)}: r", 1, 4096)
+    alpha = whole_number(values["alpha"], f"LoRA {display_value(text)}: alpha", 0, 2**31) if "alpha" in values else None
     try:
         dropout = float(values.get("dropout", "0"))
     except ValueError:
@@ -248,7 +248,7 @@ class Job:
         if self.ranks < 1:
             raise UserError(f"--gpus {self.ranks}: expected at least 1")
         if not 1 <= self.seq_len <= MOST_TOKENS:
-            raise UserError(f"--seq-len {shown(self.seq_len)}: expected between 1 and {MOST_TOKENS} tokens")
+            raise UserError(f"--seq-len {display_value(self.seq_len)}: expected between 1 and {MOST_TOKENS} tokens")
         if self.precision not in PRECISIONS:
             raise UserError(f"--precision {self.precision}: expected one of {', '.join(PRECISIONS)}")
         if self.optimizer not in OPTIMIZERS:
@@ -264,7 +264,7 @@ class Job:
         if self.packed and not self.lengths:
             raise UserError("--packing needs the lengths of the sequences: give --lengths FILE")
         if why := self._unsplittable():
-            raise UserError(f"{SEQUENCE_RANKS} {shown(repr(self.base_config[SEQUENCE_RANKS]))}: {why}")
+            raise UserError(f"{SEQUENCE_RANKS} {display_value(repr(self.base_config[SEQUENCE_RANKS]))}: {why}")
         if self.global_batch_size is not None:
             whole_number(self.global_batch_size, "--global-batch-size", 1, MOST_BATCH)
             if self.global_batch_size % self.data_ranks:
@@ -457,7 +457,9 @@ def load_lengths(path: Path) -> tuple[tuple[int, int], ...]:
     pairs = []
     for row in rows:
         if len(row) > 2:
-            raise UserError(f"{what}: {shown(' '.join(map(str, row)))}: more than two numbers in a line; {expected}")
+            raise UserError(
+                f"{what}: {display_value(' '.join(map(str, row)))}: more than two numbers in a line; {expected}"
+            )
         tokens, count = row[0], row[1] if len(row) > 1 else 1
         try:
             pairs.append((whole_number(tokens, what, 1, MOST_TOKENS), whole_number(count, what)))

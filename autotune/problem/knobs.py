@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.errors import UserError, near
+from autotune.errors import UserError, did_you_mean
 from autotune.problem.hardware import Hardware
 from autotune.problem.import_time_env import ALLOCATOR_VARIABLES, settings_in
 from autotune.problem.job import ATTENTIONS, FULL, LIGER_LOSS, LOSSES, Job, Lora, parse_lora, script_text
@@ -18,10 +18,10 @@ from autotune.problem.models import (
     IMAGE_TEXT,
     LIGER_READ,
     NEEDS_TRANSFORMERS,
-    since,
+    first_liger_version,
 )
-from autotune.util.bounds import MOST, shown, trouble
-from autotune.util.interpreter import OWN, Interpreter, which
+from autotune.util.bounds import MOST, display_value, invalid_reason
+from autotune.util.interpreter import OWN, Interpreter, console_script
 from autotune.versions import dotted, release
 
 # -- requirements ------------------------------------------------------------------------------------------------------
@@ -76,14 +76,19 @@ def whole_if_quantized(value: Value, c: RequirementInputs) -> str:
 
 
 def unscattered_for_muon(value: Value, c: RequirementInputs) -> str:
-    """Refuse stage 3 if the user's config asks for `reduce_scatter` with Muon; otherwise candidates turn it off.
+    """Refuse stage 3 if the user's config asks for what Muon does not support there; candidates turn `reduce_scatter` off.
 
-    Source: deepspeed 0.19.8, stage3.py, `Muon and reduce scatter cannot be used together`.
+    Source: deepspeed 0.19.8, stage3.py, `Muon and reduce scatter cannot be used together`, and the same of all2all groups.
     """
     zero = c.job.base_config.get("zero_optimization")
-    scatters = isinstance(zero, Mapping) and zero.get("reduce_scatter") is True
-    needs = "needs zero_optimization.reduce_scatter: false, as the optimizer is Muon: your own config sets true"
-    return needs * bool(value == 3 and c.job.optimizer_kind == "muon" and scatters)
+    own = zero if isinstance(zero, Mapping) and value == 3 and c.job.optimizer_kind == "muon" else {}
+    key = next((key for key in ("reduce_scatter", "zero_quantized_gradients") if own.get(key) is True), "")
+    return f"needs zero_optimization.{key}: false, as the optimizer is Muon: your own config sets true" if key else ""
+
+
+def unquantized_for_muon(value: Value, c: RequirementInputs) -> str:
+    """Refuse quantized gradients for Muon, see `unscattered_for_muon`."""
+    return "is refused by DeepSpeed's Muon" * bool(value and c.job.optimizer_kind == "muon")
 
 
 def _quantized_refused(knobs: Knobs) -> str:
@@ -190,7 +195,7 @@ def a_compiler(value: Value, c: RequirementInputs) -> str:
         return "" if c.job.interpreter.has("triton") else "needs the package triton, which is not installed"
     return (
         ""
-        if any(which(one, c.job.interpreter) for one in ("g++", "clang++", "c++"))
+        if any(console_script(one, c.job.interpreter) for one in ("g++", "clang++", "c++"))
         else "needs a C++ compiler (g++), which is not installed"
     )
 
@@ -232,7 +237,7 @@ def liger_kernel(value: Value, c: RequirementInputs) -> str:
         if release(own) >= newer and release(theirs) < least:
             return f"needs transformers {dotted(least)} or newer beside liger_kernel {own}: {theirs} is installed"
     kind = c.job.model.config.get("model_type")
-    first = since(kind, theirs) or ()
+    first = first_liger_version(kind, theirs) or ()
     if own is not None and release(own) < first:
         beside = f"in a model of type {kind} beside transformers {theirs}"
         return f"needs liger_kernel {dotted(first)} or newer {beside}: {own} is installed"
@@ -245,7 +250,7 @@ def liger_model(value: Value, c: RequirementInputs) -> str:
     Liger replaces the forward of any head by that of a language model.
     """
     kind = c.job.model.config.get("model_type")
-    if since(kind) is None:
+    if first_liger_version(kind) is None:
         return f"changes nothing in a model of type {kind}, as far as autotune knows Liger's kernels ({LIGER_READ})"
     if kind in FAILS_WITH_IMAGES and c.job.task == IMAGE_TEXT:
         return f"fails in a model of type {kind} with images: Liger's forward ({LIGER_READ}) and transformers' no longer agree"
@@ -269,7 +274,7 @@ def engine_compile(value: Value, c: RequirementInputs) -> str:
 
 
 # Needs without which DeepSpeed fails. If another need is missing, the knob only gains nothing.
-FATAL: tuple[Need, ...] = (cuda, adam, mics_init, whole_if_quantized, unscattered_for_muon)
+FATAL: tuple[Need, ...] = (cuda, adam, mics_init, whole_if_quantized, unscattered_for_muon, unquantized_for_muon)
 OF_PACKAGES: tuple[Need, ...] = (its_package, liger_kernel, a_compiler)
 
 
@@ -492,7 +497,11 @@ _ZERO: dict[str, Knob] = {
         bool, off=False, needs=(cuda,), lossy="frozen weights are kept as 8-bit numbers", short="qnwZ"
     ),
     "zero_quantized_gradients": _stage3(
-        bool, off=False, needs=(cuda, several_ranks), lossy="gradients travel as 4- and 8-bit numbers", short="qgZ"
+        bool,
+        off=False,
+        needs=(cuda, several_ranks, unquantized_for_muon),
+        lossy="gradients travel as 4- and 8-bit numbers",
+        short="qgZ",
     ),
     "round_robin_gradients": Knob("", bool, _at(1, 2), off=False, needs=(several_ranks,)),
     "use_multi_rank_bucket_allreduce": Knob("", bool, _at(1, 2), off=True, needs=(several_ranks,)),
@@ -687,7 +696,7 @@ def knob_value(knob: Knob, value: Any) -> Value:
     Raises:
         ValueError: the knob cannot have the value; the message names what was expected and found.
     """
-    if why := trouble(value):
+    if why := invalid_reason(value):
         raise ValueError(why)
     if knob.kind is Lora:
         return _lora(value)
@@ -695,7 +704,7 @@ def knob_value(knob: Knob, value: Any) -> Value:
         word = "none" if value is None else value
         if not isinstance(word, str) or word not in knob.kind:
             hint = difflib.get_close_matches(str(word), knob.kind, 1)
-            raise ValueError(f"expected one of {', '.join(knob.kind)}, found {value!r}{near(str(word), hint)}")
+            raise ValueError(f"expected one of {', '.join(knob.kind)}, found {value!r}{did_you_mean(str(word), hint)}")
         return word
     if knob.kind is bool:
         if not isinstance(value, bool):
@@ -718,11 +727,11 @@ def _whole(knob: Knob, value: Any) -> int:
         except (ValueError, OverflowError):
             raise ValueError(f"expected a whole number, found {value!r}") from None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"expected a whole number, found {shown(value)}")
+        raise ValueError(f"expected a whole number, found {display_value(value)}")
     high = min(knob.high, MOST)
     if not knob.low <= value <= high:
         expected = f"at least {knob.low}" if knob.high > MOST and value < knob.low else f"{knob.low} to {high}"
-        raise ValueError(f"{shown(value)} is out of range: expected {expected}")
+        raise ValueError(f"{display_value(value)} is out of range: expected {expected}")
     return value
 
 

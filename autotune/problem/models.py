@@ -13,8 +13,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import UserError, near
-from autotune.util.bounds import parse_json, read_text, shown
+from autotune.errors import UserError, did_you_mean
+from autotune.util.bounds import display_value, parse_json, read_text
 from autotune.util.entry_points import HUB_READER
 from autotune.util.interpreter import OWN, Interpreter, module_command
 from autotune.versions import release
@@ -67,7 +67,7 @@ def resolve_model(name: str, *, trust_remote_code: bool = False, interpreter: In
     if name.lower() in by_source:  # the Hub id of a shipped model: the same facts without the network
         return by_source[name.lower()]
     if "/" not in name:
-        raise UserError(f"unknown model {name!r}{near(name, shipped)} (`autotune models` lists the names)")
+        raise UserError(f"unknown model {name!r}{did_you_mean(name, shipped)} (`autotune models` lists the names)")
     return _from_hub(name, trust_remote_code, interpreter)
 
 
@@ -81,7 +81,7 @@ def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
     config = parse_json(read_text(file, str(file), expected), str(file), expected)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise UserError(f'{file}: no "model_type"; expected a transformers config.json like the Hub\'s')
-    if why := config_trouble(config):
+    if why := invalid_config_reason(config):
         raise UserError(f"{file}: {why}")
     if "auto_map" in config and not trust_remote_code:
         raise UserError(f"{file} contains code to run (auto_map): add --trust-remote-code if you trust it")
@@ -100,9 +100,9 @@ def _from_hub(name: str, trust_remote_code: bool, interpreter: Interpreter) -> M
     except (IndexError, ValueError):
         answer = {"error": f"no answer, exit status {done.returncode}"}
     if "error" in answer:
-        hint = near(name.split("/")[-1], shipped_models()) or "; a folder with its config.json works offline"
+        hint = did_you_mean(name.split("/")[-1], shipped_models()) or "; a folder with its config.json works offline"
         raise UserError(f"model {name!r} could not be read from the Hub: {answer['error'][:200]}{hint}")
-    if why := config_trouble(answer["config"]):
+    if why := invalid_config_reason(answer["config"]):
         raise UserError(f"model {name!r}: its configuration on the Hub: {why}")
     return ModelSpec(name.split("/")[-1], answer["config"], name, None, trust_remote_code)
 
@@ -206,7 +206,7 @@ _NEVER_ZERO = _LAYERS | {"hidden_size", "num_attention_heads", "vocab_size", "n_
 MOST_LAYERS, MOST_SIZE = 10_000, 10**9
 
 
-def size_trouble(key: str, value: object) -> str | None:
+def invalid_size_reason(key: str, value: object) -> str | None:
     """Return why a value is not a valid size of a model, or None."""
     if key not in SHAPE_KEYS:
         return "is no size of a model; expected hidden_size, num_hidden_layers, …"
@@ -214,18 +214,18 @@ def size_trouble(key: str, value: object) -> str | None:
         return None if isinstance(value, bool) else f"expected true or false, found {value!r}"
     low, high = int(key not in _OR_NONE), MOST_LAYERS if key in _LAYERS else MOST_SIZE
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        return f"expected a whole number from {low} to {high}, found {shown(value)}"
+        return f"expected a whole number from {low} to {high}, found {display_value(value)}"
     return None
 
 
-def config_trouble(config: dict[str, Any]) -> str | None:
+def invalid_config_reason(config: dict[str, Any]) -> str | None:
     """Return why the sizes in a configuration are impossible, or None. Lists, nulls and words are left to transformers."""
     for key, value in config.items():
         if isinstance(value, dict):
-            if why := config_trouble(value):
+            if why := invalid_config_reason(value):
                 return f"{key}.{why}"
         elif isinstance(value, int | float) and not isinstance(value, bool) and key in SHAPE_KEYS - SWITCHES:
-            why = size_trouble(key, value) if value or key in _NEVER_ZERO else None
+            why = invalid_size_reason(key, value) if value or key in _NEVER_ZERO else None
             if why:
                 return f"{key}: {why}"
     return None
@@ -305,7 +305,7 @@ def task_of(config: dict[str, Any], asked: str | None, name: str) -> str:
     return asked
 
 
-def told_image_size(config: dict[str, Any]) -> int | None:
+def declared_image_size(config: dict[str, Any]) -> int | None:
     """Return height and width of an image in pixels, or None if the configuration does not give them."""
     vision = config.get("vision_config")
     size: Any = vision.get("image_size") if isinstance(vision, dict) else None
@@ -331,7 +331,7 @@ def image_size_of(config: dict[str, Any], task: str, asked: int | None, name: st
                 f"--image-size {asked}: {name} has no image input with --task {task}; leave --image-size out"
             )
         return None
-    told = told_image_size(config)
+    told = declared_image_size(config)
     if told is None and asked is None:
         raise UserError(
             f"the configuration of {name} names no image size: give --image-size (height and width in pixels)"
@@ -468,7 +468,7 @@ def kernels_of(model_type: str | None, version: str | None = None) -> Kernels | 
     return dataclasses.replace(kernels, experts=kernels.experts and own >= _EXPERTS_SINCE, chunk=chunk)
 
 
-def since(model_type: str | None, transformers: str | None = None) -> tuple[int, ...] | None:
+def first_liger_version(model_type: str | None, transformers: str | None = None) -> tuple[int, ...] | None:
     """Return the first Liger version that replaces anything in a whole model of this type, or None if no version does.
 
     Versions before 0.6.1 count as one, the empty tuple.
@@ -486,9 +486,9 @@ def since(model_type: str | None, transformers: str | None = None) -> tuple[int,
     return first
 
 
-def is_known(model_type: str | None, version: str | None = None) -> bool:
+def liger_replaces_anything(model_type: str | None, version: str | None = None) -> bool:
     """Check that a version of Liger's kernels, or the newest, replaces anything in a whole model of this type."""
-    first = since(model_type)
+    first = first_liger_version(model_type)
     return first is not None and (version is None or first <= release(version))
 
 
@@ -503,7 +503,7 @@ def loss_in_kernel(
         wide: the weights have 32 bits.
         torch: torch's version.
     """
-    if not is_known(model_type, version):
+    if not liger_replaces_anything(model_type, version):
         return "own"
     kernels = kernels_of(model_type)
     loss = kernels.loss if kernels else _WITH_IMAGES[str(model_type)]

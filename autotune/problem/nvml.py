@@ -16,7 +16,7 @@ from typing import Any
 
 from autotune.problem.host_memory import host_available_bytes, host_total_bytes
 from autotune.util.interpreter import NVML_FILE, OWN, Interpreter
-from autotune.util.linux import name_of, runs
+from autotune.util.linux import name_of, pid_is_alive
 from autotune.util.units import MIB, format_bytes
 
 # -- visible GPUs ------------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ _opened_by: int | None = None  # pid of the process that has initialised NVML; a
 
 
 def open_nvml() -> Any:
-    """Return NVML's bindings, or None if no driver answers; `driver_trouble` gives the reason.
+    """Return NVML's bindings, or None if no driver answers; `driver_failure` gives the reason.
 
     NVML is initialised once per process and never shut down. Without persistence mode each new opening may wake every card for
     seconds. A shutdown by the garbage collector may wait for the bindings' own lock for ever.
@@ -132,7 +132,7 @@ def driver_error() -> Exception | None:
     return None
 
 
-def driver_trouble() -> str:
+def driver_failure() -> str:
     """Return why the driver does not answer; empty if it answers, or if this machine has none."""
     error = driver_error()
     if error is None:
@@ -145,7 +145,7 @@ def driver_trouble() -> str:
 
 
 @contextmanager
-def telling(label: str) -> Iterator[None]:
+def nvml_errors(label: str) -> Iterator[None]:
     """Convert NVML's errors to GpuError or GpuLost, with the GPU's name."""
     pynvml = _bindings()
     gone = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
@@ -236,7 +236,7 @@ def settled_gpus(count: int | None) -> list[Gpu]:
     """
     gpus = visible_gpus()
     for _ in range(_MOST_LOOKS):
-        if not any(_nobodys(gpu) for gpu in gpus[:count]):
+        if not any(_is_held_by_no_process(gpu) for gpu in gpus[:count]):
             break
         time.sleep(LOOK_AGAIN_SECONDS)
         earlier, gpus = {gpu.uuid: gpu.free_bytes for gpu in gpus}, visible_gpus()
@@ -245,9 +245,9 @@ def settled_gpus(count: int | None) -> list[Gpu]:
     return gpus
 
 
-def _nobodys(gpu: Gpu) -> bool:
+def _is_held_by_no_process(gpu: Gpu) -> bool:
     """Check that much of the GPU's memory is held by no living process."""
-    alive = sum(held for pid, held in gpu.holders.items() if runs(pid))
+    alive = sum(held for pid, held in gpu.holders.items() if pid_is_alive(pid))
     return gpu.held_bytes - alive > _NOBODYS_BYTES
 
 
@@ -337,7 +337,7 @@ def _cards(lib: Any, with_holders: bool = True) -> list[tuple[Any, Gpu]]:
     NVML's count includes such cards, and CUDA's does not (nvmlDeviceGetCount_v2).
     """
     found: list[tuple[Any, Gpu]] = []
-    with telling("NVIDIA's driver"):
+    with nvml_errors("NVIDIA's driver"):
         count = lib.nvmlDeviceGetCount()
     for index in range(count):
         label = f"GPU {len(found)}"

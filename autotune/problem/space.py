@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from autotune.errors import UserError, near
+from autotune.errors import UserError, did_you_mean
 from autotune.problem.candidate import (
     ACCUMULATION,
     CHECKPOINTING,
@@ -221,7 +221,7 @@ class SearchSpace:
         if not faults:
             return self, []
         shown = dataclasses.replace(self, faults=faults)._shown(job)
-        return dataclasses.replace(self, faults=shown), [f"{one.told(deepspeed)}: left out" for one in shown]
+        return dataclasses.replace(self, faults=shown), [f"{one.describe(deepspeed)}: left out" for one in shown]
 
     def _shown(self, job: Job) -> tuple[Fault, ...]:
         """Return the faults that candidates of this space have."""
@@ -273,7 +273,7 @@ def load_space(reference: str | Mapping[str, Any]) -> SearchSpace:
     path = shipped.get(reference, Path(reference).expanduser())
     if reference not in shipped and not path.exists():
         raise UserError(
-            f"no search space {reference!r}{near(reference, shipped)}: give a file, or {', '.join(shipped)}"
+            f"no search space {reference!r}{did_you_mean(reference, shipped)}: give a file, or {', '.join(shipped)}"
         )
     text = read_text(path, f"search space {path}", "expected YAML with `knobs:` and their values")
     return dataclasses.replace(parse_space(text, str(path)), shipped=reference in shipped)
@@ -325,7 +325,7 @@ class _Parser:
             raise UserError(f"{self.file}:1: expected `knobs:` and their values, found {type(data).__name__}")
         for key in data:
             if key not in _PARTS:
-                raise self.fail((str(key),), f"unknown section{near(str(key), _PARTS)}")
+                raise self.fail((str(key),), f"unknown section{did_you_mean(str(key), _PARTS)}")
         self.lossy = data.get("lossy", False)
         if not isinstance(self.lossy, bool):
             raise self.fail(("lossy",), f"expected true or false, found {self.lossy!r}")
@@ -375,7 +375,7 @@ class _Parser:
         name = _name_of(path[1])
         if name not in KNOBS and "." not in name and name not in DS_TOP_LEVEL:
             known = {key.removeprefix(ZERO) for key in KNOBS} | DS_TOP_LEVEL
-            raise self.fail(path, f"unknown knob{near(name, sorted(known))}; other DeepSpeed keys are dotted")
+            raise self.fail(path, f"unknown knob{did_you_mean(name, sorted(known))}; other DeepSpeed keys are dotted")
         self._check_key(path, name)
         if name in domains:
             raise self.fail(path, "is given twice (its short name and its DeepSpeed key are one knob)")
@@ -406,17 +406,21 @@ class _Parser:
         section, _, leaf = name.rpartition(".")
         if name.startswith(ZERO) and name.split(".")[1] not in DS_ZERO_KEYS:
             leaf = name.split(".")[1]
-            raise self.fail(path, f"DeepSpeed knows no such ZeRO key{near(leaf, DS_ZERO_KEYS)}")
+            raise self.fail(path, f"DeepSpeed knows no such ZeRO key{did_you_mean(leaf, DS_ZERO_KEYS)}")
         if name.split(".")[0] not in DS_TOP_LEVEL:
-            raise self.fail(path, f"DeepSpeed knows no section {name.split('.')[0]!r}{near(name, DS_TOP_LEVEL)}")
+            raise self.fail(
+                path, f"DeepSpeed knows no section {name.split('.')[0]!r}{did_you_mean(name, DS_TOP_LEVEL)}"
+            )
         if section in DS_SECTIONS and leaf not in DS_SECTIONS[section]:
-            raise self.fail(path, f"DeepSpeed knows no such key of {section}{near(leaf, DS_SECTIONS[section])}")
+            raise self.fail(path, f"DeepSpeed knows no such key of {section}{did_you_mean(leaf, DS_SECTIONS[section])}")
 
     def _mapping(self, path: tuple[str, ...], raw: dict[str, Any]) -> tuple[list[Any], Any, bool]:
         allowed = ("values", "from", "to", "step", "scale", "points", "when")
         for key in raw:
             if key not in allowed:
-                raise self.fail((*path, str(key)), f"unknown{near(str(key), allowed)}; expected {', '.join(allowed)}")
+                raise self.fail(
+                    (*path, str(key)), f"unknown{did_you_mean(str(key), allowed)}; expected {', '.join(allowed)}"
+                )
         when = raw.get("when") or {}
         if not isinstance(when, dict):
             raise self.fail((*path, "when"), "expected a mapping of a knob to the values at which this one exists")

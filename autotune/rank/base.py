@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 EXIT_REPORTED = 13  # exit code of a rank that has reported its failure over the channel
 
 
-def greet(address: str, number: int) -> tuple[Channel, Message]:
+def connect_to_parent(address: str, number: int) -> tuple[Channel, Message]:
     """Connect to the parent and send this rank's number.
 
     The process leaves with code 1 if the parent closes the channel instead of sending a spec.
@@ -58,11 +58,11 @@ def greet(address: str, number: int) -> tuple[Channel, Message]:
     channel.send("hello", rank=number, pid=os.getpid())
     spec = channel.receive()
     if spec is None:
-        leave(1)
+        exit_process(1)
     return channel, spec
 
 
-def leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End this process at once, without the interpreter's cleanup.
 
     A peer may wait in a collective for ever, so nothing may wait for the peer. Besides, gloo's threads abort an
@@ -73,7 +73,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def handled(error: BaseException) -> list[BaseException]:
+def error_chain(error: BaseException) -> list[BaseException]:
     """Return all causes and contexts of an error, the nearest first."""
     found = [error]
     for one in found:  # the list grows during the loop
@@ -183,12 +183,12 @@ class BaseRank(ABC):
         self.phase = phase
         self.channel.send("phase", phase=phase)
 
-    def progress(self, every_seconds: float = 0.0) -> None:
-        """Send a heartbeat with the step count, unless the last one is more recent than `every_seconds`."""
+    def progress(self, every_seconds: float = 0.0, **more: Any) -> None:
+        """Send a heartbeat with the step count and `more`, unless the last one is more recent than `every_seconds`."""
         now = time.monotonic()
         if now - self._last_progress >= every_seconds:
             self._last_progress = now
-            self.channel.send("progress", steps=self.steps)
+            self.channel.send("progress", steps=self.steps, **more)
 
     def report(self, error: BaseException, described: Message | None = None) -> None:
         """Report an error when it is caught."""
@@ -230,7 +230,7 @@ class BaseRank(ABC):
         if described is None or is_memory_error(described, self.spec["device"]):
             self.progress()
             self.report(error, described)
-            leave(EXIT_REPORTED)
+            exit_process(EXIT_REPORTED)
         return described
 
     def leave_if_memory_ended(self, ended: SystemExit) -> None:
@@ -239,7 +239,7 @@ class BaseRank(ABC):
         Such a script prints its own message, and its exit code does not name the OOM.
         """
         if ended.code not in (None, 0):
-            for error in handled(ended):
+            for error in error_chain(ended):
                 self.leave_if_out_of_memory(error)
 
     # -- collectives -------------------------------------------------------------------------------------------------
@@ -319,11 +319,11 @@ class Rendezvous:
     _listener: socket.socket | None = field(default=None, repr=False)
 
     @classmethod
-    def from_spec(cls, told: str | dict[str, Any], number: int, world: int) -> Rendezvous:
+    def from_spec(cls, store: str | dict[str, Any], number: int, world: int) -> Rendezvous:
         """Build from the `store` of a spec: a file, or `host`, `port` and `token`."""
-        if isinstance(told, str):
-            return cls(number, world, file=told)
-        return cls(number, world, host=told["host"], port=told["port"], token=told["token"])
+        if isinstance(store, str):
+            return cls(number, world, file=store)
+        return cls(number, world, host=store["host"], port=store["port"], token=store["token"])
 
     def open(self) -> int | None:
         """Bind the port if this rank is responsible for it, and return it; otherwise return None.

@@ -120,7 +120,7 @@ def load_any(
     else:
         found = _load_converted(load, engine, *written, own, print_line, *args, **kwargs)
     if found and found[0] and own is not None:
-        mend(engine, own)
+        repair_optimizer(engine, own)
     return found
 
 
@@ -205,7 +205,7 @@ def settings_of(engine: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k != "params"} for group in _inner(engine).param_groups]
 
 
-def mend(engine: Any, own: list[dict[str, Any]]) -> None:
+def repair_optimizer(engine: Any, own: list[dict[str, Any]]) -> None:
     """Repair the optimizer after a load.
 
     With offloading, its class of Adam differs from the one whose states were saved. Settings missing in its groups are
@@ -466,7 +466,7 @@ def is_damaged(folder: Path, part: CheckpointShare) -> bool:
     return not files or any(is_cut_off(file) for file in files if part.has(file.name))
 
 
-def lacks(folder: Path, part: CheckpointShare) -> bool:
+def lacks_own_files(folder: Path, part: CheckpointShare) -> bool:
     """Return True if other ranks have own files in the tag's folder and this rank has none.
 
     Nothing is missing if the first ranks have files as equal groups would, as with MiCS. Tensor parallel ranks (AutoTP)
@@ -498,7 +498,7 @@ def tags_in(folder: Path, part: CheckpointShare) -> TaggedFolderView:
     """Return this rank's view of the folder."""
     whole = {}
     for tag in {file.parent for file in folder.glob(f"*/{_SHARDS_STATES}")}:
-        if not is_damaged(tag, part) and not lacks(tag, part):
+        if not is_damaged(tag, part) and not lacks_own_files(tag, part):
             whole[tag.name] = max((file.stat().st_mtime_ns for file in tag.glob(_SHARDS_STATES)), default=0)
     return TaggedFolderView(tag_of(folder), whole)
 
@@ -551,13 +551,13 @@ class CheckpointLedger:
     call: int = -1
 
     @classmethod
-    def of(cls, folder: Path, told: dict[str, Any] | None) -> CheckpointLedger:
+    def of(cls, folder: Path, state: dict[str, Any] | None) -> CheckpointLedger:
         """Restore from `told`; None starts without knowledge of the folder."""
-        if told is None:
+        if state is None:
             return cls(folder)
-        return cls(folder, {path: (at, by) for path, (at, by) in told["found"].items()}, told["last"])
+        return cls(folder, {path: (at, by) for path, (at, by) in state["found"].items()}, state["last"])
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the state that the parent passes to the ranks of the next attempt."""
         return {"found": self.found, "last": self.last}
 
@@ -590,7 +590,11 @@ class CheckpointLedger:
             tag = tag_of(checkpoint)  # DeepSpeed's tag
             if tag is None or not is_damaged(checkpoint / tag, part):
                 readable.add(step)
-                if tag is not None and not lacks(checkpoint / tag, part) and not is_cut_off(checkpoint / part.random):
+                if (
+                    tag is not None
+                    and not lacks_own_files(checkpoint / tag, part)
+                    and not is_cut_off(checkpoint / part.random)
+                ):
                     whole.add(step)
             if tag is not None and str(checkpoint / tag) in bad:
                 failed.add(step)
@@ -636,7 +640,7 @@ class Choice:
     not_whole: int | None = None  # newer checkpoint that was skipped because it is damaged
 
 
-def chosen(seen: Sequence[OutputFolderView], call: int) -> Choice | None:
+def checkpoint_to_resume(seen: Sequence[OutputFolderView], call: int) -> Choice | None:
     """Return the checkpoint from which this call resumes, or None to keep the script's choice.
 
     The first choice is the newest whole checkpoint of this call in this launch, unless the script names a newer one. If

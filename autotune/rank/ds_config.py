@@ -91,7 +91,6 @@ def why_no_reference(candidate: Candidate, job: Job) -> str:
 
     Args:
         candidate: stage 0 stands for DDP, stage 3 for FSDP2.
-        job: the study's job.
     """
     if job.script is not None or job.workload is not None:
         return "only named models are trained without DeepSpeed"

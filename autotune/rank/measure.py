@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from autotune.errors import Unusable
 from autotune.problem.job import Script, checkpoint_bytes
 from autotune.problem.outcome import Phase
-from autotune.rank.base import EXIT_REPORTED, BaseRank, greet, leave
+from autotune.rank.base import EXIT_REPORTED, BaseRank, connect_to_parent, exit_process
 from autotune.rank.sandbox import Sandbox
 from autotune.rank.step_statistics import MAX_TIMED_MICRO_BATCHES, OVERRUN, UNLIKE, pace_of
 from autotune.script.command_line import ACCELERATE
@@ -45,7 +45,7 @@ def measure_as(kind: type[BaseRank], address: str, number: int) -> NoReturn:
     # Temporary folder of multiprocessing for this process and its children. A folder that multiprocessing creates
     # itself would remain after a kill.
     multiprocessing.current_process()._config["tempdir"] = os.path.dirname(address)  # type: ignore[attr-defined]
-    channel, spec = greet(address, number)
+    channel, spec = connect_to_parent(address, number)
     for caught in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):  # handlers of the fork server, not of ranks
         signal.signal(caught, signal.SIG_DFL)
     _redirect_output(spec["log"])
@@ -64,14 +64,14 @@ def measure_as(kind: type[BaseRank], address: str, number: int) -> NoReturn:
         rank.run()
     except BaseException as error:
         rank.report(error)
-        leave(EXIT_REPORTED)
-    say_goodbye(rank)
+        exit_process(EXIT_REPORTED)
+    finish_rank(rank)
 
 
-def say_goodbye(rank: BaseRank) -> NoReturn:
+def finish_rank(rank: BaseRank) -> NoReturn:
     """End a rank that has done all its work."""
     rank.channel.send("bye")
-    leave(0)
+    exit_process(0)
 
 
 def _redirect_output(log: str) -> None:

@@ -280,6 +280,18 @@ def enable_checkpointing(model: torch.nn.Module) -> None:
 IGNORED = -100  # label of tokens without a loss
 
 
+def expert_blocks(model: torch.nn.Module) -> list[type[torch.nn.Module]]:
+    """Return the classes of blocks with one module per expert, as transformers makes them before 5.0.
+
+    A block skips experts without tokens, and ranks skip different ones. At stage 3 each rank gathers the parameters of the
+    modules that it runs, so that ranks would wait for each other in unequal collectives. DeepSpeed gathers a leaf module as
+    a whole.
+    """
+    return list(
+        {type(one) for one in model.modules() if isinstance(getattr(one, "experts", None), torch.nn.ModuleList)}
+    )
+
+
 def vocabulary_slices(vocabulary: int) -> Iterator[slice]:
     """Yield at most `VOCABULARY_SLICES` slices of the head's rows."""
     size = -(-vocabulary // VOCABULARY_SLICES)

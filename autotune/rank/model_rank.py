@@ -84,6 +84,8 @@ class ModelRank(BaseRank):
         model_builder.replace_loss(model, self.job)
         if self.spec["checkpointing"]:
             model_builder.enable_checkpointing(model)
+        if blocks := model_builder.expert_blocks(model):
+            deepspeed.utils.set_z3_leaf_modules(model, blocks)  # stage 3 reads it
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
         if self.job.compiled:

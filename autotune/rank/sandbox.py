@@ -57,7 +57,6 @@ class Sandbox:
 
     Args:
         folder: the trial's, which takes all that the script writes and is removed with the trial.
-        cwd: the user's current folder.
         protection: see `available_protection`.
         writable: paths whose writes outlive the trial, such as checkpoints that a later group of ranks loads.
     """
@@ -202,7 +201,6 @@ def available_protection(
     """Return the best mechanism that this machine offers, by entering a sandbox in a separate process.
 
     Args:
-        cwd: the user's folder.
         folder: existing folder in which trials have theirs.
         command: makes the command line that runs a module, see `interpreter.bound_command`.
         environment: of that process.
@@ -278,10 +276,13 @@ class _Tree:
             linux.mount(path, at, linux.BIND | linux.RECURSIVE)
             if path != "/proc":  # devices can be written to, but not removed
                 linux.make_read_only(at, recursive=path == "/sys")
-            for disk in linux.disks(self._mounts) if path == "/dev" else ():
+            for device in linux.machine_devices(self._mounts) if path == "/dev" else ():
                 with suppress(FileNotFoundError):  # unplugged since
-                    linux.mount(disk, self._at(disk), linux.BIND)
-                    linux.make_read_only(self._at(disk), devices=False)
+                    linux.mount(device, self._at(device), linux.BIND)
+                    linux.make_read_only(self._at(device), devices=False)
+            if path == "/dev":
+                with suppress(OSError):  # not in this kernel
+                    linux.mount("mqueue", f"{at}/mqueue", 0, "mqueue")
             for name in _MACHINE_SETTINGS if path == "/proc" and not self._ordinary else ():
                 with suppress(OSError):  # not in this kernel
                     linux.mount(f"{at}/{name}", f"{at}/{name}", linux.BIND | linux.RECURSIVE)
@@ -405,11 +406,15 @@ class _Tree:
 
 
 def _devices() -> list[str]:
-    """Return paths that hold all devices of the machine except for disks that this process may write to."""
-    if not (disks := linux.disks(linux.mount_points())):
-        return ["/dev"]
-    entries = [entry.path for entry in os.scandir("/dev") if not entry.is_symlink()]
-    return [one for one in entries if not any(_contains(one, disk) for disk in disks)]
+    """Return paths that hold all devices except for those of the machine that this process may write to."""
+    machine = linux.machine_devices(linux.mount_points())
+
+    def others(folder: str) -> Iterator[str]:
+        for entry in os.scandir(folder):
+            if not entry.is_symlink() and entry.path not in machine:
+                yield from others(entry.path) if any(_contains(entry.path, one) for one in machine) else [entry.path]
+
+    return [*others("/dev")] if machine else ["/dev"]
 
 
 def _make_alike(path: str, made: str) -> None:

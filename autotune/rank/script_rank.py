@@ -19,18 +19,18 @@ from autotune.problem.import_time_env import of_the_device, set_late, settings_i
 from autotune.problem.job import script_text
 from autotune.problem.outcome import Phase
 from autotune.rank import measure
-from autotune.rank.base import EXIT_REPORTED, BaseRank, leave
+from autotune.rank.base import EXIT_REPORTED, BaseRank, exit_process
 from autotune.rank.hooks import Hooks
 from autotune.rank.hooks.base import Context, Patches, Sizes
 from autotune.rank.measure import (
     MeasureRequest,
     certify_save,
     checkpoint,
+    finish_rank,
     load,
     measure_as,
     run_as,
     run_script,
-    say_goodbye,
 )
 from autotune.rank.random_state import RandomState
 from autotune.rank.sandbox import Sandbox
@@ -159,7 +159,7 @@ class ScriptRank(BaseRank):
         """Report the engine's last error and leave, because a script may catch it and end by itself."""
         if self._failure is not None:
             self.send_error(self._failure[1])
-            leave(EXIT_REPORTED)
+            exit_process(EXIT_REPORTED)
 
     def send_error(self, described: Message) -> None:
         """Send an error, with a variable that was set too late as a possible cause."""
@@ -247,7 +247,7 @@ class ScriptRank(BaseRank):
         if phase is Phase.BACKWARD:  # memory peaks here; `stepped` samples too
             self.own_device.note()
         self.fault(phase)
-        self.progress(_PROGRESS_SECONDS)
+        self.progress(_PROGRESS_SECONDS, micro_batches=self.batch.micro_batches)
 
     def stepped(self) -> None:
         """Record the time of an optimizer step."""
@@ -297,7 +297,7 @@ class ScriptRank(BaseRank):
         """
         profile = self.script.profile
         for number, rows in self.rows_beside.items() if profile else ():
-            check_beside(rows, number, candidate, profile)
+            check_auxiliary_engine(rows, number, candidate, profile)
         short = check_batch(self.batch, candidate, profile)
         self.short_steps += bool(short)
         if self.short_steps > max(1, MOST_SHORT * self.steps):
@@ -317,12 +317,12 @@ class ScriptRank(BaseRank):
         if self.candidate is None and builder not in self.spec["ops"]:
             self.channel.send("unbuilt", op=builder)  # the parent builds it first, outside the budget
             self.report(RuntimeError(f"DeepSpeed's {builder} is not built yet"))
-            leave(EXIT_REPORTED)
+            exit_process(EXIT_REPORTED)
 
     def no_engine_found(self) -> None:
         """Report that the script trains without DeepSpeed, and end the rank."""
         self.report(Unusable(f"{self.script.target} trains without {_MISSING_DEEPSPEED}"))
-        leave(EXIT_REPORTED)
+        exit_process(EXIT_REPORTED)
 
     # -- measurement -------------------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class ScriptRank(BaseRank):
         self.channel.send("phase", phase="ready")
         message = self.channel.receive()
         if message is None or message["type"] != "measure":
-            say_goodbye(self)
+            finish_rank(self)
         self.request = MeasureRequest.of(message)
         if message.get("reseed"):
             self.random_state.reseed(self.spec["seed"] + 1)
@@ -387,7 +387,7 @@ class ScriptRank(BaseRank):
             facts["variables"] = {name: os.environ[name] for name in of_the_device(late) if name in os.environ}
             facts["late"] = too_late([name for name in late if name not in facts["variables"]])
         if self.rows_beside:
-            facts["beside"] = {number: usual(rows) for number, rows in self.rows_beside.items()}
+            facts["beside"] = {number: typical_rows(rows) for number, rows in self.rows_beside.items()}
         self.channel.send(
             "measured",
             seeds=self.random_state.named if self.candidate is None else [],
@@ -403,7 +403,7 @@ class ScriptRank(BaseRank):
             **device.peaks(),
         )
         self._serve_certificates()
-        say_goodbye(self)
+        finish_rank(self)
 
     def _trained(self, batches: list[Batch]) -> dict[str, Any]:
         """Return facts about the measured steps.
@@ -413,7 +413,7 @@ class ScriptRank(BaseRank):
         """
         if self.candidate is not None and self.script.profile:
             check_tokens(batches, self.candidate, self.script.profile)
-            return {**usual_step(batches)}
+            return {**typical_counts(batches)}
         loader = getattr(self.engine, "training_dataloader", None)
         fed = any(getattr(loader, name, None) is not None for name in ("data", "data_iterator"))  # set by a read
         return own_steps(batches, self.facts["micro_batch"], self.facts["accumulation"], fed=fed)
@@ -471,7 +471,7 @@ class Batch:
         return self.packed == self.rows > 0
 
 
-def usual_step(batches: Sequence[Batch]) -> dict[str, int]:
+def typical_counts(batches: Sequence[Batch]) -> dict[str, int]:
     """Return the most frequent counts per step, since a data set's last step may be smaller."""
     return {
         "micros": statistics.mode(batch.micro_batches for batch in batches),
@@ -488,14 +488,14 @@ def own_steps(batches: Sequence[Batch], micro_batch: int, accumulation: int, *, 
         accumulation: accumulation of the script's config.
         fed: True if DeepSpeed's own loader makes the batches, which have equal numbers of samples.
     """
-    found: dict[str, Any] = usual_step(batches)
+    found: dict[str, Any] = typical_counts(batches)
     rows = [batch.rows for batch in batches]
-    if not any(rows) or usual(rows):
-        flat = all(batch.flat for batch in batches) and not usual([batch.sequences for batch in batches])
+    if not any(rows) or typical_rows(rows):
+        flat = all(batch.flat for batch in batches) and not typical_rows([batch.sequences for batch in batches])
         return {**found, "packed_tokens": _steady_tokens(batches, accumulation)} if flat else found
     samples = micro_batch * (found["micros"] or accumulation)
     each = {name: [batch.rows_by_name[name] for batch in batches] for name in batches[0].rows_by_name}
-    steady = {name: one for name, of in each.items() if all(of) and (one := usual(of)) and one % samples == 0}
+    steady = {name: one for name, of in each.items() if all(of) and (one := typical_rows(of)) and one % samples == 0}
     if steady:
         name = min(steady, key=lambda name: steady[name])
         return {**found, "rows": steady[name], "sequences": steady[name], "counted_by": name, "fed": fed}
@@ -538,7 +538,9 @@ def check_batch(batch: Batch, candidate: Candidate, profile: dict[str, Any]) -> 
     if profile.get("batch_note") or not counted.unit:
         if (profile["micro_batch"], profile["accumulation"]) != (candidate.micro_batch, candidate.accumulation):
             raise Unusable(profile.get("batch_note") or UNCOUNTED, Cause.BATCH)
-        held = profile.get("held")  # counts of the script's own steps; missing if only the thriftiest settings ran
+        held = profile.get(
+            "held"
+        )  # counts of the script's own steps; missing if only the settings with the least memory ran
         return _short_of(batch, held["micros"], held["rows"], "rows", profile["accumulation"]) if held else ""
     micros = candidate.accumulation * counted.micros_per_accumulation
     if counted.unit == TOKENS:  # tokens are checked by their mean, see `check_tokens`
@@ -594,14 +596,14 @@ def check_tokens(batches: Sequence[Batch], candidate: Candidate, profile: dict[s
         )
 
 
-def usual(rows: Sequence[int]) -> int:
+def typical_rows(rows: Sequence[int]) -> int:
     """Return the rows of most steps, or 0 if more steps differ than an occasional last batch."""
     most = statistics.mode(rows)
     smaller = sum(one < most for one in rows)
     return 0 if max(rows) > most or smaller > max(1, MOST_SHORT * len(rows)) else most
 
 
-def check_beside(rows: Sequence[int], number: str, candidate: Candidate, profile: dict[str, Any]) -> None:
+def check_auxiliary_engine(rows: Sequence[int], number: str, candidate: Candidate, profile: dict[str, Any]) -> None:
     """Check the steps of an auxiliary engine: unchanged, or scaled like those of the first engine.
 
     Raises:

@@ -27,7 +27,6 @@ class TorchEngine:
 
     Args:
         job: a named model, `Job.torch_alone`.
-        device: the rank's device.
         config: the trial's DeepSpeed config, which gives stage, optimizer and clipping.
         checkpointing: activations are checkpointed.
     """

@@ -25,12 +25,12 @@ from typing import Any, NoReturn, TypeVar
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Phase
 from autotune.problem.training_trace import LEAST_STEPS
-from autotune.rank.base import BaseRank, greet, handled, leave
+from autotune.rank.base import BaseRank, connect_to_parent, error_chain, exit_process
 from autotune.rank.checkpoints import (
     CheckpointLedger,
     CheckpointShare,
     OutputFolderView,
-    chosen,
+    checkpoint_to_resume,
     instead_of_latest,
     load_any,
     tag_of,
@@ -40,8 +40,8 @@ from autotune.rank.hooks import Hooks
 from autotune.rank.hooks.base import Context, Sizes
 from autotune.rank.measure import run_script
 from autotune.rank.training_trace import TraceRecorder
-from autotune.rank.versions import imported
-from autotune.util.linux import outlive_notices
+from autotune.rank.versions import import_or_none
+from autotune.util.linux import ignore_user_signals
 from autotune.workers.protocol import Message
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class TrainRank(BaseRank):
         Hugging Face's scripts refuse an output folder that has files and no checkpoint. They still refuse files of
         another launch. From checkpoints they resume.
         """
-        arguments_class = imported("transformers", "TrainingArguments")
+        arguments_class = import_or_none("transformers", "TrainingArguments")
         if arguments_class is None:
             return
 
@@ -121,7 +121,7 @@ class TrainRank(BaseRank):
 
         If there is none, Trainer resumes from the checkpoint that the script names.
         """
-        trainer_class = imported("transformers", "Trainer")
+        trainer_class = import_or_none("transformers", "Trainer")
         if trainer_class is None:  # then the script has no Trainer either
             return
 
@@ -144,9 +144,9 @@ class TrainRank(BaseRank):
         ledger = self._ledgers.setdefault(str(folder), CheckpointLedger.of(folder, told))
         ledger.begin()
         if self.number == 0:
-            self.channel.send("checkpoints", folder=str(folder), ledger=ledger.told())
+            self.channel.send("checkpoints", folder=str(folder), ledger=ledger.to_json())
         seen = self._of_all(ledger.seen(self._part, given, self.spec["bad"]))
-        choice = chosen(seen, ledger.call)
+        choice = checkpoint_to_resume(seen, ledger.call)
         if choice is None:
             if told is None and not given and ledger.call == 0:
                 self._tell_of_earlier(ledger, seen[0])
@@ -230,7 +230,7 @@ class TrainRank(BaseRank):
     def _described(self, error: BaseException) -> Message:
         """Add the checkpoint whose load raised the error."""
         described = super()._described(error)
-        if self._unloaded is not None and self._unloaded[0] in (error, *handled(error)):
+        if self._unloaded is not None and self._unloaded[0] in (error, *error_chain(error)):
             described["unloaded"] = self._unloaded[1]
         return described
 
@@ -296,7 +296,7 @@ def train(address: str, number: int) -> Any:
     Returns:
         The value that the script passed to `sys.exit`.
     """
-    channel, spec = greet(address, number)
+    channel, spec = connect_to_parent(address, number)
     sys.argv = sys.argv[:1]
     rank = TrainRank(channel, spec)
     code: Any = None
@@ -307,7 +307,7 @@ def train(address: str, number: int) -> Any:
         code = ended.code
     except BaseException as error:
         rank.report(error)
-        leave(1)
+        exit_process(1)
     channel.send("bye", code=_exit_status(code), steps=rank.steps)
     return code
 
@@ -330,18 +330,18 @@ def become(address: str, number: int) -> NoReturn:
         (signal.SIGCHLD, signal.SIG_DFL),
     ):
         signal.signal(caught, handler)
-    outlive_notices()
+    ignore_user_signals()
     code = train(address, number)
     if not isinstance(code, int | None):
         print(code, file=sys.stderr)
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads, as multiprocessing does
     atexit._run_exitfuncs()
-    leave(_exit_status(code))
+    exit_process(_exit_status(code))
 
 
 def main() -> None:
     """Run a cold start, which ends like the script alone, with the process group closed before."""
-    outlive_notices()
+    ignore_user_signals()
     sys.exit(train(sys.argv[1], int(sys.argv[2])))
 
 

@@ -101,7 +101,6 @@ class TraceRecorder:
         """Record the loss whose backward begins.
 
         Args:
-            engine: the engine.
             loss: argument of `engine.backward`; None takes the tensor on which autograd runs.
             scaled: the engine divides the loss by its accumulation.
         """

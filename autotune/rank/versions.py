@@ -17,7 +17,7 @@ def _release_of(package: str) -> tuple[int, ...]:
     return release(metadata.version(package))
 
 
-def imported(module: str, name: str) -> Any:
+def import_or_none(module: str, name: str) -> Any:
     """Import a name from a library, or return None if the library is missing or fails to import.
 
     A script that imports the library sees the error itself, and any other script must not fail. Before 5.0,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autotune.problem.job import Job
-from autotune.problem.models import ANSWERS, CLASSIFICATION, IMAGE_TEXT, MASKED, SEQ2SEQ, TOKENS, told_image_size
+from autotune.problem.models import ANSWERS, CLASSIFICATION, IMAGE_TEXT, MASKED, SEQ2SEQ, TOKENS, declared_image_size
 from autotune.rank.model_builder import DTYPES, IGNORED, build_model, transformers_config
 from autotune.rank.versions import image_token, packed_mask, takes_image_types
 from autotune.util.units import MIB
@@ -274,7 +274,7 @@ def image_batch(job: Job, config: Any, ids: torch.Tensor) -> TensorBatch:
             "give your own batches with --workload"
         )
     rows, width = ids.shape
-    size = job.image_size or told_image_size(job.model.config)
+    size = job.image_size or declared_image_size(job.model.config)
     if size is None:
         raise ValueError("the configuration names no image size")
     pixels, tokens = _LAYOUTS[kind](config, size, rows)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import ExitCode, MachineTrouble, Stopped, UserError, one_line
+from autotune.errors import ExitCode, MachineError, Stopped, UserError, one_line
 from autotune.executors.base import LaunchTarget
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements, op_name
 from autotune.masking import masked, masked_data
@@ -278,7 +278,7 @@ class Supervisor:
             assert self._signal is not None
             reason = f"stopped by {self._signal.name}, before DeepSpeed's ops were built"
             return heard.end(128 + self._signal, None, reason)
-        except MachineTrouble as trouble:  # a node that restarts is away for minutes
+        except MachineError as trouble:  # a node that restarts is away for minutes
             return heard.end(ExitCode.MACHINE, OutcomeKind.INFRASTRUCTURE, str(trouble))
         failed = self.target.ops.failed
         for builder in needed_ops([rung.candidate], self.job, self.hardware.device):

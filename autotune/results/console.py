@@ -49,10 +49,10 @@ from autotune.script.profile import SPLIT, other_batch
 from autotune.script.script import (
     KNOWN_FLAGS,
     RELAUNCHED,
-    carried,
     carries_knob,
+    command_sets_all,
     training_command,
-    typed,
+    typed_words,
     variables_for,
     wrong_batch_warning,
 )
@@ -60,7 +60,7 @@ from autotune.search.certificate import certificate_lines
 from autotune.search.leaderboard import Leaderboard, StudyFacts, missing_bytes
 from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
-from autotune.search.trials import AS_IS, RESUME, VERIFY, Record, resumed_peak_bytes, uncollected
+from autotune.search.trials import AS_IS, RESUME, VERIFY, Record, resumed_peak_bytes, without_garbage_collection
 from autotune.util.interpreter import launch_command
 from autotune.util.streams import LOG, is_watched
 from autotune.util.units import counted, format_bytes, format_count, format_duration
@@ -102,7 +102,7 @@ def outcome_line(outcome: Outcome) -> str:
     if outcome.measurement is not None:
         measured = outcome.measurement
         retries = f", {measured.alloc_retries} allocator retries" if measured.alloc_retries else ""
-        return f"{speed(measured)}, peak {format_bytes(measured.peak_bytes)}{retries}"
+        return f"{throughput_text(measured)}, peak {format_bytes(measured.peak_bytes)}{retries}"
     who = f" on rank {outcome.rank}" if outcome.rank is not None else ""
     if outcome.kind.is_oom:
         what = "OOM" if outcome.kind is OutcomeKind.OOM_DEVICE else "host OOM"
@@ -249,7 +249,9 @@ class LiveObserver(PlainObserver):
             lines.append(Columns([bar, Text.from_markup(told)]))
         best = self._leaderboard and next(filter(self._leaderboard.may_win, self._leaderboard.feasible()), None)
         if self._leaderboard and best:
-            lines.append(Text(f"best  {best}  {speed(self._leaderboard.measured[best][1])}", style="bold green"))
+            lines.append(
+                Text(f"best  {best}  {throughput_text(self._leaderboard.measured[best][1])}", style="bold green")
+            )
         text, since = self._doing
         running = list(self._running.copy().values())
         if text:
@@ -328,7 +330,7 @@ def record_json(record: Record) -> dict[str, Any]:
     }
 
 
-@uncollected()
+@without_garbage_collection()
 def show_study(store: StudyStore, out: Console) -> None:
     """Print a study's trials with their reasons, what was not tried and why, its calls, and its verdict."""
     records, calls, facts = store.records(), store.calls(), store.facts()
@@ -372,7 +374,7 @@ def trial_lines(store: StudyStore, record: Record) -> list[str]:
 DOUBTFUL = 0.5  # share of a step's seconds; half the 95 % interval above it makes a winner doubtful
 
 
-def speed(measured: Measurement) -> str:
+def throughput_text(measured: Measurement) -> str:
     """Return the text of a throughput."""
     tokens = f" ({format_count(measured.tokens_per_second).strip()} tokens/s)" if _has_tokens(measured) else ""
     return f"{measured.samples_per_second:.4g} samples/s{tokens}"
@@ -448,16 +450,16 @@ def own_line(facts: StudyFacts, job: Job) -> str:
     winner = facts.winner
     measured = winner.outcome.measurement if winner and winner.outcome else None
     if own.outcome.measurement is None:
-        won = f"; winner: {speed(measured)}" if measured else ""
+        won = f"; winner: {throughput_text(measured)}" if measured else ""
         return f"{yours}: {outcome_line(own.outcome)}{won}"
     if winner is not None and winner.candidate == own.candidate:
         return f"{yours} is the winner: {AS_IS} has this config already"
     ratio = facts.own_ratio
     if winner is None or ratio is None:
         remark = facts.remark(own.number)
-        return f"{yours}: {speed(own.outcome.measurement)}{f', {remark}' if remark else ''}"
+        return f"{yours}: {throughput_text(own.outcome.measurement)}{f', {remark}' if remark else ''}"
     alike = f"{ratio.samples_per_second:.4g} against {ratio.other_samples_per_second:.4g} samples/s, measured alike"
-    unlike = unlike_steps(own.candidate, winner.candidate, job)
+    unlike = batch_size_note(own.candidate, winner.candidate, job)
     if ratio.is_noise:
         return f"{yours}: tied with the winner, {ratio.times:.2f}x is below noise ({alike}{unlike})"
     return f"{yours}: the winner is {ratio.times:.2f}x yours ({alike}{unlike})"
@@ -476,7 +478,7 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
         *filter(None, first),
         f"winner: {config_sentence(record.candidate, job, hardware)}",
         f"  config: {record.candidate} ({code_legend(record.candidate)})",
-        f"  {speed(measured)}, ±{spread:.1f} % within its run (95 %){_per_rank(measured, job, hardware)}",
+        f"  {throughput_text(measured)}, ±{spread:.1f} % within its run (95 %){_per_rank(measured, job, hardware)}",
         f"  step {format_duration(measured.step_seconds)}; peak {format_bytes(measured.peak_bytes)} of "
         f"{format_bytes(hardware.capacity_bytes)} ({free:.0f} % free, headroom {100 * hardware.headroom:.0f} %)",
     ]
@@ -518,7 +520,7 @@ def _unit(hardware: Hardware) -> str:
     return "GPU" if hardware.device == "cuda" else "CPU rank"
 
 
-def unlike_steps(own: Candidate, winner: Candidate, job: Job) -> str:
+def batch_size_note(own: Candidate, winner: Candidate, job: Job) -> str:
     """Return a note if the two take steps of different size."""
     mine, theirs = (one.rows_per_rank * job.data_ranks for one in (winner, own))
     return "" if mine == theirs else f"; its steps are of {theirs} samples, the winner's of {mine}"
@@ -572,9 +574,9 @@ def train_with(
     variables = {**variables_of(winner, threads, environment), **variables_for(job.script, per_node)}
     plain = f"{assignments(masked_data(variables))} {shlex.join(masked_words(words))}"
     where = f" --hostfile {shlex.quote(str(hostfile or 'HOSTFILE'))}" if nodes > 1 else ""
-    watched = f"autotune launch {shlex.quote(study)}{where} -- {shlex.join(masked_words(typed(job.script)))}"
+    watched = f"autotune launch {shlex.quote(study)}{where} -- {shlex.join(masked_words(typed_words(job.script)))}"
     instead, hints = "", [NOTE] if MASK in plain + watched else []
-    if carried(job.script):
+    if command_sets_all(job.script):
         commands = [("train with, on every node" if each else "train with", plain), ("or watched", watched)]
     else:
         commands = [("train with", watched)]
@@ -614,7 +616,7 @@ def _checkpointing(winner: Candidate, job: Job, script: Script) -> list[str]:
     return [left] if left else []
 
 
-def short_of(outcome: Outcome, hardware: Hardware) -> str:
+def missing_memory(outcome: Outcome, hardware: Hardware) -> str:
     """Describe the memory that a config lacked; empty if it failed for another reason."""
     missing = missing_bytes(outcome, hardware)
     if missing is None:
@@ -633,7 +635,7 @@ def short_of(outcome: Outcome, hardware: Hardware) -> str:
 _BUDGET_STEPS = (30, 60, 120, 300, 600, 1200, 1800, 3600)  # s; budgets that a message suggests
 
 
-def _larger_budget(seconds: float) -> str:
+def larger_budget(seconds: float) -> str:
     """Return the next usual budget that is at least `seconds`, as --budget takes it."""
     whole = next((step for step in _BUDGET_STEPS if step >= seconds), 3600 * math.ceil(seconds / 3600))
     return f"--budget {whole}s" if whole < 120 else f"--budget {whole // 60}m"
@@ -643,7 +645,7 @@ def startup_used_all(budget_seconds: float, used_seconds: float) -> str:
     """Say that the budget ended before the first trial, and which budget to try."""
     budget, took = format_duration(budget_seconds), format_duration(used_seconds)
     used = f"no trial ran: the budget of {budget} ended during start-up ({took})"
-    return f"{used}; use {_larger_budget(budget_seconds + used_seconds)}"
+    return f"{used}; use {larger_budget(budget_seconds + used_seconds)}"
 
 
 def no_winner_lines(
@@ -660,7 +662,7 @@ def no_winner_lines(
     budget, used = format_duration(facts.budget_seconds), facts.used_seconds
     if not facts.trials:
         if StopReason.of(facts.stop_reason) is StopReason.BUDGET_USED:
-            more = _larger_budget(used + facts.budget_seconds)
+            more = larger_budget(used + facts.budget_seconds)
             took = format_duration(used)
             if used < facts.budget_seconds:
                 return [
@@ -672,7 +674,7 @@ def no_winner_lines(
         f"no candidate ran: {shortened(reason, 2 * _MOST_REASON)} ({count}x)" for reason, count in facts.failures[:3]
     ]
     if facts.cut_short:
-        more = _larger_budget(2 * max(used, facts.budget_seconds))
+        more = larger_budget(2 * max(used, facts.budget_seconds))
         return [f"no trial ended within the budget of {budget}, so nothing is known of memory; use {more}", *lines]
     if not lines:  # measured, and rejected for another reason than memory
         lines = [
@@ -684,7 +686,7 @@ def no_winner_lines(
 def _closest_lines(
     record: Record, outcome: Outcome, hardware: Hardware, tried: Collection[Candidate], untried: list[Candidate]
 ) -> list[str]:
-    lines = [f"closest: {record.candidate}: {short_of(outcome, hardware)}"]
+    lines = [f"closest: {record.candidate}: {missing_memory(outcome, hardware)}"]
     candidate, changes = record.candidate, []
     if candidate.micro_batch > 1:
         changes.append(f"micro-batch {candidate.micro_batch} -> {candidate.micro_batch // 2}")

@@ -20,7 +20,7 @@ from autotune.results.tables import DataTable
 from autotune.search.fingerprint import VERSIONS, changes
 from autotune.search.leaderboard import SpeedRatio
 from autotune.search.study import StudyStore
-from autotune.search.trials import RESUME, SEARCH, TRAINING, VERIFY, uncollected
+from autotune.search.trials import RESUME, SEARCH, TRAINING, VERIFY, without_garbage_collection
 from autotune.util.units import counted, format_bytes
 
 _MOST_ROWS = 40  # rows of the printed table; JSON has all
@@ -93,11 +93,11 @@ class StudyDiff:
                 f"only, {fits[False, False]} in neither"
             )
         if peaks := [pair.peaks for pair in self.pairs if pair.peaks]:
-            lines.append(f"peak in {other}: {_spread([100 * (after / before - 1) for before, after in peaks], '%')}")
+            lines.append(f"peak in {other}: {_spread([100 * (after / before - 1) for before, after in peaks])}")
         if ratios := [pair.ratio for pair in self.pairs if pair.ratio]:
             beyond = sum(not ratio.is_noise for ratio in ratios)
             lines.append(
-                f"speed in {other}: {_spread([100 * (ratio.times - 1) for ratio in ratios], '%')}; "
+                f"speed in {other}: {_spread([100 * (ratio.times - 1) for ratio in ratios])}; "
                 f"{beyond} of {len(ratios)} beyond noise"
             )
         lines += self._causes()
@@ -141,12 +141,12 @@ def _moved(before: int, after: int) -> bool:
     return abs(after / before - 1) > _SAME_BYTES
 
 
-def _spread(values: Sequence[float], unit: str) -> str:
-    """Return the median of values with the smallest and the largest."""
-    return f"median {statistics.median(values):+.1f} {unit} ({min(values):+.1f} to {max(values):+.1f})"
+def _spread(percents: Sequence[float]) -> str:
+    """Return the median of percentages with the smallest and the largest."""
+    return f"median {statistics.median(percents):+.1f} % ({min(percents):+.1f} to {max(percents):+.1f})"
 
 
-@uncollected()
+@without_garbage_collection()
 def diff_studies(first: StudyStore, second: StudyStore) -> StudyDiff:
     """Compare two studies. Candidates count as the same if they differ only in knobs that change nothing.
 

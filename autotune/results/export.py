@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from autotune._version import __version__
-from autotune.errors import UserError, near
+from autotune.errors import UserError, did_you_mean
 from autotune.masking import masked, masked_data, masked_words, names_secret, shell_text
 from autotune.problem.candidate import (
     ACCUMULATION,
@@ -32,12 +32,12 @@ from autotune.problem.models import CAUSAL, LIGER_LOSS_ALONE
 from autotune.problem.nvml import ARCHITECTURES
 from autotune.problem.outcome import Measurement
 from autotune.rank.ds_config import all_ops, may_skip_parameters
-from autotune.results.output_files import beside, check_out, secrets_note
+from autotune.results.output_files import check_out, secrets_note, sibling_path
 from autotune.script.argument_files import own_files
 from autotune.script.argument_writer import winners_files
-from autotune.script.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, options_without, started, take_apart
+from autotune.script.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, launcher_command, options_without, take_apart
 from autotune.script.profile import CALL, ZERO_INIT, other_batch
-from autotune.script.script import carried, command, training_command
+from autotune.script.script import command, command_sets_all, training_command
 from autotune.search.certificate import certificate_lines
 from autotune.search.fingerprint import measured_under
 from autotune.search.storage import output_file
@@ -292,7 +292,7 @@ def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[
     if other := other_batch(candidate, job):
         lines.append(other)
     own = job.script
-    if own is not None and under_lightning(own) and not carried(own) and not own.holds_batch:
+    if own is not None and under_lightning(own) and not command_sets_all(own) and not own.holds_batch:
         lines.append(lightnings_own(candidate))
     if candidate.checkpointing:
         lines.append(with_checkpointing(job))
@@ -407,13 +407,13 @@ def write_export(
     nodes: int = 1,
 ) -> list[Path]:
     """Write the files of a format and their `.meta.json`, and return their paths."""
-    meta_path = beside(out, style, "meta.json")
+    meta_path = sibling_path(out, style, "meta.json")
     remove_file(meta_path)  # the metadata of an earlier export must not remain next to this config
     written = [out]
     if style == "deepspeed":
         written += _write_config(candidate, job, out)
     elif style == "sbatch":
-        config = beside(out, style, "deepspeed.json")
+        config = sibling_path(out, style, "deepspeed.json")
         written += [config, *_write_config(candidate, job, config)]
         write_atomically(out, _batch_script(candidate, job, config, meta_data, device, nodes))
     elif style == "hf":
@@ -431,7 +431,7 @@ def write_export(
         text = yaml.safe_dump(fsdp_config(candidate, job, device, nodes), sort_keys=False)
         write_atomically(out, "".join(f"# {line}\n" for line in notes) + text)
     else:
-        config = beside(out, style, "deepspeed.json")
+        config = sibling_path(out, style, "deepspeed.json")
         # A script's own accelerate loop reads batch sizes from the config, Trainer from its arguments.
         made = hf_deepspeed_config if job.script and job.script.profile.get("through_arguments") else deepspeed_config
         write_atomically(config, _config_json(made(candidate, job)))
@@ -492,7 +492,7 @@ def usage_lines(style: str, files: Sequence[Path], store: StudyStore, trial: int
         words = ["deepspeed", *command(own, candidate, str(files[0]))]
         if own.program is not None or own.argv[0] == "-m":  # DeepSpeed's launcher would need further options
             words = training_command(own, candidate, per_node, str(files[0]))
-        takes = "" if carried(own) else f"put {file} where the script has its own config, and train with: "
+        takes = "" if command_sets_all(own) else f"put {file} where the script has its own config, and train with: "
         training = shlex.join(masked_words(words))
     lines = {
         "deepspeed": [
@@ -534,7 +534,7 @@ def export_study(study: str, storage: str | None, style: str, out: Path | None, 
 
 def _check_style(style: str) -> None:
     if style not in FORMATS:
-        raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}{near(style, FORMATS)}")
+        raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}{did_you_mean(style, FORMATS)}")
 
 
 def _record(store: StudyStore, trial: int | None) -> Record:
@@ -662,7 +662,7 @@ def over_nodes(words: Sequence[str], nodes: int, per_node: int, hostfile: Path |
         launcher = [*head, *meet, *options_without(line, "--num_processes", "--num_machines")]
     else:
         return list(words), True
-    return started(line, launcher, line.target), line.kind != DEEPSPEED
+    return launcher_command(line, launcher, line.target), line.kind != DEEPSPEED
 
 
 def sbatch_script(

@@ -39,7 +39,7 @@ def check_out(out: Path, *, makes_folders: bool = False) -> None:
         raise UserError(f"{out}: the folder {folder} is read-only for you: name another file")
 
 
-def beside(out: Path, style: str, what: str) -> Path:
+def sibling_path(out: Path, style: str, what: str) -> Path:
     """Return a path next to `out` that no file of another `out` or format has.
 
     The winner's own files are NAME.json and NAME.meta.json, and no later export overwrites them.

@@ -253,7 +253,7 @@ class Plan:
         0.0  # main memory of a node while each rank loads a full copy of the weights; 0: no copy, or unknown
     )
     chunked: ChunkedLoss | None = None  # None: logits and loss are small, or cannot be avoided
-    own: CardPlan | None = None  # for the requested card, with an exact `fewest`
+    own: CardPlan | None = None  # for the requested card, with an exact `fewest_gpus`
     cards: tuple[
         CardPlan, ...
     ] = ()  # cheapest first, those with measured rows before others; those without a price last
@@ -402,7 +402,7 @@ def show_plan(plan: Plan, out: Console) -> None:
     _show_gains(plan, out)
     ways_table(plan).show(out)
     if plan.own is not None:
-        _put(out, Text(f"fewest {plan.own.gpu}: ", style="bold").append(fewest(plan.own), style="not bold"))
+        _put(out, Text(f"fewest {plan.own.gpu}: ", style="bold").append(fewest_gpus(plan.own), style="not bold"))
     if cards := cards_table(plan):
         cards.show(out)
     elif plan.cards:
@@ -513,20 +513,20 @@ def nothing_fits_lines(plan: Plan) -> list[str]:
         has = f"{'assumed' if plan.host_assumed else 'here'} {_gib(hardware.host_memory_bytes)}; --host-memory"
         return [
             f"fits with offload on a node with at least {_gib(need.host_needed_bytes)} of main memory ({has})",
-            f"then: {short(with_host.candidate)}, {token_speed(with_host, plan.job)}",
+            f"then: {knobs_text(with_host.candidate)}, {token_speed(with_host, plan.job)}",
         ]
     lines = ["nothing of the space is predicted to fit"]
     if plan.closest is not None:
         need = Shortage.of(plan.closest, hardware)
         usable = f"{need.gpu_usable_bytes / GIB:.1f} may be used"
         host = f", {_gib(need.host_needed_bytes)} of main memory a node" if need.host_needed_bytes else ""
-        said = f"nearest: {short(plan.closest.candidate)}: needs {need.gpu_needed_bytes / GIB:.1f} GiB a GPU ({usable}){host}"
-        lines.append(f"{said}: {need}")
+        need_text = f"needs {need.gpu_needed_bytes / GIB:.1f} GiB a GPU ({usable}){host}: {need}"
+        lines.append(f"nearest: {knobs_text(plan.closest.candidate)}: {need_text}")
     if plan.shared is not None:
         job, one = plan.shared.job, plan.shared.prediction
         key = f"{SEQUENCE_RANKS}: {job.sequence_ranks} in --ds-config, and a script that splits them"
         lines.append(
-            f"fits if {job.sequence_ranks} GPUs share each sequence ({key}): {short(one.candidate)}, {token_speed(one, job)}"
+            f"fits if {job.sequence_ranks} GPUs share each sequence ({key}): {knobs_text(one.candidate)}, {token_speed(one, job)}"
         )
     return lines
 
@@ -577,7 +577,7 @@ def chunked_loss_line(plan: Plan) -> str:
     else:
         ratio = fastest.samples_per_second / before.samples_per_second
         faster = f", {ratio:.2f}x the speed" if plan.best else ""
-        gain = f"the fastest is then {short(fastest.candidate)}: {token_speed(fastest, plan.job)}{faster}"
+        gain = f"the fastest is then {knobs_text(fastest.candidate)}: {token_speed(fastest, plan.job)}{faster}"
     named = plan.job.workload is None and not loss_possible(CHUNKED, RequirementInputs(plan.job, plan.hardware))
     how = f"--loss chunked; in a script {CHUNKED_LOSSES}" if named else CHUNKED_LOSSES
     return f"{held}. Compute the loss in chunks ({how}): {then}, {gain}"
@@ -754,11 +754,11 @@ def _card_row(card: CardPlan) -> tuple[str, ...]:
     )
 
 
-def fewest(card: CardPlan) -> str:
+def fewest_gpus(card: CardPlan) -> str:
     """Describe the fewest GPUs of a card that suffice, without and with offload."""
     parts = []
     if card.fewest:
-        parts.append(f"{_count(card.fewest)} ({short(card.fewest.prediction.candidate)})")
+        parts.append(f"{_count(card.fewest)} ({knobs_text(card.fewest.prediction.candidate)})")
     offloading = card.fewest_offloading
     if offloading and (card.fewest is None or offloading.hardware.count < card.fewest.hardware.count):
         need = _gib(offloading.host_bytes)
@@ -785,7 +785,7 @@ def comparison_table(plans: list[Plan]) -> PlanTable:
         low, high = outlook.tokens_interval
         cells = (
             machine,
-            short(outlook.prediction.candidate),
+            knobs_text(outlook.prediction.candidate),
             f"{rate(outlook.tokens_per_second)} ({rate(low)} to {rate(high)})",
             f"{outlook.mfu:.0%}" if outlook.mfu is not None else "",
             f"{outlook.prediction.peak_bytes / GIB:.1f}",
@@ -803,7 +803,7 @@ def show_comparison(plans: list[Plan], out: Console) -> None:
     comparison_table(plans).show(out, folded="config")
 
 
-def short(candidate: Candidate) -> str:
+def knobs_text(candidate: Candidate) -> str:
     """Format the knobs that decide memory and speed, without buckets and the like."""
     return describe({name: value for name, value in candidate.knobs if name in _DECIDING})
 

@@ -23,11 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from autotune.errors import UserError, near, one_line
+from autotune.errors import UserError, did_you_mean, one_line
 from autotune.masking import masked, masked_data
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome
-from autotune.util.bounds import shown
+from autotune.util.bounds import display_value
 from autotune.util.entry_points import TRACKER
 from autotune.util.interpreter import OwnInterpreter, module_command
 from autotune.util.units import GIB
@@ -231,7 +231,7 @@ def check_trackers(names: Sequence[str]) -> tuple[str, ...]:
     """
     for name in names:
         if name not in TRACKERS:
-            raise UserError(f"--track {name}: expected {', '.join(TRACKERS)}{near(name, TRACKERS)}")
+            raise UserError(f"--track {name}: expected {', '.join(TRACKERS)}{did_you_mean(name, TRACKERS)}")
         if importlib.util.find_spec(TRACKERS[name][0]) is None:
             raise UserError(
                 f"--track {name} needs the package {TRACKERS[name][0]}, which this Python lacks. Install it, or remove --track."
@@ -261,7 +261,6 @@ class Tracking:
         """Start the trackers. Trials that ended before are recorded, too.
 
         Args:
-            study: its name.
             folder: for files of trackers without a server, and their logs.
             about: the job and the machine.
             predict: returns predicted figures of a candidate.
@@ -333,7 +332,7 @@ class Tracking:
             if process.wait() == 0:
                 return
             last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or ["it was stopped"]
-            why = shown(last[0])
+            why = display_value(last[0])
         except OSError as error:
             why = one_line(error)
         self._print_line(f"--track {name} failed and records no more: {why} (see {log})")

@@ -48,9 +48,9 @@ def changes_for(script: Script, file: ArgumentFile, candidate: Candidate, config
         config: the path of the DeepSpeed config with the candidate in it; None leaves the file's own.
     """
     data = file.data
-    flags = given(script.argv)
+    flags = argument_names(script.argv)
     found: dict[Place, Any] = {}
-    for knob, value in candidate.told(script):
+    for knob, value in candidate.passed_knobs(script):
         place, negated = _place(script, data, knob)
         if place is not None and f"--{place[-1]}" not in flags:
             found[place] = not value if negated else value
@@ -97,14 +97,16 @@ def config_place(script: Script, data: dict[str, Any]) -> Place | None:
 
     If there is none, return the place to add it, provided that the file holds Trainer's arguments.
     """
-    known = _find_config(script, data) or find(data, (CONFIG,))
+    known = _find_config(script, data) or find_key(data, (CONFIG,))
     if known is not None or not _trainers(script, data):
         return known
-    elsewhere = CONFIG_FLAG in given(script.argv) or script.ds_config is not None or launcher_file(script) is not None
+    elsewhere = (
+        CONFIG_FLAG in argument_names(script.argv) or script.ds_config is not None or launcher_file(script) is not None
+    )
     return None if elsewhere else (*_beside(data), CONFIG)
 
 
-def carries(script: Script, knob: str) -> bool:
+def can_set_knob(script: Script, knob: str) -> bool:
     """Check that one of the command's files sets the knob, or could."""
     return any(_place(script, file.data, knob)[0] for file in own_files(script))
 
@@ -114,7 +116,7 @@ def carries_config(script: Script) -> bool:
     return any(config_place(script, file.data) for file in own_files(script))
 
 
-def said(script: Script, knob: str) -> list[Any]:
+def knob_values(script: Script, knob: str) -> list[Any]:
     """Return the values that the command gives a knob: by a flag that the user declared, and in its files."""
     flag = dict(script.flags).get(knob)
     found: list[Any] = []
@@ -147,20 +149,12 @@ def own_config(script: Script) -> dict[str, Any] | Path | None:
 
 
 def copies_folder(folder: Path, file: ArgumentFile) -> Path:
-    """Return the folder of a worker group's copy of a file. The copy keeps the file's name.
-
-    Args:
-        folder: the group's.
-    """
+    """Return the folder of a worker group's copy of a file. The copy keeps the file's name."""
     return folder / COPIES_FOLDER / str(file.at)
 
 
 def output_folder(folder: Path, theirs: Path) -> Path:
-    """Return a trial's own output folder. On creation it gets links to the contents of the user's folder.
-
-    Args:
-        folder: the trial's files.
-    """
+    """Return a trial's own output folder. On creation it gets links to the contents of the user's folder."""
     own = folder / OUTPUT_FOLDER
     with suppress(FileExistsError):
         own.mkdir()
@@ -233,7 +227,7 @@ def value_at(data: Any, place: Place) -> Any:
     return data
 
 
-def given(words: Sequence[str]) -> set[str]:
+def argument_names(words: Sequence[str]) -> set[str]:
     """Return the names of flags and arguments that a command line gives."""
     return {word.partition("=")[0].lstrip("+") for word in words}
 
@@ -257,12 +251,12 @@ def _place(script: Script, data: dict[str, Any], knob: str) -> tuple[Place | Non
         return (place, False) if not declared.startswith("-") and value_at(data, place) is not None else (None, False)
     framework = framework_of(script)
     if framework is not None and knob in framework.negated:
-        return (find(data, (framework.negated[knob],)) or (framework.negated[knob],)), True
+        return (find_key(data, (framework.negated[knob],)) or (framework.negated[knob],)), True
     if knob not in NAMES:
         return None, False
-    known = find(data, NAMES[knob])
+    known = find_key(data, NAMES[knob])
     if known is None and _trainers(script, data):
-        dialect = "micro_batch_size" if find(data, ("micro_batch_size",)) is not None else NAMES[knob][0]
+        dialect = "micro_batch_size" if find_key(data, ("micro_batch_size",)) is not None else NAMES[knob][0]
         return (*_beside(data), dialect if knob == MICRO_BATCH else NAMES[knob][0]), False
     return known, False
 
@@ -270,20 +264,20 @@ def _place(script: Script, data: dict[str, Any], knob: str) -> tuple[Place | Non
 def _trainers(script: Script, data: dict[str, Any]) -> bool:
     """Check that the file holds arguments of a Trainer, so that a missing argument may be added."""
     through = bool(script.profile.get("through_arguments")) or framework_of(script) is not None
-    return through and telling(data)
+    return through and has_known_key(data)
 
 
-def telling(data: dict[str, Any]) -> bool:
+def has_known_key(data: dict[str, Any]) -> bool:
     """Return True if the data has a key of the config, the output folder or a knob."""
-    return any(find(data, (name,)) is not None for name in _TELLING)
+    return any(find_key(data, (name,)) is not None for name in _TELLING)
 
 
 def _beside(data: dict[str, Any]) -> Place:
     """Return the place of the mapping that holds the arguments: the parent of the first known one."""
-    return next((place[:-1] for name in sorted(_TELLING) if (place := find(data, (name,))) is not None), ())
+    return next((place[:-1] for name in sorted(_TELLING) if (place := find_key(data, (name,))) is not None), ())
 
 
-def find(data: Any, names: Sequence[str], above: Place = ()) -> Place | None:
+def find_key(data: Any, names: Sequence[str], above: Place = ()) -> Place | None:
     """Return the place of the first key with one of the names. A DeepSpeed config inside the file is not searched."""
     if not isinstance(data, dict):
         return None
@@ -292,7 +286,7 @@ def find(data: Any, names: Sequence[str], above: Place = ()) -> Place | None:
             return (*above, name)
     for key, below in data.items():
         inside = isinstance(key, str) and isinstance(below, dict) and DS_KEYS.isdisjoint(below)
-        if inside and (found := find(below, names, (*above, key))) is not None:
+        if inside and (found := find_key(below, names, (*above, key))) is not None:
             return found
     return None
 

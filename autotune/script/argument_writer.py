@@ -28,13 +28,13 @@ from autotune.script.argument_files import (
     Place,
     changes_for,
     copies_folder,
-    find,
+    find_key,
+    has_known_key,
     is_ds_config,
     launcher_changes,
     launcher_file,
     own_config,
     own_files,
-    telling,
     value_at,
     winners_copy,
 )
@@ -62,7 +62,7 @@ def argument_files(argv: Sequence[str], cwd: Path, *, named: Sequence[str] = ())
         if file is None:
             continue
         told = any(value_at(file.data, tuple(name.split("."))) is not None for name in named)
-        if told or telling(file.data):
+        if told or has_known_key(file.data):
             found.append(file)
     return tuple(found)
 
@@ -130,7 +130,6 @@ def write_trial_files(job: Job, candidate: Candidate | None, folder: Path, *, qu
     Args:
         job: a job with a script.
         candidate: None, or a candidate without knobs, keeps the script's own values.
-        folder: the group's.
         quiet: keep the script's output in the folder.
     """
     assert job.script is not None
@@ -147,14 +146,14 @@ def write_trial_files(job: Job, candidate: Candidate | None, folder: Path, *, qu
                 script, file, candidate, _merged_config(job, candidate, below / f".{path.stem}.ds.json")
             )
         changes |= {tuple(name.split(".")): value for name, value in script.profile.get(TRIED, {}).items()}
-        if quiet and (place := find(file.data, (OUTPUT,))) is not None:
+        if quiet and (place := find_key(file.data, (OUTPUT,))) is not None:
             changes[place] = str(folder / OUTPUT_FOLDER)
         (below / path.name).write_text(edited(file.text, changes, is_json=path.suffix == ".json"), encoding="utf-8")
 
 
 def output_folders(script: Script) -> list[Path]:
     """Return the user's output folders, as argument files name them. A trial's output folder shows the first that exists."""
-    said = [value_at(file.data, place) for file in own_files(script) if (place := find(file.data, (OUTPUT,)))]
+    said = [value_at(file.data, place) for file in own_files(script) if (place := find_key(file.data, (OUTPUT,)))]
     return [Path(script.cwd, os.path.expanduser(one)) for one in said if isinstance(one, str)]
 
 
@@ -170,11 +169,7 @@ def _merged_config(job: Job, candidate: Candidate, path: Path) -> str | None:
 
 
 def winners_files(script: Script, candidate: Candidate, config: Path) -> dict[Path, str]:
-    """Return copies of the user's files with a winner in them, by their paths.
-
-    Args:
-        config: the winner's DeepSpeed config.
-    """
+    """Return copies of the user's files with a winner in them, by their paths."""
     found, path = {}, str(config.resolve())
     for file in script.files:
         if not file.launcher:

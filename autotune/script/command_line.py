@@ -172,7 +172,7 @@ def _given(line: CommandLine) -> Iterator[tuple[str, int, int]]:
         at = end
 
 
-def started(line: CommandLine, launcher: Sequence[str], target: Sequence[str]) -> list[str]:
+def launcher_command(line: CommandLine, launcher: Sequence[str], target: Sequence[str]) -> list[str]:
     """Return the whole command, from a launcher's words and a target (a file, or `-m` and a module, then its arguments)."""
     spelt_out = line.kind == DEEPSPEED and target[0] == "-m"
     return [*launcher, *(["--module", *target[1:]] if spelt_out else target)]

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from autotune.errors import UserError, near
+from autotune.errors import UserError, did_you_mean
 from autotune.problem.candidate import KNOBS, MICRO_BATCH
-from autotune.problem.import_time_env import after, settings_in
+from autotune.problem.import_time_env import settings_in, variables_after
 from autotune.problem.job import ArgumentFile, Script, script_text
 from autotune.script.argument_files import is_ds_config
 from autotune.script.argument_writer import argument_files, read_file
 from autotune.script.command_line import ACCELERATE, FRAMEWORKS, CommandLine, framework_of, several_nodes, take_apart
 from autotune.script.script import KNOWN_FLAGS
 from autotune.util.bounds import MOST_RANKS, whole_number
-from autotune.util.interpreter import OWN, Interpreter, which
+from autotune.util.interpreter import OWN, Interpreter, console_script
 
 # -- typed command -----------------------------------------------------------------------------------------------------
 #
@@ -37,7 +37,7 @@ class TypedCommand(NamedTuple):
 
     script: Script
     ranks: int | None  # from the launcher, its file or a variable
-    said: str  # origin of `ranks`
+    ranks_source: str  # option, file or variable that sets `ranks`
     variables: dict[str, str]  # for this process and its ranks
     own: dict[str, str]  # those of `variables` that the script's code sets
 
@@ -56,13 +56,13 @@ def read_command(
     """
     line = take_apart(words)
     script = make_script(words, maps, worst_case, ds_config, interpreter)
-    ranks, said = _ranks(line, script)
+    ranks, ranks_source = _ranks(line, script)
     variables = dict(line.environment)
     gpus = line.gpus or next((str(ids) for file in script.files if (ids := _gpu_ids(file))), None)
     if gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = gpus
-    own = after(settings_in(script_text(script) or ""), {**os.environ, **variables})
-    return TypedCommand(script, ranks, said, {**variables, **own}, own)
+    own = variables_after(settings_in(script_text(script) or ""), {**os.environ, **variables})
+    return TypedCommand(script, ranks, ranks_source, {**variables, **own}, own)
 
 
 def make_script(
@@ -131,7 +131,7 @@ def _mapping(text: str) -> tuple[str, str]:
             "given NAME=VALUE"
         )
     if knob not in KNOBS:
-        raise UserError(f"--map {text}: unknown knob {knob!r}{near(knob, KNOBS)}")
+        raise UserError(f"--map {text}: unknown knob {knob!r}{did_you_mean(knob, KNOBS)}")
     return knob, flag
 
 
@@ -244,7 +244,7 @@ def program_file(name: str, interpreter: Interpreter = OWN) -> Path:
     Raises:
         UserError: the command is missing, is no Python program, or belongs to another environment.
     """
-    python, found = interpreter.path, which(name, interpreter)
+    python, found = interpreter.path, console_script(name, interpreter)
     known = next((one for one in FRAMEWORKS if name in one.programs), None)
     if found is None and known is not None:
         raise UserError(

@@ -26,6 +26,7 @@ KEPT = "kept_configs"  # key of a profile: ZeRO settings of accelerate's other p
 BY_HAND = "accumulated_by_hand"
 BY_RANK = "averages_by_rank"  # key of a profile: Trainer averages a loss over each rank's own tokens
 OPS = "ops"  # key of a profile: builders of DeepSpeed's ops that were first seen in the probe run
+RAN = "ran"  # key of facts: seconds of the start and of an optimizer step so far, of a run that ended before its measurement
 SEEDS = "seeds"  # key of a profile: by rank, seeds of the probe run, if the script names other ones in each run
 UNCOUNTED = "the sequences of the script's batches cannot be counted: no tensor is among what its model is given"
 

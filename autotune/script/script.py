@@ -15,9 +15,9 @@ from autotune.problem.job import Script, script_text, under_lightning
 from autotune.script.argument_files import (
     CONFIG_FLAG,
     PRODUCTS,
-    carries,
+    argument_names,
+    can_set_knob,
     carries_config,
-    given,
     is_ds_config,
     launcher_file,
     own_config,
@@ -33,7 +33,7 @@ from autotune.script.command_line import (
     TORCHRUN,
     CommandLine,
     framework_of,
-    started,
+    launcher_command,
     take_apart,
     with_option,
 )
@@ -83,7 +83,7 @@ def knob_flags(script: Script, candidate: Candidate) -> Iterator[tuple[str, str,
 
     The knob of the latter is empty. They are yielded if the candidate's steps have other samples than the script's own.
     """
-    for knob, value in candidate.told(script):
+    for knob, value in candidate.passed_knobs(script):
         flag, negated = _flag_of(script, knob)
         if flag is not None:
             times = times_of(script, knob)
@@ -114,7 +114,7 @@ def command(script: Script, candidate: Candidate, config: str) -> list[str]:
     """Return the script's command line for a candidate.
 
     The command names `config` as the DeepSpeed config file, and the copies of the argument files next to it. Knobs without a
-    known flag or file are not in it; `carried` reports whether there are any.
+    known flag or file are not in it; `command_sets_all` reports whether there are any.
     """
     argv = with_configs(script.argv, Path(script.cwd), lambda path, at: config, script.profile.get("config"))
     flags = _flags(script)
@@ -124,7 +124,7 @@ def command(script: Script, candidate: Candidate, config: str) -> list[str]:
     if not named and not carries_config(script) and CONFIG_FLAG in flags and script.profile.get("through_arguments"):
         argv = with_flag(argv, CONFIG_FLAG, config)
     for knob, flag, value in knob_flags(script, candidate):
-        if flag in flags and not (carries(script, knob) and flag not in given(script.argv)):
+        if flag in flags and not (can_set_knob(script, knob) and flag not in argument_names(script.argv)):
             argv = with_setting(script, argv, flag, value)
     return argv
 
@@ -137,7 +137,7 @@ def _flag_of(script: Script, knob: str) -> tuple[str | None, bool]:
     return {**KNOWN_FLAGS, **dict(script.flags)}.get(knob), False
 
 
-def carried(script: Script) -> bool:
+def command_sets_all(script: Script) -> bool:
     """Check that `command` carries every knob of a candidate, so that the script's code and files need no change."""
     through = bool(script.profile.get("through_arguments"))
     if config_path(script) is None and not (through and CONFIG_FLAG in _flags(script)):
@@ -153,7 +153,7 @@ def carried(script: Script) -> bool:
 
 def carries_knob(script: Script, knob: str) -> bool:
     """Check that a flag or a file of `command` carries a knob, or that the script computes it from flags of the others."""
-    if _flag_of(script, knob)[0] in _flags(script) or carries(script, knob):
+    if _flag_of(script, knob)[0] in _flags(script) or can_set_knob(script, knob):
         return True
     other = {MICRO_BATCH: ACCUMULATION, ACCUMULATION: MICRO_BATCH}.get(knob)
     return bool(script.profile.get(PRODUCTS)) and other is not None and _flag_of(script, other)[0] in _flags(script)
@@ -182,7 +182,7 @@ def wrong_batch_warning(script: Script, candidate: Candidate) -> str:
 def _flags(script: Script) -> set[str]:
     """Return the flags that the script accepts: given, declared, or seen in its parser."""
     known = {*dict(script.flags).values(), *script.profile.get(PRODUCTS, ())}
-    return given(script.argv) | known | set(script.profile.get("flags", ()))
+    return argument_names(script.argv) | known | set(script.profile.get("flags", ()))
 
 
 def line_of(script: Script) -> CommandLine:
@@ -191,10 +191,13 @@ def line_of(script: Script) -> CommandLine:
     return dataclasses.replace(line, environment=script.environment, target=script.argv)
 
 
-def typed(script: Script) -> list[str]:
+def typed_words(script: Script) -> list[str]:
     """Return the whole command as typed."""
     line = line_of(script)
-    return [*(f"{name}={value}" for name, value in script.environment), *started(line, script.launcher, script.argv)]
+    return [
+        *(f"{name}={value}" for name, value in script.environment),
+        *launcher_command(line, script.launcher, script.argv),
+    ]
 
 
 def training_command(script: Script, candidate: Candidate, ranks: int, config: str) -> list[str]:
@@ -205,13 +208,13 @@ def training_command(script: Script, candidate: Candidate, ranks: int, config: s
     """
     words, line, framework = command(script, candidate, config), line_of(script), framework_of(script)
     if line.kind:
-        return started(line, _launcher_words(script, candidate, line, ranks, config), words)
+        return launcher_command(line, _launcher_words(script, candidate, line, ranks, config), words)
     if _starts_itself(script):
         words = framework.arguments(words, ranks) if framework is not None else words
         return words if script.program is not None else ["python", *words]
     if script.program is not None:
         return [*_TORCHRUN, str(ranks), "--no-python", *words]
-    return started(line, _starter(script, ranks, config), words)
+    return launcher_command(line, _starter(script, ranks, config), words)
 
 
 RELAUNCHED = "relaunched"  # key of a profile: the script starts its ranks itself
@@ -240,7 +243,7 @@ def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ran
     if ranks not in (line.ranks, named if line.ranks is None else None) and "include" not in line.options:
         option, value = _deepspeed_ranks(ranks) if line.kind == DEEPSPEED else (_RANKS_OPTION[line.kind], str(ranks))
         wanted[option] = value
-    elsewhere = CONFIG_FLAG in given(script.argv) or carries_config(script)
+    elsewhere = CONFIG_FLAG in argument_names(script.argv) or carries_config(script)
     if file is not None:
         wanted["--config_file"] = str(winners_copy(Path(config).resolve(), file))
         if (precision := file.data.get("mixed_precision", "no")) != "no" and "mixed_precision" not in line.options:

@@ -32,7 +32,8 @@ class Budget:
         budget_seconds: budget of the call.
         spent_seconds: seconds of the budget used before the loop, for imports and the fork server.
         best: returns the best candidate so far and its measurement; None if nothing was measured.
-        due: returns how many verifications the search leaves time for: of the best, and of an earlier call's winner.
+        due: returns how many verifications the search leaves time for: of the best, and of an earlier call's winner;
+            0 while a script's own config is the only one.
     """
 
     def __init__(
@@ -159,8 +160,10 @@ class Budget:
         The reserve includes a resume trial if the sum stays within MOST_RESERVED of the budget. Otherwise it covers
         verification alone, because a partial resume trial proves nothing.
         """
+        if not (due := self._due()):
+            return 0.0
         most = MOST_RESERVED * self.budget_seconds
-        verifying = self._due() * self.verification_seconds
+        verifying = due * self.verification_seconds
         whole = verifying + self.resume_seconds
         return whole if whole <= most else min(most, verifying)
 

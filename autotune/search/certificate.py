@@ -117,8 +117,6 @@ def compare(
     Args:
         reference: trace of the user's own config, with its noise floor.
         own: the config of the reference.
-        trace: the candidate's trace.
-        candidate: the candidate.
         is_users: the reference is the user's own config. A named model's is another candidate.
     """
     yours, your = "yours" if is_users else "the reference's", _your(is_users)
@@ -441,9 +439,6 @@ class Certifier:
 
     The reference is the first trace of the user's own config. A named model has no config of the user, so its reference
     is the first candidate of which a whole step was traced.
-
-    Args:
-        job: the study's job.
     """
 
     def __init__(self, job: Job) -> None:

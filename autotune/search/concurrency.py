@@ -195,7 +195,6 @@ def agree_on_memory(store: StudyStore, hardware: Hardware, *, force: bool = Fals
 
     Args:
         store: already shared.
-        hardware: this call's machine.
         force: skip the check.
 
     Raises:

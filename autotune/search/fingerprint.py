@@ -137,7 +137,7 @@ def other_variables(mark: dict[str, Any]) -> dict[str, tuple[str | None, str | N
     """
     if ENVIRONMENT not in mark:
         return {}
-    then, now = (one[ENVIRONMENT] for one in _knowing_alike(mark, _watched()))
+    then, now = (one[ENVIRONMENT] for one in _watched_by_both(mark, _watched()))
     return {
         name: (then.get(name), now.get(name))
         for name in sorted({*then, *now})
@@ -145,7 +145,7 @@ def other_variables(mark: dict[str, Any]) -> dict[str, tuple[str | None, str | N
     }
 
 
-def _knowing_alike(*marks: dict[str, Any]) -> list[dict[str, Any]]:
+def _watched_by_both(*marks: dict[str, Any]) -> list[dict[str, Any]]:
     """Return two fingerprints without variables that only one of them watched, or that are no longer watched."""
     one, other = ({*mark.get(BESIDES, ())} for mark in marks)
     alike = []
@@ -161,14 +161,14 @@ def _knowing_alike(*marks: dict[str, Any]) -> list[dict[str, Any]]:
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return the differences in values that both know, edited files first, without the tuner's package."""
     files = [f"{path} was edited" for path in edited(before.get(SOURCES, {}), now.get(SOURCES, {}))]
-    before, now = ({**_with_seen_ops(mark, []), SOURCES: {}} for mark in _knowing_alike(before, now))
+    before, now = ({**_with_seen_ops(mark, []), SOURCES: {}} for mark in _watched_by_both(before, now))
     both = [{key: mark[key] for key in before.keys() & now.keys()} for mark in (before, now)]
     known = (before.get(VERSIONS, {}).keys() & now.get(VERSIONS, {}).keys()) - {_TUNERS}
     old, new = ({**mark, VERSIONS: {key: mark[VERSIONS][key] for key in known}} for mark in both)
     return [*files, *differences(old, new)]
 
 
-def knowing_more(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+def merged_fingerprint(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Return the merged fingerprint: the present call's values, plus values that only an earlier call knew."""
     known = {**before, **now, VERSIONS: {**before.get(VERSIONS, {}), **now.get(VERSIONS, {})}}
     return _with_seen_ops(known, list(dict.fromkeys([*_seen_ops(before), *_seen_ops(now)])))

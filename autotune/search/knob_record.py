@@ -56,7 +56,6 @@ class KnobRecord:
     """Effects of single knobs in one study.
 
     Args:
-        candidates: the space.
         sigmas: standard deviations of errors of predicted effects, by knob.
     """
 

@@ -20,8 +20,8 @@ from autotune.util.units import format_bytes
 # share of speed; closer verified candidates are measured alternately, because GPU clocks drift as much within minutes
 RIVAL_SHARE = 0.05
 RETRY_SHARE = 0.02  # share of speed by which a candidate with allocator retries must be faster to win
-THRIFT_SHARE = 0.03  # share of speed that a winner with a lower peak may lose, if the intervals overlap
-THRIFT = 0.97  # share of the fastest candidate's peak, at most, that justifies this loss
+SPEED_FOR_MEMORY = 0.03  # share of speed that a winner with a lower peak may lose, if the intervals overlap
+MEMORY_FOR_SPEED = 0.97  # share of the fastest candidate's peak, at most, that justifies this loss
 NOT_VERIFIED = "not verified"
 
 Measured = tuple[int, Measurement]  # (trial number, measurement)
@@ -110,7 +110,7 @@ class Leaderboard:
         The pace of a machine may change between calls: clocks, load, drivers.
         """
         passed = self.passed()
-        self._chosen = self.thriftiest(passed) if passed else None
+        self._chosen = self.choose_least_memory(passed) if passed else None
         self._earlier = dict(self.verified)
         self._turns.clear()
         self._new.clear()
@@ -126,7 +126,7 @@ class Leaderboard:
             return None if self._chosen in self._turns else self._chosen
         if not good or any(candidate in self._turns for candidate in good):
             return None
-        return self.thriftiest(good)
+        return self.choose_least_memory(good)
 
     @property
     def pace(self) -> float:
@@ -230,7 +230,7 @@ class Leaderboard:
             return 0.0
         measured = self.measured[best][1]
         low = self._speed(best) / (1 + measured.step_seconds_spread / measured.step_seconds)
-        return (1 - THRIFT_SHARE) * low
+        return (1 - SPEED_FOR_MEMORY) * low
 
     def passed(self) -> list[Candidate]:
         """Return verified candidates that may win: those of this call, or the incumbent alone."""
@@ -280,7 +280,7 @@ class Leaderboard:
                 (candidate in self._new) == (best in self._new)
                 and overlap(other, measured)
                 and as_fast(other, measured)
-                and other.peak_bytes < THRIFT * measured.peak_bytes
+                and other.peak_bytes < MEMORY_FOR_SPEED * measured.peak_bytes
             ):
                 return candidate
         return None
@@ -301,7 +301,7 @@ class Leaderboard:
             return None
         return min(ranked, key=list(self._turns).index)
 
-    def thriftiest(self, passed: list[Candidate]) -> Candidate:
+    def choose_least_memory(self, passed: list[Candidate]) -> Candidate:
         """Return the candidate with the lowest peak among those about as fast as the fastest; else the fastest.
 
         The throughput intervals must overlap, and the peak must be clearly lower.
@@ -309,7 +309,7 @@ class Leaderboard:
         fastest = max(passed, key=lambda c: self.verified[c][1].samples_per_second)
         best = self.verified[fastest][1]
         rivals = [c for c in passed if overlap(self.verified[c][1], best) and as_fast(self.verified[c][1], best)]
-        saving = [c for c in rivals if self.verified[c][1].peak_bytes < THRIFT * best.peak_bytes]
+        saving = [c for c in rivals if self.verified[c][1].peak_bytes < MEMORY_FOR_SPEED * best.peak_bytes]
         return min(saving, key=lambda c: self.verified[c][1].peak_bytes, default=fastest)
 
 
@@ -343,7 +343,7 @@ def averaged(turns: list[Measurement]) -> Measurement:
 
 def as_fast(one: Measurement, best: Measurement) -> bool:
     """Return True if `one` may win by its lower memory. Overlap alone is not enough, because intervals can be wide."""
-    return one.samples_per_second >= (1 - THRIFT_SHARE) * best.samples_per_second
+    return one.samples_per_second >= (1 - SPEED_FOR_MEMORY) * best.samples_per_second
 
 
 def overlap(one: Measurement, other: Measurement) -> bool:
@@ -519,7 +519,7 @@ class StudyFacts:
         assert self.winner.outcome is not None
         assert self.winner.outcome.measurement is not None
         peak_bytes = self.winner.outcome.measurement.peak_bytes
-        if rival.peak_bytes >= THRIFT * peak_bytes:
+        if rival.peak_bytes >= MEMORY_FOR_SPEED * peak_bytes:
             return str(rival.candidate)
         unverified = "" if rival.verified else ", not verified"
         return f"{rival.candidate} ({format_bytes(peak_bytes - rival.peak_bytes)} less memory{unverified})"
@@ -595,7 +595,6 @@ def study_facts(
 
     Args:
         records: all trials in order.
-        job: the job.
         hardware: gives the memory ceiling.
         winner: trial number of the stored winner. It is not the winner any more if it was rejected since, or if the
             ceiling is lower now.
@@ -804,10 +803,8 @@ def dashboard_note(facts: StudyFacts, number: int, why: str, shown: Record | Non
 
     Args:
         facts: of the study.
-        number: the winner's trial number.
         why: how the winner was chosen.
         shown: the dashboard's best trial.
-        hardware: the study's machine.
     """
     lines = [f"**autotune's winner is trial {number}** ({why})."]
     if facts.winner is not None:

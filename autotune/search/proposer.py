@@ -22,7 +22,7 @@ from autotune.problem.space import SearchSpace
 from autotune.rank.step_statistics import MAX_TIMED_MICRO_BATCHES
 from autotune.search.knob_record import EFFECT_SIGMA, KnobRecord, KnobTurn
 from autotune.search.pruning import CandidatePool, DominanceRules
-from autotune.search.stopping import Confidence, Stop, StopReason, probability_above, speed_left
+from autotune.search.stopping import LEAST_MEASURED, Confidence, Stop, StopReason, probability_above, speed_left
 from autotune.search.surrogate import (
     RECALLED,
     FirstOrderGroups,
@@ -51,6 +51,9 @@ HEAD = 6  # trials before the sampler gets its share
 CATCH_UP = 2  # consecutive sampler trials while it is below its share
 AUDITS = 2  # surrogate proposals without improvement before a search may stop early
 MOST_BOLD = 2  # trials of candidates that are predicted not to fit, while the predictor is not refuted
+UNLIKELY = 0.01  # predicted probability of fitting; a candidate that fits in spite of it refutes the prediction
+UNTESTED_CHANCE = 0.5  # of fitting, in the bound of the speed left: such a trial has not tested the prediction yet
+BEST_SIGMA = 0.02  # standard deviation of the best measured speed as a logarithm, which a second measurement shows
 IMPLAUSIBLE = 2.0  # share of the device's capacity; no predictor of a large model is wrong by more
 # Bytes above the capacity. Buffers of the runtime do not depend on the model, so a prediction may be wrong by all of
 # them: 2 GiB on the CPU ranks of two recorded tables, where the fastest candidates were predicted not to fit.
@@ -60,8 +63,13 @@ DOUBTLESS_SIGMAS = 3.0  # a level this many sigmas below the best is not tried
 STALE = 120
 WORTHWHILE = 0.25  # share of the tolerance; a smaller predicted gain is ignored
 LOOSE_BOUND = 0.05  # speed that may be left; above it, the candidates that make the bound so high are measured
+OVERHEAD_SIGMA = (
+    0.5  # share of the log speed that a larger micro-batch gains if all the time is spent once per micro-batch
+)
+ALIKE_SECONDS = 1.25  # ratio of predicted seconds of two trials up to which neither is the shorter one
 CHECK_SHARE = 0.2  # share of the remaining budget, at most, for each kind of check before an early end
 FIRST_TRIALS = 4  # measured candidates that a short budget must hold
+LEAST_SHARE_SECONDS = 5.0  # a share below holds no trial of most models
 TRIAL_SHARE = 0.25  # share of the budget, at most, that one trial takes, and that one of the first is predicted to take
 
 
@@ -114,7 +122,9 @@ class Proposer:
         self._improved_at = 0  # value of `_proposed` at the last improvement
         self._audited = 0  # surrogate proposals since then
         self._bold_tries = 0
+        self._unlikely_fits = 0  # candidates that fitted although they were predicted not to
         self.trial_share_seconds = math.inf  # that one trial may take in this call
+        self._sizes: set[int] = set()  # measured micro-batch sizes
         self._earlier: dict[Candidate, float] = {}  # speeds of earlier calls, at their pace
         self._turns, self._doubts = CheckBudget(), CheckBudget()  # for turns of knobs, and for a loose bound
         self._seed, self._answers = seed, dict[int, Answer]()
@@ -157,8 +167,6 @@ class Proposer:
         """Learn from an outcome, and exclude the candidates that it speaks against.
 
         Args:
-            candidate: the tried candidate.
-            outcome: its outcome.
             outdated: the outcome excludes nothing, because the failure is retryable or the exhausted memory has grown.
         """
         if not outcome.kind.is_attributable_to_candidate:
@@ -172,7 +180,7 @@ class Proposer:
         self._model.observe(candidate, at, outcome)
         self._costs.observe(outcome)
         if outdated:
-            return self._pool.forgive(candidate, outcome)
+            return self._pool.note_retryable(candidate, outcome)
         self._pool.observe(candidate, outcome)
         # the start candidate was not chosen by a prediction
         foreign = self._start is not None and candidate == self._start.candidate
@@ -182,6 +190,7 @@ class Proposer:
         if measured:
             over = measured.peak_bytes - self.hardware.ceiling_bytes
         fits = measured is not None and over <= 0
+        self._unlikely_fits += fits and chance is not None and chance < UNLIKELY
         if fits and at is not None:  # candidates of another space do not set the best speed
             if speed > max(self.speed.values(), default=0.0) * (1 + self.tolerance):
                 self._improved_at, self._audited = self._proposed, 0
@@ -192,6 +201,7 @@ class Proposer:
             self._coverage.mark(at)
             self._answers[at] = speed, max(0.0, over / GIB)
             if measured:
+                self._sizes.add(candidate.micro_batch)
                 self._groups.note(at, math.log(speed))
 
     def finish_search(self, candidate: Candidate, samples_per_second: float) -> None:
@@ -229,7 +239,6 @@ class Proposer:
         The verification needed more memory than available. An OOM also excludes candidates.
 
         Args:
-            candidate: the verified candidate.
             outcome: outcome of the verification.
             searched: the candidate's measurement in the search; None if there is none.
             share: share of that measurement's memory that would fit.
@@ -268,9 +277,11 @@ class Proposer:
         """Return the factor on a candidate's time limits: 2 after one of them ended its trial."""
         return 2.0 if self._overran[candidate] else 1.0
 
-    def exclude_alike(self, candidate: Candidate, alike: Callable[[Candidate], bool], reason: str) -> None:
+    def exclude_sharing_cause(
+        self, candidate: Candidate, shares_cause: Callable[[Candidate], bool], reason: str
+    ) -> None:
         """Exclude the candidates that train something else for the same reason as this one."""
-        self._pool.exclude_alike(candidate, alike, reason)
+        self._pool.exclude_sharing_cause(candidate, shares_cause, reason)
 
     def give_up(self, candidate: Candidate) -> None:
         """Exclude the candidate for this call."""
@@ -282,24 +293,36 @@ class Proposer:
         return {**self._pool.skipped, **predicted}
 
     def confidence(self) -> Confidence | None:
-        """Return a bound of the speed that untried candidates hold over the best; None if nothing has fitted."""
+        """Return a bound of the speed that untried candidates hold over the best; None if nothing has fitted.
+
+        The bound is infinite as long as fewer than LEAST_MEASURED candidates are measured.
+        """
         if not self.speed:
             return None
-        left, _ = self._bound()
-        return Confidence(math.expm1(left), len(self._answers))
+        measured = sum(speed > 0 for speed, _ in self._answers.values())
+        left = math.inf if measured < LEAST_MEASURED else math.expm1(self._bound(claims=True)[0])
+        return Confidence(left, len(self._answers), measured, bool(self._pool.open_mask.any()))
 
-    def _bound(self) -> tuple[float, int | None]:
-        """Return the bound of the speed that is left, as a logarithm, and the place of the likeliest candidate above it."""
+    def _bound(self, claims: bool = False) -> tuple[float, int | None]:
+        """Return the bound of the speed that is left, as a logarithm, and the place of the likeliest candidate above it.
+
+        Args:
+            claims: the bound is for the user. Candidates that are predicted not to fit count too, until `_bold` has tested
+                that prediction, and so does the noise of the best speed.
+        """
         forecast = self._model.forecast()
         ahead, sigma = self._ahead(forecast)
         best = self._index.get(max(self.speed, key=self.speed.__getitem__))
         if best is not None:
             for way in self.knobs.turns(best, self._open, forecast.logs):
                 ahead[way.at], sigma[way.at] = self.knobs.effect(best, way, forecast.logs)
-        places = np.flatnonzero(self._open & ~forecast.hopeless & ~forecast.host)
+        doubted = claims and (self._unlikely_fits or self._nearest_to_fitting() is not None)
+        fits = np.where(forecast.hopeless, UNTESTED_CHANCE if doubted else 0.0, forecast.fits)
+        places = np.flatnonzero(self._open & (fits > 0) & ~forecast.host)
         if not len(places):
             return 0.0, None
-        ahead, sigma, fits = ahead[places], sigma[places], forecast.fits[places]
+        ahead, fits = ahead[places], fits[places]
+        sigma = np.hypot(sigma[places], BEST_SIGMA if claims else 0.0)
         left = speed_left(ahead, sigma, fits, self._groups.of[places])
         return left, int(places[probability_above(left, ahead, sigma, fits).argmax()])
 
@@ -326,7 +349,9 @@ class Proposer:
             left_seconds: budget that the search may still use.
         """
         if math.isinf(self.trial_share_seconds):
-            self.trial_share_seconds = TRIAL_SHARE * left_seconds
+            self.trial_share_seconds = max(TRIAL_SHARE * left_seconds, min(LEAST_SHARE_SECONDS, left_seconds))
+        if np.count_nonzero(self._open) == 1:  # no other trial needs the time
+            self.trial_share_seconds = left_seconds
         decision = self._decide(left_seconds)
         if isinstance(decision, Stop) and self._pool.release_similar():
             decision = self._decide(left_seconds)
@@ -528,17 +553,21 @@ class Proposer:
 
         The candidate has an untried level, is predicted to be faster, and is the closest to fitting.
         """
+        nearest = self._nearest_to_fitting()
+        if nearest is None:
+            return None
+        self._bold_tries += 1
+        return Proposal(self.candidates[nearest], "predicted not to fit, and of a level not seen before")
+
+    def _nearest_to_fitting(self) -> int | None:
+        """Return the place of the candidate that `_bold` proposes; None if the memory predictor needs no test."""
         if self._bold_tries >= MOST_BOLD and not self._model.predictor_rejected:
             return None
         forecast = self._model.forecast()
         most = max(IMPLAUSIBLE, 1 + IMPLAUSIBLE_BYTES / self.hardware.capacity_bytes)
         mask = self._open & self._coverage.uncovered() & (forecast.share < most) & ~forecast.host
         mask &= forecast.logs + DOUBTLESS_SIGMAS * forecast.sigma > math.log(max(self.speed.values()))
-        if not mask.any():
-            return None
-        self._bold_tries += 1
-        nearest = int(np.where(mask, forecast.share, np.inf).argmin())
-        return Proposal(self.candidates[nearest], "predicted not to fit, and of a level not seen before")
+        return int(np.where(mask, forecast.share, np.inf).argmin()) if mask.any() else None
 
     def _last_resort(self) -> Proposal | Stop:
         """Return the fallback candidate with the lowest memory.
@@ -640,7 +669,7 @@ class Proposer:
             return np.zeros_like(allowed)
         longest = self._costs.measuring_seconds(forecast.step * np.exp(forecast.sigma), self._accumulation)
         most = self.trial_share_seconds - (self._costs.startup_seconds if self._costs.started else 0.0)
-        return np.asarray(longest > max(most, float(longest[allowed].min())))
+        return np.asarray(longest > max(most, ALIKE_SECONDS * float(longest[allowed].min())))
 
     def _ahead(self, forecast: Forecast) -> tuple[Floats, Floats]:
         """Return the predicted log speed of each candidate over the best one, and its standard deviation, (n,) each."""
@@ -648,7 +677,18 @@ class Proposer:
         # only second-order knobs are left in a measured kind
         seen, reach = self._groups.measured, self._groups.reach
         logs = np.where(seen, np.minimum(forecast.logs, self._groups.ceiling), forecast.logs)
-        return logs - best, np.where(seen, np.minimum(forecast.sigma, reach), forecast.sigma)
+        sigma = np.where(seen, np.minimum(forecast.sigma, reach), forecast.sigma)
+        return logs - best, np.hypot(sigma, self._unknown_overhead())
+
+    def _unknown_overhead(self) -> Floats:
+        """Return the standard deviation of each log speed by what a script does once per micro-batch, (n,).
+
+        No prediction knows this time before two micro-batch sizes are measured. A larger micro-batch can gain by it.
+        """
+        if self.job.script is None or len(self._sizes) != 1:
+            return np.zeros(len(self.candidates))
+        (size,) = self._sizes
+        return np.asarray(OVERHEAD_SIGMA * np.log(np.maximum(self._micro_batch / size, 1.0)))
 
     @functools.cached_property
     def _sampler(self) -> Sampler:
@@ -910,7 +950,6 @@ class Costs:
         """Return the time limit of a trial in seconds, from the candidate's size and earlier trials.
 
         Args:
-            candidate: the candidate.
             step_seconds: predicted upper bound of a step. The limit allows at most MOST_STEP_SECONDS, or four times the
                 longest measured step.
             patience: factor on the usual limit.

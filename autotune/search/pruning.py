@@ -1,7 +1,8 @@
 """Exclusion of candidates by outcomes of trials, each with its reason.
 
 A device OOM excludes through `Dominance`, a host OOM through the engine, `HostDominance` and `SharedCauseDetector`.
-Predictions exclude nothing here: the proposer applies them at each proposal (`Proposer._worth`).
+Predictions exclude nothing here: the proposer applies them at each proposal (`Proposer._worth`). An OOM that they did
+not expect also raises the probability of fitting that a proposal needs (`Proposer._least_chance`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ class CandidatePool:
         """Index the candidates.
 
         Args:
-            candidates: the candidates.
             rules: dominance rules for device memory.
             host: (n,) bytes that each candidate keeps in host memory; None if nothing is offloaded, or host and device
                 are one.
@@ -52,7 +52,7 @@ class CandidatePool:
         # need at least as much memory as a candidate with an OOM
         self.too_large = np.zeros(len(candidates), dtype=bool)
         self.running = np.zeros(len(candidates), dtype=bool)  # peer tuners or other workers measure them now
-        self._kept_back = self.running  # running candidates and similar ones
+        self._reserved = self.running  # running candidates and similar ones
         self.skipped: Counter[str] = Counter()
         self._dominance = Dominance(candidates, rules)
         self._host = HostDominance(candidates, np.zeros(len(candidates)) if host is None else host)
@@ -62,38 +62,37 @@ class CandidatePool:
         families: dict[tuple[tuple[str, Value], ...], int] = {}
         self.family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
         self._refused: dict[str, list[Candidate]] = {}
-        self._forgiven: set[Candidate] = set()
+        self._retried: set[Candidate] = set()
         self._worked: list[Candidate] = []
 
     @property
     def available_mask(self) -> Flags:
         """Return whether each candidate may be tried now, (n,)."""
-        return self.open_mask & ~self._kept_back
+        return self.open_mask & ~self._reserved
 
-    def reserve(self, running: Iterable[Candidate], kinds: NDArray[np.intp]) -> None:
+    def reserve(self, running: Iterable[Candidate], groups: NDArray[np.intp]) -> None:
         """Reserve candidates that run elsewhere and, until `release_similar`, candidates similar to them.
 
-        Similar candidates have the same engine, which measures them one after the other, or the same kind.
+        Similar candidates have the same engine, which measures them one after the other, or the same first-order settings.
 
         Args:
-            running: the running candidates.
-            kinds: (n,) kind of each candidate.
+            groups: (n,) number of each candidate's first-order settings (`FirstOrderGroups`).
         """
         self.running = np.zeros_like(self.open_mask)
         at = [self.index[candidate] for candidate in running if candidate in self.index]
         self.running[at] = True
-        self._kept_back = self.running | np.isin(self.family, self.family[at]) | np.isin(kinds, kinds[at])
+        self._reserved = self.running | np.isin(self.family, self.family[at]) | np.isin(groups, groups[at])
 
     def release_similar(self) -> bool:
         """Release candidates that are similar to running ones; return whether this adds any."""
-        more = bool((self.open_mask & self._kept_back & ~self.running).any())
-        self._kept_back = self.running
+        more = bool((self.open_mask & self._reserved & ~self.running).any())
+        self._reserved = self.running
         return more
 
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
         """Close the candidate, and exclude other candidates by its outcome.
 
-        The first host OOM of a candidate in parallel trials does not arrive here: `downgrade_first_timeout`
+        The first host OOM of a candidate in parallel trials does not arrive here: `downgrade_retryable_failure`
         (`search/tuner.py`) has it retried alone.
         """
         self.close(candidate)
@@ -106,11 +105,11 @@ class CandidatePool:
         elif outcome.least_step_seconds is not None:
             self._exclude_slower(candidate)
         elif outcome.source is Source.DEATH:
-            self.exclude(self.alike(candidate), f"same engine as {candidate}, which the tuner did not survive")
+            self.exclude(self.same_engine(candidate), f"same engine as {candidate}, which the tuner did not survive")
             self._exclude_shared_cause(candidate, outcome)
         elif outcome.source is Source.STEPS:
             self._exclude_larger_batches(candidate)
-        elif outcome.source is Source.TRACE:  # `exclude_alike` excludes what shares the cause
+        elif outcome.source is Source.TRACE:  # `exclude_sharing_cause` excludes what shares the cause
             return
         elif outcome.kind is OutcomeKind.INVALID:
             self._learn_refusal(candidate, outcome.reason, "DeepSpeed refuses")
@@ -119,8 +118,8 @@ class CandidatePool:
             self._exclude_shared_cause(candidate, outcome)
         else:  # a hang, a signal or a host OOM would recur in the same engine
             if outcome.kind is OutcomeKind.OOM_HOST:
-                self._exclude_hungrier(candidate)
-            self.exclude(self.alike(candidate), f"same engine as {candidate}: {outcome.kind.value}")
+                self._exclude_larger_on_host(candidate)
+            self.exclude(self.same_engine(candidate), f"same engine as {candidate}: {outcome.kind.value}")
             self._exclude_shared_cause(candidate, outcome)
 
     def _exclude_slower(self, candidate: Candidate) -> None:
@@ -130,22 +129,22 @@ class CandidatePool:
         """
         if (at := self.index.get(candidate)) is None:
             return
-        slower = self.alike(candidate) & (self._micro_batch >= candidate.micro_batch)
+        slower = self.same_engine(candidate) & (self._micro_batch >= candidate.micro_batch)
         slower &= self._run_per_step >= self._run_per_step[at]
         self.exclude(slower, f"same engine and no smaller batch than {candidate}, which was too slow")
 
-    def forgive(self, candidate: Candidate, outcome: Outcome) -> None:
+    def note_retryable(self, candidate: Candidate, outcome: Outcome) -> None:
         """Keep a candidate open whose failure is retryable.
 
         A second hang or crash closes the candidate without excluding any other, so that repeated calls make progress.
         Trials that were too slow for earlier budgets close nothing.
         """
         if outcome.kind.is_retryable and outcome.least_step_seconds is None:
-            if candidate in self._forgiven:
+            if candidate in self._retried:
                 self.close(candidate)
-            self._forgiven.add(candidate)
+            self._retried.add(candidate)
 
-    def alike(self, candidate: Candidate) -> Flags:
+    def same_engine(self, candidate: Candidate) -> Flags:
         """Return a mask of the candidates with the same engine."""
         at = self.index.get(candidate)
         return np.zeros_like(self.open_mask) if at is None else self.family == self.family[at]
@@ -157,7 +156,7 @@ class CandidatePool:
         """
         if kind is OutcomeKind.OOM_DEVICE:
             return self._dominance.at_least_as_large(candidate)
-        return self.alike(candidate) | self._host.at_least_as_large(candidate)
+        return self.same_engine(candidate) | self._host.at_least_as_large(candidate)
 
     def close(self, candidate: Candidate) -> None:
         """Remove a candidate from the open ones."""
@@ -170,11 +169,13 @@ class CandidatePool:
             self.open_mask &= ~mask
             self.skipped[reason] += count
 
-    def exclude_alike(self, candidate: Candidate, alike: Callable[[Candidate], bool], reason: str) -> None:
+    def exclude_sharing_cause(
+        self, candidate: Candidate, shares_cause: Callable[[Candidate], bool], reason: str
+    ) -> None:
         """Exclude all candidates of a test, or only this one if a candidate of the test has worked."""
         self.close(candidate)
-        if not any(map(alike, self._worked)):
-            self.exclude(np.array([alike(other) for other in self.candidates], dtype=bool), reason[:160])
+        if not any(map(shares_cause, self._worked)):
+            self.exclude(np.array([shares_cause(other) for other in self.candidates], dtype=bool), reason[:160])
 
     def _exclude_larger(self, candidate: Candidate) -> None:
         """Exclude candidates that need at least as much device memory as one with a device OOM."""
@@ -185,12 +186,12 @@ class CandidatePool:
         self.too_large |= larger
         self.exclude(larger, f"needs no less memory than {candidate}, which ran out")
 
-    def _exclude_hungrier(self, candidate: Candidate) -> None:
+    def _exclude_larger_on_host(self, candidate: Candidate) -> None:
         """Exclude candidates that offload at least as much as one with a host OOM, unless one of them has worked."""
-        hungrier = self._host.at_least_as_large(candidate)
-        if not any(hungrier[self.index[one]] for one in self._worked if one in self.index):
-            self.too_large |= hungrier
-            self.exclude(hungrier, f"offloads no less to the host than {candidate}, for which its memory was too small")
+        larger = self._host.at_least_as_large(candidate)
+        if not any(larger[self.index[one]] for one in self._worked if one in self.index):
+            self.too_large |= larger
+            self.exclude(larger, f"offloads no less to the host than {candidate}, for which its memory was too small")
 
     def _exclude_shared_cause(self, candidate: Candidate, outcome: Outcome) -> None:
         """Exclude the settings that this failed engine shares with other failed ones."""
@@ -296,7 +297,6 @@ class DominanceRules:
         """Return the rules of a device, "cuda" or "cpu".
 
         Args:
-            device: the device.
             ranks: number of ranks.
             trace: the model's trace; None if its sizes are unknown.
         """
@@ -379,11 +379,10 @@ class HostDominance:
     """Compare the host memory of candidates.
 
     A candidate needs at least as much under three conditions. The stage is the same, at least the same parts are
-    offloaded to the same places, and the memory bill counts no fewer bytes. Micro-batches and buckets are on the device
+    offloaded to the same places, and the memory estimate counts no fewer bytes. Micro-batches and buckets are on the device
     and do not matter.
 
     Args:
-        candidates: the candidates.
         host: (n,) bytes in host memory; 0 if nothing is offloaded, which excludes the candidate from comparison.
     """
 

@@ -31,13 +31,13 @@ class StopReason(Enum):
     killed call has none. A call that ends before `Tuner.run`, such as in a script's probe run, is not stored.
     """
 
-    # limits of the call: SearchLoop.why_stop, which reads Budget, Blame and SearchWorkers
+    # limits of the call: SearchLoop.why_stop, which reads Budget, CallFailures and SearchWorkers
     INTERRUPTED = "interrupted"
     BUDGET_USED = "budget used"
     MAX_TRIALS = "--max-trials {count} reached"
     WORKER_FAILED = "stopped: a trial beside it failed"
     MACHINE_FAILED = "the machine failed {count} times in a row"
-    # an error that ends the call: Blame.take or the executor raises it, Tuner.run stores it
+    # an error that ends the call: CallFailures.take or the executor raises it, Tuner.run stores it
     JOB_FAILS = "stopped: the job fails"
     MACHINE_FAILS = "stopped: the machine fails"
     # rules of the search: Proposer._decide and _small_gain; the last two: FallbackSchedule.stop
@@ -75,6 +75,9 @@ class Stop:
 # Bound the speed that a search has left, from the predictions for all untried candidates.
 
 PROBABILITY = 0.9
+# Measured configs; with fewer, bounds of 90 % hold too rarely (tiny-llama_2xcpu of `benchmarks/search/search.py`: never
+# after two trials, in 7 of 12 searches after three).
+LEAST_MEASURED = 4
 _MOST_LEFT = 3.0  # logarithm of speed; a search that leaves more has measured nothing useful
 
 
@@ -82,12 +85,20 @@ _MOST_LEFT = 3.0  # logarithm of speed; a search that leaves more has measured n
 class Confidence:
     """Bound of the gain that the untried candidates hold over the best measured one."""
 
-    left_share: float  # share of speed; exceeded with a probability of 1 - PROBABILITY
+    left_share: float  # share of speed; exceeded with a probability of 1 - PROBABILITY; infinite if unknown
     trials: int
+    measured: int  # configs
+    untried: bool = True  # a candidate may still be tried
 
     @property
     def sentence(self) -> str:
         """Text for the user, such as `untried configs are at most 3 % faster, with 90 % probability (by 14 trials)`."""
+        if not self.untried:
+            return "no config is left to try"
+        if self.measured == 1:
+            return "no other config was measured, so nothing is known about the speed of the untried ones"
+        if self.measured < LEAST_MEASURED:
+            return f"only {self.measured} configs were measured, too few to bound the speed of the untried ones"
         trials = counted(self.trials, "trial")
         if not self.left_share:
             return f"no untried config is faster, with {100 * PROBABILITY:.0f} % probability (by {trials})"

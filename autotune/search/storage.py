@@ -30,7 +30,7 @@ from sqlalchemy.exc import (
     ProgrammingError,
 )
 
-from autotune.errors import MachineTrouble, UserError
+from autotune.errors import MachineError, UserError
 from autotune.masking import hide_password, password_in, without_secrets
 from autotune.search.trial_rows import RowStorage
 from autotune.util.file_systems import file_system_of
@@ -125,12 +125,11 @@ def open_storage(url: str, *, reading: bool = False) -> optuna.storages.BaseStor
     """Return the database behind a URL.
 
     Args:
-        url: the URL.
         reading: the caller stores nothing. A file must exist but need not be writable.
 
     Raises:
         UserError: the database cannot be opened; the message never contains the password.
-        MachineTrouble: the disk fails or is full.
+        MachineError: the disk fails or is full.
     """
     try:
         if url.startswith(_JOURNAL):
@@ -138,11 +137,11 @@ def open_storage(url: str, *, reading: bool = False) -> optuna.storages.BaseStor
         if url.startswith(_SQLITE):
             _check_sqlite(Path(make_url(url).database or ""), reading)
         return _database(url)
-    except (UserError, MachineTrouble):
+    except (UserError, MachineError):
         raise
     except Exception as error:  # any error of SQLAlchemy or a driver
         if (isinstance(error, OSError) and disk_fails(error)) or _DISK_FAILS.search(str(error)):
-            raise MachineTrouble(
+            raise MachineError(
                 f"the study cannot be stored ({driver_message(error)}): make room and run again"
             ) from None
         raise UserError(
@@ -221,7 +220,7 @@ def _check_sqlite(path: Path, reading: bool) -> None:
                 connection.execute("select count(*) from sqlite_master").fetchone()
         except sqlite3.DatabaseError as error:
             if _DISK_FAILS.search(str(error)):
-                raise MachineTrouble(
+                raise MachineError(
                     f"{path} cannot be read ({error}): make room or repair the disk, and run again"
                 ) from None
             if not re.search("locked|readonly|unable to open", str(error)):
@@ -265,7 +264,7 @@ def _check_rollback_journal(path: Path) -> None:
 
 @contextmanager
 def failures_in_one_line() -> Iterator[StorageFailures]:
-    """Turn a failing disk or database of a running study into MachineTrouble.
+    """Turn a failing disk or database of a running study into MachineError.
 
     The message reports which measurements are kept.
     """
@@ -276,13 +275,13 @@ def failures_in_one_line() -> Iterator[StorageFailures]:
         if not disk_fails(error) and error.errno != errno.EROFS:
             raise
         said = f"the disk refuses to be written ({os.strerror(error.errno or 0)})"
-        raise MachineTrouble(failing.line(said, "make room and run again")) from None
+        raise MachineError(failing.line(said, "make room and run again")) from None
     except (DBAPIError, optuna.exceptions.StorageInternalError) as error:
         cause = error.__cause__ if isinstance(error, optuna.exceptions.StorageInternalError) else error
         said = f"the study's database fails ({hide_password(driver_message(error))})"
         on_server = isinstance(cause, DBAPIError) and not isinstance(cause.orig, sqlite3.Error)
         remedy = "the same command goes on once it is back" if on_server else "make room or repair it and run again"
-        raise MachineTrouble(failing.line(said, remedy)) from None
+        raise MachineError(failing.line(said, remedy)) from None
 
 
 # -- journal -----------------------------------------------------------------------------------------------------------
@@ -581,7 +580,7 @@ _MALFORMED_SECONDS = 2.0  # seconds after which filelock takes over a malformed 
 _MOST_PLACES = 64
 
 
-def hold(folder: Path, study: str) -> BaseFileLock:
+def lock_study(folder: Path, study: str) -> BaseFileLock:
     """Hold the study in a folder until this process ends or the lock is released.
 
     Raises:
@@ -606,7 +605,7 @@ def hold(folder: Path, study: str) -> BaseFileLock:
     try:
         lease.acquire(timeout=_PATIENCE_SECONDS)
     except Timeout:
-        if nobodys is None or not _condemned(marker, nobodys):
+        if nobodys is None or not _invalidate_marker(marker, nobodys):
             raise _held(study) from None
         try:
             lease.acquire(timeout=2 * _MALFORMED_SECONDS)
@@ -620,7 +619,7 @@ def _empty(about: os.stat_result) -> tuple[int, int] | None:
     return None if about.st_size else (about.st_ino, about.st_ctime_ns)
 
 
-def _condemned(marker: Path, nobodys: tuple[int, int]) -> bool:
+def _invalidate_marker(marker: Path, nobodys: tuple[int, int]) -> bool:
     """Write to the empty marker if it is unchanged, and return whether it was.
 
     Its creator was killed before it wrote its identity, or a power failure lost the text. filelock waits forever for an
@@ -647,7 +646,7 @@ def lock_log_dir(folder: Path, study: str) -> tuple[Path, BaseFileLock]:
         place = folder if number == 1 else folder / f"tuner-{number}"
         place.mkdir(parents=True, exist_ok=True)
         try:
-            return place, hold(place, study)
+            return place, lock_study(place, study)
         except UserError:
             continue
     raise _held(study)

@@ -15,7 +15,7 @@ import optuna
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
-from autotune.errors import UserError, near
+from autotune.errors import UserError, did_you_mean
 from autotune.masking import hide_password
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, threads_per_rank
@@ -23,10 +23,10 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome
 from autotune.problem.space import SearchSpace, fitted, parse_space
 from autotune.script.recorded import RecordedPython, recorded_job
-from autotune.search.fingerprint import THREADS, changes, fingerprint, knowing_more
+from autotune.search.fingerprint import THREADS, changes, fingerprint, merged_fingerprint
 from autotune.search.heartbeat import Tuners
 from autotune.search.leaderboard import StudyFacts, dashboard_note, study_facts
-from autotune.search.storage import DATABASES, ServerStorage, hold, open_storage, stored_in
+from autotune.search.storage import DATABASES, ServerStorage, lock_study, open_storage, stored_in
 from autotune.search.trials import (
     LET_GO,
     REFERENCE,
@@ -36,6 +36,7 @@ from autotune.search.trials import (
     MeasuredHere,
     Record,
     Records,
+    abandoned_outcome,
     attributes,
     begin,
     best_shown,
@@ -45,14 +46,13 @@ from autotune.search.trials import (
     end,
     found_running,
     kept_if_it_fails,
-    left_outcome,
     now,
     outcomes_kept_in_folder,
     record_of,
     save_note,
     set_attribute,
-    uncollected,
     withdraw,
+    without_garbage_collection,
 )
 from autotune.util.interpreter import OWN, Interpreter, other_python
 
@@ -107,12 +107,7 @@ class StudyStore:
         """Create a study or resume an existing one.
 
         Args:
-            name: the study's name.
             storage: URL of its database.
-            folder: the study's folder.
-            job: the job.
-            hardware: this machine.
-            space: the search space.
             force: resume even if the fingerprint differs.
             shared: peer tuners may be active. The stored machine is kept until `search.fingerprint` has compared it
                 with this one.
@@ -149,7 +144,7 @@ class StudyStore:
                     "choose another --study, or --force to go on with it"
                 )
             store._append("forced", {"at": now(), "differences": changed})
-        if before != (known := knowing_more(before, mark)):
+        if before != (known := merged_fingerprint(before, mark)):
             store._set("fingerprint", known)
         if store.attributes.get("space") != space.text:
             store._set("space", space.text)
@@ -181,7 +176,7 @@ class StudyStore:
             storage = stored_in(folder)
             if storage is None:
                 known = sorted({path.parent.name for file in DATABASES for path in runs.glob(f"*/{file}")})
-                hint = near(name, known) or (f"; there are {', '.join(known[:8])}" if known else "")
+                hint = did_you_mean(name, known) or (f"; there are {', '.join(known[:8])}" if known else "")
                 raise UserError(f"no study {name!r} in {runs}/{hint} (`--storage` reaches other databases)")
             name = folder.resolve().name
         database = open_storage(storage, reading=True)
@@ -190,7 +185,7 @@ class StudyStore:
             study = optuna.load_study(study_name=stored, storage=database, sampler=optuna.samplers.RandomSampler())
         except KeyError:
             known = optuna.get_all_study_names(database)
-            raise UserError(f"no study {name!r} in {hide_password(storage)}{near(name, known)}") from None
+            raise UserError(f"no study {name!r} in {hide_password(storage)}{did_you_mean(name, known)}") from None
         store = cls(study, folder, name, interpreter)
         check_founded(study, f"study {name!r} in {hide_password(storage)}")
         return store
@@ -254,7 +249,7 @@ class StudyStore:
         Raises:
             UserError: another run holds it.
         """
-        self._lock = hold(self.folder, self.name) if self.folder is not None else None
+        self._lock = lock_study(self.folder, self.name) if self.folder is not None else None
 
     def share(self, print_line: Callable[[str], None]) -> None:
         """Tune the study together with peer tuners until `leave`, instead of holding it.
@@ -283,7 +278,7 @@ class StudyStore:
 
     def records(self) -> list[Record]:
         """Return all trials in order."""
-        with uncollected():
+        with without_garbage_collection():
             return self._records.of(self.study.get_trials(deepcopy=False))
 
     def record(self, number: int) -> Record:
@@ -322,9 +317,7 @@ class StudyStore:
         """Store the start of a trial and return its number.
 
         Args:
-            candidate: the candidate.
             space: the candidate's space; None if it has none.
-            role: the trial's role.
             note: reason for the trial.
         """
         return self._opened(begin(self.study, candidate, space, role=role, note=note, tuner=self.tuners.me))
@@ -335,9 +328,6 @@ class StudyStore:
         """Start a trial unless a peer tuner is trying the same candidate or has just finished it; None then.
 
         Args:
-            candidate: the candidate.
-            space: its space.
-            role: the trial's role.
             note: reason for the trial.
             known: numbers of trials that the caller has processed.
         """
@@ -391,7 +381,7 @@ class StudyStore:
             record = record_of(trial)
             died = trial.state is TrialState.RUNNING and self.tuners.died(trial.user_attrs.get(TUNER))
             deadly = died and record is not None and (record.candidate, record.role) in before
-            outcome = left_outcome(deadly) if died else LET_GO
+            outcome = abandoned_outcome(deadly) if died else LET_GO
             closed += close(self.study, trial, self.hardware, outcome) and record is not None
         return closed
 
@@ -494,7 +484,6 @@ class StudyStore:
 
         Args:
             candidate: stage 0 stands for DDP, stage 3 for FSDP2.
-            outcome: its outcome.
         """
         stored = {
             "candidate": candidate.as_dict,
@@ -572,7 +561,6 @@ def name_of_call(before: int, tuner: str) -> str:
 
     Args:
         before: number of earlier calls.
-        tuner: this tuner's name.
     """
     return f"{_CALL}{before:06d} {tuner}"
 
@@ -605,10 +593,7 @@ def write_study_metadata(
     """Store a study's metadata.
 
     Args:
-        study: the new study.
         mark: its fingerprint.
-        hardware: its machine.
-        space: its search space.
         python: path of the ranks' Python; None: the tuner's own.
     """
     first = {"fingerprint": mark, "hardware": hardware.to_json(), "space": space.text, "python": python}

@@ -36,7 +36,7 @@ ONE_SURPRISE = 2.0  # log likelihood; largest change by one measurement
 RECALLED = 16
 SHORTLIST = 2048  # candidates of a large space that are predicted again after every measurement
 ALL_EVERY = 8  # tables
-MOST_OF_HOST = 1.1  # share of the free host memory by the memory bill; candidates above it are not tried
+MOST_OF_HOST = 1.1  # share of the free host memory by the memory estimate; candidates above it are not tried
 REPEAT_TIME, REPEAT_MEMORY = 0.03, 0.01  # standard deviation of a logarithm between two measurements
 
 
@@ -144,8 +144,8 @@ class SpeedMemoryModel:
 
     @property
     def host_bytes(self) -> Floats | None:
-        """Return the host memory of each candidate by the memory bill, (n,) bytes; None if host and device are one."""
-        return self._prepared.bill.host if self.hardware.device == "cuda" else None
+        """Return the host memory of each candidate by the memory estimate, (n,) bytes; None if host and device are one."""
+        return self._prepared.memory.host if self.hardware.device == "cuda" else None
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
@@ -153,9 +153,7 @@ class SpeedMemoryModel:
         """Score both models by an outcome, then update them.
 
         Args:
-            candidate: the measured candidate.
             at: place of the candidate; None if this space does not contain it.
-            outcome: the trial's outcome.
         """
         if at is not None and outcome.measurement is not None:
             self._observe(at, outcome.measurement)
@@ -268,7 +266,7 @@ class SpeedMemoryModel:
         capacity = float(self.hardware.capacity_bytes)
         held = self._held(table.host * self.job.ranks / self.hardware.nodes)
         host, in_host = held > MOST_OF_HOST, np.ones(self._count)
-        if self._host_ran_out:  # before the first host OOM the memory bill is used without an interval
+        if self._host_ran_out:  # before the first host OOM the memory estimate is used without an interval
             in_host = normal_cdf(-np.log(np.maximum(held, 1e-9)) / self.predictor.host_sigma)
         if self.memory.predictor_rejected and len(self._peaks):
             peak, spread = self._peaks.predict()

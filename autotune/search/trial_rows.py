@@ -11,7 +11,7 @@ import functools
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -112,8 +112,12 @@ class StoredTrial(FrozenTrial):
     __hash__ = FrozenTrial.__hash__
 
 
-class StoredAttributes(MutableMapping[str, Any]):
-    """Attributes of a trial that has ended as stored texts, parsed when they are read."""
+class StoredAttributes(Mapping[str, Any]):
+    """Attributes of a trial that has ended as stored texts, parsed when they are read.
+
+    They cannot be set: a trial that is not copied is read-only by Optuna's contract (`get_trials(deepcopy=False)`), and its
+    fields are read from the database again. Copies and pickles are dicts.
+    """
 
     __slots__ = ("_texts",)
 
@@ -124,14 +128,6 @@ class StoredAttributes(MutableMapping[str, Any]):
         """Return a parsed value, a new object for each call."""
         return json.loads(self._texts[key])
 
-    def __setitem__(self, key: str, value: Any) -> None:
-        """Set an attribute of this object, as `FrozenTrial.set_user_attr` does. The database is not changed."""
-        self._texts[key] = json.dumps(value)
-
-    def __delitem__(self, key: str) -> None:
-        """Delete an attribute of this object."""
-        del self._texts[key]
-
     def __iter__(self) -> Iterator[str]:
         """Return the names."""
         return iter(self._texts)
@@ -139,6 +135,10 @@ class StoredAttributes(MutableMapping[str, Any]):
     def __len__(self) -> int:
         """Return the number of attributes."""
         return len(self._texts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to make a dict of the same attributes."""
+        return dict, (dict(self),)
 
 
 @functools.lru_cache(maxsize=256)

@@ -51,18 +51,14 @@ def begin(
     """Store in one step that a candidate is being tried.
 
     Args:
-        study: the study.
-        candidate: the candidate.
         space: values of this space are passed to Optuna; None passes the candidate's values only.
-        role: the trial's role.
         note: reason for the trial.
-        tuner: this tuner's name.
         claim: store only a claim, which `confirm` turns into a trial and `withdraw` removes.
     """
     knobs: dict[str, Any] = dict(candidate.knobs)
     attributes = {CLAIM if claim else CANDIDATE: knobs, ROLE: role, "note": note, "started": now(), TUNER: tuner}
     for left in reversed(range(_BEGINNERS)):
-        parameters, kinds = told(candidate, space, _stored_distributions(study))
+        parameters, kinds = optuna_parameters(candidate, space, _stored_distributions(study))
         template = optuna.trial.create_trial(
             state=TrialState.RUNNING, params=parameters, distributions=kinds, user_attrs=attributes
         )
@@ -217,7 +213,7 @@ def found_running(records: list[Record]) -> set[tuple[Candidate, str]]:
     return found
 
 
-def left_outcome(deadly: bool) -> Outcome:
+def abandoned_outcome(deadly: bool) -> Outcome:
     """Return the outcome of a trial whose tuner died.
 
     The trial may have killed its tuner: a container or a Slurm step is killed as a whole when its memory is full. After
@@ -245,7 +241,6 @@ def record_of(trial: optuna.trial.FrozenTrial, *, claims: bool = False) -> Recor
     """Return a trial's Record; None for a trial of another program or an unconfirmed claim.
 
     Args:
-        trial: the trial.
         claims: include unconfirmed claims of running trials.
     """
     knobs = trial.user_attrs.get(CANDIDATE)
@@ -287,7 +282,7 @@ class Records:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Disable garbage collection while thousands of trials are read.
 
     Reading creates about a million objects that are all kept. Repeated scans by the collector double the time.
@@ -317,7 +312,7 @@ def constraints(outcome: Outcome, hardware: Hardware) -> dict[str, float]:
     return {"memory_gib_over": 0.0, "failed": 1.0}
 
 
-def told(
+def optuna_parameters(
     candidate: Candidate, space: SearchSpace | None, stored: Mapping[str, BaseDistribution]
 ) -> tuple[dict[str, Value], dict[str, BaseDistribution]]:
     """Return the candidate's parameters and their distributions: ordered numbers as ranges, the rest as choices.
@@ -327,7 +322,6 @@ def told(
     hold is stored under a numbered name: `NAME (2)`.
 
     Args:
-        candidate: the candidate.
         space: a distribution covers this space's values; None covers the candidate's values only.
         stored: distributions of the study's earlier trials, by name.
     """
@@ -472,7 +466,6 @@ class MeasuredHere:
         """Return which of these trials a later call will find, after reading the storage.
 
         Args:
-            study: the study's name.
             storage: the URL of the study's database.
         """
         if not self.ended:
@@ -495,8 +488,6 @@ def kept_if_it_fails(folder: Path | None, trial: optuna.Trial, outcome: Outcome,
 
     Args:
         folder: the study's folder; None keeps nothing.
-        trial: the trial.
-        outcome: its outcome.
         here: receives the trial's number.
     """
     number, tuner = trial.number, trial.user_attrs.get(TUNER)

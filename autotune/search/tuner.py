@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import Protocol
 
-from autotune.errors import MachineTrouble, Stopped, Unusable, UserError
+from autotune.errors import MachineError, Stopped, Unusable, UserError
 from autotune.executors.base import REFERENCE as REFERENCE_SPEC
 from autotune.executors.base import RESUME as RESUME_SPEC
 from autotune.executors.base import SEARCH as SEARCH_SPEC
@@ -34,6 +34,7 @@ from autotune.problem.knobs import lossy_of
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace
 from autotune.rank.ds_config import why_no_reference
+from autotune.script.profile import own_candidate
 from autotune.search.budget import LEAST_REFERENCE_BUDGET, REFERENCE_SHARE, Budget
 from autotune.search.certificate import Certifier
 from autotune.search.concurrency import PeerTrials, SearchWorkers
@@ -93,6 +94,8 @@ class Tuner:
         self.store, self.proposer, self.cancelled = store, proposer, cancelled
         self.observer: Observer = observer or NullObserver()
         self.leaderboard = Leaderboard(hardware, proposer.job, proposer.candidates)
+        script = proposer.job.script
+        self._own = own_candidate(script) if script is not None and script.profile else None
         self.clock = Budget(executor, proposer, verify_spec, budget_seconds, spent_seconds, self._best, self._due)
         failures = CallFailures(proposer, self.leaderboard, space)
         workers = workers or SearchWorkers()
@@ -108,6 +111,8 @@ class Tuner:
         return (best, self.leaderboard.measured[best][1]) if best else None
 
     def _due(self) -> int:
+        if self.leaderboard.measured.keys() == {self._own}:  # a candidate is worth more than a verification of that one
+            return 0
         return 2 if self.leaderboard.incumbent is not None else 1
 
     def run(self) -> SearchSummary:
@@ -115,7 +120,7 @@ class Tuner:
 
         Raises:
             UserError: the model or the script fails with any candidate.
-            MachineTrouble: the machine failed repeatedly before the first measurement.
+            MachineError: the machine failed repeatedly before the first measurement.
         """
         self.clock.begin()
         self.trials.replay_study()
@@ -125,7 +130,7 @@ class Tuner:
         self.store.begin_call(self.clock.budget_seconds)
         try:
             ended, winner, verified = self._search_and_verify()
-        except (UserError, MachineTrouble) as error:
+        except (UserError, MachineError) as error:
             failing = StopReason.JOB_FAILS if isinstance(error, UserError) else StopReason.MACHINE_FAILS
             self.trials.save_call(failing.stop().sentence)
             raise
@@ -389,16 +394,11 @@ class TrialRecorder:
         The outcome is downgraded if the trial is retried, and invalid if the candidate trains something else.
 
         Args:
-            number: the trial's number.
-            candidate: the candidate.
-            outcome: the measured outcome.
-            role: the trial's role.
-            limit_seconds: the trial's time limit.
             left_seconds: the budget that was left for the trial.
         """
         # the budget or the user may have ended the trial before its own limit
         limited = limit_seconds if limit_seconds < left_seconds and not self.cancelled() else None
-        outcome = downgrade_first_timeout(candidate, outcome, limited, self.proposer, self.workers)
+        outcome = downgrade_retryable_failure(candidate, outcome, limited, self.proposer, self.workers)
         outcome = self.certifier.checked(candidate, outcome, role)
         self.store.finish(number, outcome)
         self.peers.known.add(number)
@@ -426,7 +426,9 @@ class TrialRecorder:
         if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source in (Source.LIMIT, Source.SILENCE):
             self.proposer.allow_longer(candidate, outcome)
         if outcome.source is Source.TRACE:
-            self.proposer.exclude_alike(candidate, self.certifier.shares_cause(candidate, outcome), outcome.reason)
+            self.proposer.exclude_sharing_cause(
+                candidate, self.certifier.shares_cause(candidate, outcome), outcome.reason
+            )
         searched = self.leaderboard.measured.get(candidate)
         outcome = outcome.without_details()  # it is kept until the end of the search
         self.leaderboard.learn(number, candidate, outcome, role)
@@ -479,7 +481,7 @@ class Verifier:
                     self._verification(rival, VERIFY)
                     continue
                 passed = leaderboard.passed()
-                if not passed or self._goes_on(leaderboard.thriftiest(passed)):
+                if not passed or self._goes_on(leaderboard.choose_least_memory(passed)):
                     break
                 continue
             tried += 1
@@ -494,7 +496,7 @@ class Verifier:
                 if not outcome.kind.is_attributable_to_candidate:
                     break
         if passed := leaderboard.passed():
-            chosen = leaderboard.thriftiest(passed)
+            chosen = leaderboard.choose_least_memory(passed)
             return self._as_record(chosen, leaderboard.verified[chosen], VERIFY), True
         best = leaderboard.best
         return (self._as_record(best, leaderboard.measured[best], SEARCH) if best else None), False
@@ -704,7 +706,7 @@ class References:
 # Retry failures once before they count against a candidate: time limits, and host OOM in parallel trials.
 
 
-def downgrade_first_timeout(
+def downgrade_retryable_failure(
     candidate: Candidate, outcome: Outcome, limit: float | None, proposer: Proposer, workers: SearchWorkers
 ) -> Outcome:
     """Return the outcome, marked as interrupted if the trial is retried.
@@ -713,8 +715,6 @@ def downgrade_first_timeout(
     the time, or runs alone, and its outcome counts.
 
     Args:
-        candidate: the candidate.
-        outcome: the trial's outcome.
         limit: the trial's limit in seconds; None if the budget or the user ended it.
         proposer: knows the candidate's earlier timeouts.
         workers: knows the parallel trials.
@@ -745,11 +745,8 @@ def apply_verification_result(
     """Update proposer and leaderboard after a verification or resume trial. The leaderboard already contains the outcome.
 
     Args:
-        candidate: the verified candidate.
         outcome: outcome of the verification.
         searched: the candidate's earlier measurement; None if there is none.
-        leaderboard: the measured candidates.
-        proposer: the proposer.
     """
     why = leaderboard.why_not(candidate)
     if not why:
@@ -800,7 +797,7 @@ class CallFailures:
         """Count a trial of this call.
 
         Raises:
-            MachineTrouble: the machine failed repeatedly before the first measurement.
+            MachineError: the machine failed repeatedly before the first measurement.
             UserError: the model or the script fails with any candidate.
         """
         if outcome.kind in (OutcomeKind.INFRASTRUCTURE, OutcomeKind.GPU_CONTENTION):
@@ -809,7 +806,7 @@ class CallFailures:
             self._retried.add(candidate)
         self.machine_failures = self.machine_failures + 1 if outcome.kind is OutcomeKind.INFRASTRUCTURE else 0
         if self.machine_fails and not self._leaderboard.measured:
-            raise MachineTrouble(
+            raise MachineError(
                 f"the machine failed {self.machine_failures} times in a row, before anything was measured: "
                 f"{outcome.reason} (logs: {outcome.log}); `autotune doctor` looks at the machine"
             )
@@ -865,7 +862,6 @@ def retryable_trial_numbers(store: StudyStore, known: Collection[tuple[Record, O
     the list.
 
     Args:
-        store: the study.
         known: the study's ended trials.
     """
     numbers: set[int] = set(store.attributes.get(_FORGIVEN, ()))

@@ -22,7 +22,7 @@ _MOST_DEPTH = 200
 _SHOWN = 60  # characters of a value in a message
 
 
-def shown(value: object) -> str:
+def display_value(value: object) -> str:
     """Return a value for a message: on one line, and short."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > MOST:
         return f"a number of {int(abs(value).bit_length() * math.log10(2)) + 1} digits"
@@ -46,14 +46,14 @@ def whole_number(value: object, what: str, low: int = 0, high: int = MOST) -> in
     if isinstance(number, float) and number.is_integer():
         number = int(number)
     if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
-        raise UserError(f"{what}: expected a whole number from {low} to {high}, found {shown(value)}")
+        raise UserError(f"{what}: expected a whole number from {low} to {high}, found {display_value(value)}")
     return number
 
 
-def trouble(value: object) -> str | None:
+def invalid_reason(value: object) -> str | None:
     """Return why a value is invalid, or None: a number beyond 63 bits, a text with NUL, or one that is too long."""
     if isinstance(value, int) and abs(value) > MOST:
-        return f"expected a number of at most 63 bits, found {shown(value)}"
+        return f"expected a number of at most 63 bits, found {display_value(value)}"
     if isinstance(value, str) and "\0" in value:
         return "holds a NUL character"
     if isinstance(value, str) and len(value) > MOST_TEXT:
@@ -68,11 +68,11 @@ def check_data(data: Any, where: str) -> None:
         UserError: a value is out of bounds; the message has its dotted key.
     """
     for path, value, is_key in _leaves(data, ()):
-        why = trouble(value)
+        why = invalid_reason(value)
         if is_key and not why and not str(value).isprintable():
-            why = f"the key {shown(value)} holds control characters"
+            why = f"the key {display_value(value)} holds control characters"
         if why:
-            raise UserError(f"{where}: {shown('.'.join(path)) + ': ' if path else ''}{why}")
+            raise UserError(f"{where}: {display_value('.'.join(path)) + ': ' if path else ''}{why}")
 
 
 def _leaves(data: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, bool]]:
@@ -125,5 +125,5 @@ def parse_json(text: str, where: str, expected: str) -> Any:
     except json.JSONDecodeError as error:
         raise UserError(f"{where}:{error.lineno}: not JSON ({error.msg}); {expected}") from None
     except (ValueError, RecursionError) as error:  # a number of more digits than Python converts
-        raise UserError(f"{where} cannot be read ({shown(str(error))}); {expected}") from None
+        raise UserError(f"{where} cannot be read ({display_value(str(error))}); {expected}") from None
     return data

@@ -11,7 +11,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from autotune.errors import MachineTrouble, UserError
+from autotune.errors import MachineError, UserError
 from autotune.masking import masked_values
 
 # A Unix socket's path has 108 bytes, the last of them zero (`man 7 unix`). A folder of `SocketFolder` and a socket's name in it
@@ -78,11 +78,11 @@ def disk_fails(error: OSError) -> bool:
     return error.errno in _FAILS
 
 
-def cannot_write(path: Path, error: OSError, remedy: str) -> UserError | MachineTrouble:
+def cannot_write(path: Path, error: OSError, remedy: str) -> UserError | MachineError:
     """Return the error of a file that was not written: the machine's if the disk fails, else the user's."""
     why = error.strerror or errno.errorcode.get(error.errno or 0, "unknown")
     if disk_fails(error):
-        return MachineTrouble(f"{path} cannot be written ({why}): make room, or {remedy}")
+        return MachineError(f"{path} cannot be written ({why}): make room, or {remedy}")
     return UserError(f"{path} cannot be written ({why}): {remedy}")
 
 

@@ -194,7 +194,7 @@ def bound_command(python: str, module: str, *arguments: str) -> list[str]:
     return [python, "-c", APART + _BOUND + _RUN, str(os.getpid()), module, *arguments]
 
 
-def which(command: str, interpreter: Interpreter = OWN) -> str | None:
+def console_script(command: str, interpreter: Interpreter = OWN) -> str | None:
     """Return a console script of the user's environment: next to its interpreter, else in PATH."""
     beside = Path(interpreter.path).parent / command
     if os.sep not in command and os.path.isfile(beside) and os.access(beside, os.X_OK):
@@ -233,14 +233,14 @@ def interpreter_at(typed: str, said_by: str) -> Interpreter:
     Raises:
         UserError: it is missing, cannot be run, is no Python or too old, or does not answer.
     """
-    executable, said = _executable(typed, f"{said_by} {typed}"), f"{said_by} {typed}"
+    executable, label = _executable(typed, f"{said_by} {typed}"), f"{said_by} {typed}"
     try:
         version, found = _query(executable, "facts")
     except _QueryFailed as error:
-        raise UserError(f"{said}: {error}; expected the Python of the environment that you train in") from None
+        raise UserError(f"{label}: {error}; expected the Python of the environment that you train in") from None
     if found is None:
         least = ".".join(map(str, LEAST_PYTHON))
-        raise UserError(f"{said} is Python {version}: expected {least} or newer")
+        raise UserError(f"{label} is Python {version}: expected {least} or newer")
     python = tuple(int(part) for part in version.split("."))
     # Later calls skip a shim of pyenv or a wrapper script, which would be an extra process in between.
     path = found["executable"] or executable
@@ -249,7 +249,7 @@ def interpreter_at(typed: str, said_by: str) -> Interpreter:
     return OtherInterpreter(path, python, found["prefix"], found["versions"], found["cuda"], found["nccl"])
 
 
-def _executable(typed: str, said: str) -> str:
+def _executable(typed: str, label: str) -> str:
     """Return the path of an executable.
 
     Raises:
@@ -259,15 +259,15 @@ def _executable(typed: str, said: str) -> str:
     if path.is_dir():
         inside = path / "bin" / "python"
         if not inside.is_file():
-            raise UserError(f"{said} is a folder without bin/python: expected a Python, or its environment's folder")
+            raise UserError(f"{label} is a folder without bin/python: expected a Python, or its environment's folder")
         path = inside
     if not path.is_file():
         found = shutil.which(typed) if os.sep not in typed else None
         if found is None:
-            raise UserError(f"{said}: no such file; expected the Python of the environment that you train in")
+            raise UserError(f"{label}: no such file; expected the Python of the environment that you train in")
         path = Path(found)
     if not os.access(path, os.X_OK):
-        raise UserError(f"{said} cannot be run: it is not executable; expected a Python")
+        raise UserError(f"{label} cannot be run: it is not executable; expected a Python")
     return os.path.abspath(path)  # not resolved: the link's location decides the environment
 
 

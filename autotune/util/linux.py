@@ -86,7 +86,7 @@ def boot_id() -> str:
     return ""
 
 
-def runs(pid: int) -> bool:
+def pid_is_alive(pid: int) -> bool:
     """Check that a process exists and has not ended."""
     try:
         return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[0] not in _DEAD
@@ -182,11 +182,11 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
         parent: the process id of the starter of this process, direct or through a wrapper script of an interpreter.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, number)
-    if os.getppid() != parent and not runs(parent):
+    if os.getppid() != parent and not pid_is_alive(parent):
         os.kill(os.getpid(), number)
 
 
-def outlive_notices() -> None:
+def ignore_user_signals() -> None:
     """Ignore SIGUSR1 and SIGUSR2 until this process has a handler for them.
 
     Slurm's `--signal=USR1@600` and `scancel --signal=USR1` may send them to every process of a step. The kernel's setting
@@ -238,7 +238,7 @@ def _shared_with_parent() -> list[tuple[int, int]]:
 
 BIND, RECURSIVE = 0x1000, 0x4000  # mount(2)
 _PRIVATE, _DETACH = 0x40000, 2  # mount(2), umount2(2)
-_NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000  # unshare(2)
+_NEW_MOUNTS, _NEW_IPC, _NEW_USER = 0x00020000, 0x08000000, 0x10000000  # unshare(2)
 _MOUNT_SETATTR, _AT_RECURSIVE, _ATTR_READ_ONLY, _ATTR_NO_DEVICE = 442, 0x8000, 1, 4  # mount_setattr(2)
 _SECCOMP, _DROP_BOUND, _NO_NEW_PRIVILEGES = 22, 24, 38  # prctl(2)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -296,25 +296,29 @@ def change_root(folder: str) -> None:
 
 
 def enter_mount_namespace() -> None:
-    """Give this process private mounts, in a new user namespace if it may not mount. user_namespaces(7)."""
+    """Give this process private mounts and System V and POSIX queues, in a new user namespace if it may not mount.
+
+    user_namespaces(7), ipc_namespaces(7).
+    """
     user, group = os.getuid(), os.getgid()
     try:
-        _call("unshare", _NEW_MOUNTS)
+        _call("unshare", _NEW_MOUNTS | _NEW_IPC)
     except PermissionError:
-        _call("unshare", _NEW_MOUNTS | _NEW_USER)
+        _call("unshare", _NEW_MOUNTS | _NEW_IPC | _NEW_USER)
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             Path("/proc/self", name).write_text(text, encoding="utf-8")
     mount(None, "/", RECURSIVE | _PRIVATE)
 
 
 def join_mount_namespace(pid: int) -> None:
-    """Enter the mount namespace of a process, and its user namespace. setns(2)."""
-    users, mounts = (os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in ("user", "mnt"))
-    if os.fstat(users).st_ino != os.stat("/proc/self/ns/user").st_ino:
-        _call("setns", users, _NEW_USER)
-    _call("setns", mounts, _NEW_MOUNTS)
-    os.close(users)
-    os.close(mounts)
+    """Enter the namespaces that a process has made by `enter_mount_namespace`. setns(2)."""
+    kinds = {"user": _NEW_USER, "ipc": _NEW_IPC, "mnt": _NEW_MOUNTS}
+    opened = {kind: os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name, kind in kinds.items()}
+    if os.fstat(opened[_NEW_USER]).st_ino == os.stat("/proc/self/ns/user").st_ino:
+        os.close(opened.pop(_NEW_USER))
+    for kind, namespace in opened.items():
+        _call("setns", namespace, kind)
+        os.close(namespace)
     _reopen_folders()
 
 
@@ -340,16 +344,27 @@ def in_user_namespace() -> bool:
     return Path("/proc/self/uid_map").read_text(encoding="utf-8").split() != ["0", "0", str(2**32 - 1)]
 
 
-def disks(mounts: Collection[str]) -> list[str]:
-    """Return the block devices in /dev that this process may write to, without looking below the given mount points."""
-    found = []
-    for path, folders, names in os.walk("/dev"):
+def machine_devices(mounts: Collection[str], folder: str = "/dev") -> list[str]:
+    """Return the machine's own devices that this process may write to.
+
+    These are block devices, and character devices that neither every user nor a group without disks may write to, such as
+    SCSI and NVMe commands, /dev/mem, /dev/kmsg and watchdogs. Devices of trainings are open to other users.
+
+    Args:
+        mounts: mount points, below which no device is looked for.
+        folder: folder of the devices.
+    """
+    found = {}
+    for path, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if os.path.join(path, name) not in mounts]
         for device in (os.path.join(path, name) for name in names):
             with suppress(OSError):
-                if stat.S_ISBLK(os.lstat(device).st_mode) and os.access(device, os.W_OK):
-                    found.append(device)
-    return found
+                mode = (state := os.lstat(device)).st_mode
+                if (stat.S_ISBLK(mode) or (stat.S_ISCHR(mode) and mode & stat.S_IWUSR)) and os.access(device, os.W_OK):
+                    found[device] = state
+    groups = {0, *(state.st_gid for state in found.values() if stat.S_ISBLK(state.st_mode))}
+    writers = {path: stat.S_IWOTH | (0 if state.st_gid in groups else stat.S_IWGRP) for path, state in found.items()}
+    return [one for one, state in found.items() if stat.S_ISBLK(state.st_mode) or not state.st_mode & writers[one]]
 
 
 def keep_capabilities(numbers: Collection[int]) -> None:
@@ -457,7 +472,7 @@ _LOOK_SECONDS = 0.02
 
 
 @contextmanager
-def taking_all_along() -> Iterator[None]:
+def terminate_with_descendants() -> Iterator[None]:
     """Terminate this process with all its descendants at SIGTERM, or when the parent dies."""
     adopt_orphans()  # descendants of a dead child are found too
     before = signal.signal(signal.SIGTERM, _leave_with_all)
@@ -472,7 +487,7 @@ def _leave_with_all(number: int, frame: object) -> None:
     started = descendants(os.getpid())
     _tell(started, signal.SIGTERM)
     until = time.monotonic() + BUILD_GRACE_SECONDS
-    while any(runs(pid) for pid in started) and time.monotonic() < until:
+    while any(pid_is_alive(pid) for pid in started) and time.monotonic() < until:
         time.sleep(_LOOK_SECONDS)
     while left := descendants(os.getpid()):
         _tell(left, signal.SIGKILL)

@@ -6,7 +6,7 @@ import math
 import re
 
 from autotune.errors import UserError
-from autotune.util.bounds import shown
+from autotune.util.bounds import display_value
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -25,11 +25,13 @@ def parse_duration(text: str) -> float:
     """
     match = _DURATION.fullmatch(text.strip().lower())
     if not match or not any(match.groups()):
-        raise UserError(f"{shown(text)!r} is no duration: write it like 90s, 30m or 1h30m")
+        raise UserError(f"{display_value(text)!r} is no duration: write it like 90s, 30m or 1h30m")
     hours, minutes, seconds = (float(group or 0) for group in match.groups())
     total = hours * 3600 + minutes * 60 + seconds
     if not 0 < total < 1e9:
-        raise UserError(f"a duration of {shown(text)!r} is not possible: give more than 0 s, like 90s, 30m or 1h30m")
+        raise UserError(
+            f"a duration of {display_value(text)!r} is not possible: give more than 0 s, like 90s, 30m or 1h30m"
+        )
     return total
 
 
@@ -41,12 +43,12 @@ def parse_bytes(text: str) -> int:
     """
     match = _BYTES.fullmatch(text.strip())
     if not match:
-        raise UserError(f"{shown(text)!r} is no size: write it like 24GiB, 512MiB or 80GB")
+        raise UserError(f"{display_value(text)!r} is no size: write it like 24GiB, 512MiB or 80GB")
     unit = (match[2] or "b").lower()
     factor = 1 if unit == "b" else _DECIMAL[unit[0]] if unit.endswith("b") and "i" not in unit else _BINARY[unit[0]]
     size = float(match[1]) * factor
     if not 1 <= size < 2**60:
-        raise UserError(f"a size of {shown(text)!r} is not possible: write it like 24GiB, 512MiB or 80GB")
+        raise UserError(f"a size of {display_value(text)!r} is not possible: write it like 24GiB, 512MiB or 80GB")
     return int(size)
 
 
@@ -89,11 +91,11 @@ def parse_count(text: str, what: str) -> float:
     """
     match = _COUNT.fullmatch(text.strip())
     if not match:
-        raise UserError(f"{what} {shown(text)}: expected a number above zero, like 1e9, 2B, 500M or 1T")
+        raise UserError(f"{what} {display_value(text)}: expected a number above zero, like 1e9, 2B, 500M or 1T")
     unit = match[2].lower().replace("b", "g")
     count = float(match[1]) * _DECIMAL[unit]
     if not 1 <= count <= 1e18:
-        raise UserError(f"{what} {shown(text)}: expected between 1 and 1e18, like 1e9, 2B, 500M or 1T")
+        raise UserError(f"{what} {display_value(text)}: expected between 1 and 1e18, like 1e9, 2B, 500M or 1T")
     return count
 
 
@@ -107,9 +109,9 @@ def parse_share(text: str) -> float:
     try:
         share = float(body[:-1]) / 100 if body.endswith("%") else float(body)
     except ValueError:
-        raise UserError(f"{shown(text)!r} is no share: write it like 5% or 0.05") from None
+        raise UserError(f"{display_value(text)!r} is no share: write it like 5% or 0.05") from None
     if not 0 <= share < 1:
-        raise UserError(f"a share of {shown(text)!r} is not possible: give at least 0 and less than 1 (100%)")
+        raise UserError(f"a share of {display_value(text)!r} is not possible: give at least 0 and less than 1 (100%)")
     return share
 
 

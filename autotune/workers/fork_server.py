@@ -7,6 +7,7 @@ CUDA driver would not survive a fork. Run as `python -m autotune.workers.fork_se
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import importlib
 import os
@@ -21,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from autotune.util.linux import adopt_orphans, die_with_parent, taking_all_along
+from autotune.util.linux import adopt_orphans, die_with_parent, name_of, terminate_with_descendants
 from autotune.workers.jit_ops import FOLDER, load_ops, use_own_folder
 from autotune.workers.protocol import Channel, Message
 
@@ -30,6 +31,7 @@ from autotune.workers.protocol import Channel, Message
 # ranks of GPUs are forked after it, too.
 PRELOADED = ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer")
 _FORK_TEST_SECONDS = 120  # seconds; without persistence mode each of eight GPUs takes seconds to initialize
+_THREAD_END_SECONDS = 0.1  # a thread that was joined leaves the kernel within milliseconds
 _PROCESSOR_SECONDS = 60.0  # after this time DeepSpeed queries the processor itself
 _CUDA_ERROR_NOT_INITIALIZED = 3  # CUresult in a fork of a process that has used CUDA
 
@@ -38,7 +40,7 @@ def preload(model_type: str | None, modules: list[str]) -> dict[str, Any]:
     """Import the modules that every rank needs."""
     began = time.monotonic()
     gc.disable()  # the collector would repeatedly scan permanent objects, a fifth of the time
-    processor = threading.Thread(target=_know_the_processor)
+    processor = threading.Thread(target=_cache_cpuinfo)
     processor.start()
     import deepspeed  # noqa: F401
 
@@ -58,7 +60,7 @@ def preload(model_type: str | None, modules: list[str]) -> dict[str, Any]:
     return {"import_seconds": time.monotonic() - began}
 
 
-def _know_the_processor() -> None:
+def _cache_cpuinfo() -> None:
     """Cache py-cpuinfo's result for this process and all its forks, during the imports.
 
     DeepSpeed queries py-cpuinfo for each op it loads and each CPUAdam it makes. Each query starts an interpreter.
@@ -75,7 +77,7 @@ def serve_ops(channel: Channel, names: list[str]) -> None:
 
     If the tuner dies during a build, the compilers die with this process.
     """
-    with taking_all_along():
+    with terminate_with_descendants():
         failed = load_ops(names, lambda **said: channel.send("op", **said))
     die_with_parent(os.getppid())  # no longer by SIGTERM
     _settle()
@@ -162,10 +164,26 @@ def _ended() -> Iterator[tuple[int, int]]:
             yield found
 
 
+@functools.cache
+def _print_threads() -> None:
+    """Print the threads that lived beside the first fork, whose locks ranks may inherit.
+
+    OpenBLAS ends its threads before a fork (pthread_atfork(3)), which the kernel may count for a moment longer.
+    """
+    until = time.monotonic() + _THREAD_END_SECONDS
+    while len(threads := os.listdir("/proc/self/task")) > 1:
+        if time.monotonic() > until:
+            names = [name_of(int(one)) or "ended" for one in threads if int(one) != os.getpid()]
+            print(f"ranks are forked beside {len(names)} other threads: {', '.join(sorted(names))}", flush=True)
+            return
+        time.sleep(_THREAD_END_SECONDS / 50)
+
+
 def _fork(order: Message, inherited: list[int]) -> int:
     server = os.getpid()
     pid = os.fork()
     if pid:
+        _print_threads()
         return pid
     signal.set_wakeup_fd(-1)
     os.setsid()

@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from autotune.problem.hardware import Hardware
-from autotune.problem.nvml import GpuError, GpuLost, holders, holders_text, memory, open_nvml, own_memory, telling
+from autotune.problem.nvml import GpuError, GpuLost, holders, holders_text, memory, nvml_errors, open_nvml, own_memory
 from autotune.util.units import GIB, MIB, format_bytes
 from autotune.workers.memory_monitor import FOREIGN_BYTES, CpuMeter, MemoryPeaks, Meter
 
@@ -89,7 +89,7 @@ class NvmlMeter(Meter):
 
     def _open(self, uuid: str, label: str) -> _GpuState:
         lib = self._lib
-        with telling(label):
+        with nvml_errors(label):
             handle = lib.nvmlDeviceGetHandleByUUID(uuid)
             try:
                 clock_handle = lib.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
@@ -135,7 +135,7 @@ class NvmlMeter(Meter):
             raise GpuLost(self._gone)
 
     def _refresh(self, gpu: _GpuState) -> None:
-        with telling(gpu.label):
+        with nvml_errors(gpu.label):
             gpu.held = holders(self._lib, gpu.handle)
             gpu.free = self._free(gpu)
 
@@ -161,7 +161,7 @@ class NvmlMeter(Meter):
         try:
             self._refuse_if_gone()
             for place, gpu in enumerate(self._gpus):
-                with telling(gpu.label):
+                with nvml_errors(gpu.label):
                     if listing:
                         gpu.held = holders(self._lib, gpu.handle)
                         new = gpu.held.keys() - self._ours - gpu.held_before.keys()

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autotune.util.linux import boot_id, is_open, pids_working_in, runs
+from autotune.util.linux import boot_id, is_open, pid_is_alive, pids_working_in
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
 #
@@ -182,7 +182,7 @@ def _end_left(place: Path) -> None:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
     until = time.monotonic() + _KILL_SECONDS
-    while any(runs(pid) for pid in left) and time.monotonic() < until:
+    while any(pid_is_alive(pid) for pid in left) and time.monotonic() < until:
         time.sleep(_LOOK_SECONDS)
 
 

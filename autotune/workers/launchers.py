@@ -276,7 +276,7 @@ class ForkLauncher:
         if not self.alive:
             end_processes_with_variable(MARK, self._mark)
             return
-        self._process.terminate()  # a building server ends its descendants (`taking_all_along`)
+        self._process.terminate()  # a building server ends its descendants (`terminate_with_descendants`)
         try:
             self._process.wait(timeout=_LEAVE_SECONDS)
         except subprocess.TimeoutExpired:

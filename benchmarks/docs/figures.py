@@ -21,11 +21,14 @@ if not __package__:  # started by its path: benchmarks import each other from th
 
 import yaml
 
-from benchmarks.common import HERE
+from autotune.util.units import GIB
+from benchmarks.common import HERE, RESULTS
 from benchmarks.docs import search as docs_search
 from benchmarks.docs.stages import own_rows, published_rows
 from benchmarks.docs.writing import listed, number, percent, result, span, table
 from benchmarks.predict.published.error import coverage
+from benchmarks.predict.published.models import known_models
+from benchmarks.predict.published.trials import FILES, OWN
 
 ROOT = HERE.parent
 DATA = HERE / "data"
@@ -157,64 +160,107 @@ def published_targets() -> str:
     return table(["measure", "ours", "target"], rows)
 
 
-# -- one GPU ---------------------------------------------------------------------------------------------------------
+def published_experts() -> str:
+    """Rows of mixtures of experts; a decision is `runs` or `OOM`."""
+    models = known_models().values()
+    mixtures = {model.name for model in models if any("expert" in key for key in model.config)}
+    rows = []
+    for row in result("published")["rows"]:
+        if row["model"] in mixtures:
+            figures = (row["measured"], row["predicted"])
+            cells = ["runs" if one else "OOM" for one in figures] if row["figure"] == "decision" else []
+            cells = cells or [f"{one:.3g} s" if row["figure"] == "step" else f"{one / GIB:.3g} GiB" for one in figures]
+            where = f"{row['gpus']} x {row['gpu']}, {row['seq_len']} tokens"
+            rows.append(
+                [f"{row['source']}, {row['id']}", row["model"], where, row["candidate"].split(" contig")[0], *cells]
+            )
+    return table(["source, row", "model", "on", "config", "published", "predicted"], rows)
 
-GPU = "gpu-h100"
+
+# -- GPUs ------------------------------------------------------------------------------------------------------------
 
 
-def _gpu_rows(*steps: str) -> list[dict[str, Any]]:
-    found = result(GPU)["steps"]
-    return [row for step in steps if step in found for row in found[step]["rows"]]
+def _gpus() -> dict[str, dict[str, Any]]:
+    """Results on GPUs, by the name of their file."""
+    return {path.stem: result(path.stem) for path in sorted(RESULTS.glob(FILES))}
 
 
-def gpu_machine() -> str:
-    hardware = result(GPU)["hardware"]
+def _gpu_rows(found: dict[str, Any], step: str) -> list[dict[str, Any]]:
+    return list(found["steps"][step]["rows"]) if step in found["steps"] else []
+
+
+def gpu_machines() -> str:
+    """Each card's machine, study, OOMs and fidelity."""
+    header = ["file", "machine", "`autotune run --budget 150s`", "true OOMs without a cap", "trial / torchrun"]
+    columns = (_gpu_machine, _gpu_study, _gpu_ooms, _gpu_fidelity)
+    return table(
+        header, ([f"`{name}.json`", *(column(found) for column in columns)] for name, found in _gpus().items())
+    )
+
+
+def _gpu_machine(found: dict[str, Any]) -> str:
+    hardware = found["hardware"]
     versions = ", ".join(f"{name} {hardware[name]}" for name in ("torch", "deepspeed", "transformers"))
     return f"{hardware['name']}, driver {hardware['driver']}, {hardware['cpus']} CPU cores, {versions}"
 
 
-def gpu_study() -> str:
-    (row,) = _gpu_rows("study")
-    found = row["report"]["winner"]["outcome"]["measurement"]
-    text = f"{row['trials']} trials in {row['wall s']:.0f} s, and a verified winner: {found['samples_per_second']:.1f} samples/s"
-    return f"{text}, MFU {percent(found['mfu'])}, {row['peak GiB']:.1f} GiB"
+def _gpu_study(found: dict[str, Any]) -> str:
+    (row,) = _gpu_rows(found, "study")
+    best = row["report"]["winner"]["outcome"]["measurement"]
+    text = (
+        f"{row['trials']} trials in {row['wall s']:.0f} s, verified winner: {best['samples_per_second']:.1f} samples/s"
+    )
+    return f"{text}, MFU {percent(best['mfu'])}, {row['peak GiB']:.1f} GiB"
 
 
-def gpu_ooms() -> str:
+def _gpu_ooms(found: dict[str, Any]) -> str:
     """True OOMs among the trials, those that were recognized, and the trials after them."""
-    rows = _gpu_rows("trials")
+    rows = _gpu_rows(found, "trials")
     provoked = [row for row in rows if row["what"].split(":")[0] in ("forward", "backward", "step", "init")]
     right = [row for row in provoked if row["outcome"] == "oom_device"]
     after = [row for row in rows if row["what"] == "a trial after it"]
     fine = [row for row in after if row["outcome"] == "ok"]
-    text = f"{len(right)} of {len(provoked)} true OOMs were recorded as such"
-    return f"{text}, and {len(fine)} of {len(after)} trials after them ran"
+    return f"{len(right)} of {len(provoked)} recorded as such; {len(fine)} of {len(after)} trials after them ran"
 
 
-def _gpu_predictions(*steps: str) -> str:
+def _gpu_fidelity(found: dict[str, Any]) -> str:
+    rows = [f"{row['ratio']:.3f}" for row in _gpu_rows(found, "fidelity") if "ratio" in row]
+    return ", ".join(rows) or "not measured"
+
+
+def gpu_peaks() -> str:
+    """Range of predicted over measured peaks of each card, as they were predicted on the machine."""
+    told = []
+    for found in _gpus().values():
+        rows = [row for step in ("predictions", "held_back") for row in _gpu_rows(found, step)]
+        ratios = [row[name] for row in rows if (name := "peak, predicted / measured") in row]
+        inside = sum(row.get("in its interval", False) for row in rows)
+        text = span(ratios, lambda v: f"{v:.2f}")
+        told.append(f"{found['hardware']['name']} {text}, {inside} of {len(ratios)} in their intervals")
+    return "; ".join(told)
+
+
+def gpu_steps() -> str:
+    """Steps of our own trials, as today's code predicts them before any trial."""
     rows = []
-    for row in _gpu_rows(*steps):
-        if "step, predicted / measured" in row:
-            peak, step = row["peak, predicted / measured"], row["step, predicted / measured"]
-            cells = [f"{row['peak GiB']:.2f}", f"{peak:.2f}", f"{row['step s']:.3f}", f"{step:.2f}"]
-            rows.append([f"{row['job']}, {row.get('tokens', 1024)} tokens", row["candidate"], *cells])
-    header = ["model", "config", "peak GiB", "predicted / measured", "step s", "predicted / measured"]
-    return table(header, rows)
+    for row in result("published")["rows"]:
+        if row["source"].startswith(OWN):
+            low, high = row["interval"]
+            ends = f"{low:.2f} to {high:.2f}"
+            cells = [
+                f"{row['measured']:.3f}",
+                f"{row['predicted']:.3f}",
+                ends,
+                f"{row['predicted'] / row['measured']:.2f}",
+            ]
+            rows.append([row["gpu"], f"{row['model']}, {row['seq_len']} tokens", row["candidate"], *cells])
+    return table(["card", "model", "config", "step s", "predicted s", "95 %", "predicted / measured"], rows)
 
 
-def gpu_first_predictions() -> str:
-    """Predictions before any figure of a GPU was known."""
-    return _gpu_predictions("predictions")
-
-
-def gpu_held_back() -> str:
-    """Trials that no constant was fitted to, predicted after the first ones had been looked at."""
-    return _gpu_predictions("held_back")
-
-
-def gpu_fidelity() -> str:
-    rows = [row for row in _gpu_rows("fidelity") if "ratio" in row]
-    return listed([f"{row['what']} {row['ratio']:.3f}" for row in rows]) or "not measured"
+def gpu_transfer() -> str:
+    """Errors of steps before any trial, and with rates that were fitted to the other card or model."""
+    rows = result("published")["transfer"]
+    return table(list(rows[0]), ([str(cell) for cell in row.values()] for row in rows))
 
 
 # -- real trainings --------------------------------------------------------------------------------------------------
@@ -423,14 +469,13 @@ FIGURES: dict[str, Callable[[], str]] = {
     "published-targets": published_targets,
     "published-kinds": published_kinds,
     "published-rows": published_count,
+    "published-experts": published_experts,
     "published-leaning": published_leaning,
     **docs_search.FIGURES,
-    "gpu-machine": gpu_machine,
-    "gpu-study": gpu_study,
-    "gpu-ooms": gpu_ooms,
-    "gpu-first-predictions": gpu_first_predictions,
-    "gpu-held-back": gpu_held_back,
-    "gpu-fidelity": gpu_fidelity,
+    "gpu-machines": gpu_machines,
+    "gpu-peaks": gpu_peaks,
+    "gpu-steps": gpu_steps,
+    "gpu-transfer": gpu_transfer,
     "launch-overhead": launch_overhead,
     "launch-kills": launch_kills,
     "launch-recovery": launch_recovery,

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.docs.writing import listed, number, percent, result, span, table
 from benchmarks.search.baselines import STRATEGIES as BASELINES
-from benchmarks.search.search import times_fewer
+from benchmarks.search.search import END, bound_rows, times_fewer
 
 
 def search() -> str:
@@ -39,6 +39,18 @@ def search_tpe() -> str:
     slower = [name for name in minutes if name not in faster]
     text = f"TPE needs fewer minutes than random on {len(faster)} of the {len(minutes)} landscapes"
     return text + (f" (not on {listed(slower)})" if slower else "")
+
+
+def bounds() -> str:
+    """How often the bounds of the speed left hold, over all recorded tables, by the number of trials."""
+    rows = [row for name in ("search-own", "search-real") for row in result(name)]
+    held = bound_rows([row for row in rows if row["strategy"] == "autotune"])
+    said = [
+        f"{percent(row['it holds'])} {'at the end' if row['trials'] == END else 'after ' + row['trials'] + ' trials'} "
+        f"({row['with a bound']} of {row['searches']} searches give one)"
+        for row in held
+    ]
+    return f"The bound holds in {listed(said)}"
 
 
 def search_own() -> str:
@@ -274,6 +286,7 @@ FIGURES = {
     "search-minutes": search_minutes,
     "search-ooms": search_ooms,
     "search-tpe": search_tpe,
+    "search-bounds": bounds,
     "search-own": search_own,
     "search-spaces": spaces,
     "search-ablation": ablation,

@@ -11,7 +11,7 @@ from autotune.errors import UserError
 @dataclass(frozen=True)
 class Step:
     """A step, and seconds on one GPU: expected ones of the first minutes and of `overhead` were measured on an H100 with
-    16 cores, others are estimates."""
+    16 cores, of `tests` on an H200; others are estimates."""
 
     name: str  # of its module, whose `run(ground)` yields rows
     limit_seconds: float  # it is ended after so long
@@ -49,9 +49,10 @@ STEPS = (
     ),
     Step("predictions", 130, 40, 85, "peak and step time of six trials against their predictions", 3, True, timed=True),
     Step("held_back", 110, 40, 88, "the same of five trials that no constant was fitted to", 3, True, timed=True),
-    Step("deepspeed", 215, 120, 200, "DeepSpeed's own autotuner on the study's model"),
+    # in 200 s on an H200 it profiled the model and ended two experiments, about 62 s each
+    Step("deepspeed", 480, 300, 400, "DeepSpeed's own autotuner on the study's model"),
     Step(
-        "tests", 480, 60, 240, "tests/gpu under pytest; fork isolation kept, with FusedAdam and its build (finding 8)"
+        "tests", 480, 60, 193, "tests/gpu under pytest; fork isolation kept, with FusedAdam and its build (finding 8)"
     ),
     Step("overhead", 300, 10, 12, "a process's bytes outside the allocator, by CUDA and NVML (12, 20, 21)", 4),
     Step("ooms", 480, 60, 180, "true OOMs of allocator, libraries and pinned memory: texts, numbers, verdict (4, 22)"),

@@ -6,10 +6,10 @@ from typing import Any
 
 from autotune.predict.features import READ, Release, columns_of
 from autotune.predict.trace import trace_job
-from autotune.predict.zero_memory import bill
+from autotune.predict.zero_memory import estimate_memory
 from autotune.problem.candidate import Candidate
-from autotune.problem.job import Job, parse_lora
-from autotune.problem.models import resolve_model
+from autotune.problem.job import FULL, Job, parse_lora
+from autotune.problem.models import CAUSAL, resolve_model
 
 
 def live_error(row: dict[str, Any], deepspeed: Release = READ) -> float:
@@ -26,9 +26,11 @@ def live_error(row: dict[str, Any], deepspeed: Release = READ) -> float:
         row["seq_len"],
         row["precision"],
         base_config=base,
+        task=row.get("task", CAUSAL),
+        loss=row.get("loss", FULL),
         lora=parse_lora(lora) if lora else None,
     )
-    predicted = bill(job, trace_job(job), columns_of([Candidate.of(row["candidate"])], job, deepspeed))
+    predicted = estimate_memory(job, trace_job(job), columns_of([Candidate.of(row["candidate"])], job, deepspeed))
     at = [i for i, name in enumerate(predicted.moments) if name != "init"]
     peak = float(predicted.peaks()[at, 0].max() + predicted.host[0])
     return peak / float(max(row["live"].values())) - 1

@@ -3,8 +3,9 @@
 What the predictor's memory is held against: two models, one and two ranks, every stage, offload, checkpointing, buckets,
 fp32 and bf16; says how far predictions for the installed DeepSpeed are off. With `--own-keys` instead one model under
 keys that people set in their own DeepSpeed config, with `--lora` models of which only adapters are trained, with `--knobs` one
-under each knob of autotune/problem/knobs.py that CPU ranks can turn. Every engine
-measures two micro-batches; operators are slowed by counting, so speed is not recorded.
+under each knob of autotune/problem/knobs.py that CPU ranks can turn, with `--muon` models whose matrices Muon steps, with
+`--loss` models whose loss is computed whole and in chunks. Every engine measures two micro-batches; operators are slowed by
+counting, so speed is not recorded.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from autotune.executors.base import MeasureSpec
 from autotune.predict.features import installed_deepspeed
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
-from autotune.problem.job import Job, parse_lora
-from autotune.problem.models import resolve_model
+from autotune.problem.job import CHUNKED, FULL, Job, parse_lora
+from autotune.problem.models import CAUSAL, SEQ2SEQ, resolve_model
 from autotune.util.units import MIB
 from autotune.versions import installed
 from benchmarks.common import command_line, parse, print_table, write_json
@@ -137,6 +138,8 @@ def measure_lora(most: int | None) -> list[dict[str, Any]]:
         ("tiny-llama", 2, "bf16", "r=4"),
         ("tiny-gemma-2", 2, "fp32", "r=8,targets=q_proj+v_proj"),
         ("tiny-llama", 1, "bf16", "r=4,dropout=0.1"),
+        ("tiny-llama", 2, "bf16", "r=4,quantize=nf4"),
+        ("tiny-llama", 1, "bf16", "r=16,targets=q_proj+v_proj,quantize=nf4"),
     ):
         job = Job(resolve_model(model), ranks, 64, precision, lora=parse_lora(lora))
         groups = [
@@ -146,6 +149,7 @@ def measure_lora(most: int | None) -> list[dict[str, Any]]:
                 )
             ]
             for knobs, batch in lora_rows()[:most]
+            if "quantize" not in lora or knobs["zero_stage"] < 3  # see knobs.py, `whole_if_quantized`
         ]
         rows += measured(job, groups, {"lora": lora})
     return rows
@@ -190,6 +194,51 @@ def measure_knobs(most: int | None) -> list[dict[str, Any]]:
     job = Job(resolve_model("tiny-llama"), 2, 64, "bf16")
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     return measured(job, [[Candidate.of({**SMALL, **batch, **knobs})] for knobs in knob_rows()[:most]], {})
+
+
+def muon_rows() -> list[Config]:
+    """Knobs of Muon's candidates: every stage, with accumulation, offload, and buckets that hold one or all matrices."""
+    large = {"reduce_bucket_size": 5_000_000, "sub_group_size": 10**9}
+    found: list[tuple[int, Config]] = [(stage, {**SMALL, **more}) for stage in (0, 1, 2, 3) for more in ({}, TWICE)]
+    found += [(stage, {**SMALL, **OUT, **more}) for stage in (1, 2, 3) for more in ({}, TWICE)]
+    found += [(stage, {**large, **more}) for stage in (1, 2, 3) for more in ({}, OUT)]
+    found += [
+        (stage, {**SMALL, "data_types.grad_accum_dtype": "fp32", **more}) for stage in (1, 2) for more in ({}, TWICE)
+    ]
+    found += [(3, {**SMALL, **SCATTERED})]
+    return [{"gradient_accumulation_steps": 1, "zero_stage": stage, **knobs} for stage, knobs in found]
+
+
+TWICE: Config = {"gradient_accumulation_steps": 2}
+MUON: Config = {"optimizer": {"type": "Muon", "params": {"lr": 1e-5}}}
+
+
+def measure_muon(most: int | None) -> list[dict[str, Any]]:
+    rows = []
+    for model, task, ranks, precision in (
+        ("tiny-llama", CAUSAL, 2, "bf16"),
+        ("tiny-t5", SEQ2SEQ, 2, "fp32"),  # `shared.weight` is no embedding by its name
+        ("tiny-llama", CAUSAL, 1, "bf16"),
+    ):
+        job = Job(resolve_model(model), ranks, 64, precision, base_config=MUON, task=task)
+        tried = [row for row in muon_rows() if precision == "bf16" or "data_types.grad_accum_dtype" not in row]
+        groups = [[Candidate.of({"train_micro_batch_size_per_gpu": 1, **knobs})] for knobs in tried[:most]]
+        rows += measured(job, groups, {"base_config": MUON, "task": task})
+    return rows
+
+
+def measure_loss(most: int | None) -> list[dict[str, Any]]:
+    """Measure the whole and the chunked loss; Liger's needs a GPU."""
+    rows = []
+    for model, precision in (("tiny-llama", "fp32"), ("tiny-gemma-2", "fp32"), ("tiny-llama", "bf16")):
+        found = [
+            {"zero_stage": stage, "train_micro_batch_size_per_gpu": batch, "activation_checkpointing": checkpointing}
+            for stage, batch, checkpointing in ((0, 4, False), (0, 16, True), (2, 16, False), (3, 16, True))
+        ]
+        groups = [[Candidate.of({**SMALL, "gradient_accumulation_steps": 1, **knobs})] for knobs in found[:most]]
+        for loss in (FULL, CHUNKED):
+            rows += measured(Job(resolve_model(model), 2, 64, precision, loss=loss), groups, {"loss": loss})
+    return rows
 
 
 Rungs = list[tuple[int, int]]  # micro-batch and accumulation
@@ -248,19 +297,25 @@ SETS = (("tiny-llama", 2, "bf16"), ("tiny-gemma-2", 2, "fp32"), ("tiny-gemma-2",
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--only", help="MODEL,RANKS,PRECISION of one set")
-    parser.add_argument("--own-keys", action="store_true", help="keys of the user's own config, at micro-batch 1")
-    parser.add_argument("--knobs", action="store_true", help="each knob that CPU ranks can turn, at micro-batch 1")
-    parser.add_argument("--lora", action="store_true", help="adapters only")
+    for option, about in (
+        ("--own-keys", "keys of the user's own config, at micro-batch 1"),
+        ("--knobs", "each knob that CPU ranks can turn, at micro-batch 1"),
+        ("--lora", "adapters only, also of 4-bit weights (needs bitsandbytes)"),
+        ("--muon", "Muon at every stage, at micro-batch 1"),
+        ("--loss", "the whole loss and the chunked one"),
+    ):
+        parser.add_argument(option, action="store_true", help=about)
     arguments = parse(parser, only="tiny-llama,2,bf16")
-    if arguments.lora:
-        told(arguments.json, measure_lora(2 if arguments.small else None))
-        return
-    if arguments.knobs:
-        told(arguments.json, measure_knobs(2 if arguments.small else None))
-        return
-    if arguments.own_keys:
-        told(arguments.json, measure_own_keys(2 if arguments.small else None))
-        return
+    for chosen, measure_set in (
+        (arguments.own_keys, measure_own_keys),
+        (arguments.knobs, measure_knobs),
+        (arguments.lora, measure_lora),
+        (arguments.muon, measure_muon),
+        (arguments.loss, measure_loss),
+    ):
+        if chosen:
+            told(arguments.json, measure_set(2 if arguments.small else None))
+            return
     sets = [s for s in SETS if arguments.only in (None, ",".join(map(str, s)))]
     if not sets:
         parser.error(f"--only {arguments.only}: expected one of {' '.join(','.join(map(str, s)) for s in SETS)}")

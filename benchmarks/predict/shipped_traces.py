@@ -23,7 +23,7 @@ from autotune.commands.request import Request
 from autotune.commands.setup import plan_setups
 from autotune.errors import UserError
 from autotune.predict.trace import trace_jobs
-from autotune.predict.trace_cache import RUNS_IT, VERSION, cache_path, cached, runnable, shipped_key
+from autotune.predict.trace_cache import RUNS_IT, VERSION, cache_path, cached, shipped_key, with_runnable_attention
 from autotune.problem.job import Job
 from autotune.problem.models import CAUSAL, shipped_models
 from autotune.util.interpreter import OWN
@@ -36,7 +36,7 @@ def jobs(names: Sequence[str]) -> Iterator[tuple[Job, str]]:
     """(job, loss) of every shipped trace of these models."""
     for name in names:
         try:
-            job, _ = runnable(plan_setups(Request(name), [CARD])[0].job)
+            job, _ = with_runnable_attention(plan_setups(Request(name), [CARD])[0].job)
         except UserError:
             continue  # a model that needs an option, like --image-size
         for loss in ("own", "chunked") if job.task == CAUSAL else ("own",):

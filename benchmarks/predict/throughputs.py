@@ -12,7 +12,7 @@ import numpy as np
 from autotune.predict.calibration import Prior, fit
 from autotune.predict.features import columns_of
 from autotune.predict.predictor import Predictor
-from autotune.predict.step_time import StepWork, spend, work
+from autotune.predict.step_time import StepWork, spend, step_work
 from autotune.predict.trace import trace_job, traced_predictor
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_gpu
@@ -91,7 +91,7 @@ def published_run(row: dict[str, str]) -> Run:
         float(row["tokens_per_s_per_gpu"]),
         Predictor(job, hardware, trace),
         candidate,
-        work(job, hardware, trace, columns_of([candidate], job)),
+        step_work(job, hardware, trace, columns_of([candidate], job)),
     )
 
 

@@ -28,7 +28,7 @@ from typing import Any
 if not __package__:  # started by its path: benchmarks import each other from the repository's root
     sys.path[0] = str(Path(__file__).parents[2])
 
-from autotune.errors import MachineTrouble, UserError
+from autotune.errors import MachineError, UserError
 from autotune.executors.base import MeasureSpec
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
@@ -38,7 +38,7 @@ from autotune.problem.models import resolve_model
 from autotune.problem.space import parse_space
 from autotune.search import storage
 from autotune.search.proposer import Proposer
-from autotune.search.storage import failures_in_one_line, hold, url_of
+from autotune.search.storage import failures_in_one_line, lock_study, url_of
 from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner
 from autotune.util.units import MIB
@@ -131,7 +131,7 @@ def stricken_study(bench: Bench, seed: int, folder: Path, chosen: random.Random,
             before = set(planter.told)
             planter.ended(one_call(bench, seed, url, folder, planter, bench.trials if planter.armed else 1))
             gc.collect()  # the study of a call that ended in an error lets go of its lock
-            hold(folder, "s").release()
+            lock_study(folder, "s").release()
             found.violations += lost(planter.told, StudyStore.load("s", url))
         went_on = any(outcome.ok for number, outcome in planter.told.items() if number not in before)
         if not went_on:
@@ -155,7 +155,7 @@ def one_call(bench: Bench, seed: int, url: str, folder: Path, planter: Planter, 
             Tuner(
                 store, executor, proposer, space, executor.hardware, budget_seconds=900, max_trials=trials, **options
             ).run()
-    except (UserError, MachineTrouble) as error:
+    except (UserError, MachineError) as error:
         return str(error)
     return None
 

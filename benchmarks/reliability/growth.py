@@ -1,11 +1,18 @@
-"""Memory and descriptors of the tuner: `python benchmarks/reliability/growth.py [--replayed 1000] [--live 100] [--json FILE]`.
+"""Memory and descriptors of the tuner:
+`python benchmarks/reliability/growth.py [--replayed 1000 106] [--live 100] [--json FILE]`.
 
-`autotune run` replays a table, and then measures on two CPU ranks. Between trials its unique memory (USS) is read, after a
-collection and `malloc_trim`, with its open descriptors and the bytes of all objects that the search keeps: its history. The
-fork server's anonymous memory and descriptors are read too. A line is fitted to each over the second half of the trials,
-when windows and caches are full, with the 95 % interval of its slope. Memory that grows faster than the history is a leak.
-The residuals are not independent (an allocator grows in steps of 1 MiB), so the interval is a lower bound of the uncertainty.
-`--replayed 0` or `--live 0` leaves that row of `--json` as it is.
+`autotune run` replays a table, once for each count, and then measures on two CPU ranks. Between trials its anonymous memory is
+read, after a collection and `malloc_trim`, with its open descriptors and the bytes of all objects that the search keeps: its
+history. Pages of files do not count: they are private while no other process maps the same library. The fork server's memory and
+descriptors are read too. A line is fitted to each over the second half of the trials, when windows and caches are full, with the
+95 % interval of its slope. Memory beyond the history is a leak. The residuals are not independent (an allocator grows in steps of
+1 MiB), so the interval is a lower bound of the uncertainty.
+
+NumPy keeps seven freed blocks of each size below 1 KiB (3.6 MiB, numpy/_core/src/multiarray/alloc.cpp), which fill as arrays grow
+with the trials: they are taken before the first trial.
+The windows hold 128 and 512 outcomes, more than a quarter of an hour of live trials: theirs hold WINDOW. As many replayed trials
+with the usual windows show the growth before they are full.
+`--replayed` without a count, or `--live 0`, leaves those rows of `--json` as they are.
 """
 
 from __future__ import annotations
@@ -34,7 +41,9 @@ import numpy as np
 import psutil
 
 from autotune.cli.app import main as autotune_main
+from autotune.predict import predictor
 from autotune.problem.outcome import Outcome
+from autotune.search import knob_record, surrogate, tpe
 from autotune.search.tuner import SearchSummary, TrialRecorder, Tuner
 from autotune.util.entry_points import FORK_SERVER
 from autotune.util.units import KIB, MIB
@@ -43,7 +52,8 @@ from benchmarks.reliability.large_study import NAME, write_table
 from benchmarks.reliability.planting import SPACE
 from benchmarks.reliability.study_calls import RUN
 
-REPLAYED, LIVE = "replayed", "live, two CPU ranks"
+WINDOW = 12  # outcomes
+LIVE = f"live, two CPU ranks, windows of {WINDOW}"
 WARM_UP = 0.5  # share of the trials that are left out of the fit
 SAMPLES = 40
 SURE = statistics.NormalDist().inv_cdf(0.975)
@@ -54,7 +64,7 @@ class Samples:
     """The tuner's figures between trials."""
 
     trials: list[int] = field(default_factory=list)
-    memory: list[float] = field(default_factory=list)  # bytes, unique to the process
+    memory: list[float] = field(default_factory=list)  # bytes, anonymous
     descriptors: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # bytes of the history, by part
     server_memory: list[float] = field(default_factory=list)  # bytes, anonymous; empty without a fork server
@@ -68,15 +78,23 @@ class Samples:
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         self.trials.append(trials)
-        self.memory.append(process.memory_full_info().uss)
+        self.memory.append(anonymous_bytes(process))
         self.descriptors.append(process.num_fds())
         for name, kept_bytes in history_bytes(tuner).items():
             self.parts[name].append(kept_bytes)
         for child in process.children():
             if FORK_SERVER in child.cmdline():
-                maps = child.memory_maps(grouped=False)
-                self.server_memory.append(sum(one.anonymous for one in maps))
+                self.server_memory.append(anonymous_bytes(child))
                 self.server_descriptors.append(child.num_fds())
+
+
+def anonymous_bytes(process: psutil.Process) -> int:
+    return int(sum(one.anonymous for one in process.memory_maps(grouped=False)))
+
+
+def fill_numpy_cache() -> None:
+    for size in range(1, 1024):
+        [np.empty(size, np.uint8) for _ in range(7)]  # freed together
 
 
 def history_bytes(tuner: Tuner) -> dict[str, int]:
@@ -115,8 +133,11 @@ def reachable_bytes(root: object, seen: set[int]) -> int:
     return total
 
 
-def child(samples_file: Path, every: int, words: list[str]) -> None:
-    """Run `autotune WORDS` in this process and sample it after each `every` trials."""
+def child(samples_file: Path, every: int, window: int, words: list[str]) -> None:
+    """Run `autotune WORDS` in this process and sample it after each `every` trials; 0: windows of their own size."""
+    if window:
+        knob_record.MOST_PAIRS = surrogate.MOST_POINTS = tpe.MOST_ANSWERED = tpe.MOST_BEST = window
+        predictor._LATEST = slice(-window, None)
     samples, process, tuners = Samples(), psutil.Process(), list[Tuner]()
     run, end = Tuner.run, TrialRecorder.end
 
@@ -132,6 +153,7 @@ def child(samples_file: Path, every: int, words: list[str]) -> None:
         return outcome
 
     sys.argv = ["autotune", *words]
+    fill_numpy_cache()
     with patch.object(Tuner, "run", running), patch.object(TrialRecorder, "end", ending):
         autotune_main()
 
@@ -145,8 +167,8 @@ def slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     return fitted.slope, SURE * spread**0.5
 
 
-def sampled(words: list[str], folder: Path, seconds: float, every: int) -> Samples:
-    """Run `autotune run` with these words, and sample it after each `every` trials; it is ended after so many seconds."""
+def sampled(words: list[str], folder: Path, seconds: float, every: int, window: int = 0) -> Samples:
+    """Run `autotune run` with these words as `child` does; it is ended after so many seconds."""
     samples_file = folder / "samples.json"
     command = [
         sys.executable,
@@ -155,6 +177,8 @@ def sampled(words: list[str], folder: Path, seconds: float, every: int) -> Sampl
         str(samples_file),
         "--every",
         str(every),
+        "--window",
+        str(window),
         "--",
         "run",
         *words,
@@ -203,36 +227,29 @@ def row(what: str, samples: Samples) -> dict[str, Any]:
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--replayed", type=int, default=1000)
+    parser.add_argument("--replayed", type=int, nargs="*", default=[1000, 106])
     parser.add_argument("--live", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=220.0, help="after which the live trials end")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--every", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--window", type=int, help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    arguments = parse(parser, replayed=30, live=8)
+    arguments = parse(parser, replayed=[30], live=8)
     if arguments.child:
-        return child(arguments.child, arguments.every, arguments.words)
+        return child(arguments.child, arguments.every, arguments.window, arguments.words)
     rows = []
     with tempfile.TemporaryDirectory(prefix="growth-") as name:
         folder = Path(name)
-        if arguments.replayed:
-            write_table(folder, max(4 * arguments.replayed, 200))  # dominance rules two of three out
-            words = [
-                "--executor",
-                f"replay:{NAME}.csv.gz",
-                "--study",
-                "replayed",
-                "--budget",
-                "100h",
-                "--exhaustive",
-                "--yes",
-            ]
-            words += ["--max-trials", str(arguments.replayed)]
-            rows.append(row(REPLAYED, sampled(words, folder, 3600.0, max(1, arguments.replayed // SAMPLES))))
+        for count in arguments.replayed:
+            write_table(folder, max(4 * count, 200))  # dominance rules two of three out
+            words = ["--executor", f"replay:{NAME}.csv.gz", "--study", f"replayed{count}", "--budget", "100h"]
+            words += ["--exhaustive", "--yes", "--max-trials", str(count)]
+            rows.append(row(f"{count} replayed", sampled(words, folder, 3600.0, max(1, count // SAMPLES))))
         if arguments.live:
             (folder / "faults.yaml").write_text(SPACE)
             words = [*RUN, "--budget", "1h", "--max-trials", str(arguments.live)]
-            rows.append(row(LIVE, sampled(words, folder, arguments.seconds, max(1, arguments.live // SAMPLES))))
+            every = max(1, arguments.live // SAMPLES)
+            rows.append(row(LIVE, sampled(words, folder, arguments.seconds, every, WINDOW)))
     rows = [*kept_rows(arguments.json, "trials", [one["trials"] for one in rows]), *rows]
     print_table("growth of the tuner", rows)
     write_json(arguments.json, rows)

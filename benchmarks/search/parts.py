@@ -35,12 +35,12 @@ class Biased(Predictor):
         prepared = super().prepare(candidates)
         memory = 1 + 0.3 * signs(candidates, self.memory_salt)
         seconds = 1.5 ** signs(candidates, self.time_salt)
-        bill = {name: getattr(prepared.bill, name) * memory for name in (*SUMS, *TABLES)}
-        bill["parameters"] += (memory - 1) * self._context_bytes
+        estimate = {name: getattr(prepared.memory, name) * memory for name in (*SUMS, *TABLES)}
+        estimate["parameters"] += (memory - 1) * self._context_bytes
         work = {name: value * seconds for name, value in vars(prepared.work).items() if name not in SHARES}
         return dataclasses.replace(
             prepared,
-            bill=dataclasses.replace(prepared.bill, **bill),
+            memory=dataclasses.replace(prepared.memory, **estimate),
             work=dataclasses.replace(prepared.work, **work),
             loss=prepared.loss * memory,
         )

@@ -42,7 +42,7 @@ from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.search.knob_record import EFFECT_SIGMA
-from autotune.search.proposer import Start
+from autotune.search.proposer import Proposer, Start
 from autotune.search.study import StudyStore
 from autotune.search.tuner import Tuner
 from autotune.util.units import parse_duration
@@ -53,6 +53,8 @@ from benchmarks.search.baselines import Strategy
 from benchmarks.search.parts import ABLATIONS, EXECUTORS
 
 DATA = HERE / "data"
+STOPS = (1, 2, 3, 5, 10)  # trials after which a search's bound of the speed left is checked, in addition to its end
+END = "end"
 
 
 def autotune(
@@ -75,16 +77,17 @@ def autotune(
     proposer = make_proposer(candidates, space, job, hardware, seed, predictor, effect_sigmas=effect_sigmas)
     taken = start is not None and proposer.begin_with(Start(start, "a start"))
     began = time.perf_counter()
-    tuner = Tuner(
-        store,
-        executor,
-        proposer,
-        space,
-        hardware,
-        budget_seconds=budget,
-        cancelled=lambda: until_found and "trials98" in judge(replay_table, executor, budget),
-    )
+    bounds: dict[str, tuple[float, float]] = {}
+
+    def ends() -> bool:
+        """Note the bound after each stop, and end a search that has found enough."""
+        if (trials := len(executor.log.trials)) in STOPS:
+            note_bound(bounds, str(trials), proposer, executor)
+        return until_found and "trials98" in judge(replay_table, executor, budget)
+
+    tuner = Tuner(store, executor, proposer, space, hardware, budget_seconds=budget, cancelled=ends)
     result = tuner.run()
+    note_bound(bounds, END, proposer, executor)
     trials = max(1, len(executor.log.trials))
     return {
         **judge(replay_table, executor, budget),
@@ -92,17 +95,25 @@ def autotune(
         "ended": result.ended,
         "used": result.used_seconds,
         "taken": taken,
-        "claimed": result.confidence.left_share if result.confidence else math.inf,
-        "left": left(replay_table, executor),
+        "bounds": bounds,
         "effect_errors": dict(proposer.knobs.errors),
         "sequence": sequence(executor),
     }
 
 
-def left(replay_table: ReplayTable, executor: ReplayExecutor) -> float:
-    """Share of speed that the table's best has over the best that was measured."""
-    measured = [replay_table.seconds_per_sample(c) for _, c, kind in executor.log.trials if kind is OutcomeKind.OK]
-    return min(measured, default=math.inf) / replay_table.best_step_seconds - 1
+def note_bound(bounds: dict[str, tuple[float, float]], stop: str, proposer: Proposer, executor: ReplayExecutor) -> None:
+    """Note the bound of untried candidates' speed that a search claims now, and that speed by the table, as shares.
+
+    A bound of more than twice the speed is none: its sentence claims nothing.
+    """
+    confidence, replay_table = proposer.confidence(), executor.replay_table
+    if stop in bounds or confidence is None or confidence.left_share > 1:
+        return
+    best = max(proposer.speed, key=proposer.speed.__getitem__)
+    tried = {candidate for _, candidate, _ in executor.log.trials}
+    untried = [one for one, row in replay_table.rows.items() if row.kind is OutcomeKind.OK and one not in tried]
+    least = min(map(replay_table.seconds_per_sample, untried), default=math.inf)
+    bounds[stop] = (confidence.left_share, replay_table.seconds_per_sample(best) / least - 1)
 
 
 def sequence(executor: ReplayExecutor) -> list[tuple[float, str, str]]:
@@ -268,6 +279,7 @@ def summarise(name: str, strategy: str, runs: list[dict[str, Any]]) -> dict[str,
         "oom_share": round(statistics.median(run["oom_share"] for run in runs), 4),
         "overrun_seconds": max(run["overrun"] for run in runs),
         "own_seconds": statistics.median(run["own_seconds"] for run in runs) if "own_seconds" in runs[0] else None,
+        "bounds": bounds_held(runs),
     }
 
 
@@ -294,13 +306,42 @@ def shown(path: Path, settings: Settings) -> dict[str, Any]:
     return {"left out": table_name(path), **stages, **effects}
 
 
-def print_confidence(runs: list[dict[str, Any]]) -> None:
-    """How often the speed that was left is within what a search says of itself."""
-    said = [(run["claimed"], run["left"]) for run in runs if "claimed" in run]
-    if said:
-        within = sum(found <= claimed for claimed, found in said)
-        middle_claim = statistics.median(claimed for claimed, _ in said)
-        print(f"left speed within the bound of 90 %: {within} of {len(said)} searches; median bound {middle_claim:.1%}")
+def bounds_held(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """By stop: searches that gave a bound, those of them with no more speed left than that, and the median bound."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for run in runs:
+        for stop, pair in run.get("bounds", {}).items():
+            found.setdefault(stop, []).append(pair)
+    return {
+        stop: [
+            len(pairs),
+            sum(left <= bound for bound, left in pairs),
+            round(statistics.median(b for b, _ in pairs), 4),
+        ]
+        for stop in (*map(str, STOPS), END)
+        if (pairs := found.get(stop))
+    }
+
+
+def bound_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How often each strategy's bounds of 90 % hold, over all tables, by the number of trials."""
+    found: dict[tuple[str, str], list[list[float]]] = {}
+    searches: dict[str, int] = {}
+    for row in rows:
+        searches[row["strategy"]] = searches.get(row["strategy"], 0) + row["seeds"]
+        for stop, held in row["bounds"].items():
+            found.setdefault((row["strategy"], stop), []).append(held)
+    return [
+        {
+            "strategy": strategy,
+            "trials": stop,
+            "searches": searches[strategy],
+            "with a bound": sum(int(held[0]) for held in each),
+            "it holds": round(sum(held[1] for held in each) / sum(held[0] for held in each), 3),
+            "median of medians": statistics.median(held[2] for held in each),
+        }
+        for (strategy, stop), each in sorted(found.items(), key=lambda item: item[0][0])
+    ]
 
 
 def main() -> None:
@@ -341,12 +382,13 @@ def main() -> None:
         for strategy in strategies:
             mine = [run for task, run in zip(tasks, runs, strict=True) if task[:2] == (path, strategy)]
             rows.append({**summarise(table_name(path), strategy, mine), **of_table(path)})
-    print_table(f"simulated, {arguments.seeds} seeds, {arguments.budget} each", rows, keys=2)
+    shown_rows = [{key: value for key, value in row.items() if key != "bounds"} for row in rows]
+    print_table(f"simulated, {arguments.seeds} seeds, {arguments.budget} each", shown_rows, keys=2)
     if times := times_fewer(rows):
         print(f"minutes to 95 %, best other strategy / autotune, geometric mean: {times:.2f}")
     if settings:
         print_table("settings from the other tables", [shown(path, settings[path]) for path in tables])
-    print_confidence(runs)
+    print_table("bounds of the speed left that hold (target: 90 %)", bound_rows(rows), keys=2)
     write_json(arguments.json, rows)
     trials = [
         {"table": table_name(path), "strategy": strategy, "seed": seed, "trials": run["sequence"]}

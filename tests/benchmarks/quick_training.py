@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from autotune.rank.base import greet
-from autotune.rank.checkpoints import CheckpointLedger, CheckpointShare, chosen
+from autotune.rank.base import connect_to_parent
+from autotune.rank.checkpoints import CheckpointLedger, CheckpointShare, checkpoint_to_resume
 from autotune.workers.protocol import Channel, Message
 
 STEPS, BATCH, SAVE_STEPS = 12, 8, 5
@@ -30,7 +30,7 @@ def save(step: int) -> None:
 
 
 def become(address: str, number: int) -> NoReturn:
-    channel, spec = greet(address, number)
+    channel, spec = connect_to_parent(address, number)
     os.chdir(spec["job"]["script"]["cwd"])
     begin = resumed(channel, spec, number)
     if begin:
@@ -54,8 +54,8 @@ def resumed(channel: Channel, spec: Message, number: int) -> int:
     ledger = CheckpointLedger.of(folder, spec["earlier"].get(str(folder)))
     ledger.begin()
     if number == 0:
-        channel.send("checkpoints", folder=str(folder), ledger=ledger.told())
-    choice = chosen([ledger.seen(CheckpointShare(rank, 2, rank), None) for rank in range(2)], ledger.call)
+        channel.send("checkpoints", folder=str(folder), ledger=ledger.to_json())
+    choice = checkpoint_to_resume([ledger.seen(CheckpointShare(rank, 2, rank), None) for rank in range(2)], ledger.call)
     return choice.step or 0 if choice else 0
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.predict.trace_cache import closed_form_trace
-from autotune.predict.zero_memory import stepper
+from autotune.predict.zero_memory import optimizer_of_trials
 from autotune.problem.models import ModelSpec
 from autotune.util.units import GIB
 from benchmarks.predict.published import published
@@ -56,7 +56,7 @@ def only(**cells: str) -> published.Case:
 @pytest.fixture
 def closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """No model is traced: estimates by shape stand in."""
-    monkeypatch.setattr("benchmarks.predict.published.scores.trace_jobs", lambda jobs, told=None: None)
+    monkeypatch.setattr("benchmarks.predict.published.scores.trace_jobs", lambda jobs, on_traced=None: None)
     monkeypatch.setattr(
         "benchmarks.predict.published.scores.trace_job", lambda job, **_: closed_form_trace(job, "a test")
     )
@@ -386,10 +386,10 @@ def test_unknown_attention_is_that_of_the_time() -> None:
 
 def test_every_row_of_the_table_is_read_or_has_a_reason() -> None:
     rows = read_table(DATA / "gpu_published.csv")
-    assert len(rows) == 682
+    assert len(rows) == 691
     cases, left, unreadable = published.cases_in(rows)
     assert unreadable == []
-    assert len(cases) == 400
+    assert len(cases) == 404
     assert not [why for _, why in left if "nobody knows" in why or "cannot be" in why]
     read_rows = {case.row.id for case in cases}
     assert len(read_rows) + sum(left.values()) == len(rows)
@@ -582,7 +582,7 @@ def test_belle_s_config_is_deepspeed_chat_s(stage: int) -> None:
     found = only(parallel=f"zero{stage}", **cells)
     assert found.candidate.get("reduce_bucket_size") == 500_000_000
     assert found.candidate.get("zero_optimization.stage3_max_live_parameters") == (30_000_000 if stage == 3 else None)
-    assert stepper(found.job).flattens, "FusedAdam"
+    assert optimizer_of_trials(found.job).flattens, "FusedAdam"
 
 
 def test_rows_of_the_gist_that_contradict_each_other_are_left_out() -> None:

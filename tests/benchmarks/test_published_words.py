@@ -632,7 +632,7 @@ def test_trust_is_a_source_s_not_a_word_s(where: str, trust: str) -> None:
 @pytest.fixture
 def closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """No model is traced: estimates by shape stand in."""
-    monkeypatch.setattr("benchmarks.predict.published.scores.trace_jobs", lambda jobs, told=None: None)
+    monkeypatch.setattr("benchmarks.predict.published.scores.trace_jobs", lambda jobs, on_traced=None: None)
     monkeypatch.setattr(
         "benchmarks.predict.published.scores.trace_job", lambda job, **_: closed_form_trace(job, "a test")
     )

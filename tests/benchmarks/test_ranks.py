@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.util.linux import runs
+from autotune.util.linux import pid_is_alive
 from benchmarks.trials import ranks
 from tests.conftest import wait_until
 
@@ -24,7 +24,7 @@ def test_a_command_that_hangs_is_ended_with_its_ranks(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     with pytest.raises(RuntimeError, match=r"not done in 5 s\nabout to hang"):
         ranks.run_limited([sys.executable, "-c", _HANGS, str(pid)], 5)
-    wait_until(lambda: not runs(int(pid.read_text())), "the end of a process in a session of its own")
+    wait_until(lambda: not pid_is_alive(int(pid.read_text())), "the end of a process in a session of its own")
 
 
 def test_ranks_of_torchrun_meet_at_the_loopback_address(tmp_path: Path) -> None:

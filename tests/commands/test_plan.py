@@ -6,17 +6,20 @@ import pytest
 from typer.testing import CliRunner
 
 from autotune.cli.app import app
-from autotune.commands.plan import LONGEST_SECONDS, make_plan, plans
+from autotune.commands.plan import LONGEST_SECONDS, _advice, make_plan, plans
 from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup
 from autotune.errors import UserError
 from autotune.predict.trace import traced_predictor
 from autotune.problem.gpu_specs import cloud_machines, price_table
 from autotune.problem.hardware import gpu_table, named_hardware
+from autotune.problem.job import Job
+from autotune.problem.models import resolve_model
 from autotune.problem.space import parse_space
 from autotune.results.plan import Plan
+from autotune.util.interpreter import OtherInterpreter
 from autotune.util.units import GIB
-from tests.conftest import make_job
+from tests.conftest import make_candidate, make_job
 
 
 def test_a_plan_shows_what_fits_by_way_of_training() -> None:
@@ -36,6 +39,24 @@ def test_a_plan_shows_what_fits_by_way_of_training() -> None:
     assert data["best"][0]["ds_config"]["zero_optimization"]["stage"] in (0, 1, 2, 3)
     assert data["best"][0]["fits"] is True
     assert (data["closest"], data["fits_with_host_memory"]) == (None, None)
+
+
+def test_a_plan_names_what_leaf_modules_and_cpu_threads_change() -> None:
+    def advice(
+        stage: int, transformers: str, ranks: int = 8, model: str = "mixtral-8x7b", place: str = "none"
+    ) -> list[str]:
+        other = OtherInterpreter("/other/bin/python", (3, 12, 1), "/other", {"transformers": transformers}, None, None)
+        job = Job(resolve_model(model), ranks, 2048, "bf16", interpreter=other)
+        candidate = make_candidate(zero_stage=stage, offload_optimizer=place)
+        return list(_advice(job, named_hardware("h100", ranks), candidate))
+
+    (line,) = advice(3, "4.57.1")
+    assert "transformers 4.57.1" in line
+    assert "zero_optimization.leaf_module.classes" in line
+    assert advice(3, "5.0.0") == []  # all experts of a layer are one parameter
+    assert advice(2, "4.57.1") == advice(3, "4.57.1", ranks=1) == advice(3, "4.57.1", model="qwen3-8b") == []
+    (line,) = advice(2, "4.57.1", place="cpu")
+    assert "OMP_NUM_THREADS" in line
 
 
 def test_a_card_has_the_main_memory_of_its_common_cloud_machine() -> None:

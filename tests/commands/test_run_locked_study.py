@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.search.storage import hold
+from autotune.search.storage import lock_study
 from tests.cli_call import call
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
@@ -21,7 +21,7 @@ def test_a_study_that_is_held_stays_as_it_is(
     monkeypatch.chdir(tmp_path)
     run = ("run", "--executor", f"replay:{TABLE}", "--budget", "5m", "--max-trials", "1", "--yes", "--study", "s")
     assert call(monkeypatch, capsys, *run)[0] == 0
-    held = hold(Path("runs/s"), "s")
+    held = lock_study(Path("runs/s"), "s")
     before = files_in(tmp_path)
     # another job and another machine: had it looked at them first, it would complain of them, or take them over
     code, _, err = call(monkeypatch, capsys, *run, "--headroom", "30%", *force)
@@ -42,7 +42,7 @@ def test_no_script_is_run_for_a_study_that_is_held(
         raise AssertionError("an executor is made")
 
     monkeypatch.setattr("autotune.commands.run.first_executor", started)
-    held = hold(Path("runs/s"), "s")
+    held = lock_study(Path("runs/s"), "s")
     before = files_in(tmp_path)
     words = ("run", "--study", "s", "--device", "cpu", "--gpus", "2", "--yes", "--", "train.py")
     code, _, err = call(monkeypatch, capsys, *words)

@@ -14,7 +14,7 @@ from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Outcome, OutcomeKind
-from autotune.script.argument_files import PRODUCTS, TIMES, TRIED, carries, said, value_at
+from autotune.script.argument_files import PRODUCTS, TIMES, TRIED, can_set_knob, knob_values, value_at
 from autotune.script.argument_writer import parsed, winners_files
 from autotune.script.script import carries_knob, command, settings
 from tests.conftest import make_candidate, make_job
@@ -115,7 +115,7 @@ def test_flags_of_a_rank_of_all_ranks_of_a_step_and_of_tokens_are_found(
     assert carries_knob(known, MICRO_BATCH)
     now = batch({**values, **{flag: int(printed[printed.index(flag) + 1]) for flag in values}})
     assert now == (other.micro_batch, other.accumulation)
-    assert said(known, MICRO_BATCH) in ([], [str(micro_batch)])
+    assert knob_values(known, MICRO_BATCH) in ([], [str(micro_batch)])
     assert bool(learnt.get(TIMES)) is (batch in (over_ranks, of_tokens))
 
 
@@ -134,7 +134,7 @@ def test_values_of_an_argument_file_are_found(tmp_path: Path) -> None:
     assert len(set(executor.now.values())) == len(values), "each role shows"
     known = _mapped(script, {**profile, **learnt})
     assert dict(known.flags) == {MICRO_BATCH: "train.batch", ACCUMULATION: "train.accumulate"}
-    assert carries(known, MICRO_BATCH)
+    assert can_set_knob(known, MICRO_BATCH)
     config = tmp_path / "best.json"
     ((path, text),) = winners_files(known, make_candidate(1, 8, 1), config).items()
     assert text.startswith("# mine")

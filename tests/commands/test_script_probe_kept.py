@@ -20,7 +20,7 @@ def test_a_measured_first_run_is_kept_and_the_next_call_goes_on_from_it(
 ) -> None:
     (tmp_path / "train.py").write_text("first")
     script, ran, checked = Script(("train.py",), str(tmp_path)), list[str](), list[tuple[Outcome, dict[str, Any]]]()
-    executor: Any = SimpleNamespace(hardware=detect("cpu", 2))
+    executor: Any = SimpleNamespace(hardware=detect("cpu", 2), now=lambda: 0.0)
     mine = measured(40, 3)
 
     def first_run(*_: object) -> tuple[Outcome, dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.errors import MachineTrouble
+from autotune.errors import MachineError
 from autotune.executors.replay import Row, load_replay_table, write_replay_table
 from autotune.problem.candidate import Value
 from autotune.problem.outcome import Outcome, OutcomeKind
@@ -131,7 +131,7 @@ def test_a_table_that_cannot_be_written_leaves_the_one_that_is_there(
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(MachineTrouble, match="No space left"):
+    with pytest.raises(MachineError, match="No space left"):
         write_replay_table(tmp_path / "t", facts, {second: Row(1.0, 2.0, 3.0, OutcomeKind.OK)})
     assert list(load_replay_table(tmp_path / "t.csv.gz").rows) == [first if file == "t.csv.gz" else second]
     monkeypatch.undo()
@@ -149,7 +149,7 @@ def test_facts_of_another_machine_stand_beside_no_table(tmp_path: Path, monkeypa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(MachineTrouble, match="No space left"):
+    with pytest.raises(MachineError, match="No space left"):
         write_replay_table(tmp_path / "t", {**facts, "n_gpus": 4}, rows)
     assert not kept.exists()
     monkeypatch.undo()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autotune.errors import MachineTrouble
+from autotune.errors import MachineError
 from autotune.executors.base import RESUME, VERIFY, MeasureSpec
 from autotune.executors.local import CUDA_INITIALIZED_BEFORE_FORK, Deadlines, LocalExecutor
 from autotune.predict.step_time import size_seconds
@@ -118,7 +118,7 @@ def test_a_machine_on_which_ranks_do_not_meet_is_said_in_one_line(
     bench: Bench, fault: dict[str, object], said: str
 ) -> None:
     bench.fault = {"rank": 1, "where": "init", **fault}
-    with pytest.raises(MachineTrouble, match=said) as caught:
+    with pytest.raises(MachineError, match=said) as caught:
         bench.executor.check(lambda text: None)
     assert "before any config is tried" in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -8,7 +8,7 @@ import pytest
 
 from autotune.predict.features import columns_of, installed_deepspeed
 from autotune.predict.trace import trace_job
-from autotune.predict.zero_memory import bill
+from autotune.predict.zero_memory import estimate_memory
 from autotune.problem.candidate import Candidate, job_with_candidate
 from autotune.problem.job import Job
 from autotune.problem.knobs import KNOBS, ZERO, short_name
@@ -21,7 +21,7 @@ LOW = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 def predicted_bytes(job: Job, candidate: Candidate) -> float:
     """Of one CPU rank, whose host and device are one."""
-    found = bill(job, trace_job(job), columns_of([candidate], job, installed_deepspeed()))
+    found = estimate_memory(job, trace_job(job), columns_of([candidate], job, installed_deepspeed()))
     at = [i for i, name in enumerate(found.moments) if name != "init"]
     return float(found.peaks()[at, 0].max() + found.host[0])
 

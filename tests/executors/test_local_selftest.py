@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autotune.errors import MachineTrouble
+from autotune.errors import MachineError
 from autotune.executors import local
 from autotune.executors.local import check_group
 from autotune.problem.outcome import Phase
@@ -58,7 +58,7 @@ def test_slow_imports_are_no_fault_of_the_machine(monkeypatch: pytest.MonkeyPatc
 def test_late_ranks_are_blamed_on_what_they_were_at(
     imported: float, measured: float, said: str, remedy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with pytest.raises(MachineTrouble) as caught:
+    with pytest.raises(MachineError) as caught:
         check(monkeypatch, tmp_path, imported, measured)
     assert said in str(caught.value)
     assert remedy in str(caught.value)

@@ -8,7 +8,7 @@ from autotune.predict import predictor as predicting
 from autotune.predict.features import READ, Release, columns_of, installed_deepspeed
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
-from autotune.predict.zero_memory import bill
+from autotune.predict.zero_memory import estimate_memory
 from autotune.problem.hardware import named_hardware
 from tests.conftest import make_candidate, make_job
 from tests.predict.recorded import SEQ_LEN, recorded_trace
@@ -16,7 +16,7 @@ from tests.predict.recorded import SEQ_LEN, recorded_trace
 
 def peak(stage: int, deepspeed: Release, precision: str = "bf16", **knobs: object) -> float:
     job = make_job(precision=precision, seq_len=SEQ_LEN)
-    one = bill(job, recorded_trace(job), columns_of([make_candidate(stage, 4, **knobs)], job, deepspeed))
+    one = estimate_memory(job, recorded_trace(job), columns_of([make_candidate(stage, 4, **knobs)], job, deepspeed))
     return float(one.peaks()[[i for i, name in enumerate(one.moments) if name != "init"], 0].max())
 
 
@@ -31,7 +31,7 @@ def test_stage_0_in_bf16_sums_in_32_bits_until_0_17_5() -> None:
     job = make_job(precision="bf16", seq_len=SEQ_LEN)
     elements = sum(recorded_trace(job).parameters)
     kept = {
-        version: bill(job, recorded_trace(job), columns_of([make_candidate(0)], job, version))
+        version: estimate_memory(job, recorded_trace(job), columns_of([make_candidate(0)], job, version))
         for version in ((0, 17, 5), (0, 17, 6))
     }
     old, new = (float(one.gradients[0] + one.optimizer[0]) / elements for one in kept.values())
@@ -43,7 +43,7 @@ def test_gradients_of_stage_0_stay_until_0_18_5() -> None:
     whole = 2 * sum(recorded_trace(job).parameters)
     forward = {}
     for version in ((0, 17, 6), (0, 18, 6)):
-        one = bill(job, recorded_trace(job), columns_of([make_candidate(0)], job, version))
+        one = estimate_memory(job, recorded_trace(job), columns_of([make_candidate(0)], job, version))
         forward[version] = max(one.peaks()[at, 0] for at, name in enumerate(one.moments) if name == "forward")
     assert forward[0, 17, 6] - forward[0, 18, 6] == pytest.approx(whole)
 

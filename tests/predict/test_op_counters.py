@@ -2,7 +2,7 @@
 
 import gc
 
-from autotune.predict.op_counters import Counters, follow, joined
+from autotune.predict.op_counters import Counters, add_counter_hooks, joined_passes
 from autotune.predict.trace_data import BACKWARD, FORWARD
 
 
@@ -26,7 +26,7 @@ def run(micro_batch: int, *, more: bool = False) -> Counters:
 
 
 def test_every_allocation_becomes_a_fixed_part_and_one_a_sequence() -> None:
-    found = joined(run(2), run(3))
+    found = joined_passes(run(2), run(3))
     assert found.phase == [FORWARD, FORWARD, FORWARD, BACKWARD, BACKWARD]
     assert found.fixed == [7, 7, 7, 7, 7]
     assert found.per_sequence == [0, 10, 30, 35, 32]
@@ -39,7 +39,7 @@ def test_every_allocation_becomes_a_fixed_part_and_one_a_sequence() -> None:
 
 
 def test_runs_that_do_not_match_are_joined_by_their_peaks() -> None:
-    found = joined(run(2), run(3, more=True))
+    found = joined_passes(run(2), run(3, more=True))
     assert found.phase == [FORWARD, BACKWARD]
     assert found.fixed[0] + 2 * found.per_sequence[0] == 7 + 60
     assert found.fixed[0] + 3 * found.per_sequence[0] == 7 + 90
@@ -115,7 +115,7 @@ def test_a_frozen_parameter_goes_when_the_gradient_of_its_input_is_made() -> Non
     counters, made = Counters(), []
     counters.passed = lambda tensor, done: made.append(done) or tensor
     module = Linear(Weight(trained=False))
-    follow(module, counters)
+    add_counter_hooks(module, counters)
     output = module.run(Tensor())
     assert counters.in_use == 0
     counters.phase = BACKWARD
@@ -128,7 +128,7 @@ def test_a_frozen_parameter_goes_when_the_gradient_of_its_input_is_made() -> Non
 def test_what_a_checkpoint_runs_again_stays_until_its_backward() -> None:
     counters = Counters()
     module = Linear(Weight(trained=True))
-    follow(module, counters)
+    add_counter_hooks(module, counters)
     output = module.run(Tensor())
     counters.phase = BACKWARD
     module.run(Tensor())
@@ -142,7 +142,7 @@ def test_what_a_checkpoint_runs_again_stays_until_its_backward() -> None:
 def test_what_only_a_frozen_layer_reads_is_counted_once_it_is_gone() -> None:
     counters = Counters()
     module, kept = Linear(Weight(trained=False)), Tensor()
-    follow(module, counters)
+    add_counter_hooks(module, counters)
     module.run(kept)
     assert counters.dropped_inputs() == 0
     del kept

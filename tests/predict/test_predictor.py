@@ -102,7 +102,7 @@ def test_one_wrong_trial_cannot_wreck_it(replay_table: ReplayTable) -> None:
         bad.observe(candidate, outcome_of(replay_table, candidate, factor=3.0 if i == 5 else 1.0))
     assert errors(replay_table, bad)[0] < 3 * errors(replay_table, good)[0] + 0.02
     assert errors(replay_table, bad)[1] < 3 * errors(replay_table, good)[1] + 0.05
-    assert bad.time_noise > good.time_noise  # but it trusts itself less
+    assert bad._time.noise > good._time.noise  # but it trusts itself less
 
 
 def test_an_out_of_memory_counts_where_it_disagrees(replay_table: ReplayTable) -> None:
@@ -332,7 +332,7 @@ def test_blocks_that_wait_for_another_stream_are_within_the_intervals(stage: int
     prepared = traced_predictor(job, hardware).prepare(
         [make_candidate(stage, 1, overlap_comm=True, reduce_bucket_size=10**8)]
     )
-    b, c = prepared.bill, prepared.columns
+    b, c = prepared.memory, prepared.columns
     waiting = 2 * (c.reduce_bucket[0] if stage < 3 else c.prefetch[0])
     at = [i for i, name in enumerate(b.moments) if name == "backward" and b.buckets[i, 0] > 0]
     assert at

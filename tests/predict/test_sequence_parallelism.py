@@ -9,9 +9,9 @@ import pytest
 from autotune.commands.setup import kept_batch
 from autotune.errors import UserError
 from autotune.predict.features import columns_of
-from autotune.predict.step_time import work
+from autotune.predict.step_time import step_work
 from autotune.predict.trace import trace_job
-from autotune.predict.zero_memory import bill
+from autotune.predict.zero_memory import estimate_memory
 from autotune.problem.candidate import samples
 from autotune.problem.ds_config import global_batch_of
 from autotune.problem.hardware import named_hardware
@@ -37,10 +37,10 @@ def test_a_rank_computes_its_part_of_each_sequence() -> None:
             columns_of([make_candidate(3, batch, activation_checkpointing=checkpointing)], one)
             for one, batch in ((shared, 4), (whole, 1))
         ]
-        ours, theirs = (bill(one, trace, c, "cuda") for one, c in zip((shared, whole), columns, strict=True))
+        ours, theirs = (estimate_memory(one, trace, c, "cuda") for one, c in zip((shared, whole), columns, strict=True))
         exchanged = BYTES * SEQ_LEN * 2 * 64 * (32 + 8)
         np.testing.assert_allclose(ours.peaks().max(axis=0) - theirs.peaks().max(axis=0), exchanged)
-        mine, plain = (work(one, hardware, trace, c) for one, c in zip((shared, whole), columns, strict=True))
+        mine, plain = (step_work(one, hardware, trace, c) for one, c in zip((shared, whole), columns, strict=True))
         assert mine.products == pytest.approx(plain.products)
         assert (mine.gather_micro, mine.reduce_micro) == (plain.gather_micro, plain.reduce_micro)
         assert mine.exchange_micro > 0 == plain.exchange_micro
@@ -51,7 +51,9 @@ def test_repeated_keys_and_values_are_kept_in_each_layer() -> None:
     assert heads == AttentionHeads(16, 32, 8, 64)
     assert (heads.exchanged(8), heads.exchanged(16)) == (2 * 64 * (32 + 8), 2 * 64 * (32 + 16))
     trace, one = trace_job(job()), make_candidate(3, 16)
-    peaks = [bill(of, trace, columns_of([one], of), "cuda").activations.max() for of in (job(8, 16), job(16, 16))]
+    peaks = [
+        estimate_memory(of, trace, columns_of([one], of), "cuda").activations.max() for of in (job(8, 16), job(16, 16))
+    ]
     # as many tokens on each of 16 ranks, but for the keys: 8 heads more in 16 layers, and in the exchange
     rows = BYTES * SEQ_LEN
     of_eight = peaks[0] - 2 * rows * heads.exchanged(8)
@@ -62,11 +64,11 @@ def test_repeated_keys_and_values_are_kept_in_each_layer() -> None:
 def test_exchanges_with_another_node_take_longer() -> None:
     trace, one = trace_job(job()), [make_candidate(3, 1)]
     near, far = (
-        work(job(16, 16), named_hardware("a100-80gb", 16, nodes=nodes), trace, columns_of(one, job(16, 16)))
+        step_work(job(16, 16), named_hardware("a100-80gb", 16, nodes=nodes), trace, columns_of(one, job(16, 16)))
         for nodes in (1, 2)
     )
     assert far.exchange_micro > 3 * near.exchange_micro
-    within = work(job(8, 16), named_hardware("a100-80gb", 16, nodes=2), trace, columns_of(one, job(8, 16)))
+    within = step_work(job(8, 16), named_hardware("a100-80gb", 16, nodes=2), trace, columns_of(one, job(8, 16)))
     assert within.exchange_micro < near.exchange_micro * 2.1, "a group within a node has NVLink"
 
 

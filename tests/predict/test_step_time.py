@@ -11,11 +11,12 @@ from autotune.predict import step_time
 from autotune.predict.calibration import TIME, time_priors
 from autotune.predict.features import columns_of
 from autotune.predict.predictor import Predictor
-from autotune.predict.step_time import DeviceRates, StepSeconds, StepWork, spend, work
+from autotune.predict.step_time import DeviceRates, StepSeconds, StepWork, spend, step_work
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, gpu_table, named_hardware
 from autotune.problem.job import Job, Lora
+from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.util.units import GIB
 from tests.conftest import make_job
 from tests.predict.passes import PASS
@@ -33,7 +34,13 @@ def job_of(ranks: int = 1, **changes: object) -> Job:
 def work_of(knobs: dict, hardware: Hardware, **changes: object) -> StepWork:
     job = job_of(hardware.count, **changes)
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-    return work(job, hardware, TRACE, columns_of([Candidate.of({**batch, **knobs})], job))
+    return step_work(job, hardware, TRACE, columns_of([Candidate.of({**batch, **knobs})], job))
+
+
+def host_seconds(knobs: dict, hardware: Hardware, **changes: object) -> float:
+    """Seconds of the processor in a micro-batch."""
+    found = work_of(knobs, hardware, **changes)
+    return float(found.starts[0] + found.hooks[0])
 
 
 def spent_of(knobs: dict, hardware: Hardware) -> StepSeconds:
@@ -41,7 +48,7 @@ def spent_of(knobs: dict, hardware: Hardware) -> StepSeconds:
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     c = columns_of([Candidate.of({**batch, **knobs})], job)
     k = {name: float(np.exp(prior.mean)) for name, prior in TIME.items()}
-    return spend(work(job, hardware, TRACE, c), c, {**k, "hidden": k["hidden"] / (1 + k["hidden"])})
+    return spend(step_work(job, hardware, TRACE, c), c, {**k, "hidden": k["hidden"] / (1 + k["hidden"])})
 
 
 def test_products_run_at_what_a_card_reaches() -> None:
@@ -75,23 +82,42 @@ def test_every_operator_is_started_by_the_processor() -> None:
 
 def test_zero_3_works_in_python_for_every_module_and_pass() -> None:
     hardware = named_hardware("a100", 2)
-    zero, three = (work_of({"zero_stage": stage}, hardware).starts[0] for stage in (0, 3))
+    zero, three = (host_seconds({"zero_stage": stage}, hardware) for stage in (0, 3))
     modules = step_time.MODULES_AN_OPERATOR * 300
     assert three - zero == pytest.approx(2 * modules * step_time.MODULE_SECONDS)
-    checkpointed = work_of({"zero_stage": 3, "activation_checkpointing": True}, hardware).starts[0]
+    checkpointed = host_seconds({"zero_stage": 3, "activation_checkpointing": True}, hardware)
     assert checkpointed - three > modules * step_time.MODULE_SECONDS  # recomputation is a third pass
-    two = work_of({"zero_stage": 2}, hardware).starts[0]
+    two = host_seconds({"zero_stage": 2}, hardware)
     assert two - zero == pytest.approx(100 * step_time.REDUCED_SECONDS)
     # an adapter: two trained tensors, four modules and four kernels
-    adapted = work_of({"zero_stage": 3}, hardware, lora=Lora(8)).starts[0]
+    adapted = host_seconds({"zero_stage": 3}, hardware, lora=Lora(8))
     assert adapted - zero == pytest.approx(2 * (200 + step_time.MODULES_AN_OPERATOR * 100) * step_time.MODULE_SECONDS)
+
+
+def test_a_slow_trial_of_zero_3_slows_others_of_zero_3_more_than_zero_0() -> None:
+    small = Trace([10**6] * 100, 0, dataclasses.replace(PASS, flops=(1e10, 2e10)), None, largest=10**6)
+    predictor = Predictor(job_of(2), named_hardware("a100", 2), small)
+    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    tried, like, other = (
+        Candidate.of({**batch, **knobs})
+        for knobs in ({"zero_stage": 3}, {"zero_stage": 3, "gradient_accumulation_steps": 4}, {"zero_stage": 0})
+    )
+    before = predictor.predict_many([tried, like, other])
+    predictor.observe(
+        tried, Outcome(OutcomeKind.OK, measurement=Measurement(1.5 * before[0].step_seconds, 0.0, 5, 1.0, 1.0, GIB))
+    )
+    after = predictor.predict_many([tried, like, other])
+    grown = [two.step_seconds / one.step_seconds - 1 for one, two in zip(before, after, strict=True)]
+    assert predictor.constants()["hooks"] > 1.2
+    assert grown[1] > 0.3
+    assert grown[2] < 0.6 * grown[1]
 
 
 def test_a_gpu_computes_meanwhile_and_a_cpu_rank_does_not() -> None:
     for hardware, hidden in ((named_hardware("a100", 1), True), (detect("cpu", 1), False)):
         spent = [spent_of({"zero_stage": stage, "train_micro_batch_size_per_gpu": 64}, hardware) for stage in (0, 3)]
         computing = [float(one.forward[0] + one.backward[0] + one.recompute[0]) for one in spent]
-        starts = [float(work_of({"zero_stage": stage}, hardware).starts[0]) for stage in (0, 3)]
+        starts = [host_seconds({"zero_stage": stage}, hardware) for stage in (0, 3)]
         hooks = starts[1] - starts[0]
         assert hooks > 0
         if hidden:  # behind products that take longer
@@ -152,7 +178,7 @@ def test_zero_3_gathers_frozen_parameters_too() -> None:
     c = columns_of([Candidate.of({**batch, "offload_optimizer": "cpu", "offload_param": "cpu"})], job)
     trained = dataclasses.replace(TRACE, parameters=[10**7])
     adapted = dataclasses.replace(trained, frozen=99 * 10**7)
-    little, all_of_it = (work(job, hardware, trace, c) for trace in (trained, adapted))
+    little, all_of_it = (step_work(job, hardware, trace, c) for trace in (trained, adapted))
     assert all_of_it.gather_micro[0] == pytest.approx(100 * little.gather_micro[0])
     assert all_of_it.reduce_micro[0] == little.reduce_micro[0]  # only what is trained has gradients
     assert all_of_it.pcie_micro[0] > 50 * little.pcie_micro[0]
@@ -164,7 +190,7 @@ def test_a_slow_processor_hides_what_the_gpu_waits_for() -> None:
     batch = {"zero_stage": 3, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     c = columns_of([Candidate.of(batch)], job)
     k = {name: float(np.exp(prior.mean)) for name, prior in TIME.items()}
-    slow = dataclasses.replace(work(job, hardware, TRACE, c), starts=np.array([1e4]))
+    slow = dataclasses.replace(step_work(job, hardware, TRACE, c), starts=np.array([1e4]))
     assert spend(slow, c, {**k, "hidden": 0.6}).communication[0] < 1.0  # collectives still take their start
     fast = dataclasses.replace(slow, starts=np.array([0.0]))
     assert spend(fast, c, {**k, "hidden": 0.6}).communication[0] > 10.0

@@ -10,7 +10,7 @@ import pytest
 
 from autotune.predict.calibration import TIME
 from autotune.predict.features import columns_of
-from autotune.predict.step_time import StepSeconds, StepWork, spend, work
+from autotune.predict.step_time import StepSeconds, StepWork, spend, step_work
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, named_hardware
@@ -30,7 +30,7 @@ def table(hardware: Hardware, knobs: dict[str, Any], **changes: Any) -> tuple[St
     named = {short_name(name): value for name, value in {**BATCH, **knobs}.items()}
     c = columns_of([Candidate.of(named)], job)
     k = {name: float(np.exp(prior.mean)) for name, prior in TIME.items()}
-    w = work(job, hardware, TRACE, c)
+    w = step_work(job, hardware, TRACE, c)
     return w, spend(w, c, {**k, "hidden": k["hidden"] / (1 + k["hidden"])})
 
 

@@ -15,9 +15,16 @@ from hypothesis import strategies as st
 
 from autotune.predict.features import READ, Release, columns_of
 from autotune.predict.trace_data import BACKWARD, FORWARD, Pass, Trace
-from autotune.predict.zero_memory import Bill, bill, bypassing, gathered_bytes, persistent, saved_bytes
+from autotune.predict.zero_memory import (
+    MemoryEstimate,
+    bypassing,
+    estimate_memory,
+    gathered_bytes,
+    persistent,
+    saved_bytes,
+)
 from autotune.problem.candidate import Candidate
-from autotune.problem.job import Job
+from autotune.problem.job import Job, Lora
 from autotune.problem.models import resolve_model
 from autotune.versions import release
 from tests.conftest import make_candidate, make_job
@@ -55,7 +62,7 @@ def errors_of(rows: list[dict], deepspeed: Release) -> list[float]:
     for row in rows:
         model, base = resolve_model(row["model"]), row.get("base_config", {})
         job = Job(model, row["ranks"], row["seq_len"], row["precision"], base_config=base)
-        one = bill(job, recorded_trace(job), columns_of([Candidate.of(row["candidate"])], job, deepspeed))
+        one = estimate_memory(job, recorded_trace(job), columns_of([Candidate.of(row["candidate"])], job, deepspeed))
         at = [i for i, name in enumerate(one.moments) if name != "init"]
         predicted = float(one.peaks()[at, 0].max() + one.host[0])
         errors.append(abs(predicted / max(row["live"].values()) - 1))
@@ -85,13 +92,13 @@ ACCUMULATING = {"gradient_accumulation_steps": 2}
 OUT = {"offload_optimizer": "cpu"}
 
 
-def bill_of(knobs: dict, job: Job | None = None, trace: Trace = TRACE, device: str = "cpu") -> Bill:
+def bill_of(knobs: dict, job: Job | None = None, trace: Trace = TRACE, device: str = "cpu") -> MemoryEstimate:
     job = job or make_job(precision="bf16")
     small = {"reduce_bucket_size": 40, "contiguous_gradients": True, "overlap_comm": False}
-    return bill(job, trace, columns_of([Candidate.of({**BATCH, **small, **knobs})], job), device)
+    return estimate_memory(job, trace, columns_of([Candidate.of({**BATCH, **small, **knobs})], job), device)
 
 
-def bill_under(config: dict, knobs: dict, device: str = "cpu", **job: object) -> Bill:
+def bill_under(config: dict, knobs: dict, device: str = "cpu", **job: object) -> MemoryEstimate:
     """With keys of the user's own config."""
     return bill_of(knobs, make_job(**{"precision": "bf16", **job}, base_config=config), device=device)
 
@@ -170,6 +177,12 @@ def test_fsdps_frozen_shards_are_as_wide_as_the_others(config: dict, width: int)
     one = bill_of(FSDP, job, trace=dataclasses.replace(TRACE, frozen=20))
     assert one.parameters[0] == width * (100 + 20) / 2
     assert one.holes[0] == 0
+
+
+def test_fsdp2_shards_the_base_of_adapters_as_it_is_loaded() -> None:
+    job = make_job(precision="bf16", torch_alone=True, lora=Lora(8))
+    one = bill_of(FSDP, job, trace=dataclasses.replace(TRACE, frozen=20))
+    assert one.parameters[0] == (4 * 100 + 2 * 20) / 2
 
 
 def test_fsdp_offloads_gradients_with_the_rest() -> None:
@@ -594,8 +607,8 @@ def test_no_part_is_negative_and_a_candidate_is_billed_alike_among_others(
 ) -> None:
     job = make_job(ranks, precision=precision)
     candidates = [make_candidate(0), Candidate.of(one), make_candidate(3)]
-    together = bill(job, trace, columns_of(candidates, job))
-    alone = bill(job, trace, columns_of(candidates[1:2], job))
+    together = estimate_memory(job, trace, columns_of(candidates, job))
+    alone = estimate_memory(job, trace, columns_of(candidates[1:2], job))
     assert together.peaks()[:, 1].tolist() == alone.peaks()[:, 0].tolist()
     assert together.host[1] == alone.host[0]
     for table in (together.buckets, together.gathered, together.temporaries, together.activations):
@@ -609,8 +622,8 @@ def test_no_part_is_negative_and_a_candidate_is_billed_alike_among_others(
 def test_more_sequences_and_fewer_ranks_never_take_less(trace: Trace, one: dict, ranks: int) -> None:
     job = make_job(ranks, precision="bf16")
     few, many = (Candidate.of({**one, "train_micro_batch_size_per_gpu": size}) for size in (1, 4))
-    both = bill(job, trace, columns_of([few, many], job))
+    both = estimate_memory(job, trace, columns_of([few, many], job))
     assert (both.peaks()[:, 1] >= both.peaks()[:, 0]).all()
     resident = both.parameters + both.gradients + both.optimizer
-    halved = bill(dataclasses.replace(job, ranks=ranks // 2), trace, columns_of([few, many], job))
+    halved = estimate_memory(dataclasses.replace(job, ranks=ranks // 2), trace, columns_of([few, many], job))
     assert (halved.parameters + halved.gradients + halved.optimizer >= resident).all()

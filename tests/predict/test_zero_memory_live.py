@@ -5,7 +5,7 @@ import pytest
 from autotune.executors.base import MeasureSpec
 from autotune.predict.features import columns_of, installed_deepspeed
 from autotune.predict.trace import trace_job
-from autotune.predict.zero_memory import bill
+from autotune.predict.zero_memory import estimate_memory
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import Job
@@ -66,7 +66,7 @@ def check(bench: Bench, job: Job, candidates: list[Candidate]) -> None:
     for candidate in candidates:
         outcome = bench.run(candidate, measure_spec=MeasureSpec(min_steps=3, max_steps=3, min_seconds=0))
         assert outcome.measurement is not None, outcome
-        one = bill(job, trace, columns_of([candidate], job, installed_deepspeed()))
+        one = estimate_memory(job, trace, columns_of([candidate], job, installed_deepspeed()))
         steps = [i for i, name in enumerate(one.moments) if name != "init"]
         live = max(outcome.measurement.live_tensor_bytes.values())
         assert float(one.peaks()[steps, 0].max() + one.host[0]) == pytest.approx(live, rel=0.06), candidate

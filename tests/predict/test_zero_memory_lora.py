@@ -7,7 +7,7 @@ import pytest
 
 from autotune.predict.features import columns_of
 from autotune.predict.trace import trace_job
-from autotune.predict.zero_memory import bill, gathered_bytes, persistent
+from autotune.predict.zero_memory import estimate_memory, gathered_bytes, persistent
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, parse_lora
 from autotune.problem.models import resolve_model
@@ -27,7 +27,7 @@ def name_of(row: dict[str, object]) -> str:
 )
 def test_real_engines_are_met(row: dict[str, object]) -> None:
     job = Job(resolve_model(row["model"]), row["ranks"], row["seq_len"], row["precision"], lora=parse_lora(row["lora"]))  # type: ignore[arg-type]
-    one = bill(job, trace_job(job, device="cpu"), columns_of([Candidate.of(row["candidate"])], job))  # type: ignore[arg-type]
+    one = estimate_memory(job, trace_job(job, device="cpu"), columns_of([Candidate.of(row["candidate"])], job))  # type: ignore[arg-type]
     at = [i for i, name in enumerate(one.moments) if name != "init"]
     live = max(row["live"].values())  # type: ignore[attr-defined]
     # one sequence of the smallest model with tied weights peaks in forward, where the order of the last frees decides
@@ -51,6 +51,6 @@ def test_frozen_parameters_take_host_memory_where_parameters_are_offloaded() -> 
     job = make_job(2, precision="bf16", lora=parse_lora("r=4"))
     trace = trace_job(job, device="cpu")
     candidate = make_candidate(3, 1, offload_optimizer="cpu", offload_param="cpu")
-    one = bill(job, trace, columns_of([candidate], job))
+    one = estimate_memory(job, trace, columns_of([candidate], job))
     assert one.parameters[0] == 0
     assert one.host[0] > 2.0 * trace.frozen / 2

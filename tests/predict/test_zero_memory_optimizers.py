@@ -1,22 +1,26 @@
 """What optimizers keep and take: by the config, and against torch's own where it runs here."""
 
 import dataclasses
+import json
+import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autotune.predict.features import columns_of
 from autotune.predict.trace import trace_job
-from autotune.predict.zero_memory import STATE_BYTES, bill, muon_sizes, stepper
+from autotune.predict.zero_memory import STATE_BYTES, estimate_memory, muon_sizes, optimizer_of_trials
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import OPTIMIZERS, Job, Script
 from autotune.problem.knobs import RequirementInputs, unscattered_for_muon
+from benchmarks.predict.live_error import live_error
 from tests.conftest import make_candidate, make_job
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 
 
 def of_config(kind: str, **params: Any) -> tuple[float, float, bool]:
-    one = stepper(make_job(base_config={"optimizer": {"type": kind, "params": params}}))
+    one = optimizer_of_trials(make_job(base_config={"optimizer": {"type": kind, "params": params}}))
     return one.state_bytes, one.temporary_bytes, one.flattens
 
 
@@ -39,7 +43,7 @@ def test_the_users_own_optimizer(kind: str, params: dict[str, Any], expected: tu
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_optimizers_by_name(kind: str) -> None:
-    one = stepper(make_job(optimizer=kind))
+    one = optimizer_of_trials(make_job(optimizer=kind))
     assert one.known
     assert one.state_bytes == STATE_BYTES[kind]
     assert one.flattens == (kind == "fused_adam")
@@ -47,7 +51,7 @@ def test_optimizers_by_name(kind: str) -> None:
 
 
 def test_an_optimizer_of_which_nothing_is_known() -> None:
-    one = stepper(make_job(base_config={"optimizer": {"type": "Shampoo"}}))
+    one = optimizer_of_trials(make_job(base_config={"optimizer": {"type": "Shampoo"}}))
     assert (one.known, one.state_bytes) == (False, 8)
 
 
@@ -85,7 +89,7 @@ def test_torchs_foreach_takes_what_is_said_of_it(kind: str, params: dict[str, An
     [("AdamW8bit", 2.03125, 0), ("paged_adamw_8bit", 0, 0), ("lion_8bit", 1.015625, 0), ("Adafactor", 0, 16)],
 )
 def test_states_that_are_not_as_wide_as_the_weights(kind: str, states: float, one_by_one: float) -> None:
-    one = stepper(make_job(base_config={"optimizer": {"type": kind}}))
+    one = optimizer_of_trials(make_job(base_config={"optimizer": {"type": kind}}))
     assert one.known
     assert (one.state_bytes, one.one_by_one_bytes, one.follows_weights) == (states, one_by_one, False)
 
@@ -96,16 +100,16 @@ PLAIN = {"bf16": {"enabled": False}}
 @pytest.mark.parametrize(("params", "temporary"), [({}, 4), ({"fused": True}, 0)])
 def test_plain_torch_takes_foreach_unless_told(params: dict[str, Any], temporary: float) -> None:
     config = {**PLAIN, "optimizer": {"type": "AdamW", "params": params}}
-    assert stepper(make_job(precision="bf16", base_config=config)).temporary_bytes == temporary
-    assert stepper(make_job(precision="bf16", base_config=PLAIN)).temporary_bytes == 4
-    assert not stepper(make_job(precision="bf16", base_config=config)).flattens
+    assert optimizer_of_trials(make_job(precision="bf16", base_config=config)).temporary_bytes == temporary
+    assert optimizer_of_trials(make_job(precision="bf16", base_config=PLAIN)).temporary_bytes == 4
+    assert not optimizer_of_trials(make_job(precision="bf16", base_config=config)).flattens
 
 
 @pytest.mark.parametrize(("ranks", "optimizer", "expected"), [(1, "AdamW", 2 * 2), (2, "AdamW", 2 * 2), (1, "Lion", 2)])
 def test_plain_torch_keeps_all_in_the_weights_own_type(ranks: int, optimizer: str, expected: float) -> None:
     job = make_job(ranks, precision="bf16", seq_len=SEQ_LEN, base_config={**PLAIN, "optimizer": {"type": optimizer}})
     trace = recorded_trace(job)
-    one = bill(job, trace, columns_of([make_candidate(0, 1)], job), "cuda")
+    one = estimate_memory(job, trace, columns_of([make_candidate(0, 1)], job), "cuda")
     elements = sum(trace.parameters)
     assert one.parameters[0] == 2 * elements
     assert one.optimizer[0] == expected * elements
@@ -141,22 +145,24 @@ def torchs(kind: str, fused: bool | None = None, foreach: bool | None = None) ->
     ],
 )
 def test_a_scripts_own_optimizer(profile: dict[str, Any], expected: tuple[float, bool, bool]) -> None:
-    one = stepper(of_script(profile))
+    one = optimizer_of_trials(of_script(profile))
     assert (one.temporary_bytes, one.flattens, one.loops) == expected
 
 
 def test_a_scripts_own_optimizer_steps_whatever_the_config_names() -> None:
     config = {"optimizer": {"type": "AdamW"}}  # DeepSpeed's, which flattens
-    assert not stepper(of_script(torchs("AdamW", fused=True), base_config=config)).flattens
-    assert stepper(of_script({}, base_config=config)).flattens, "of which nothing is known but the config"
-    assert not stepper(of_script({"optimizer": "FusedAdam"}, base_config=PLAIN)).flattens, "nothing wraps it there"
+    assert not optimizer_of_trials(of_script(torchs("AdamW", fused=True), base_config=config)).flattens
+    assert optimizer_of_trials(of_script({}, base_config=config)).flattens, "of which nothing is known but the config"
+    assert not optimizer_of_trials(of_script({"optimizer": "FusedAdam"}, base_config=PLAIN)).flattens, (
+        "nothing wraps it there"
+    )
 
 
 def in_the_step(profile: dict[str, Any], stage: int, device: str, precision: str = "fp32") -> float:
     """Bytes that come and go while it steps."""
     job = of_script(profile, 1, precision)
     candidate = make_candidate(stage, 1, sub_group_size=10**9)
-    one = bill(job, recorded_trace(job), columns_of([candidate], job), device)
+    one = estimate_memory(job, recorded_trace(job), columns_of([candidate], job), device)
     return float(one.temporaries[one.moments.index("step"), 0])
 
 
@@ -196,7 +202,9 @@ def test_torchs_loops_take_what_is_said_of_them(kind: str) -> None:
         with LiveTensors() as live:
             optimizer.step()
             taken = live.peak - live.bytes  # what a loop changes in place is counted, too
-    assert taken / elements == pytest.approx(stepper(of_script(torchs(kind, foreach=False))).temporary_bytes, abs=0.1)
+    assert taken / elements == pytest.approx(
+        optimizer_of_trials(of_script(torchs(kind, foreach=False))).temporary_bytes, abs=0.1
+    )
 
 
 # -- Muon ----------------------------------------------------------------------------------------------------------------
@@ -218,12 +226,14 @@ def test_muon_keeps_momentum_for_matrices_and_adams_states_for_the_rest(stage: i
     candidate = make_candidate(stage, offload_optimizer=out) if stage else make_candidate()
     columns = columns_of([candidate], job)
     plain = dataclasses.replace(job, base_config={"optimizer": {"type": "SGD"}})
-    ours, without = (bill(one, trace, columns, "cuda") for one in (job, plain))
+    ours, without = (estimate_memory(one, trace, columns, "cuda") for one in (job, plain))
     ranks = 2 if stage else 1
     states = (momentum * matrices + 8 * rest) / ranks
     less = 4 * sum(trace.parameters) / ranks  # SGD's
     kept = ours.host - without.host if out == "cpu" else ours.optimizer - without.optimizer
-    assert kept[0] == pytest.approx(states - less, rel=1e-6)
+    # No two matrices of the model fit into a bucket of 500,000 elements: three different sizes are gathered.
+    blocks = (1 + 1 / 2) * 2 * (16_777_216 + 4_194_304 + 1_048_576) if stage == 3 else 0
+    assert kept[0] == pytest.approx(states - less + blocks, rel=1e-6)
 
 
 def test_muon_at_stage_3_gathers_in_the_type_of_the_path() -> None:
@@ -233,13 +243,25 @@ def test_muon_at_stage_3_gathers_in_the_type_of_the_path() -> None:
     trace = trace_job(job)
 
     def stepped(job: Job, **knobs: Any) -> float:
-        one = bill(job, trace, columns_of([make_candidate(3, **knobs)], job), "cuda")
+        one = estimate_memory(job, trace, columns_of([make_candidate(3, **knobs)], job), "cuda")
         return float(one.temporaries[one.moments.index("step"), 0])
 
     in_32_bits, in_16_bits = (stepped(of, offload_optimizer="cpu", sub_group_size=10**10) for of in (wide, job))
-    assert in_32_bits - in_16_bits == pytest.approx(4 * (4 - 2) * sum(muon_sizes(job, trace)))
-    assert stepped(job, reduce_bucket_size=5e8) - stepped(job, reduce_bucket_size=4e8) == pytest.approx(3 * 2 * 1e8)
-    assert stepped(job, reduce_bucket_size=1e8) - stepped(job, reduce_bucket_size=5e7) == pytest.approx(4 * 2 * 5e7)
+    blocks = 2 * (1 + 1 / 2) + 2  # gradients and momenta: received by two ranks, and cut out of that
+    assert in_32_bits - in_16_bits == pytest.approx(blocks * (4 - 2) * sum(muon_sizes(job, trace)))
+    grown = stepped(job, reduce_bucket_size=5e8) - stepped(job, reduce_bucket_size=4e8)
+    assert grown == pytest.approx((1 + 1 / 2 + 2 + 1 / 2) * 2 * 1e8, rel=0.2)
+
+
+COUNTED = json.loads((Path(__file__).parents[2] / "benchmarks/data/live_tensors_muon_cpu.json").read_text())["rows"]
+
+
+def test_muons_live_bytes_are_met_at_every_stage() -> None:
+    """Counted in real engines with accumulation, offload and other types; tiny-t5's shared embedding is Muon's by its name."""
+    errors = [abs(live_error(row)) for row in COUNTED]
+    assert len(errors) > 65
+    assert statistics.median(errors) < 0.025
+    assert max(errors) < 0.12
 
 
 def test_muon_at_stage_3_does_not_scatter() -> None:
@@ -251,3 +273,7 @@ def test_muon_at_stage_3_does_not_scatter() -> None:
     assert "reduce_scatter: false" in unscattered_for_muon(3, circumstances)
     assert not unscattered_for_muon(2, circumstances)
     assert not unscattered_for_muon(3, RequirementInputs.of(job, named_hardware("h100", 2)))
+    quantized = dataclasses.replace(job, base_config={**MUON, "zero_optimization": {"zero_quantized_gradients": True}})
+    assert "zero_quantized_gradients: false" in unscattered_for_muon(
+        3, RequirementInputs.of(quantized, named_hardware("h100", 2))
+    )

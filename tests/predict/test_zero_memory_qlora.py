@@ -14,10 +14,10 @@ from autotune.commands.request import Request
 from autotune.errors import UserError
 from autotune.executors.local import LocalExecutor
 from autotune.predict.features import columns_of
-from autotune.predict.step_time import work
+from autotune.predict.step_time import step_work
 from autotune.predict.trace import trace_job
 from autotune.predict.trace_data import Trace
-from autotune.predict.zero_memory import NF4_BYTES, bill, frozen_width, quantized_sizes
+from autotune.predict.zero_memory import NF4_BYTES, estimate_memory, frozen_width, quantized_sizes
 from autotune.problem.hardware import detect, named_hardware
 from autotune.problem.job import Job, Lora, parse_lora
 from autotune.problem.models import resolve_model
@@ -72,7 +72,7 @@ def test_training_needs_what_torchtune_publishes_for_an_8b_model_on_one_4090() -
         torch_alone=True,
     )
     candidate = make_candidate(0, 2, activation_checkpointing=True)
-    one = bill(job, trace_job(job), columns_of([candidate], job), "cuda")
+    one = estimate_memory(job, trace_job(job), columns_of([candidate], job), "cuda")
     at = [i for i, name in enumerate(one.moments) if name != "init"]
     assert float(one.peaks()[at, 0].max()) / GIB == pytest.approx(7.4, rel=0.05)
 
@@ -86,11 +86,13 @@ def test_4_bit_weights_change_weights_and_time_and_nothing_else() -> None:
     assert len(sizes) == 7 * plain.model.config["num_hidden_layers"]
     assert vocabulary * hidden not in sizes
     assert quantized_sizes(plain, trace) == []
-    one, other = (bill(job, trace, columns) for job in (plain, quantized))
+    one, other = (estimate_memory(job, trace, columns) for job in (plain, quantized))
     assert one.parameters[0] - other.parameters[0] == pytest.approx(sum(sizes) * (2 - NF4_BYTES))
     assert (one.optimizer[0], one.gradients[0]) == (other.optimizer[0], other.gradients[0])
     assert math.isclose(float((other.gathered - one.gathered).max()), 2 * max(sizes))
-    slower = [float(work(job, named_hardware("a100-80gb", 2), trace, columns).moved[0]) for job in (plain, quantized)]
+    slower = [
+        float(step_work(job, named_hardware("a100-80gb", 2), trace, columns).moved[0]) for job in (plain, quantized)
+    ]
     assert slower[0] < slower[1] < 2 * slower[0]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from autotune.commands.setup import precision_of
 from autotune.errors import UserError
-from autotune.predict.zero_memory import stepper
+from autotune.predict.zero_memory import optimizer_of_trials
 from autotune.problem.ds_config import global_batch_of, load_ds_config
 from autotune.problem.hardware import named_hardware
 from autotune.problem.knobs import KNOBS
@@ -131,7 +131,7 @@ def test_what_passes_goes_all_the_way(tmp_path: Path, config: dict[str, Any]) ->
     candidate = fitted(load_space("default"), job, hardware).space.candidates(job)[0]
     assert trial_config(candidate, job)["optimizer"]["type"]
     assert needed_ops([candidate], job, "cuda") is not None
-    assert stepper(job).state_bytes
+    assert optimizer_of_trials(job).state_bytes
     assert training_arguments(candidate, job)["deepspeed"]
     measured = Measurement(1.0, 0.01, 5, 8.0, 256.0, 2**30)
     about = meta(candidate, job, measured, study="s", trial=0, verified=True, fingerprint={}, headroom=0.05, threads=1)
@@ -146,7 +146,7 @@ def test_a_word_in_a_scripts_config_is_no_optimizer_of_ours(section: Any) -> Non
     about = meta(candidate, job, measured, study="s", trial=0, verified=True, fingerprint={}, headroom=0.05, threads=1)
     expected = "SGD" if isinstance(section, dict) else job.optimizer
     assert (about["measured_with_optimizer"], job.optimizer_kind) == (expected, expected.lower())
-    assert stepper(job).state_bytes
+    assert optimizer_of_trials(job).state_bytes
     assert needed_ops([candidate], job, "cuda") is not None
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from autotune.problem.gpu_specs import NvmlFigures, gpu_table, told_by_driver, unlisted
+from autotune.problem.gpu_specs import NvmlFigures, driver_figures, gpu_table, unlisted_gpu_facts
 from autotune.problem.hardware import Hardware, detect
 from autotune.util.units import GIB
 from tests.fake_driver import Card, Driver, Slice
@@ -26,7 +26,7 @@ from tests.fake_driver import Card, Driver, Slice
     ],
 )
 def test_a_slice_is_its_share_of_the_card(name: str, gib: float, card: str, computing: float, of_memory: float) -> None:
-    found, row = unlisted(name, int(gib * GIB)), gpu_table()[card]
+    found, row = unlisted_gpu_facts(name, int(gib * GIB)), gpu_table()[card]
     assert (found.name, found.bf16, found.doubt > 0) == (card, row.bf16, True)
     assert found.tflops / row.tflops == pytest.approx(computing, rel=0.05)
     assert found.memory_gb_per_s / row.memory_gb_per_s == pytest.approx(of_memory, rel=0.05)
@@ -44,7 +44,7 @@ def test_a_slice_is_its_share_of_the_card(name: str, gib: float, card: str, comp
     ],
 )
 def test_a_virtual_part_is_its_card(name: str, gib: int, card: str) -> None:
-    found, row = unlisted(name, gib * GIB), gpu_table()[card]
+    found, row = unlisted_gpu_facts(name, gib * GIB), gpu_table()[card]
     assert (found.name, found.tflops, found.memory_gb_per_s) == (card, row.tflops, row.memory_gb_per_s)
 
 
@@ -54,7 +54,7 @@ def test_what_a_driver_says_gives_the_rates_of_the_table(name: str) -> None:
     capability = {"h100": (9, 0), "rtx3090": (8, 6), "a100-80gb": (8, 0), "l4": (8, 9), "b200": (10, 0), "t4": (7, 5)}
     told = NvmlFigures(capability.get(name, (7, 0)), row.fp32_tflops, row.memory_gb_per_s)
     label = "NVIDIA GeForce" if name.startswith("rtx") else "Mystery"
-    found = unlisted(label, int(row.memory_gib * GIB), told)
+    found = unlisted_gpu_facts(label, int(row.memory_gib * GIB), told)
     assert found.tflops == pytest.approx(row.tflops, rel=0.15)
     assert (found.fp32_tflops, found.memory_gb_per_s, found.bf16) == (row.fp32_tflops, row.memory_gb_per_s, row.bf16)
     assert 0 < found.doubt < 0.5
@@ -64,7 +64,7 @@ def test_what_a_driver_says_gives_the_rates_of_the_table(name: str) -> None:
     ("name", "gib"), [("NVIDIA GX500", 275), ("Voodoo 2", 1), ("", 24), ("A + B", 40), ("NVIDIA RTX 9", 48)]
 )
 def test_of_what_nobody_knows_there_is_a_guess_of_a_gpu(name: str, gib: int) -> None:
-    found = unlisted(name, gib * GIB)
+    found = unlisted_gpu_facts(name, gib * GIB)
     assert found.doubt >= 1
     assert found.tflops >= min(row.tflops for row in gpu_table().values())
     assert found.memory_gib == gib
@@ -72,13 +72,13 @@ def test_of_what_nobody_knows_there_is_a_guess_of_a_gpu(name: str, gib: int) -> 
 
 def test_main_memory_is_slow_memory() -> None:
     for told in (None, NvmlFigures((12, 1), 31.0)):
-        assert unlisted("NVIDIA GX10", 120 * GIB, told, unified=True).memory_gb_per_s < 400
+        assert unlisted_gpu_facts("NVIDIA GX10", 120 * GIB, told, unified=True).memory_gb_per_s < 400
 
 
 def test_a_found_card_says_its_rates(driver: Driver) -> None:
     driver.cards = [Card("NVIDIA GX500", 80, capability=(9, 0), rates=(16896, 1980, 2619, 5120, 5, 18))]
     driver.write()
-    told = told_by_driver(driver.cards[0].uuid)
+    told = driver_figures(driver.cards[0].uuid)
     assert told is not None
     assert dataclasses.astuple(told)[1:] == pytest.approx((66.9, 3352, 50, 450), rel=0.01)
     found = detect("auto", None)
@@ -93,13 +93,13 @@ def test_a_found_card_says_its_rates(driver: Driver) -> None:
 def test_a_card_that_says_little_and_a_driver_that_fails(driver: Driver) -> None:
     driver.cards = [Card("NVIDIA GX1", 24, capability=(7, 5))]
     driver.write()
-    assert told_by_driver(driver.cards[0].uuid) == NvmlFigures((7, 5))
+    assert driver_figures(driver.cards[0].uuid) == NvmlFigures((7, 5))
     found = detect("auto", None)
     assert not found.bf16, "before Ampere"
     assert found.gpu_facts is not None
     driver.failing = {"nvmlDeviceGetCudaComputeCapability": 999}
     driver.write()
-    assert told_by_driver(driver.cards[0].uuid) is None
+    assert driver_figures(driver.cards[0].uuid) is None
     assert detect("auto", None).gpu_facts == dataclasses.replace(found.gpu_facts, bf16=True)
 
 

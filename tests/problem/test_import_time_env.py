@@ -2,11 +2,11 @@
 
 import pytest
 
-from autotune.problem.import_time_env import after, of_the_device, set_late, settings_in, too_late
+from autotune.problem.import_time_env import of_the_device, set_late, settings_in, too_late, variables_after
 
 
 def left(text: str, **known: str) -> dict[str, str]:
-    return after(settings_in(text), known)
+    return variables_after(settings_in(text), known)
 
 
 @pytest.mark.parametrize(

@@ -146,9 +146,9 @@ def test_what_needs_no_package(monkeypatch: pytest.MonkeyPatch, value: str | Non
 
 @pytest.mark.parametrize("program", ["g++", "clang++", "c++"])
 def test_on_cpus_any_compiler_of_c_will_do(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    monkeypatch.setattr(knobs, "which", lambda name, _: f"/usr/bin/{name}" if name == program else None)
+    monkeypatch.setattr(knobs, "console_script", lambda name, _: f"/usr/bin/{name}" if name == program else None)
     assert knobs.a_compiler(True, around(CPU)) == ""
-    monkeypatch.setattr(knobs, "which", lambda name, _: None)
+    monkeypatch.setattr(knobs, "console_script", lambda name, _: None)
     assert knobs.a_compiler(True, around(CPU)) == "needs a C++ compiler (g++), which is not installed"
 
 

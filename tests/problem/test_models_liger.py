@@ -13,7 +13,14 @@ from transformers.models.mllama.modeling_mllama import MllamaTextModel
 
 from autotune.problem import knobs
 from autotune.problem.knobs import RequirementInputs
-from autotune.problem.models import _DECODERS, _WITH_IMAGES, is_known, kernels_of, loss_in_kernel, resolve_model
+from autotune.problem.models import (
+    _DECODERS,
+    _WITH_IMAGES,
+    kernels_of,
+    liger_replaces_anything,
+    loss_in_kernel,
+    resolve_model,
+)
 from autotune.rank.model_builder import use_liger
 from autotune.util.interpreter import OwnInterpreter
 from tests.conftest import make_job
@@ -30,7 +37,7 @@ UNREAD = {"muse_glimmer", "pixtral"}  # one that few have, and a tower
 
 
 def test_every_type_that_liger_knows_is_here_and_no_other() -> None:
-    known = {kind for kind in {*_DECODERS, *_WITH_IMAGES} if is_known(kind)}
+    known = {kind for kind in {*_DECODERS, *_WITH_IMAGES} if liger_replaces_anything(kind)}
     assert known == set(THEIRS.split()) - UNREAD
     assert set(_DECODERS) - known == {"glm4v_text", "glm4v_moe_text"}, "by these names within others alone"
 
@@ -62,8 +69,8 @@ def test_every_norm_and_rotation_that_is_named_is_in_the_model(kind: str) -> Non
 
 def test_a_model_with_images_is_its_decoder_with_a_loss() -> None:
     assert kernels_of("qwen2_vl") is None
-    assert (is_known("qwen2_vl"), loss_in_kernel("qwen2_vl")) == (True, "chunked")
-    assert (is_known("llama4"), loss_in_kernel("llama4")) == (True, "own")
+    assert (liger_replaces_anything("qwen2_vl"), loss_in_kernel("qwen2_vl")) == (True, "chunked")
+    assert (liger_replaces_anything("llama4"), loss_in_kernel("llama4")) == (True, "own")
     assert not set(_DECODERS) & set(_WITH_IMAGES)
 
 
@@ -89,9 +96,9 @@ def test_some_versions_make_the_heads_gradient_apart(version: str | None, loss: 
 )
 def test_a_version_knows_what_was_there_when_it_came(kind: str, first: str) -> None:
     before = {"0.6.1": "", "0.6.2": "0.6.1", "0.6.4": "0.6.3", "0.8.1": "0.8.0", "0.8.5": "0.8.4"}[first]
-    assert is_known(kind, first)
+    assert liger_replaces_anything(kind, first)
     assert loss_in_kernel(kind, first).startswith("chunked")
-    assert not before or (is_known(kind, before), loss_in_kernel(kind, before)) == (False, "own")
+    assert not before or (liger_replaces_anything(kind, before), loss_in_kernel(kind, before)) == (False, "own")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +123,7 @@ def test_experts_at_once_came_later() -> None:
 
 def test_what_is_not_there_stays() -> None:
     for kind in ("bert", "llava_next", None, ""):
-        assert (kernels_of(kind), is_known(kind), loss_in_kernel(kind)) == (None, False, "own")
+        assert (kernels_of(kind), liger_replaces_anything(kind), loss_in_kernel(kind)) == (None, False, "own")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from autotune.problem.nvml import (
     all_cards,
     bytes_of,
     compute_capabilities,
-    driver_trouble,
+    driver_failure,
     free_by_uuid,
     selected,
     settled_gpus,
@@ -213,13 +213,13 @@ def test_without_a_driver(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> No
     assert visible_gpus() == all_cards() == []
     assert free_by_uuid() == {}
     assert bytes_of(1, "GPU-x") is None
-    assert driver_trouble() == "Driver Not Loaded"
+    assert driver_failure() == "Driver Not Loaded"
     import pynvml
 
     monkeypatch.setattr(pynvml, "nvmlLib", None)
     monkeypatch.setattr(pynvml, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
     assert visible_gpus() == []
-    assert driver_trouble() == "", "a machine that never had one"
+    assert driver_failure() == "", "a machine that never had one"
 
 
 def test_a_process_of_its_own_finds_the_library_as_it_finds_a_real_one(driver: Driver) -> None:

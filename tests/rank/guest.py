@@ -8,12 +8,12 @@ import os
 import traceback
 from typing import NoReturn
 
-from autotune.rank.base import greet, leave
+from autotune.rank.base import connect_to_parent, exit_process
 
 
 def become(address: str, number: int) -> NoReturn:
     """For the fork server, as the ranks' own: runs `module`.`function` of the spec and sends what it returns."""
-    channel, spec = greet(address, number)
+    channel, spec = connect_to_parent(address, number)
     os.chdir(spec["folder"])
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", DS_ACCELERATOR="cpu")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # accelerate asks for them, nobody listens there
@@ -23,7 +23,7 @@ def become(address: str, number: int) -> NoReturn:
         channel.send("result", value=function(*spec["arguments"]))
     except BaseException:
         channel.send("failed", text=traceback.format_exc())
-    leave(0)
+    exit_process(0)
 
 
 def _join_group(folder: str) -> None:

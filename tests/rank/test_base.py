@@ -101,7 +101,7 @@ def test_a_rank_leaves_by_the_verdicts_rules(
         raise Left
 
     made, heard = rank()
-    monkeypatch.setattr(base, "leave", leave)
+    monkeypatch.setattr(base, "exit_process", leave)
     count(monkeypatch, counted)
     if not leaves:
         made.leave_if_out_of_memory(caught(error))
@@ -125,7 +125,7 @@ def test_no_memory_to_describe_it_is_out_of_memory(monkeypatch: pytest.MonkeyPat
         raise Left
 
     made, _ = rank("cpu")
-    monkeypatch.setattr(base, "leave", leave)
+    monkeypatch.setattr(base, "exit_process", leave)
     monkeypatch.setattr(made, "report", lambda *_: None)
     monkeypatch.setattr(base, "collect", refuse)
     with pytest.raises(Left):

@@ -14,10 +14,10 @@ from autotune.rank.checkpoints import (
     CheckpointShare,
     Choice,
     TaggedFolderView,
-    chosen,
+    checkpoint_to_resume,
     instead_of_latest,
     is_cut_off,
-    lacks,
+    lacks_own_files,
     tags_in,
 )
 
@@ -59,9 +59,9 @@ class Attempts:
     def train(self, given: Any = None) -> Choice | None:
         """The script calls `train`."""
         self.ledger.begin()
-        self.told = self.ledger.told()
+        self.told = self.ledger.to_json()
         seen = [self.ledger.seen(CheckpointShare(rank, 2, rank), given, self.bad) for rank in range(2)]
-        return chosen(seen, self.ledger.call)
+        return checkpoint_to_resume(seen, self.ledger.call)
 
     def again(self, given: Any = None) -> Choice | None:
         """It is started again, and does."""
@@ -139,7 +139,7 @@ def test_a_damaged_one_of_before_is_not_taken_because_the_script_says_so(tmp_pat
 def test_whose_own_files_are_missing(tmp_path: Path, names: list[str], lacking: list[int]) -> None:
     for name in names:
         (tmp_path / f"{name}_mp_rank_00_optim_states.pt").write_bytes(SAVED)
-    assert [rank for rank in range(4) if lacks(tmp_path, CheckpointShare(rank, 4, rank % 2))] == lacking
+    assert [rank for rank in range(4) if lacks_own_files(tmp_path, CheckpointShare(rank, 4, rank % 2))] == lacking
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_whose_own_files_are_missing_of_ranks_that_are_parallel_in_tensors(
     """A checkpoint of which all ranks are one group was never whole: nothing was resumed, in silence."""
     for name in names:
         (tmp_path / f"bf16_zero_pp_rank_{name}_optim_states.pt").write_bytes(SAVED)
-    assert [rank for rank in range(4) if lacks(tmp_path, CheckpointShare(rank, 4, rank % 2))] == lacking
+    assert [rank for rank in range(4) if lacks_own_files(tmp_path, CheckpointShare(rank, 4, rank % 2))] == lacking
 
 
 def test_what_torch_writes_is_whole_until_it_is_cut_off(tmp_path: Path) -> None:

@@ -24,12 +24,12 @@ from autotune.rank.script_rank import (
     Batch,
     SavedTensors,
     ScriptRank,
+    check_auxiliary_engine,
     check_batch,
-    check_beside,
     check_tokens,
     own_steps,
-    usual,
-    usual_step,
+    typical_counts,
+    typical_rows,
 )
 from autotune.rank.step_statistics import pace_of
 from tests.conftest import make_candidate, make_job
@@ -521,18 +521,18 @@ def test_a_batch_that_is_held_is_what_it_was(
 def test_an_engine_beside_the_first_is_counted(rows: list[int], own: int | None, fits: bool) -> None:
     profile = {"micro_batch": 2, "accumulation": 2, "beside": {} if own is None else {"0": own}}
     with nullcontext() if fits else pytest.raises(Unusable, match="beside the first") as caught:
-        check_beside(rows, "0", make_candidate(1, 4, 2), profile)
+        check_auxiliary_engine(rows, "0", make_candidate(1, 4, 2), profile)
     assert fits or caught.value.cause is Cause.BATCH
 
 
 def test_the_rows_of_an_engine_beside_the_first() -> None:
-    assert usual([4, 4, 4, 1]) == 4
-    assert usual([4, 6, 4]) == usual([4, 1, 4, 1]) == usual([0, 0]) == 0
+    assert typical_rows([4, 4, 4, 1]) == 4
+    assert typical_rows([4, 6, 4]) == typical_rows([4, 1, 4, 1]) == typical_rows([0, 0]) == 0
 
 
 @pytest.mark.parametrize(("rows", "usually"), [([8] * 5, 8), ([8, 8, 3, 8], 8), ([8, 9, 8], 0), ([8, 3, 8, 3], 0)])
 def test_a_script_whose_batch_changes(rows: list[int], usually: int) -> None:
-    assert usual(rows) == usually
+    assert typical_rows(rows) == usually
 
 
 def packed(*tokens: int, sequences: tuple[int, ...] = (9, 7, 11, 8, 12)) -> list[Batch]:
@@ -546,7 +546,7 @@ def test_rows_that_are_packed_end_to_end_are_known_by_their_tokens() -> None:
     assert (found["micros"], found["rows"]) == (2, 2)
     assert own_steps(packed(1000, 200, 1900, 700), 4, 2, fed=False)["packed_tokens"] == 0, "not full"
     steady = packed(1000, 900, 950, sequences=(8, 8, 8))
-    assert own_steps(steady, 4, 2, fed=False) == usual_step(steady), "as many sequences each: these are counted"
+    assert own_steps(steady, 4, 2, fed=False) == typical_counts(steady), "as many sequences each: these are counted"
     one_unpacked = [*packed(1000, 980, 1010), Batch(2, 2, 9, 990, packed=1)]
     assert "packed_tokens" not in own_steps(one_unpacked, 4, 2, fed=False)
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from autotune.rank.hooks import accelerate, transformers
-from autotune.rank.versions import imported
+from autotune.rank.versions import import_or_none
 from tests.rank.hooks.conftest import make_context
 
 
 def test_what_a_library_has_is_found() -> None:
-    assert imported("pathlib", "Path") is Path
+    assert import_or_none("pathlib", "Path") is Path
 
 
 @pytest.mark.parametrize("text", ["raise ImportError('no numpy')", "raise RuntimeError('Failed to import')", "1 / 0"])
@@ -20,13 +20,13 @@ def test_a_library_that_breaks_while_it_is_imported_is_none(
 ) -> None:
     (tmp_path / "broken_library.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    assert imported("broken_library", "Trainer") is None
-    assert imported("broken_library.inner", "Trainer") is None
+    assert import_or_none("broken_library", "Trainer") is None
+    assert import_or_none("broken_library.inner", "Trainer") is None
 
 
 def test_what_a_library_does_not_have_is_none() -> None:
-    assert imported("pathlib", "Trainer") is None
-    assert imported("no_such_library", "Trainer") is None
+    assert import_or_none("pathlib", "Trainer") is None
+    assert import_or_none("no_such_library", "Trainer") is None
 
 
 def test_hooks_of_libraries_that_do_not_import_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

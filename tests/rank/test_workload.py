@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import set_z3_leaf_modules
 
 from autotune.executors.base import MeasureSpec
 from autotune.predict.trace import trace_job
@@ -168,3 +169,24 @@ def test_a_workload_of_ones_own(bench: Bench, monkeypatch: pytest.MonkeyPatch) -
 def test_where_a_loss_is() -> None:
     loss = torch.ones(())
     assert loss_of({"loss": loss}) is loss_of((loss, 2)) is loss_of(loss) is loss
+
+
+def test_blocks_with_a_module_per_expert_are_leaf_modules_of_stage_3() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = (
+                torch.nn.Linear(2, 2),
+                torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2)),
+            )
+
+    class Joined(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = torch.nn.Linear(2, 4)
+
+    model = torch.nn.Sequential(Block(), Joined(), Block())
+    assert model_builder.expert_blocks(model) == [Block]
+    leaves = set_z3_leaf_modules(model, model_builder.expert_blocks(model))
+    assert leaves == [model[0], model[2]]
+    assert model_builder.expert_blocks(torch.nn.Sequential(Joined())) == []

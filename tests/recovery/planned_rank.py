@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from autotune.rank.base import greet
+from autotune.rank.base import connect_to_parent
 
 PLAN = "plan.json"
 
@@ -52,7 +52,7 @@ def main(address: str, number: int) -> None:
         leave(plan["hello"])
     for name in plan.get("caught", ()):
         signal.signal(getattr(signal, name), catch)
-    channel, spec = greet(address, number)
+    channel, spec = connect_to_parent(address, number)
     for what in ("bad", "begun"):
         with Path(what).open("a") as file:
             file.write(json.dumps(spec[what]) + "\n")

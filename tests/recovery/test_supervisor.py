@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from autotune.errors import MachineTrouble, UserError
+from autotune.errors import MachineError, UserError
 from autotune.executors.machine import RankRequirements
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
@@ -391,7 +391,7 @@ class Away:
 
     def reconnect(self) -> None:
         self.times -= 1
-        raise MachineTrouble("node two: it cannot be reached (No route to host)")
+        raise MachineError("node two: it cannot be reached (No route to host)")
 
 
 @pytest.mark.parametrize(("times", "code"), [(3, 0), (100, 4)])

@@ -69,7 +69,7 @@ def made_study(
         number = tell(store, candidate, outcome, role, note)
         leaderboard.learn(number, candidate, outcome, role)
     passed = leaderboard.passed()
-    chosen = leaderboard.thriftiest(passed) if passed else leaderboard.best
+    chosen = leaderboard.choose_least_memory(passed) if passed else leaderboard.best
     if stale is not None and trials[stale % len(trials)][1].measurement is not None:
         store.set_winner(stale % len(trials), "verified")
     elif chosen is not None:

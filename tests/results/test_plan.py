@@ -31,7 +31,7 @@ from autotune.results.plan import (
     Plan,
     bar,
     describe_errors,
-    short,
+    knobs_text,
     show_comparison,
     show_plan,
 )
@@ -233,10 +233,10 @@ def test_small_logits_are_not_mentioned(whole: Plan) -> None:
 
 def test_a_short_name_has_the_knobs_that_decide(whole: Plan) -> None:
     candidate = whole.best[0].candidate
-    assert str(candidate).startswith(short(candidate))
-    assert "rbs=" not in short(candidate)
+    assert str(candidate).startswith(knobs_text(candidate))
+    assert "rbs=" not in knobs_text(candidate)
     split = make_candidate(3, offload_optimizer="cpu", **{"zero_optimization.offload_optimizer.ratio": 0.5})
-    assert short(split) == "z3 mb1 ga1 opt=cpu ratio=0.5"
+    assert knobs_text(split) == "z3 mb1 ga1 opt=cpu ratio=0.5"
 
 
 def test_a_price_in_words() -> None:

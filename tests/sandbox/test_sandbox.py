@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from autotune.rank.sandbox import Protection, Sandbox, _make_cuda_device, _spare_bases, remove
+from autotune.util import linux
 from tests.sandbox.conftest import ORDINARY, SYSTEM_PYTHON, copy_sandbox
 
 CHILD = """
@@ -27,6 +30,7 @@ sandbox = Sandbox.from_json(stored)
 sandbox.enter(home, os.environ)
 exec(text)
 """
+IPC_CREATE, IPC_REMOVE = 0o1600, 0  # shmget(2), shmctl(2)
 BOTH = pytest.mark.parametrize("protection", [Protection.OVERLAY, Protection.LANDLOCK])
 ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root mounts")
 NAMES = ["two words", "a,b", "a:b=c", "back\\slash", "new\nline", os.fsdecode(b"\xff\xfe"), "quote'\"", "ümlaut"]
@@ -82,20 +86,33 @@ def test_project_path_may_hold_any_character(base: Path, protection: Protection,
 
 
 def test_ranks_and_their_children_share_one_view(base: Path) -> None:
-    project = base / "project"
+    """Files, shared memory and queues are those of the trial; those of the user's other programs are out of reach."""
+    project, libc = base / "project", ctypes.CDLL(None, use_errno=True)
     project.mkdir()
     (project / "keep.txt").write_text("keep")
     sandbox = sandbox_in(project, Protection.OVERLAY)
-    first = start(sandbox, base / "sockets", "open('keep.txt', 'w').write('first'); print(1, flush=True); input()")
+    segment, queue = libc.shmget(0, 4096, IPC_CREATE), f"/outside-{os.getpid()}".encode()
+    has_queues = libc.mq_open(queue, os.O_CREAT | os.O_RDWR, 0o600, None) >= 0
+    first = start(
+        sandbox,
+        base / "sockets",
+        f"""
+import ctypes; libc = ctypes.CDLL(None)
+open('keep.txt', 'w').write('first'); libc.shmget(7, 4096, {IPC_CREATE})
+print(libc.shmctl({segment}, {IPC_REMOVE}, None), libc.mq_unlink({queue}), flush=True); input()""",
+    )
     assert first.stdout is not None
-    assert first.stdout.readline() == "1\n"
+    assert first.stdout.readline() == "-1 -1\n"
     text = "import subprocess; print(subprocess.check_output(['cat', 'keep.txt'], text=True)); open('/dev/shm/x', 'w')"
     assert run(sandbox, base / "sockets", text) == "first"
-    assert run(sandbox, base / "sockets", "print(os.path.exists('/dev/shm/x'))") == "True"
+    text = "import ctypes; print(os.path.exists('/dev/shm/x'), ctypes.CDLL(None).shmget(7, 0, 0) >= 0)"
+    assert run(sandbox, base / "sockets", text) == "True True"
     first.kill()
     first.communicate()
     assert (project / "keep.txt").read_text() == "keep"
     assert not os.path.exists("/dev/shm/x")
+    assert libc.shmctl(segment, IPC_REMOVE, None) == 0
+    assert not has_queues or libc.mq_unlink(queue) == 0
 
 
 @BOTH
@@ -117,8 +134,9 @@ open("/dev/null", "w").write("x")
 @BOTH
 def test_root_changes_no_setting_of_the_machine_and_no_disk(base: Path, protection: Protection) -> None:
     text = """
+own = [f"/dev/{name}" for name in ("console", "kmsg", "sg0", "bsg/0:0:0:0", "nvme0", "tty0")]
 disks = [path for path in map("/dev/".__add__, os.listdir("/dev")) if os.lstat(path).st_mode >> 12 == 6]
-for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/swappiness", "/proc/sysrq-trigger", *disks):
+for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/swappiness", "/proc/sysrq-trigger", *disks, *own):
     try:
         os.close(os.open(path, os.O_WRONLY))  # opening changes nothing
         print(path)
@@ -126,10 +144,33 @@ for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/swappiness", "/proc/
         pass
 open("/proc/self/comm", "w").write("renamed")
 open("/dev/null", "w").write("x")
+os.openpty()
 held = int(open("/proc/self/status").read().split("CapEff:")[1].split()[0], 16)
 print([one for one in (2, 12, 16, 17, 19, 20, 21, 22, 25, 27) if held >> one & 1])  # modules, network, clock, reboot
 """
     assert run(sandbox_in(base, protection), base / "sockets", text) == "[]"
+
+
+@ROOT
+def test_devices_that_other_users_may_write_to_are_those_of_trainings(tmp_path: Path) -> None:
+    (tmp_path / "bus").mkdir()
+    made = [  # name, type, mode, group
+        ("sda", stat.S_IFBLK, 0o660, 6),
+        ("sg0", stat.S_IFCHR, 0o660, 6),
+        ("bus/mem", stat.S_IFCHR, 0o640, 15),
+        ("nvidia0", stat.S_IFCHR, 0o666, 0),
+        ("kfd", stat.S_IFCHR, 0o660, 44),
+        ("nvidia-cap1", stat.S_IFCHR, 0o444, 0),
+    ]
+    for name, kind, mode, group in made:
+        try:
+            os.mknod(tmp_path / name, kind, os.makedev(1, 3))
+        except PermissionError:
+            pytest.skip("this container makes no device files")
+        os.chmod(tmp_path / name, mode)
+        os.chown(tmp_path / name, 0, group)
+    found = linux.machine_devices([], str(tmp_path))
+    assert sorted(os.path.relpath(one, tmp_path) for one in found) == ["bus/mem", "sda", "sg0"]
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["first use", "later use"])

@@ -573,6 +573,33 @@ struct.pack_into('<I', ring, o[6], 0); tail, = struct.unpack_from('<I', ring, o[
 assert libc.syscall(426, f, 1, 1, 1, None, 0) == 1""",
 }
 
+# Ways that reach a file by a cache that stays writable, by what was opened before, or by a part of the kernel that checks no path.
+BREAK_OUT_PYTHON |= {
+    "link_into_cache": "k = os.path.expanduser('~/.cache/pip/k'); os.link(f'{P}/keep.txt', k); open(k, 'w').write('x')",
+    "link_opened_before_into_cache": "k = os.path.expanduser('~/.cache/pip/k'); os.link('keep.txt', k, src_dir_fd=BEFORE); open(k, 'w').write('x')",
+    "link_descriptor_into_cache": "k = os.path.expanduser('~/.cache/pip/k'); f = os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE); assert libc.linkat(-100, f'/proc/self/fd/{f}'.encode(), -100, k.encode(), 0x400) == 0; open(k, 'w').write('x')",
+    "move_into_cache": "k = os.path.expanduser('~/.cache/pip/k'); assert libc.rename(f'{P}/out/checkpoint-1'.encode(), k.encode()) == 0",
+    "tmpfile_in_cache_linked_out": "f = os.open(os.path.expanduser('~/.cache/pip'), os.O_TMPFILE | os.O_RDWR); assert libc.linkat(-100, f'/proc/self/fd/{f}'.encode(), BEFORE, b'new', 0x400) == 0",
+    "exchange_opened_before": "libc.renameat2(BEFORE, b'keep.txt', BEFORE, b'Makefile', 2); libc.symlinkat(b'x', BEFORE, b'link'); libc.mkdirat(BEFORE, b'folder', 0o755); libc.unlinkat(BEFORE, b'model.pt', 0)",
+    "parent_of_folder_opened_before": "os.fchdir(BEFORE); os.chdir('../docs'); open('a.txt', 'w').write('x'); open('../project/keep.txt', 'w').write('x')",
+    "openat2_below_folder_opened_before": "import struct; f = libc.syscall(437, BEFORE, b'out/../keep.txt', struct.pack('=3Q', os.O_WRONLY | os.O_TRUNC, 0, 8), 24)",
+    "memory_of_a_shared_page": "libc.mmap.restype = ctypes.c_void_p; f = os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE); a = libc.mmap(None, 4096, 1, 1, f, ctypes.c_long(0)); os.pwrite(os.open('/proc/self/mem', os.O_RDWR), b'x', a)",
+    "remove_pages": "libc.mmap.restype = ctypes.c_void_p; f = os.open('model.pt', os.O_RDONLY, dir_fd=BEFORE); a = libc.mmap(None, 4096, 1, 1, f, ctypes.c_long(0)); libc.madvise(ctypes.c_void_p(a), 4096, 9); libc.mprotect(ctypes.c_void_p(a), 4096, 3) == 0 and ctypes.memset(a, 0, 9)",
+    "pipe_page": "f = os.open('keep.txt', os.O_RDONLY, dir_fd=BEFORE); r, w = os.pipe(); n = 65536; os.write(w, bytes(n)); os.read(r, n); os.splice(f, w, 1); os.write(w, b'dirty')",
+    "process_accounting": "libc.acct(f'{P}/keep.txt'.encode())",
+    "fspick_reconfigure": "f = libc.syscall(433, -100, b'/', 0); libc.syscall(431, f, 0, b'rw', None, 0); libc.syscall(431, f, 1, b'upperdir', P.encode(), 0); libc.syscall(431, f, 7, None, None, 0)",
+    "landlock_allows_again": "import struct; r = libc.syscall(444, struct.pack('=Q', 2), 8, 0); libc.syscall(445, r, 1, struct.pack('=Qi', 2, os.open('/', os.O_PATH)), 0); libc.syscall(446, r, 0); os.open('keep.txt', os.O_WRONLY | os.O_TRUNC, dir_fd=BEFORE)",
+    "capability_of_a_file": "[os.setxattr(f'{P}/clean.sh', 'security.capability', bytes.fromhex('0100000200200000000000000000000000000000'))]",
+    "redirect_of_a_layer": "[libc.setxattr(f'{P}/out'.encode(), f'{kind}.overlay.{key}'.encode(), value, len(value), 0) for kind in ('user', 'trusted') for key, value in (('redirect', b'/data'), ('opaque', b'y'), ('metacopy', b''))]; shutil.rmtree(f'{P}/out')",
+    "whiteout_device": "os.unlink(f'{P}/keep.txt'); os.mknod(f'{P}/keep.txt', 0o20000, 0)",
+}
+
+BREAK_OUT_SHELL |= {
+    "core_file": "ulimit -c unlimited; cd \"$P/out\" && sh -c 'kill -SEGV $$'",
+    "shared_mounts": 'mount --make-rshared /; mount --bind "$D" "$P/out"; echo x > "$P/out/train.bin"; umount "$P/out"; rm -r "$P/out"',
+    "tmux": "tmux -L $$ new-session -d 'rm -rf out'; sleep 0.1; tmux -L $$ kill-server",
+}
+
 PYTHON |= {
     "large_file": "f = open('model.pt', 'r+b'); f.seek(3 << 30); f.write(b'x'); f.close(); assert os.path.getsize('model.pt') > 3 << 30",
     "long_path": "os.chdir('out')\nfor _ in range(15):\n    os.mkdir('d' * 200); os.chdir('d' * 200)\nopen('x', 'w').write('x'); shutil.rmtree(f'{P}/out/checkpoint-1')",
@@ -661,6 +688,7 @@ _TOOLS = [
     "at",
     "systemd-run",
     "gdb",
+    "tmux",
 ]
 
 

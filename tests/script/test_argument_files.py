@@ -6,7 +6,7 @@ import pytest
 
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH
 from autotune.problem.job import ArgumentFile, Script
-from autotune.script.argument_files import said
+from autotune.script.argument_files import knob_values
 
 
 def script_of(words: str, *files: tuple[int, dict[str, object]], flag: str = "--bs") -> Script:
@@ -30,8 +30,8 @@ def script_of(words: str, *files: tuple[int, dict[str, object]], flag: str = "--
 )
 def test_words_by_the_flag_that_the_user_declared(words: str, flag: str, expected: list[str]) -> None:
     script = script_of(words, flag=flag)
-    assert said(script, MICRO_BATCH) == expected
-    assert said(script, ACCUMULATION) == [], "no flag is known for it"
+    assert knob_values(script, MICRO_BATCH) == expected
+    assert knob_values(script, ACCUMULATION) == [], "no flag is known for it"
 
 
 def test_files_by_the_name_that_was_declared_or_by_usual_ones() -> None:
@@ -39,8 +39,8 @@ def test_files_by_the_name_that_was_declared_or_by_usual_ones() -> None:
         (1, {"data": {"rows": 2}, "lr": 1}),
         (2, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 3}),
     )
-    assert said(script_of("train.py a.yaml b.yaml", *files, flag="data.rows"), MICRO_BATCH) == [2]
-    assert said(script_of("train.py a.yaml b.yaml --bs 4", *files), MICRO_BATCH) == ["4"], "a flag is no file's"
+    assert knob_values(script_of("train.py a.yaml b.yaml", *files, flag="data.rows"), MICRO_BATCH) == [2]
+    assert knob_values(script_of("train.py a.yaml b.yaml --bs 4", *files), MICRO_BATCH) == ["4"], "a flag is no file's"
     usual = script_of("train.py a.yaml b.yaml data.rows=5", *files, flag="data.rows")
-    assert said(usual, MICRO_BATCH) == ["5", 2]
-    assert said(usual, ACCUMULATION) == [3]
+    assert knob_values(usual, MICRO_BATCH) == ["5", 2]
+    assert knob_values(usual, ACCUMULATION) == [3]

@@ -11,8 +11,8 @@ from autotune.script.command_line import (
     ACCELERATE,
     DEEPSPEED,
     TORCHRUN,
+    launcher_command,
     options_without,
-    started,
     take_apart,
     with_option,
 )
@@ -55,7 +55,7 @@ def test_a_launcher_is_understood(typed: str, kind: str, ranks: int | None) -> N
     words = typed.split()
     expected = words[words.index("-m") - 1 if "-m" in words else 0 :]
     if kind:
-        found = started(line, line.launcher, line.target)
+        found = launcher_command(line, line.launcher, line.target)
         assert [word for word in expected if word != "--"][-len(found) + 1 :] == found[1:]
 
 
@@ -155,7 +155,14 @@ def test_an_option_is_set_where_it_stands(typed: str, option: str, expected: str
 
 def test_deepspeed_spells_a_module_out() -> None:
     line = take_apart(["deepspeed", "--num_gpus", "2", "--module", "mine.train", "x"])
-    assert started(line, line.launcher, line.target) == ["deepspeed", "--num_gpus", "2", "--module", "mine.train", "x"]
+    assert launcher_command(line, line.launcher, line.target) == [
+        "deepspeed",
+        "--num_gpus",
+        "2",
+        "--module",
+        "mine.train",
+        "x",
+    ]
 
 
 def _switches(parser: argparse.ArgumentParser) -> tuple[set[str], set[str]]:

@@ -17,7 +17,7 @@ from autotune.script.argument_files import with_copies
 from autotune.script.argument_writer import winners_files, write_trial_files
 from autotune.script.command_line import framework_of
 from autotune.script.parse_command import make_script, read_command
-from autotune.script.script import carried, config_path, training_command, typed, variables_for
+from autotune.script.script import command_sets_all, config_path, training_command, typed_words, variables_for
 from tests.conftest import make_candidate, make_job
 
 DS = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto"}
@@ -144,7 +144,7 @@ def test_pips_program_under_a_long_path(programs: Path) -> None:
 def test_how_many_ranks(programs: Path, words: str, ranks: int | None, said: str) -> None:
     found = read_command(words.split(), [])
     assert found.ranks == ranks
-    assert found.said.endswith(said)
+    assert found.ranks_source.endswith(said)
 
 
 def test_accelerates_default_file(folder: Path) -> None:
@@ -271,8 +271,8 @@ def test_the_winner_in_the_same_form(programs: Path, words: str, expected: str) 
     assert copy["deepspeed"] == str(Path.cwd() / "best.json")
     assert (copy["per_device_train_batch_size"], copy["gradient_accumulation_steps"]) == (8, 1)
     assert copy["model_name_or_path"] == "tiny"
-    assert carried(script)
-    assert typed(script) == [word for word in words.split() if word != "python"]
+    assert command_sets_all(script)
+    assert typed_words(script) == [word for word in words.split() if word != "python"]
 
 
 def test_the_user_s_own_lines_stay(folder: Path) -> None:
@@ -328,7 +328,7 @@ def test_names_below_others_and_declared_ones(folder: Path) -> None:
         "mine": {"steps": 1, "ds": str(folder / "best.json")},
     }
     assert training_command(script, WINNER, 2, "best.json")[-1] == str(folder / "best.y.yaml")
-    assert carried(script)
+    assert command_sets_all(script)
 
 
 def test_arguments_beside_a_file_win(folder: Path) -> None:
@@ -352,7 +352,7 @@ def test_accelerates_own_file(folder: Path) -> None:
         "num_machines": 1,
         "num_processes": 2,
     }
-    assert carried(script)
+    assert command_sets_all(script)
 
 
 def test_trainer_under_accelerates_own_file(folder: Path) -> None:

@@ -273,8 +273,8 @@ def test_of_a_batch_that_is_held_nothing_is_written() -> None:
         not {"train_batch_size", MICRO, STEPS}
         & make_candidate(1, 7, 5).ds_config(job_of(silent, HARDWARE, None)).keys()
     )
-    assert MICRO not in dict(make_candidate(1, 7, 5).told(held))
-    assert dict(make_candidate(1, 7, 5).told(script()))[MICRO] == 7
+    assert MICRO not in dict(make_candidate(1, 7, 5).passed_knobs(held))
+    assert dict(make_candidate(1, 7, 5).passed_knobs(script()))[MICRO] == 7
     assert settings(held, make_candidate(1, 7, 5)) == {}
     assert settings(script(), make_candidate(1, 7, 5)) == {"--per_device_train_batch_size": 7, f"--{STEPS}": 5}
     assert command(held, make_candidate(1, 7, 5), "best.json") == ["train.py", "--lr", "1"]

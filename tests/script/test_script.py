@@ -15,8 +15,8 @@ from autotune.script.parse_command import make_script
 from autotune.script.script import (
     FLAGS,
     candidate_of_config,
-    carried,
     command,
+    command_sets_all,
     config_path,
     heavy_imports,
     settings,
@@ -224,7 +224,7 @@ def test_a_name_without_dashes_reaches_the_command(folder: Path) -> None:
 )
 def test_what_a_command_can_carry(folder: Path, argv: list[str], profile: dict, expected: bool) -> None:
     script = dataclasses.replace(make_script(argv, []), profile=profile)
-    assert carried(script) == expected
+    assert command_sets_all(script) == expected
     words = command(script, make_candidate(1, 4, 2), "best.json")
     assert ("best.json" in words) == (expected or "ds.json" in argv)
 
@@ -233,9 +233,9 @@ def test_what_a_command_can_carry(folder: Path, argv: list[str], profile: dict, 
 def test_trainer_has_its_batch_from_its_own_flags(folder: Path, missing: str) -> None:
     profile = {"through_arguments": True, "flags": sorted(FLAGS - {missing})}
     script = dataclasses.replace(make_script(["train.py"], []), profile=profile)
-    assert not carried(script)
+    assert not command_sets_all(script)
     knob = "train_micro_batch_size_per_gpu" if "batch" in missing else "gradient_accumulation_steps"
-    assert carried(dataclasses.replace(script, flags=((knob, "--mine"),))), "another flag was declared for it"
+    assert command_sets_all(dataclasses.replace(script, flags=((knob, "--mine"),))), "another flag was declared for it"
 
 
 def test_a_config_given_already_is_not_given_twice(folder: Path) -> None:

@@ -11,7 +11,7 @@ from autotune.problem.job import Job, Script
 from autotune.problem.models import resolve_model, shipped_models, workload_spec
 from autotune.script.profile import unknown_job
 from autotune.script.source_digests import digests, edited, edited_since, imported, sources_of
-from autotune.search.fingerprint import changes, fingerprint, knowing_more
+from autotune.search.fingerprint import changes, fingerprint, merged_fingerprint
 from tests.conftest import make_job
 
 HARDWARE = detect("cpu", 2)
@@ -89,5 +89,5 @@ def test_what_an_earlier_version_did_not_keep_is_unknown(tmp_path: Path) -> None
     assert sources_of(job) == {"train.py": "12"}
     assert job.to_json() == old.to_json()
     assert changes(fingerprint(old, HARDWARE), fingerprint(job, HARDWARE)) == []
-    assert knowing_more(fingerprint(old, HARDWARE), fingerprint(job, HARDWARE))["sources"] == {"train.py": "12"}
+    assert merged_fingerprint(fingerprint(old, HARDWARE), fingerprint(job, HARDWARE))["sources"] == {"train.py": "12"}
     assert "sources" not in fingerprint(make_job(), HARDWARE)

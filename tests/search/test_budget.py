@@ -86,6 +86,8 @@ def test_time_for_going_on_from_a_checkpoint_is_kept_whole_or_not_at_all() -> No
     assert long.reserve_seconds == pytest.approx(long.verification_seconds + long.resume_seconds)
     assert short.verification_seconds + short.resume_seconds > MOST_RESERVED * 30
     assert short.reserve_seconds == pytest.approx(short.verification_seconds)
+    long._due = lambda: 0
+    assert long.reserve_seconds == 0.0
 
 
 def test_another_is_verified_where_what_is_left_is_of_no_other_use() -> None:

@@ -16,8 +16,8 @@ from autotune.search.fingerprint import (
     differences,
     fingerprint,
     identity,
-    knowing_more,
     measured_under,
+    merged_fingerprint,
     other_variables,
     package_versions,
 )
@@ -90,10 +90,10 @@ def test_what_an_older_version_did_not_write_down_is_not_different() -> None:
     assert changes(now, old) == []
     assert changes({**old, "versions": {**old["versions"], "torch": "1"}}, now)[0].startswith('versions.torch: "1" -> ')
     assert changes(old, fingerprint(make_job(seq_len=64), hardware)) == ["job.seq_len: 32 -> 64"]
-    assert knowing_more(old, now) == now
+    assert merged_fingerprint(old, now) == now
     driven = {**now, "versions": {**now["versions"], "driver": "550.1"}}
     assert changes(driven, now) == [], "a driver that does not answer today is unknown"
-    assert knowing_more(driven, now) == driven
+    assert merged_fingerprint(driven, now) == driven
 
 
 def test_what_a_first_run_had_to_build_makes_no_other_job() -> None:
@@ -106,7 +106,7 @@ def test_what_a_first_run_had_to_build_makes_no_other_job() -> None:
     for old, new in ((job, built), (built, job)):
         before, now = fingerprint(old, hardware), fingerprint(new, hardware)
         assert changes(before, now) == []
-        assert knowing_more(before, now) == fingerprint(job, hardware), "and a launch elsewhere has it to build"
+        assert merged_fingerprint(before, now) == fingerprint(job, hardware), "and a launch elsewhere has it to build"
     assert changes(fingerprint(job, hardware), fingerprint(make_job(seq_len=64), hardware)) != []
 
 
@@ -123,7 +123,9 @@ def test_a_variable_that_was_not_watched_then_is_unknown_and_watched_from_now_on
     assert now["environment"][name] == "native"
     assert changes(old, now) == changes(now, old) == []
     assert other_variables(old) == {}
-    assert changes(bare, now) == changes(knowing_more(old, bare), now) == [f'environment.{name}: null -> "native"']
+    assert (
+        changes(bare, now) == changes(merged_fingerprint(old, bare), now) == [f'environment.{name}: null -> "native"']
+    )
     assert other_variables(bare) == {name: (None, "native")}
 
 
@@ -161,7 +163,7 @@ def test_another_optuna_makes_no_other_study(monkeypatch: pytest.MonkeyPatch) ->
     now = fingerprint(job, hardware)
     assert now["versions"]["optuna"] == "9.1" != before["versions"]["optuna"]
     assert changes(before, now) == []
-    assert knowing_more(before, now) == now
+    assert merged_fingerprint(before, now) == now
     assert study_name(job, hardware) == name
     monkeypatch.setattr(inquiry, "version", lambda package: "9.1" if package == "torch" else real(package))
     assert [line.partition(":")[0] for line in changes(before, fingerprint(job, hardware))] == ["versions.torch"]

@@ -54,10 +54,10 @@ def test_a_step_too_slow_for_the_budget_rules_out_no_less_work_and_no_other_engi
 def test_trials_too_slow_for_several_earlier_budgets_close_nothing() -> None:
     pool, slow = CandidatePool(CANDIDATES, EVERY_RULE), CANDIDATES[0]
     for _ in range(3):
-        pool.forgive(slow, too_slow_outcome(Phase.FORWARD, slow, 30.0))
+        pool.note_retryable(slow, too_slow_outcome(Phase.FORWARD, slow, 30.0))
     assert slow in left(pool)
     for _ in range(2):
-        pool.forgive(slow, Outcome(OutcomeKind.TIMEOUT))
+        pool.note_retryable(slow, Outcome(OutcomeKind.TIMEOUT))
     assert slow not in left(pool)
 
 
@@ -120,7 +120,7 @@ def test_candidates_that_train_otherwise_for_one_reason_are_excluded_together(wo
     if worked:  # so it was not the stage
         pool.observe(make_candidate(2, 2, 1), Outcome(OutcomeKind.OK))
     pool.observe(otherwise, Outcome(OutcomeKind.INVALID, reason="update is 0.26x of yours", source=Source.TRACE))
-    pool.exclude_alike(otherwise, lambda other: other.stage == 2, "update is 0.26x of yours")
+    pool.exclude_sharing_cause(otherwise, lambda other: other.stage == 2, "update is 0.26x of yours")
     gone = {otherwise, make_candidate(2, 2, 1)} if worked else {one for one in CANDIDATES if one.stage == 2}
     assert set(left(pool)) == set(CANDIDATES) - gone
     assert worked or pool.skipped == {"update is 0.26x of yours": 3}

@@ -1,5 +1,7 @@
 """The bound of the speed that a search has left."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -27,16 +29,20 @@ def test_what_probably_does_not_fit_leaves_less() -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "trials", "sentence"),
+    ("left", "measured", "untried", "sentence"),
     [
-        (0.021, 14, "untried configs are at most 3 % faster, with 90 % probability (by 14 trials)"),
-        (0.0001, 1, "untried configs are at most 1 % faster, with 90 % probability (by 1 trial)"),
-        (0.0, 9, "no untried config is faster, with 90 % probability (by 9 trials)"),
-        (1.5, 2, "untried configs may be more than twice as fast (by 2 trials)"),
+        (0.021, 9, True, "untried configs are at most 3 % faster, with 90 % probability (by 14 trials)"),
+        (0.0001, 4, True, "untried configs are at most 1 % faster, with 90 % probability (by 14 trials)"),
+        (0.0, 9, True, "no untried config is faster, with 90 % probability (by 14 trials)"),
+        (1.5, 4, True, "untried configs may be more than twice as fast (by 14 trials)"),
+        (math.inf, 3, True, "only 3 configs were measured, too few to bound the speed of the untried ones"),
+        (math.inf, 1, True, "no other config was measured, so nothing is known about the speed of the untried ones"),
+        (0.0, 9, False, "no config is left to try"),
+        (math.inf, 1, False, "no config is left to try"),
     ],
 )
-def test_sentence_rounds_up(left: float, trials: int, sentence: str) -> None:
-    assert Confidence(left, trials).sentence == sentence
+def test_sentence_claims_no_more_than_is_known(left: float, measured: int, untried: bool, sentence: str) -> None:
+    assert Confidence(left, 14, measured, untried).sentence == sentence
 
 
 @pytest.mark.parametrize("reason", StopReason)

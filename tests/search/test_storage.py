@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
-from autotune.errors import MachineTrouble, UserError
+from autotune.errors import MachineError, UserError
 from autotune.masking import hide_password
 from autotune.problem.hardware import detect
 from autotune.problem.space import load_space
@@ -115,7 +115,7 @@ def test_what_sqlite_says_of_a_database(
         raise sqlite3.OperationalError(error)
 
     monkeypatch.setattr("autotune.search.storage.sqlite3.connect", fails)
-    with pytest.raises(MachineTrouble if "full" in error else UserError, match=said):
+    with pytest.raises(MachineError if "full" in error else UserError, match=said):
         StudyStore.load("s")
 
 
@@ -167,7 +167,7 @@ def failed_in_optuna() -> Exception:
     ],
 )
 def test_a_full_disk_and_a_failing_database_are_one_line(error: Exception, said: str) -> None:
-    with pytest.raises(MachineTrouble) as caught, failures_in_one_line():
+    with pytest.raises(MachineError) as caught, failures_in_one_line():
         raise error
     assert said in str(caught.value)
     assert "is kept" not in str(caught.value), "nobody has looked"

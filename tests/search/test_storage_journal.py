@@ -10,7 +10,7 @@ import optuna
 import pytest
 from optuna.exceptions import StorageInternalError
 
-from autotune.errors import MachineTrouble, UserError
+from autotune.errors import MachineError, UserError
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import load_space
@@ -67,7 +67,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_line(url: str, tmp_path: Path, m
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(MachineTrouble, match="No space left on device"), failures_in_one_line():
+    with pytest.raises(MachineError, match="No space left on device"), failures_in_one_line():
         store.start(make_candidate(1), SPACE)
     monkeypatch.setattr(os, "fsync", sync)
     again = opened(url, tmp_path)
@@ -97,7 +97,7 @@ def test_a_journal_that_is_gone_is_not_begun_anew(what: str, url: str, tmp_path:
         journal.write_text("")
     with pytest.raises(StorageInternalError):
         store.start(make_candidate(1), SPACE)
-    with pytest.raises(MachineTrouble, match="the study's database fails"), failures_in_one_line():
+    with pytest.raises(MachineError, match="the study's database fails"), failures_in_one_line():
         store.records()
     assert not journal.exists() or not journal.stat().st_size
 

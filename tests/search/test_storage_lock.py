@@ -13,7 +13,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.search import storage
-from autotune.search.storage import hold
+from autotune.search.storage import lock_study
 
 WITHOUT_LOCKS = [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP]
 
@@ -27,7 +27,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
 
 def holder(folder: Path, told: Connection) -> None:
     """A process that holds the study until it is killed."""
-    held = hold(folder, "s")
+    held = lock_study(folder, "s")
     told.send("held")
     signal.pause()
     held.release()
@@ -43,11 +43,11 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_one_holds_it_and_the_next_once_it_is_let_go(folder: Path) -> None:
-    held = hold(folder, "s")
+    held = lock_study(folder, "s")
     with pytest.raises(UserError, match="another autotune run holds study 's'"):
-        hold(folder, "s")
+        lock_study(folder, "s")
     held.release()
-    hold(folder, "s").release()
+    lock_study(folder, "s").release()
 
 
 def test_a_holder_that_was_killed_holds_it_no_longer(folder: Path) -> None:
@@ -57,11 +57,11 @@ def test_a_holder_that_was_killed_holds_it_no_longer(folder: Path) -> None:
     try:
         assert ours.recv() == "held"
         with pytest.raises(UserError, match="another autotune run"):
-            hold(folder, "s")
+            lock_study(folder, "s")
     finally:
         process.kill()
         process.join()
-    hold(folder, "s").release()
+    lock_study(folder, "s").release()
 
 
 def test_a_holder_of_another_machine_that_says_nothing_any_more_is_dead(
@@ -69,20 +69,20 @@ def test_a_holder_of_another_machine_that_says_nothing_any_more_is_dead(
 ) -> None:
     refuse(monkeypatch, errno.ENOSYS)
     monkeypatch.setattr(storage, "_LEASE_SECONDS", 0.4)
-    held = hold(tmp_path, "s")
+    held = lock_study(tmp_path, "s")
     lease = tmp_path / "lock.lease"
     text = lease.read_text()
     held.release()
     assert not lease.exists()
     lease.write_text(text.replace(socket.gethostname(), "another-node"))
     assert "another-node" in lease.read_text(), "the lease names its machine"
-    hold(tmp_path, "s").release()
+    lock_study(tmp_path, "s").release()
 
 
 def test_a_folder_that_cannot_be_written_is_no_other_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        hold(tmp_path / "file", "s")
+        lock_study(tmp_path / "file", "s")
 
 
 def test_a_lease_that_says_nothing_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +90,8 @@ def test_a_lease_that_says_nothing_is_nobodys(tmp_path: Path, monkeypatch: pytes
     refuse(monkeypatch, errno.ENOSYS)
     monkeypatch.setattr(storage, "_PATIENCE_SECONDS", 0.5)
     (tmp_path / "lock.lease").write_text("")
-    held = hold(tmp_path, "s")
+    held = lock_study(tmp_path, "s")
     assert held.is_locked
     with pytest.raises(UserError, match="another autotune run"):
-        hold(tmp_path, "s")
+        lock_study(tmp_path, "s")
     held.release()

@@ -9,7 +9,7 @@ import optuna
 import pytest
 from sqlalchemy.exc import PendingRollbackError
 
-from autotune.errors import MachineTrouble, UserError
+from autotune.errors import MachineError, UserError
 from autotune.masking import hide_password, without_secrets
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
@@ -189,7 +189,7 @@ def test_a_server_that_does_not_is_the_machines_trouble(
     monkeypatch.setattr(storage, "AWAY_SECONDS", 1.0)
     store = opened(postgres, tmp_path)
     postgres.stop()
-    with pytest.raises(MachineTrouble, match="the study's database fails") as caught, failures_in_one_line():
+    with pytest.raises(MachineError, match="the study's database fails") as caught, failures_in_one_line():
         store.start(make_candidate(0), SPACE)
     assert postgres.password not in str(caught.value)
     assert "\n" not in str(caught.value)

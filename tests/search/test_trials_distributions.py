@@ -8,7 +8,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from autotune.problem.candidate import Candidate
 from autotune.problem.space import Domain, SearchSpace, load_space
 from autotune.search.storage import open_storage
-from autotune.search.trials import begin, distribution, holding, record_of, told
+from autotune.search.trials import begin, distribution, holding, optuna_parameters, record_of
 from tests.conftest import make_candidate
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
@@ -26,7 +26,7 @@ def test_numbers_are_ranges_and_words_choices() -> None:
 def test_a_value_outside_the_space_is_held_too() -> None:
     cpu = load_space("cpu_demo")
     candidate = make_candidate(2, 128, **{"zero_optimization.reduce_scatter": True})
-    parameters, found = told(candidate, cpu, {})
+    parameters, found = optuna_parameters(candidate, cpu, {})
     assert parameters == candidate.as_dict
     assert set(found) == {name for name, _ in candidate.knobs}
     assert found[MICRO_BATCH].high == 128  # type: ignore[attr-defined]
@@ -34,13 +34,13 @@ def test_a_value_outside_the_space_is_held_too() -> None:
 
 def test_what_is_stored_decides_and_what_it_cannot_hold_has_a_name_of_its_own() -> None:
     stored = {"zero_stage": CategoricalDistribution((0, 2)), MICRO_BATCH: CategoricalDistribution((1, 2))}
-    parameters, found = told(make_candidate(2, 4), None, stored)
+    parameters, found = optuna_parameters(make_candidate(2, 4), None, stored)
     assert parameters["zero_stage"] == 2
     assert found["zero_stage"] is stored["zero_stage"]
     assert parameters[f"{MICRO_BATCH} (2)"] == 4
     assert MICRO_BATCH not in parameters
     grown = {**stored, **found}
-    assert told(make_candidate(2, 8), None, grown)[0][f"{MICRO_BATCH} (2)"] == 8, "the range grows"
+    assert optuna_parameters(make_candidate(2, 8), None, grown)[0][f"{MICRO_BATCH} (2)"] == 8, "the range grows"
 
 
 @pytest.mark.parametrize(

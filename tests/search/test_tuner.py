@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.errors import MachineTrouble, UserError
+from autotune.errors import MachineError, UserError
 from autotune.executors.base import MeasureSpec, too_slow_outcome
 from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
 from autotune.predict.predictor import Predictor, Prepared, Table
@@ -18,9 +18,11 @@ from autotune.problem.candidate import Candidate, samples
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.rank.step_statistics import OVERRUN
+from autotune.script.profile import own_candidate
 from autotune.search.budget import too_short
-from autotune.search.leaderboard import THRIFT_SHARE, Leaderboard, averaged, overlap
+from autotune.search.leaderboard import SPEED_FOR_MEMORY, Leaderboard, averaged, overlap
 from autotune.search.proposer import TRIAL_SHARE, Proposer
+from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY
 from autotune.search.tuner import MACHINE_FAILURES, MAX_VERIFIED, SearchSummary, Tuner, apply_verification_result
@@ -152,7 +154,7 @@ def test_trials_end_early_below_what_could_win_by_speed_or_thrift(replay_table: 
     search(replay_table, 1800, executor=executor)
     assert executor.noted[0] == (0.0, 0.0), "nothing to be beaten by"
     for least, best in executor.noted[1:]:
-        assert least == 0.0 if not best else 0.9 * best < least < (1 - THRIFT_SHARE) * best
+        assert least == 0.0 if not best else 0.9 * best < least < (1 - SPEED_FOR_MEMORY) * best
 
 
 @pytest.mark.slow
@@ -190,7 +192,7 @@ def test_steps_many_times_slower_than_predicted_leave_time_for_four_trials_and_a
     slow = [(one, outcome) for one, outcome in ended if outcome.least_step_seconds is not None]
     for candidate, outcome in slow:
         assert outcome.least_step_seconds <= rows[candidate].step_seconds  # type: ignore[operator]
-        assert outcome.reason.startswith("too slow for this budget: a step takes over ")
+        assert outcome.reason.startswith("too slow for this budget: its first step took over ")
     assert bool(slow) is too_slow
 
 
@@ -215,6 +217,29 @@ def test_too_slow_for_one_budget_is_not_too_slow_for_a_longer_one(
     Tuner(store, executor, proposer, space, hardware, budget_seconds=budget, max_trials=0).run()
     assert (slow in proposer.open) is opened
     assert predictor.table([slow]).step[0] > 2 * expected, "it is a lower bound of the step in any call"
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_scripts_first_candidate_comes_before_the_verification_of_its_own_config(is_own: bool) -> None:
+    """20 s are left, and a verification is expected to take more."""
+    table = load_replay_table(REAL_TABLES / "encoder-script_2xcpu.csv.gz")
+    job, hardware, space = table.job(), table.hardware(), table.space()
+    assert job.script is not None
+    own = own_candidate(job.script)
+    known = own if is_own else next(one for one in table.rows if one.stage == 1)
+    outcome = measured_at(table, next(iter(table.rows)), 0.5)
+    assert outcome.measurement is not None
+    slow = dataclasses.replace(outcome, measurement=dataclasses.replace(outcome.measurement, step_seconds=5.0))
+    store = StudyStore.in_memory(job, hardware, space)
+    number = store.claim(known, space, SEARCH, "", set())
+    assert number is not None
+    store.finish(number, slow)
+    candidates = list(dict.fromkeys([*table.rows, own]))
+    proposer = Proposer(candidates, space, job, hardware, 0, Predictor(job, hardware, trace_job(job)))
+    executor = ReplayExecutor(table)
+    tuner = Tuner(store, executor, proposer, space, hardware, budget_seconds=60.0, spent_seconds=40.0, max_trials=1)
+    tuner.trials.replay_study()
+    assert tuner.loop.run().reason is (StopReason.MAX_TRIALS if is_own else StopReason.BUDGET_USED)
 
 
 class QuicklyVerified(ReplayExecutor):
@@ -260,7 +285,7 @@ def test_trouble_of_the_machine_is_retried_once(replay_table: ReplayTable) -> No
 def test_a_machine_that_always_fails_is_said_at_once(replay_table: ReplayTable) -> None:
     broken = Outcome(OutcomeKind.INFRASTRUCTURE, reason="DistBackendError: NCCL error", source=Source.EXCEPTION)
     executor = Scripted(replay_table, lambda count, c: broken)
-    with pytest.raises(MachineTrouble, match=r"3 times in a row.*NCCL error"):
+    with pytest.raises(MachineError, match=r"3 times in a row.*NCCL error"):
         search(replay_table, 1800, executor=executor)
     assert executor.count == MACHINE_FAILURES
 
@@ -595,7 +620,7 @@ def test_rivals_are_measured_in_turn(replay_table: ReplayTable) -> None:
     verified(rival, 1.08)
     assert leaderboard.next_turn() is None
     assert leaderboard.verified[rival][1].step_seconds == pytest.approx(1.04)
-    assert leaderboard.thriftiest([rival, fastest]) in (rival, fastest)
+    assert leaderboard.choose_least_memory([rival, fastest]) in (rival, fastest)
     slow = Leaderboard(replay_table.hardware())
     leaderboard = slow
     verified(fastest, 1.0)
@@ -689,7 +714,7 @@ def chosen_over_calls(
             of_peak(leaderboard, candidate, pace * speeds[POOL.index(candidate)], 500)
             mine.add(candidate)
         passed = leaderboard.passed()
-        chosen.append(leaderboard.thriftiest(passed) if passed else None)
+        chosen.append(leaderboard.choose_least_memory(passed) if passed else None)
         verified.append(mine)
     return chosen, verified
 
@@ -792,12 +817,12 @@ def test_thrift_is_worth_something_only_where_something_is_saved(replay_table: R
     leaderboard = Leaderboard(replay_table.hardware())
     of_peak(leaderboard, fast, 105.0, 500)
     of_peak(leaderboard, slower, 103.0, 499)
-    assert leaderboard.thriftiest([fast, slower]) == fast
+    assert leaderboard.choose_least_memory([fast, slower]) == fast
     of_peak(leaderboard, slower, 103.0, 400)
-    assert leaderboard.thriftiest([fast, slower]) == fast, "the highest peak of any turn counts"
+    assert leaderboard.choose_least_memory([fast, slower]) == fast, "the highest peak of any turn counts"
     frugal = make_candidate(0, 4)
     of_peak(leaderboard, frugal, 103.0, 400)
-    assert leaderboard.thriftiest([fast, frugal]) == frugal
+    assert leaderboard.choose_least_memory([fast, frugal]) == frugal
 
 
 def test_a_script_as_it_is_does_not_win_with_another_global_batch() -> None:

@@ -19,11 +19,11 @@ from autotune.util.interpreter import (
     OtherInterpreter,
     OwnInterpreter,
     bound_command,
+    console_script,
     interpreter_at,
     launch_command,
     module_command,
     other_python,
-    which,
 )
 from tests.conftest import make_job, pid_lives, wait_until
 
@@ -197,10 +197,10 @@ def test_a_command_is_looked_for_beside_the_interpreter_first(tmp_path: Path, mo
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     first = program(tmp_path / "path/trl", "")
     found = interpreter_at(str(stand_in(tmp_path / "bin/python")), "--python")
-    assert which("trl", found) == str(first)
+    assert console_script("trl", found) == str(first)
     beside = program(tmp_path / "bin/trl", "")
-    assert which("trl", found) == str(beside)
-    assert which("nothing-of-that-name", found) is None
+    assert console_script("trl", found) == str(beside)
+    assert console_script("nothing-of-that-name", found) is None
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------------

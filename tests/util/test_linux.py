@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from autotune.util import linux
-from autotune.util.linux import descendants, is_open, main_memory, name_of, own_memory, runs
+from autotune.util.linux import descendants, is_open, main_memory, name_of, own_memory, pid_is_alive
 from autotune.util.units import GIB, MIB
 from tests.conftest import wait_until
 
@@ -65,12 +65,12 @@ def test_what_the_kernel_keeps_for_itself_is_no_main_memory(tmp_path: Path, monk
 
 def test_a_process_that_runs_has_a_name_and_one_that_has_ended_does_not_run() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert runs(process.pid)
+        assert pid_is_alive(process.pid)
         assert name_of(process.pid) == psutil.Process(process.pid).name()
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert not runs(process.pid), "a zombie"
-    assert not runs(process.pid)
+        assert not pid_is_alive(process.pid), "a zombie"
+    assert not pid_is_alive(process.pid)
     assert name_of(process.pid) is None
 
 
@@ -95,7 +95,7 @@ def test_a_name_that_is_cut_in_the_middle_of_a_character(tmp_path: Path) -> None
             wait_until(lambda: name_of(process.pid) == long.name, "exec")  # Popen returns in the middle of it
             comm = Path(f"/proc/{process.pid}/comm").read_bytes()
             assert comm == "fourteen-bytesé".encode()[:15] + b"\n"
-            assert runs(process.pid)
+            assert pid_is_alive(process.pid)
         finally:
             process.kill()
 

@@ -17,7 +17,7 @@ def test_the_processor_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     stub = SimpleNamespace(get_cpu_info=get_cpu_info)
     monkeypatch.setitem(sys.modules, "cpuinfo", stub)
-    fork_server._know_the_processor()
+    fork_server._cache_cpuinfo()
     first = stub.get_cpu_info()
     first["arch"] = "changed by whoever asked"
     assert stub.get_cpu_info() == {"arch": "X86_64"}
@@ -30,5 +30,5 @@ def test_a_processor_that_cannot_be_known_is_deepspeeds_to_complain_of(monkeypat
 
     stub = SimpleNamespace(get_cpu_info=fail)
     monkeypatch.setitem(sys.modules, "cpuinfo", stub)
-    fork_server._know_the_processor()
+    fork_server._cache_cpuinfo()
     assert stub.get_cpu_info is fail

@@ -28,7 +28,7 @@ from filelock import FileLock, Timeout
 from autotune._version import __version__
 from autotune.errors import Stopped, UserError
 from autotune.executors.cluster.rpc import BEAT_SECONDS, GREETING, PROTOCOL, SILENT_SECONDS, Verb, own_stream
-from autotune.executors.cluster.sync import Deposit, PathMap, has_identical_files
+from autotune.executors.cluster.sync import PathMap, ReceivedFolder, has_identical_files
 from autotune.executors.cluster.transports import SENT_FOLDER
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements, remove_scratch, trial_sandbox
 from autotune.problem.candidate import Candidate
@@ -80,7 +80,7 @@ class Agent:
         self.host_workers: LocalWorkers | None = None
         self._parts: list[bytes] = []  # received pieces of a folder
         self._path_map = PathMap()
-        self._lasting: list[Deposit] = []  # sent folders that may contain a training's files
+        self._lasting: list[ReceivedFolder] = []  # sent folders that may contain a training's files
         self._sent_statuses: dict[int, int] = {}  # exit codes that were sent to the tuner
         self._hung_up = False
 
@@ -183,7 +183,7 @@ class Agent:
         if lasting:  # a stable path for the training's next call; the host name separates nodes that share a home
             place = cache_root() / "sent" / socket.gethostname() / name
             self._lock_folder(place)
-        deposit = Deposit(place)
+        deposit = ReceivedFolder(place)
         if lasting:
             self._lasting.append(deposit)
         kept = deposit.unpack(data)

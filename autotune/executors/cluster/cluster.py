@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune._version import __version__
-from autotune.errors import MachineTrouble, Stopped, UserError
+from autotune.errors import MachineError, Stopped, UserError
 from autotune.executors.cluster.rpc import (
     GREETING_SECONDS,
     PROTOCOL,
@@ -23,7 +23,7 @@ from autotune.executors.cluster.rpc import (
     NoGreeting,
     RemoteWorkers,
 )
-from autotune.executors.cluster.sync import CHUNK_BYTES, Parcel
+from autotune.executors.cluster.sync import CHUNK_BYTES, SyncManifest
 from autotune.executors.cluster.transports import Host, Transport
 from autotune.executors.machine import Ops, RankRequirements
 from autotune.problem.hardware import Hardware
@@ -60,7 +60,6 @@ def sent_variables(environment: Mapping[str, str], also: Sequence[str] = ()) -> 
     """Return the variables that are sent to the nodes.
 
     Args:
-        environment: this process's environment.
         also: further names, from the user.
 
     Raises:
@@ -99,7 +98,7 @@ class NodeRequirements:
     path: str = ""
     interface: str | None = None
     variables: tuple[str, ...] = ()
-    parcels: tuple[Parcel, ...] = ()
+    parcels: tuple[SyncManifest, ...] = ()
     preamble: bytes = b""
     lasting: bool = False
     interpreter: Interpreter = OWN
@@ -132,7 +131,6 @@ class Cluster:
     """Nodes that start groups of ranks, like `LocalMachine` on this machine.
 
     Args:
-        hosts: the nodes.
         transport: starts the agents.
         requirements: requirements for the nodes.
         folder: for the standard error of transports and agents.
@@ -215,7 +213,7 @@ class Cluster:
             node.survey = self._await_answer(node, number, _SURVEY_SECONDS)
             node.hardware = Hardware.from_json(node.survey["hardware"])
 
-    def _send(self, node: Node, parcel: Parcel) -> None:
+    def _send(self, node: Node, parcel: SyncManifest) -> None:
         """Send a folder to the node unless an identical copy is there."""
         about = {"manifest": parcel.manifest, "lasting": self.requirements.lasting}
         if self._await_answer(node, node.connection.begin("compare", **about), _SURVEY_SECONDS)["there"]:
@@ -330,7 +328,7 @@ class Cluster:
         """Reconnect to disconnected nodes and prepare them.
 
         Raises:
-            MachineTrouble: a node cannot be reached within minutes.
+            MachineError: a node cannot be reached within minutes.
             Stopped: the user cancelled.
         """
         until = time.monotonic() + _BACK_SECONDS
@@ -347,7 +345,7 @@ class Cluster:
                     if self.cancelled():
                         raise Stopped("stopped while a node was reached again") from None
                     if time.monotonic() > until:
-                        raise MachineTrouble(f"{error}; the study goes on with the same command") from None
+                        raise MachineError(f"{error}; the study goes on with the same command") from None
                     time.sleep(_RETRY_SECONDS)
             self.print_line(f"node {node.name} is back")
 
@@ -415,8 +413,6 @@ def check_versions_and_clocks(
     """Check that all nodes have the same driver and devices, this machine's packages, and a matching clock.
 
     Args:
-        names: the nodes' names.
-        surveys: the nodes' surveys.
         ours: versions on this machine, which predicts and writes configs.
         now: this machine's clock at the arrival of each survey, in seconds since the epoch.
 
@@ -488,7 +484,6 @@ def rendezvous_network(
     without a common IPv4 network, because some libraries and scripts cannot read IPv6 addresses.
 
     Args:
-        names: the nodes' names.
         surveys: the nodes' surveys, see `agent.survey`.
         interface: required interface, with the same name on every node.
 

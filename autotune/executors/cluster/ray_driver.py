@@ -130,7 +130,7 @@ class Driver:
             free = ray.available_resources()
             left = ", ".join(f"{free.get(what, 0):g} {what}" for what in ("GPU", "CPU") if what in bundle)
             raise Refused(
-                f"{count} x {in_words(bundle)} cannot be had within {seconds:.0f} s: others hold them; the cluster has "
+                f"{count} x {format_resources(bundle)} cannot be had within {seconds:.0f} s: others hold them; the cluster has "
                 f"{described(alive)}, of which {left} in all are free now: wait for them, or ask for less (--nodes, --gpus)"
             )
         at = placement_group_table(self._group)["bundles_to_node_id"]
@@ -282,7 +282,7 @@ def bundle_of(
     return {"GPU": float(each)} | ({"CPU": float(cpus_each)} if cpus_each else {}), count
 
 
-def in_words(bundle: dict[str, float]) -> str:
+def format_resources(bundle: dict[str, float]) -> str:
     """Return the text of a bundle of Ray resources."""
     return "{" + ", ".join(f"{value:g} {what}" for what, value in bundle.items()) + "}"
 

@@ -153,7 +153,7 @@ class RayNodes:
     def complaint(self, node: str, failure: NoGreeting) -> str:
         """Return the reason why a node's agent did not start."""
         said = [line for line in failure.log.splitlines() if line.startswith("ray: ")]
-        if said and not failure.said:
+        if said and not failure.received:
             return f"node {node}: Ray carries no agent there ({said[-1].removeprefix('ray: ')[:300]})"
         return agents_complaint(node, failure, self.python, self.package)
 

@@ -173,23 +173,21 @@ class NoGreeting(NodeDown):
     """The agent never sent its greeting.
 
     Args:
-        node: the node's name.
         why: the reason, without the node's name.
         said: bytes that came over the stream instead.
         log: last lines of the transport's output.
         code: the transport's exit status, if it ended.
     """
 
-    def __init__(self, node: str, why: str, said: str, log: str, code: int | None) -> None:
+    def __init__(self, node: str, why: str, received: str, log: str, code: int | None) -> None:
         super().__init__(f"{node}: {why}")
-        self.why, self.said, self.log, self.code = why, said, log, code
+        self.why, self.received, self.log, self.code = why, received, log, code
 
 
 class AgentConnection:
     """Process whose standard input and output are those of an agent.
 
     Args:
-        name: the node's name.
         command: starts the process.
         log: receives its standard error.
         preamble: bytes that are sent first.
@@ -246,32 +244,32 @@ class AgentConnection:
             NoGreeting: other data arrived, or none in time.
             Stopped: the user cancelled.
         """
-        until, said = time.monotonic() + seconds, b""
+        until, received = time.monotonic() + seconds, b""
         os.set_blocking(self._stream.fileno(), False)
-        while b"\n" not in said:
+        while b"\n" not in received:
             code = self._process.poll()
             with suppress(BlockingIOError):
                 if data := os.read(self._stream.fileno(), 1):  # the reader thread reads the text after the first line
-                    said += data
+                    received += data
                     continue
                 code = self._process.wait(timeout=_LEAVE_SECONDS) if code is None else code
             if code is not None or time.monotonic() > until:
-                raise self._not_greeted(said, code, seconds)
+                raise self._not_greeted(received, code, seconds)
             if cancelled():
                 raise Stopped("stopped before anything was measured")
             time.sleep(0.01)
-        first = self._stream.feed(said)
+        first = self._stream.feed(received)
         if first is None or first["type"] != GREETING:
-            raise self._not_greeted(said, None, seconds)
+            raise self._not_greeted(received, None, seconds)
         os.set_blocking(self._stream.fileno(), True)
         self.greeting, self._received_at = first, time.monotonic()
         self._threads.append(threading.Thread(target=self._read, daemon=True))
         self._threads[-1].start()
         return first
 
-    def _not_greeted(self, said: bytes, code: int | None, seconds: float) -> NoGreeting:
+    def _not_greeted(self, received: bytes, code: int | None, seconds: float) -> NoGreeting:
         self._errors.join(_LAST_WORDS_SECONDS if code is not None else 0.0)
-        text = said.decode(errors="replace").strip()
+        text = received.decode(errors="replace").strip()
         log = "\n".join(log_tail(self.log, 2000).strip().splitlines()[-_LOG_LINES:])
         sent = (
             ", and what --sync sends was not taken: the login, or the step, takes as long"
@@ -383,7 +381,6 @@ class AgentConnection:
         """Wait for the answer to a request and return it.
 
         Args:
-            number: the request's number.
             seconds: time limit.
             cancelled: True if the user cancelled.
             take: receives the agent's events during the wait; None leaves them for `events`.
@@ -614,9 +611,9 @@ class RemoteWorkers:
 
     def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
         """Send a signal to ranks of the node."""
-        said = {"number": int(number), "pids": list(pids)}
+        request = {"number": int(number), "pids": list(pids)}
         # Sent by another thread, because a signal handler may have interrupted a `send` that holds the stream's lock.
-        threading.Thread(target=self._connection.send, args=("signal",), kwargs=said, daemon=True).start()
+        threading.Thread(target=self._connection.send, args=("signal",), kwargs=request, daemon=True).start()
 
     def end(self, *, done: bool) -> None:
         """End the node's ranks and collect the ends of their logs."""

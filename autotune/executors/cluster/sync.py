@@ -94,7 +94,7 @@ def rsync(*words: str, seconds: float = _COPY_SECONDS) -> str:
 
 
 @dataclass
-class Parcel:
+class SyncManifest:
     """Part of a folder that is sent."""
 
     folder: Path
@@ -134,11 +134,10 @@ class Parcel:
             return gzip.compress(batch.read_bytes(), compresslevel=3)
 
 
-def parcel_of(folder: Path, most_bytes: int = MOST_BYTES) -> Parcel:
+def sync_manifest(folder: Path, most_bytes: int = MOST_BYTES) -> SyncManifest:
     """Return the parcel that `--sync` sends for a folder.
 
     Args:
-        folder: the folder.
         most_bytes: size limit.
 
     Raises:
@@ -149,7 +148,7 @@ def parcel_of(folder: Path, most_bytes: int = MOST_BYTES) -> Parcel:
             f"--sync: {folder} is or contains your home folder, which has far more than code. Call autotune from the folder "
             "of the code, and keep the script there"
         )
-    made, sizes = Parcel(folder), dict[str, int]()
+    made, sizes = SyncManifest(folder), dict[str, int]()
     for kind, size_bytes, name in _listed(folder, made.left_out):
         if kind == "f":
             sizes[name] = size_bytes
@@ -173,7 +172,6 @@ def _listed(folder: Path, left_out: list[str]) -> Iterator[tuple[str, int, str]]
     """Yield kind (`f`, `L` or `d`), size in bytes and name of each entry that rsync would send.
 
     Args:
-        folder: the folder.
         left_out: receives the names that the filters exclude.
     """
     with tempfile.TemporaryDirectory(prefix="autotune-sync-") as work:
@@ -238,7 +236,7 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-class Deposit:
+class ReceivedFolder:
     """Sent folder on a node, in which a training may also write.
 
     Sent files are deleted with the agent. A training's files are kept and never overwritten. A second copy of the sent files

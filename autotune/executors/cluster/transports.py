@@ -21,9 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from autotune.errors import UserError, near
+from autotune.errors import UserError, did_you_mean
 from autotune.executors.cluster.rpc import NoGreeting
-from autotune.util.bounds import read_text, shown, whole_number
+from autotune.util.bounds import display_value, read_text, whole_number
 from autotune.util.interpreter import APART
 from autotune.util.units import format_duration
 
@@ -122,8 +122,8 @@ _SSH_SAYS = (
 def agents_complaint(node: str, failure: NoGreeting, python: str, package: Path) -> str:
     """Return why an agent did not start on a node that was reached, in one line."""
     log = failure.log.splitlines()
-    if failure.said:
-        words = " ".join(failure.said.split())[:80]
+    if failure.received:
+        words = " ".join(failure.received.split())[:80]
         return (
             f"node {node} prints {words!r} into the stream, before its agent begins: keep shells that are not interactive "
             "silent there (~/.bashrc), and /etc/profile.d"
@@ -174,7 +174,7 @@ class Srun:
     def complaint(self, node: str, failure: NoGreeting) -> str:
         """Return the reason why a node's agent did not start, from srun's messages if srun failed."""
         said = [line for line in failure.log.splitlines() if line.startswith("srun: ")]
-        if said and not failure.said and "exited" not in said[-1].lower() and "task" not in said[-1]:
+        if said and not failure.received and "exited" not in said[-1].lower() and "task" not in said[-1]:
             return f"node {node}: Slurm starts no agent there ({said[-1].removeprefix('srun: ')[:200]})"
         return agents_complaint(node, failure, self.python, self.package)
 
@@ -190,7 +190,7 @@ def allocated_hosts(gpus: int | None, environment: Mapping[str, str] = os.enviro
     Raises:
         UserError: Slurm does not list the nodes, or the number of devices is unknown.
     """
-    names = asked("scontrol", "show", "hostnames", environment[NODES]).split()
+    names = slurm_output("scontrol", "show", "hostnames", environment[NODES]).split()
     each = environment.get(GPUS, "")
     count = gpus if gpus is not None else int(each) if each.isdigit() and int(each) else None
     if count is None:
@@ -218,14 +218,14 @@ def check_time_left(budget_seconds: float, environment: Mapping[str, str] = os.e
 def _left_seconds(job: str) -> float | None:
     """Return the time left from squeue's `days-hours:minutes:seconds`; None if unlimited or unknown."""
     with suppress(UserError, ValueError):
-        days, _, clock = asked("squeue", "-h", "-j", job, "-o", "%L").strip().rpartition("-")
+        days, _, clock = slurm_output("squeue", "-h", "-j", job, "-o", "%L").strip().rpartition("-")
         parts = [int(part) for part in clock.split(":")]
         seconds = sum(part * 60**at for at, part in enumerate(reversed(parts)))
         return float(seconds + 86400 * int(days or 0))
     return None
 
 
-def asked(*words: str) -> str:
+def slurm_output(*words: str) -> str:
     """Return the output of a Slurm command.
 
     Raises:
@@ -325,7 +325,6 @@ def preamble(package: Path, place: Path | None = None) -> bytes:
     """Return the bytes that are sent first.
 
     Args:
-        package: this package's folder.
         place: its path on the node; None: the same path.
     """
     files, buffer = {}, io.BytesIO()
@@ -358,7 +357,6 @@ class Host:
     """Line of a hostfile.
 
     Args:
-        name: the host's name.
         slots: its devices, by number.
         chosen: a filter has named the slots, so that other devices must be hidden from ranks.
     """
@@ -372,7 +370,6 @@ def read_hostfile(path: Path, include: str | None = None, exclude: str | None = 
     """Return the hosts of a hostfile in order, after the filters.
 
     Args:
-        path: the hostfile.
         include: filter of hosts and slots to use.
         exclude: filter of hosts and slots to leave out.
 
@@ -401,12 +398,14 @@ def _hosts(path: Path) -> list[Host]:
             continue
         match = _LINE.fullmatch(text)
         if match is None:
-            raise UserError(f"{path}:{number}: {shown(text)!r} does not parse: expected a line like `worker-1 slots=8`")
+            raise UserError(
+                f"{path}:{number}: {display_value(text)!r} does not parse: expected a line like `worker-1 slots=8`"
+            )
         name = match["host"]
         slots = whole_number(match["slots"], f"{path}:{number}: slots", 0, MOST_SLOTS)
         if not _NAME.fullmatch(name):  # ssh would treat a name that begins with `-` as an option
             raise UserError(
-                f"{path}:{number}: {shown(name)!r} is no host's name: expected a line like `worker-1 slots=8`"
+                f"{path}:{number}: {display_value(name)!r} is no host's name: expected a line like `worker-1 slots=8`"
             )
         if _bare(name) in map(_bare, found):
             raise UserError(f"{path}:{number}: {name} a second time: give each host one line, with all its slots")
@@ -426,7 +425,7 @@ def _filter(option: str, text: str, hosts: list[Host], path: Path) -> dict[str, 
     for part in _parts(text, known):
         called, colon, numbers = part.partition(":")
         if called not in full:
-            raise UserError(f"{option} {text}: {path} has no host {called!r}{near(called, full)}; {_FILTER}")
+            raise UserError(f"{option} {text}: {path} has no host {called!r}{did_you_mean(called, full)}; {_FILTER}")
         name = full[called]
         slots = None
         if colon:
@@ -473,11 +472,10 @@ def _without(hosts: list[Host], named: dict[str, tuple[int, ...] | None]) -> lis
     return left
 
 
-def evenly(hosts: list[Host], nodes: int | None, per_node: int | None, said: str) -> list[Host]:
+def evenly_filled_hosts(hosts: list[Host], nodes: int | None, per_node: int | None, named_by: str) -> list[Host]:
     """Return the first `nodes` hosts with `per_node` slots each.
 
     Args:
-        hosts: the hosts.
         nodes: number of hosts; None: all.
         per_node: slots per host; None: all, which must be the same number on each.
         said: source of the hosts, for error messages.
@@ -486,14 +484,14 @@ def evenly(hosts: list[Host], nodes: int | None, per_node: int | None, said: str
         UserError: there are too few hosts or slots, or the numbers of slots differ.
     """
     if nodes is not None and not 1 <= nodes <= len(hosts):
-        raise UserError(f"--nodes {nodes}: {said} has {len(hosts)} hosts; give 1 to {len(hosts)}")
+        raise UserError(f"--nodes {nodes}: {named_by} has {len(hosts)} hosts; give 1 to {len(hosts)}")
     used = hosts[:nodes] if nodes else hosts
     fewest = min(used, key=lambda host: len(host.slots))
     if per_node is None:
         most = max(used, key=lambda host: len(host.slots))
         if len(most.slots) != len(fewest.slots):
             raise UserError(
-                f"{said}: {fewest.name} has {len(fewest.slots)} slots and {most.name} {len(most.slots)}; autotune takes as "
+                f"{named_by}: {fewest.name} has {len(fewest.slots)} slots and {most.name} {len(most.slots)}; autotune takes as "
                 f"many of each: --gpus {len(fewest.slots)} takes so many, --exclude leaves a host out"
             )
         return used

@@ -11,7 +11,7 @@ from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH
 from autotune.rank.hooks.base import Context
 from autotune.rank.hooks.config import merged, without_trackers
 from autotune.rank.hooks.process_group import wait_for
-from autotune.rank.versions import imported
+from autotune.rank.versions import import_or_none
 from autotune.script.profile import KEPT
 
 # Attributes copied to a loader of another batch size, in addition to its sampler if it has one.
@@ -31,7 +31,7 @@ _KEPT = (
 
 def install(context: Context) -> None:
     """Install the hooks, or do nothing if accelerate cannot be imported. The process group must exist."""
-    config_class = imported("accelerate.utils.deepspeed", "HfDeepSpeedConfig")
+    config_class = import_or_none("accelerate.utils.deepspeed", "HfDeepSpeedConfig")
     if config_class is None:
         return
     import accelerate
@@ -82,7 +82,7 @@ def _accumulating(context: Context, config: dict[str, Any]) -> dict[str, Any]:
 
 def begin_anew(context: Context) -> None:
     """Reset accelerate's state of this process, because the environment has changed."""
-    state = imported("accelerate.state", "AcceleratorState")
+    state = import_or_none("accelerate.state", "AcceleratorState")
     if state is None:
         return
     state._reset_state(reset_partial_state=True)

@@ -405,7 +405,7 @@ def _are_samples(values: Sequence[Any]) -> bool:
     return {len(shape) for shape in shapes} == {3} and len(channels) == 1 and channels <= set(_CHANNELS)
 
 
-def padded(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int) -> dict[str, Any]:
+def pad_to(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int) -> dict[str, Any]:
     """Return a forward's arguments with all (rows, tokens) tensors padded to `longest` tokens.
 
     Padding is computed like all other tokens.

@@ -14,7 +14,7 @@ from autotune.problem.candidate import RUNG_KNOBS
 from autotune.problem.ds_config import read_config
 from autotune.rank.ds_config import QUIET
 from autotune.rank.hooks.base import Context
-from autotune.script.argument_files import PRODUCTS, carries, given, with_copies
+from autotune.script.argument_files import PRODUCTS, argument_names, can_set_knob, with_copies
 from autotune.script.profile import over_present
 from autotune.script.script import (
     FLAGS,
@@ -98,13 +98,13 @@ def merged_arguments(context: Context) -> list[str]:
         argv.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
     if context.candidate is None:
         return argv
-    flags = given(argv)
+    flags = argument_names(argv)
     # Hugging Face's names are set in argparse's result; another parser (click) reads them from the words.
     typed = {KNOWN_FLAGS[knob] for knob in RUNG_KNOBS} & flags
     known = {*dict(script.flags).values(), *script.profile.get(PRODUCTS, ()), *typed}
     for knob, flag, value in knob_flags(script, context.candidate):
         # a flag on the command line overrides an argument file
-        if flag in known and (flag in flags or not carries(script, knob)):
+        if flag in known and (flag in flags or not can_set_knob(script, knob)):
             argv = with_setting(script, argv, flag, value)
 
     def merged_file(path: Path, at: int) -> str:

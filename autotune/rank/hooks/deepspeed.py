@@ -18,7 +18,7 @@ from autotune.errors import Unusable
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, MICRO_BATCH
 from autotune.problem.ds_config import named_config
 from autotune.problem.outcome import Phase
-from autotune.rank.hooks.base import Context, batch_of, first_tensor, padded, sizes_of
+from autotune.rank.hooks.base import Context, batch_of, first_tensor, pad_to, sizes_of
 from autotune.rank.hooks.config import kept_configs, merged, note_own, with_candidate
 from autotune.rank.hooks.transformers import make_folder
 from autotune.rank.versions import backward_prologue
@@ -95,7 +95,7 @@ def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, *
             _give_config(given, changed, through_args)
         made = _build(context, original, **given)
         watch(context, made[0], _steps, functools.partial(stepped, context, take=functools.partial(_take, context)))
-        stand(context, made[0], config, given.get("optimizer"))
+        register_later_engine(context, made[0], config, given.get("optimizer"))
         return made
     try:
         return _made(context, original, given, config, through_args)
@@ -223,12 +223,12 @@ def _watched(
         trace = context.trace
         if phase is Phase.FORWARD:
             if context.script.worst_case:
-                kwargs = padded(args, kwargs, _longest_tokens(context))
+                kwargs = pad_to(args, kwargs, _longest_tokens(context))
             _see(context, engine.module, args, kwargs)
         else:
             _count_pending(context)
             if phase is Phase.BACKWARD:
-                trained(context)
+                note_backward(context)
                 if trace is not None:
                     loss, scaled = _loss_of(args, kwargs)
                     trace.backward(engine, loss, scaled=scaled)
@@ -357,7 +357,7 @@ def _longest_tokens(context: Context) -> int:
 def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
     """Return facts about the script's engine for the tuner.
 
-    `trained` lists the elements of each trained parameter, and `frozen` sums the elements of all others.
+    `note_backward` lists the elements of each trained parameter, and `frozen` sums the elements of all others.
 
     Args:
         optimizer: the optimizer that the script made itself, or None.
@@ -450,13 +450,13 @@ def is_early(context: Context) -> bool:
     return context.engine is None and len(context.earlier) < int(context.script.profile.get(EARLIER, 0))
 
 
-def stand(context: Context, engine: Any, config: dict[str, Any], optimizer: Any) -> None:
+def register_later_engine(context: Context, engine: Any, config: dict[str, Any], optimizer: Any) -> None:
     """Register an engine that was made after the current choice."""
     if context.candidate is None:
         context.rivals.append(OtherEngine(engine, copy.deepcopy(config), optimizer, late=context.trained_steps > 0))
 
 
-def trained(context: Context) -> None:
+def note_backward(context: Context) -> None:
     """Record a backward of the engine that trains: other engines then alternate with it."""
     context.trained = True
     for rival in context.rivals:

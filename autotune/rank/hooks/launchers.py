@@ -16,7 +16,7 @@ from autotune.errors import Unusable, UserError
 from autotune.rank.hooks import accelerate
 from autotune.rank.hooks.base import Context
 from autotune.rank.measure import ACCELERATE_MODULE, run_target
-from autotune.rank.versions import imported
+from autotune.rank.versions import import_or_none
 from autotune.script.command_line import ACCELERATE, DEEPSPEED, TORCHRUN, CommandLine, take_apart
 from autotune.script.script import line_of
 
@@ -216,7 +216,7 @@ def install_spawning(context: Context) -> None:
     # the function `spawn` hides the module of that name
     for owner in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
         context.patches.wrap(owner, "start_processes", start_processes)
-    if (launchers := imported("accelerate", "launchers")) is None:
+    if (launchers := import_or_none("accelerate", "launchers")) is None:
         return
 
     def notebook_launcher(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH
 from autotune.rank.checkpoints import model_states
 from autotune.rank.hooks.base import Context
-from autotune.rank.versions import imported
+from autotune.rank.versions import import_or_none
 from autotune.script.argument_files import output_folder
 
 # -- transformers ------------------------------------------------------------------------------------------------------
@@ -25,7 +25,7 @@ def install(context: Context) -> None:
 
     Does nothing if transformers cannot be imported.
     """
-    arguments_class = imported("transformers", "TrainingArguments")
+    arguments_class = import_or_none("transformers", "TrainingArguments")
     if arguments_class is None:
         return
 
@@ -43,7 +43,7 @@ def install(context: Context) -> None:
         return state
 
     context.patches.wrap(arguments_class, "__post_init__", post_init)
-    context.patches.wrap(imported("transformers", "TrainerState"), "load_from_json", load_state)
+    context.patches.wrap(import_or_none("transformers", "TrainerState"), "load_from_json", load_state)
 
 
 def _fill(context: Context, arguments: Any) -> None:
@@ -102,7 +102,7 @@ _UNLIMITED_TOKENS = 10**6  # a tokenizer without a limit names a far larger numb
 
 def install_tokenizers(context: Context) -> None:
     """Add the limit of every new tokenizer to `context.allowed_tokens`. Do nothing without transformers."""
-    base = imported("transformers", "PreTrainedTokenizerBase")
+    base = import_or_none("transformers", "PreTrainedTokenizerBase")
     if base is None:
         return
 
@@ -124,7 +124,7 @@ def install_tokenizers(context: Context) -> None:
 
 def install_saving(context: Context) -> None:
     """Hook accelerate if the context is quiet; see `keep_trainer_from_saving` for Trainer."""
-    if not context.quiet or (accelerator_class := imported("accelerate", "Accelerator")) is None:
+    if not context.quiet or (accelerator_class := import_or_none("accelerate", "Accelerator")) is None:
         return
 
     def save_state(original: Callable[..., Any], accelerator: Any, output_dir: Any = None, *_: Any, **__: Any) -> Any:
@@ -163,8 +163,8 @@ def keep_trainer_from_saving(context: Context) -> None:
     def nothing(original: Callable[..., Any], /, *_: Any, **__: Any) -> None:
         """Replace methods that write or upload a checkpoint."""
 
-    context.patches.wrap(imported("transformers.trainer_callback", "CallbackHandler"), "call_event", call_event)
-    trainer_class = imported("transformers", "Trainer")
+    context.patches.wrap(import_or_none("transformers.trainer_callback", "CallbackHandler"), "call_event", call_event)
+    trainer_class = import_or_none("transformers", "Trainer")
     for name, silent in (("save_model", save_model), ("_save_checkpoint", nothing), ("push_to_hub", nothing)):
         if hasattr(trainer_class, name):
             context.patches.wrap(trainer_class, name, silent)
@@ -216,7 +216,7 @@ def install_resuming(context: Context) -> None:
         return original(engine, load_dir, tag, *args, **kwargs)
 
     context.patches.wrap(DeepSpeedEngine, "load_checkpoint", load_checkpoint)
-    if (accelerator := imported("accelerate", "Accelerator")) is not None:
+    if (accelerator := import_or_none("accelerate", "Accelerator")) is not None:
         context.patches.wrap(accelerator, "load_state", lambda original, *args, **kwargs: None)
 
 
@@ -232,7 +232,7 @@ def keep_trainer_from_resuming(context: Context, arguments: Any) -> None:
     ) -> Any:
         return original(trainer, None, *args, **kwargs)
 
-    context.patches.wrap(imported("transformers", "Trainer"), "train", train)
+    context.patches.wrap(import_or_none("transformers", "Trainer"), "train", train)
 
 
 def _found(engine: Any, folder: Path, tag: Any) -> tuple[str, dict[str, Any]] | None:

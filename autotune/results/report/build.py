@@ -26,17 +26,17 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.problem.space import SearchSpace
 from autotune.results.console import (
+    batch_size_note,
     code_legend,
     config_sentence,
+    missing_memory,
     no_winner_lines,
     own_line,
-    short_of,
     shortened,
     train_with,
-    unlike_steps,
 )
 from autotune.results.export import deepspeed_config, environment_of, lossy_settings, needs, slice_line
-from autotune.results.report.knob_effects import judged, shown, what_mattered
+from autotune.results.report.knob_effects import effects_of_knobs, judge_candidates, value_text
 from autotune.results.report.model import (
     Accuracy,
     Bar,
@@ -115,7 +115,7 @@ def study_report(
         memory=tuple(memory_bars(name, one, records, broken_down, hardware) for name, one in shown_memory.items()),
         map=memory_map(by_candidate, candidates, hardware, predictor),
         clock=_clock(store, records),
-        mattered=what_mattered(
+        mattered=effects_of_knobs(
             winner.candidate if winner else None,
             _searched_alike(records),
             {candidate: _telling(found) for candidate, found in by_candidate.items()},
@@ -223,7 +223,7 @@ def _knobs(candidates: Sequence[Candidate]) -> tuple[tuple[str, ...], tuple[tupl
         values[name] = {candidate.get(name) for candidate in having}
     constant = {name: next(iter(found)) for name, found in values.items() if len(found) == 1}
     varying = tuple(name for name in sorted(values) if name not in constant)
-    return varying, tuple((name, shown(value)) for name, value in sorted(constant.items()) if value is not None)
+    return varying, tuple((name, value_text(value)) for name, value in sorted(constant.items()) if value is not None)
 
 
 # -- the verdict -----------------------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def _gains(facts: StudyFacts, job: Job) -> tuple[MeasuredGain, ...]:
     found: list[MeasuredGain] = []
     if facts.own is not None and facts.own_ratio is not None and facts.winner is not None:
         own = facts.own.candidate
-        found.append(_gain(AS_IS, own, facts.own_ratio, unlike_steps(own, facts.winner.candidate, job)))
+        found.append(_gain(AS_IS, own, facts.own_ratio, batch_size_note(own, facts.winner.candidate, job)))
     if (rival := facts.next_best) is not None:
         beyond = " that is not tied" if facts.tied else ""
         found.append(_gain(f"the next best{beyond}", rival.candidate, rival.ratio))
@@ -526,7 +526,7 @@ def memory_bars(
     elif out := [o for o in mine if o.kind.is_oom]:
         needed = float(out[-1].device_capacity_bytes or hardware.capacity_bytes)
         parts = (("all there was", needed), ("more that was asked for", float(out[-1].missing_bytes or 0)))
-        bars.append(Bar("measured", parts, short_of(out[-1], hardware)))
+        bars.append(Bar("measured", parts, missing_memory(out[-1], hardware)))
     if measured and (resumed_bytes := resumed_peak_bytes(list(records), candidate)) is not None:
         note = "once, while it resumes from a checkpoint"
         if resumed_bytes > hardware.ceiling_bytes:
@@ -537,11 +537,14 @@ def memory_bars(
 
 def predicted_bar(one: Prediction, hardware: Hardware) -> Bar:
     """Return the predicted memory at its peak by content."""
-    notes = [f"highest in {one.moment}", given_back(one.peak_bytes, one.needed_bytes, hardware.ceiling_bytes)]
+    notes = [
+        f"highest in {one.moment}",
+        reclaimed_memory_note(one.peak_bytes, one.needed_bytes, hardware.ceiling_bytes),
+    ]
     return Bar("predicted", tuple((n, s) for n, s in one.memory.items() if s > 0), "; ".join(filter(None, notes)))
 
 
-def given_back(peak_bytes: float, needed_bytes: float, ceiling_bytes: int) -> str:
+def reclaimed_memory_note(peak_bytes: float, needed_bytes: float, ceiling_bytes: int) -> str:
     """Explain why a config fits although its peak is above the ceiling; empty otherwise."""
     if not needed_bytes <= ceiling_bytes < peak_bytes:
         return ""
@@ -626,12 +629,14 @@ def memory_map(
     }
     known = _judged(asked, trials, hardware, predictor)
     known |= {place: square for place, found in tried.items() if (square := _of_trials(found)) is not None}
-    cut_short = Square(Cell.UNKNOWN, told="tried, but the trial was cut short or failed by no fault of the config")
+    cut_short = Square(Cell.UNKNOWN, tooltip="tried, but the trial was cut short or failed by no fault of the config")
     known = {**dict.fromkeys(tried, cut_short), **known}
     rows = sorted(
         {row for row, _ in places}, key=lambda row: (*row[:2], row[2] != "none", row[2], row[3] != "none", row[3])
     )
-    nothing = Square(Cell.NONE if candidates else Cell.UNKNOWN, told="not in the space" if candidates else "not tried")
+    nothing = Square(
+        Cell.NONE if candidates else Cell.UNKNOWN, tooltip="not in the space" if candidates else "not tried"
+    )
     named = [(_row_name(row), tuple(known.get((row, size), nothing) for size in columns)) for row in rows]
     told = [row for row in named if any(square.cell not in (Cell.UNKNOWN, Cell.NONE) for square in row[1])] or named
     notes = (
@@ -686,7 +691,7 @@ def _judged(
     if not flat:
         return {}
     ran_out = [c for c, found in trials.items() if any(trial.lacks_memory_on(hardware) for trial in found)]
-    known = judged(flat, ran_out, hardware, predictor)
+    known = judge_candidates(flat, ran_out, hardware, predictor)
     squares: dict[_Place, Square] = {}
     at = 0
     for place, found in asked.items():
@@ -695,10 +700,10 @@ def _judged(
         free = [i for i in mine if known.cells[i] is not Cell.RULED_OUT]
         if not free:
             why = f"needs no less memory than {known.culprits[found[0]]}, which ran out"
-            squares[place] = Square(Cell.RULED_OUT, told=f"not tried: {why}")
+            squares[place] = Square(Cell.RULED_OUT, tooltip=f"not tried: {why}")
             continue
         if known.table is None:
-            squares[place] = Square(Cell.UNKNOWN, told="not tried")
+            squares[place] = Square(Cell.UNKNOWN, tooltip="not tried")
             continue
         fitting = [i for i in free if known.cells[i] is Cell.PREDICTED]
         sizes = known.table.needed  # the allocator returns further cached blocks before an OOM
@@ -706,7 +711,7 @@ def _judged(
         size = float(sizes[least])
         what = "main memory" if not fitting and known.over_host[least] else f"{format_bytes(size)} needed at least"
         cell = Cell.PREDICTED if fitting else Cell.TOO_MUCH
-        squares[place] = Square(cell, size, told=f"{cell.value} ({what})")
+        squares[place] = Square(cell, size, tooltip=f"{cell.value} ({what})")
     return squares
 
 

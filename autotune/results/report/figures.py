@@ -284,7 +284,7 @@ def unit_of(axis: Axis) -> float:
     return GIB if axis.name.endswith("(GiB)") else MIB
 
 
-def look(trial: Trial) -> tuple[str, str]:
+def marker_style(trial: Trial) -> tuple[str, str]:
     """Return (shape, classes): shape and colour show the stage, hollow marks offload, a cross marks a failure.
 
     A trial that cannot win, or is not compared with the winner, is faded.
@@ -331,12 +331,12 @@ def speed_against_memory(report: StudyReport) -> Markup | None:
     front = _front([t for t in ran if not t.remark])
     plot.steps([((t.peak_bytes or 0) / unit, t.tokens_per_second or 0) for t in front], "front")
     for trial in out:
-        shape, classes = look(trial)
+        shape, classes = marker_style(trial)
         plot.mark(shape, needed[trial.number] / unit, None, classes, trial.number)
     winner = report.verdict.winner
     # the winner comes last, so that nothing covers it
     for trial in sorted(ran, key=lambda t: (not t.remark, winner is not None and t.number == winner.number)):
-        shape, classes = look(trial)
+        shape, classes = marker_style(trial)
         plot.mark(shape, (trial.peak_bytes or 0) / unit, trial.tokens_per_second, classes, trial.number)
     if winner is not None and winner.peak_bytes:
         plot.mark("ring", winner.peak_bytes / unit, winner.tokens_per_second, "winner")
@@ -386,7 +386,7 @@ def over_time(report: StudyReport) -> Markup | None:
     at, best, front = 0.0, 0.0, [(0.0, 0.0)]
     for trial in shown:
         end = at + trial.seconds
-        shape, classes = look(trial)
+        shape, classes = marker_style(trial)
         speed = trial.tokens_per_second
         if speed is not None:
             plot.line(at / unit, speed, end / unit, speed, f"took {classes}", trial.number)
@@ -430,7 +430,7 @@ def predicted_against_measured(report: StudyReport) -> list[Markup]:
         plot.line(x.low, y.low, x.high, y.high, "diagonal")
         unit = unit_of(x) if name == "memory" else 1.0
         for trial, measured, predicted in pairs:
-            shape, classes = look(trial)
+            shape, classes = marker_style(trial)
             plot.mark(shape, measured / unit, predicted / unit, classes, trial.number)
         made.append(plot.html())
     return made

@@ -33,7 +33,7 @@ from autotune.results.plan import (
     cards_table,
     chunked_loss_line,
     comparison_table,
-    fewest,
+    fewest_gpus,
     gain_rows,
     limits,
     loading_line,
@@ -44,9 +44,9 @@ from autotune.results.plan import (
     ways_table,
 )
 from autotune.results.report import figures
-from autotune.results.report.build import given_back, predicted_bar
+from autotune.results.report.build import predicted_bar, reclaimed_memory_note
 from autotune.results.report.figures import Axis, Plot, size_axis, unit_of
-from autotune.results.report.knob_effects import shown
+from autotune.results.report.knob_effects import value_text
 from autotune.results.report.model import Bars, Cell, StudyReport, Trial, TrialPrediction
 from autotune.util.files import cannot_write, write_atomically
 from autotune.util.streams import printable
@@ -82,7 +82,7 @@ def _environment() -> jinja2.Environment:
         "size": format_bytes,
         "duration": format_duration,
         "tokens": figures.tokens,
-        "shown": shown,
+        "shown": value_text,
         "knob": knob_words,
         "letter": figures.letter,
         "hold": figures.hold,
@@ -285,7 +285,7 @@ def plan_report(plans: list[Plan]) -> PlanReport:
         plans=tuple(_card(plan) for plan in plans),
         memory=tuple(bars for plan in plans for bars in _memory(plan, several)),
         cards=comparison_table(plans) if several else cards_table(first),
-        fewest=f"Fewest {first.own.gpu}: {fewest(first.own)}." if first.own else "",
+        fewest=f"Fewest {first.own.gpu}: {fewest_gpus(first.own)}." if first.own else "",
         data=[plan.to_json() for plan in plans] if several else first.to_json(),
     )
 
@@ -312,7 +312,7 @@ def _card(plan: Plan) -> Card:
         )
     one = outlook.prediction
     lines = [f"limited by {limits(one)}"]
-    lines += filter(None, [given_back(one.peak_bytes, one.needed_bytes, hardware.ceiling_bytes)])
+    lines += filter(None, [reclaimed_memory_note(one.peak_bytes, one.needed_bytes, hardware.ceiling_bytes)])
     if hardware.reserve_bytes:
         free_bytes = hardware.capacity_bytes - one.peak_bytes
         lines.append(f"weight sync: {sync_note(outlook.job, one.candidate.stage, free_bytes)}")

@@ -50,7 +50,7 @@ def value_of(candidate: Candidate, knob: str) -> Value:
     return candidate.micro_batch if knob == TRADED else candidate.as_dict.get(knob, "none")
 
 
-def shown(value: Value) -> str:
+def value_text(value: Value) -> str:
     """Format a knob's value for tables."""
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -75,7 +75,7 @@ def paired(measured: Measured) -> tuple[KnobPair, ...]:
         made.append(
             KnobPair(
                 knob,
-                f"{shown(before)} → {shown(after)}",
+                f"{value_text(before)} → {value_text(after)}",
                 len(differences),
                 statistics.median(speeds),
                 (min(speeds), max(speeds)),
@@ -139,9 +139,9 @@ def steps_around(
     known = None
     if predictor and untried:
         ran_out = [candidate for candidate, trial in trials.items() if trial.lacks_memory_on(predictor.hardware)]
-        known = judged([winner, *untried], ran_out, predictor.hardware, predictor)
+        known = judge_candidates([winner, *untried], ran_out, predictor.hardware, predictor)
     for candidate, knob in near.items():
-        change = f"{shown(value_of(winner, knob))} → {shown(value_of(candidate, knob))}"
+        change = f"{value_text(value_of(winner, knob))} → {value_text(value_of(candidate, knob))}"
         trial = trials.get(candidate)
         if trial is not None:
             one = measured.get(candidate)
@@ -214,7 +214,7 @@ def basin(steps: Sequence[Step]) -> str:
     return f"{shape}: {count}"
 
 
-def what_mattered(
+def effects_of_knobs(
     winner: Candidate | None,
     measured: Measured,
     trials: Mapping[Candidate, Trial],
@@ -245,7 +245,7 @@ class JudgedCandidates:
     over_host: tuple[bool, ...]  # main memory is too small
 
 
-def judged(
+def judge_candidates(
     candidates: Sequence[Candidate], ran_out: Collection[Candidate], hardware: Hardware, predictor: Predictor | None
 ) -> JudgedCandidates:
     """Judge candidates without a trial.

@@ -154,7 +154,7 @@ class Square:
     cell: Cell
     bytes_low: float | None = None  # smallest measured or predicted bytes of its candidates
     phases: tuple[str, ...] = ()  # phases of the trials that ran out of memory
-    told: str = ""  # tooltip
+    tooltip: str = ""
     trials: tuple[int, ...] = ()
 
 

@@ -5,7 +5,8 @@
 
 Every usable row of trust A and B becomes a Job, Hardware and Candidate (`readers.py`, and a reader a source in
 `sources.py`), first without calibration and then after the first row of each source has calibrated the predictor.
-`--csv` takes another table in the same columns. Models are traced once and cached; the first run takes about 15 minutes.
+Steps of our own trials on GPUs (`trials.py`) are rows, too. `--csv` takes another table in the same columns. Models are
+traced once and cached; the first run takes about 15 minutes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if not __package__:  # started by its path: benchmarks import each other from th
 from autotune.errors import UserError
 from autotune.predict.what_if import JobKind
 from benchmarks.common import command_line, parse, print_table, write_json
+from benchmarks.predict.published.error import transfer
 from benchmarks.predict.published.readers import Case
 from benchmarks.predict.published.rows import Row, read_table
 from benchmarks.predict.published.scores import (
@@ -39,6 +41,7 @@ from benchmarks.predict.published.scores import (
     uncalibrated,
 )
 from benchmarks.predict.published.sources import read, source_of
+from benchmarks.predict.published.trials import OWN, own_trials
 from benchmarks.predict.published.words import DATA, LeftOut, Unreadable
 
 TABLES = sorted(DATA.glob("*.csv"))
@@ -270,10 +273,12 @@ def judge(arguments: argparse.Namespace, rows: Sequence[Row]) -> list[str]:
     """Prints and writes what is asked for; a line for each row that nobody could read."""
     rows = [row for row in rows if arguments.source.lower() in source_of(row).name.lower()]
     cases, left, unreadable = cases_in(rows)
+    if not arguments.csv:
+        cases += [case for case in own_trials() if arguments.source.lower() in source_of(case.row).name.lower()]
     cases = [case for case in cases if arguments.kind in (None, kind_of(case))]
     if arguments.small:
         cases = cases[:SMALL_ROWS]
-    cases, untraceable = traced(cases, told=_told)
+    cases, untraceable = traced(cases, on_traced=_told)
     cases, unpredicted = predictable(cases)
     for case, why in untraceable + unpredicted:
         left[source_of(case.row).name, why] += 1
@@ -295,6 +300,8 @@ def judge(arguments: argparse.Namespace, rows: Sequence[Row]) -> list[str]:
         "left_out": [{"source": name, "why": why, "rows": n} for (name, why), n in sorted(left.items())],
     }
     later = {id(one.case): one for one in after}
+    if own := [case for case in cases if case.row.source.startswith(OWN)]:
+        result["transfer"] = transfer(own)
     result["rows"] = [as_json(one, later.get(id(one.case))) for one in before]
     write_json(arguments.json, result)
     return unreadable

@@ -53,11 +53,11 @@ class Scored:
 
 
 def traced(
-    cases: Sequence[Case], told: Callable[[int, int], None] | None = None
+    cases: Sequence[Case], on_traced: Callable[[int, int], None] | None = None
 ) -> tuple[list[Case], list[tuple[Case, str]]]:
     """(cases whose model can be traced or estimated, why of the others)."""
     with contextlib.suppress(Exception):  # what it cannot trace `_trace` meets again, a row at a time
-        trace_jobs([(case.job, case.loss) for case in cases], told)
+        trace_jobs([(case.job, case.loss) for case in cases], on_traced)
     good, bad = [], []
     for case in cases:
         try:

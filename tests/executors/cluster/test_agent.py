@@ -12,7 +12,7 @@ from typing import get_args
 import psutil
 import pytest
 
-from autotune.errors import MachineTrouble, Stopped, UserError
+from autotune.errors import MachineError, Stopped, UserError
 from autotune.executors.cluster import agent as surveys
 from autotune.executors.cluster import cluster as clusters
 from autotune.executors.cluster import rpc as wires
@@ -43,7 +43,7 @@ class Pipe:
         return [*self.before, *agent_words()]
 
     def complaint(self, node: str, failure: NoGreeting) -> str:
-        return f"{failure}: {failure.said} {failure.log}"
+        return f"{failure}: {failure.received} {failure.log}"
 
 
 class Spread:
@@ -210,7 +210,7 @@ def test_a_node_that_does_not_come_back_is_the_machines_trouble(
     wait_until(lambda: cluster.broken, "the node to be lost")
     assert not cluster.is_shared_path(Path("/"))
     cluster.transport = Pipe("sh", "-c", "echo down for maintenance >&2; exit 1")
-    with pytest.raises(MachineTrouble, match=r"n2: .*down for maintenance; the study goes on with the same command"):
+    with pytest.raises(MachineError, match=r"n2: .*down for maintenance; the study goes on with the same command"):
         cluster.reconnect()
     cluster.transport = Pipe()
     cluster.cancelled = lambda: True

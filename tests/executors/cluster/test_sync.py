@@ -20,7 +20,7 @@ from autotune.errors import UserError
 from autotune.executors.cluster import rpc as wires
 from autotune.executors.cluster.cluster import Cluster, NodeRequirements
 from autotune.executors.cluster.rpc import AgentConnection, NoGreeting
-from autotune.executors.cluster.sync import Deposit, PathMap, has_identical_files, parcel_of
+from autotune.executors.cluster.sync import PathMap, ReceivedFolder, has_identical_files, sync_manifest
 from autotune.executors.cluster.transports import BOOT, PACKAGE, Host, preamble
 from tests.conftest import SCRIPTS, wait_until
 from tests.executors.cluster.hosts import HIDDEN, Hosts
@@ -51,7 +51,7 @@ def project(folder: Path) -> Path:
 
 
 def test_what_is_sent_and_what_is_left_out(tmp_path: Path) -> None:
-    made = parcel_of(project(tmp_path / "proj"))
+    made = sync_manifest(project(tmp_path / "proj"))
     assert sorted(made.files) == ["conf/ds.json", "lib/data.py", "run.sh", "train.py"]
     assert made.links == {"data": "/shared/data"}
     assert made.left_out == [".git", "env", "runs"]
@@ -67,7 +67,7 @@ def test_a_folder_with_data_is_refused_with_what_is_large(tmp_path: Path) -> Non
         UserError,
         match=r"--sync: .*proj has .* \(corpus/ .*, and at most .* are sent\. Keep data where all nodes see it",
     ):
-        parcel_of(folder, most_bytes=4096)
+        sync_manifest(folder, most_bytes=4096)
 
 
 def test_links_are_sent_as_links_and_those_that_lead_out_are_named(tmp_path: Path) -> None:
@@ -82,12 +82,12 @@ def test_links_are_sent_as_links_and_those_that_lead_out_are_named(tmp_path: Pat
         "lib/out": "../..",
     }.items():
         (folder / name).symlink_to(target)
-    made = parcel_of(folder)
+    made = sync_manifest(folder)
     assert has_identical_files(made.manifest)
     assert str(made).endswith(
         "; links whose targets are not sent: common -> ../common, data -> /shared/data, lib/out -> ../.."
     )
-    Deposit(place).unpack(made.archive)
+    ReceivedFolder(place).unpack(made.archive)
     assert (place / "again").read_text() == (place / "conf" / "up" / "data.py").read_text() == "of lib/data.py"
     assert os.readlink(place / "common") == "../common"
     assert not (place / "common").exists()
@@ -98,17 +98,20 @@ def test_any_name_of_a_file_arrives(tmp_path: Path, name: str) -> None:
     folder, place = tmp_path / "proj", tmp_path / "node" / "proj"
     (folder / "sub").mkdir(parents=True)
     (folder / "sub" / name).write_text("text")
-    made = parcel_of(folder)
-    Deposit(place).unpack(made.archive)
+    made = sync_manifest(folder)
+    ReceivedFolder(place).unpack(made.archive)
     assert (place / "sub" / name).read_text() == "text"
     assert has_identical_files(made.manifest)
 
 
 def test_without_rsync_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = parcel_of(project(tmp_path / "proj"))
+    made = sync_manifest(project(tmp_path / "proj"))
     assert made.archive
     monkeypatch.setenv("PATH", str(tmp_path))
-    for use in (lambda: parcel_of(tmp_path / "proj"), lambda: Deposit(tmp_path / "node").unpack(made.archive)):
+    for use in (
+        lambda: sync_manifest(tmp_path / "proj"),
+        lambda: ReceivedFolder(tmp_path / "node").unpack(made.archive),
+    ):
         with pytest.raises(UserError, match=r"^--sync needs rsync, which is not installed\. Install it: "):
             use()
 
@@ -119,7 +122,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     if os.access(folder / "train.py", os.R_OK):
         pytest.skip("root reads any file")
     with pytest.raises(UserError, match=r"^--sync: .*train\.py.*Permission denied"):
-        parcel_of(folder)
+        sync_manifest(folder)
 
 
 def test_a_home_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +134,8 @@ def test_a_home_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             UserError,
             match=r"--sync: \S+ is or contains your home folder.*\. Call autotune from the folder of the code",
         ):
-            parcel_of(folder)
-    assert len(parcel_of(tmp_path / "home" / "me" / "proj").files) == 4
+            sync_manifest(folder)
+    assert len(sync_manifest(tmp_path / "home" / "me" / "proj").files) == 4
 
 
 def test_logins_are_not_sent_and_secrets_are_named(tmp_path: Path) -> None:
@@ -143,7 +146,7 @@ def test_logins_are_not_sent_and_secrets_are_named(tmp_path: Path) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("secret")
     (folder / "keys").symlink_to(folder.parent / ".ssh")
-    made = parcel_of(folder)
+    made = sync_manifest(folder)
     assert not {name for name in made.files if name.startswith((".ssh", ".aws", ".git", ".pgpass", "keys"))}
     assert "conf/.netrc" not in made.files
     assert set(secrets) <= made.files.keys()
@@ -154,9 +157,9 @@ def test_logins_are_not_sent_and_secrets_are_named(tmp_path: Path) -> None:
 
 def test_it_arrives_as_it_was_and_goes_again(tmp_path: Path) -> None:
     folder, place = project(tmp_path / "proj"), tmp_path / "node" / "proj"
-    made = parcel_of(folder)
+    made = sync_manifest(folder)
     assert has_identical_files(made.manifest)
-    deposit = Deposit(place)
+    deposit = ReceivedFolder(place)
     assert deposit.unpack(made.archive) == []
     assert {path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir()} == {
         *made.files,
@@ -183,8 +186,8 @@ def test_what_a_training_wrote_outlives_what_is_sent_next(tmp_path: Path, killed
     (folder / "out").mkdir()
     (folder / "out" / "latest").write_text("global_step100")
     (folder / "old.py").write_text("gone later")
-    first = parcel_of(folder)
-    agent = Deposit(place)
+    first = sync_manifest(folder)
+    agent = ReceivedFolder(place)
     agent.unpack(first.archive)
     (place / "out" / "latest").write_text("global_step900")
     (place / "out" / "loss.txt").write_text("of the node")
@@ -198,8 +201,8 @@ def test_what_a_training_wrote_outlives_what_is_sent_next(tmp_path: Path, killed
     (folder / "train.py").write_text("edited here")
     (folder / "old.py").unlink()
     for _ in range(2):
-        made = parcel_of(folder)
-        agent = Deposit(place)
+        made = sync_manifest(folder)
+        agent = ReceivedFolder(place)
         assert agent.unpack(made.archive) == ["last/new.txt", "out/latest", "out/loss.txt"]
         assert (place / "out" / "latest").read_text() == "global_step900"
         assert (place / "out" / "loss.txt").read_text() == "of the node"
@@ -216,20 +219,20 @@ def test_a_link_that_was_sent_becomes_a_folder_and_a_link_again(tmp_path: Path) 
     (tmp_path / "theirs").mkdir()
     (folder / "data").mkdir(parents=True)
     (folder / "data" / "x.py").write_text("sent")
-    as_folder = parcel_of(folder)
+    as_folder = sync_manifest(folder)
     assert as_folder.archive
     shutil.rmtree(folder / "data")
     (folder / "data").symlink_to("/shared/data")
-    as_link = parcel_of(folder)
+    as_link = sync_manifest(folder)
     for made in (as_link, as_folder, as_link):
-        assert Deposit(place).unpack(made.archive) == []
+        assert ReceivedFolder(place).unpack(made.archive) == []
         assert (place / "data").is_symlink() == (made is as_link)
 
 
 @pytest.mark.parametrize("change", ["edited", "gone", "another link"])
 def test_a_node_that_has_something_else_is_sent_it(tmp_path: Path, change: str) -> None:
     folder = project(tmp_path / "proj")
-    manifest = parcel_of(folder).manifest
+    manifest = sync_manifest(folder).manifest
     if change == "another link":
         (folder / "data").unlink()
         (folder / "data").symlink_to("/elsewhere")
@@ -365,7 +368,7 @@ def test_a_folder_that_a_node_has_not(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_PLACE", str(tmp_path / "proj" / "hub"))
     folder, said = project(tmp_path / "proj"), []
-    made = parcel_of(folder)
+    made = sync_manifest(folder)
     assert made.archive
     folder.rename(tmp_path / "elsewhere")
     requirements = NodeRequirements(
@@ -390,7 +393,7 @@ def test_a_node_without_rsync_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     words = ["env", f"PATH={tmp_path}", sys.executable, "-c", BOOT]
     monkeypatch.setattr(Booted, "command", lambda self, node: words)
     folder = project(tmp_path / "proj")
-    made = parcel_of(folder)
+    made = sync_manifest(folder)
     assert made.archive
     folder.rename(tmp_path / "elsewhere")
     requirements = NodeRequirements("cpu", path=str(folder), parcels=(made,), preamble=preamble(PACKAGE))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import UserError
-from autotune.executors.cluster.transports import Host, evenly, read_hostfile
+from autotune.executors.cluster.transports import Host, evenly_filled_hosts, read_hostfile
 
 
 def written(folder: Path, text: str) -> Path:
@@ -122,14 +122,14 @@ def of(*slots: int) -> list[Host]:
 
 
 def test_as_many_of_each() -> None:
-    assert [host.slots for host in evenly(of(4, 4), None, None, "h")] == [(0, 1, 2, 3)] * 2
-    assert [host.slots for host in evenly(of(4, 8, 8), 2, 2, "h")] == [(0, 1)] * 2
+    assert [host.slots for host in evenly_filled_hosts(of(4, 4), None, None, "h")] == [(0, 1, 2, 3)] * 2
+    assert [host.slots for host in evenly_filled_hosts(of(4, 8, 8), 2, 2, "h")] == [(0, 1)] * 2
     with pytest.raises(UserError, match="n0 has 4 slots and n1 8; autotune takes as many of each: --gpus 4 takes"):
-        evenly(of(4, 8), None, None, "h")
+        evenly_filled_hosts(of(4, 8), None, None, "h")
     with pytest.raises(UserError, match="--gpus 5: n0 has 4 slots; give 1 to 4"):
-        evenly(of(4, 8), None, 5, "h")
+        evenly_filled_hosts(of(4, 8), None, 5, "h")
     with pytest.raises(UserError, match="--nodes 3: h has 2 hosts; give 1 to 2"):
-        evenly(of(4, 8), 3, None, "h")
+        evenly_filled_hosts(of(4, 8), 3, None, "h")
 
 
 @given(st.text(max_size=60))

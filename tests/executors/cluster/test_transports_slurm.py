@@ -153,7 +153,7 @@ def test_the_storage_goes_with_the_job_and_not_into_its_file(
 
     environments: list[str | None] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autotune.commands.slurm_submit.asked", sbatch)
+    monkeypatch.setattr("autotune.commands.slurm_submit.slurm_output", sbatch)
     monkeypatch.setenv("AUTOTUNE_STORAGE", "postgresql://joe:exported@host/db")
     monkeypatch.setenv("SBATCH_EXPORT", "NONE")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
@@ -170,7 +170,7 @@ def test_the_storage_goes_with_the_job_and_not_into_its_file(
 
 def test_which_nodes_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"scontrol": "n1\nn2\n", "squeue": "1-02:03:04\n"}
-    monkeypatch.setattr(transports, "asked", lambda *words: answers[words[0]])
+    monkeypatch.setattr(transports, "slurm_output", lambda *words: answers[words[0]])
     allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
     assert in_allocation(allocation)
     assert not in_allocation({"SLURM_JOB_ID": "7"})
@@ -191,7 +191,7 @@ def test_which_nodes_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_machine_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(UserError, match="--executor slurm: no sbatch on this machine"):
-        transports.asked("sbatch")
+        transports.slurm_output("sbatch")
 
 
 def test_what_srun_says() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autotune.errors import Unusable
-from autotune.rank.hooks.base import batch_of, padded, sizes_of
+from autotune.rank.hooks.base import batch_of, pad_to, sizes_of
 
 MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
@@ -120,7 +120,7 @@ def test_one_row_whose_sequences_are_told_apart_is_packed(kwargs: dict[str, Any]
 
 def test_padding_is_computed_and_not_learnt() -> None:
     batch = {"input_ids": IDS, "labels": IDS, "attention_mask": 0 * IDS, "weight": torch.ones(3), "name": "x"}
-    found = padded((), batch, 9)
+    found = pad_to((), batch, 9)
     assert {name: found[name][0, 7:].tolist() for name in ("input_ids", "labels", "attention_mask")} == {
         "input_ids": [0, 0],
         "labels": [-100, -100],
@@ -128,7 +128,7 @@ def test_padding_is_computed_and_not_learnt() -> None:
     }
     assert (found["input_ids"][:, :7] == IDS).all()
     assert found["weight"] is batch["weight"]
-    assert padded((), batch, 7) == padded((), batch, 5) == batch, "as long as it is, or longer"
+    assert pad_to((), batch, 7) == pad_to((), batch, 5) == batch, "as long as it is, or longer"
 
 
 @pytest.mark.parametrize(
@@ -143,4 +143,4 @@ def test_padding_is_computed_and_not_learnt() -> None:
 )
 def test_what_cannot_be_padded(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int, says: str) -> None:
     with pytest.raises(Unusable, match=says):
-        padded(args, kwargs, longest)
+        pad_to(args, kwargs, longest)

@@ -233,7 +233,7 @@ def test_the_map_tells_what_is_needed_not_what_the_card_has() -> None:
     assert square.cell is Cell.TOO_MUCH
     assert square.bytes_low == one.needed_bytes
     assert predictor.hardware.ceiling_bytes < one.needed_bytes < predictor.hardware.capacity_bytes
-    assert f"{format_bytes(one.needed_bytes)} needed at least" in square.told
+    assert f"{format_bytes(one.needed_bytes)} needed at least" in square.tooltip
 
 
 def test_a_plan_says_why_a_peak_above_the_ceiling_fits() -> None:
