@@ -540,7 +540,7 @@ def script_text(script: Script) -> str | None:
 
 def under_lightning(script: Script) -> bool:
     """Check that Lightning trains: the probe run showed it; before that, the script's text imports it."""
-    if "micro_batch" in script.profile:
+    if script.profile.get("lightning") or "micro_batch" in script.profile:
         return bool(script.profile.get("lightning"))
     return _LIGHTNING.search(script_text(script) or "") is not None
 
