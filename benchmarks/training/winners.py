@@ -29,12 +29,11 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import Outcome
 from autotune.results.console import train_with
 from autotune.results.export import environment_of, export_store
 from autotune.script.profile import own_candidate
 from autotune.search.study import StudyStore
-from autotune.search.trials import VERIFY, Record
+from autotune.search.trials import Record
 from autotune.workers.jit_ops import FOLDER, own_folder
 from benchmarks.common import command_line, kept_rows, parse, print_table, write_json
 from tests.conftest import SCRIPTS, free_port
@@ -264,10 +263,8 @@ def _compared(name: str, folder: Path, budget: str, trials: int, most: int) -> l
             rows[-1]["verdict"] = theirs
             continue
         found = difference(yours, theirs)
-        measured = record.outcome.measurement if isinstance(record.outcome, Outcome) else None
         rows[-1] |= {
             "speed": _speed(theirs) / _speed(yours),
-            "predicted speed": measured.samples_per_second if measured is not None and record.role == VERIFY else None,
             "rows a step": f"{statistics.median(yours['rows']):g} / {statistics.median(theirs['rows']):g}",
             "stages": f"{yours['stage']} / {theirs['stage']}",
             "micro-batches": f"{yours['micro_batches'][0]} / {theirs['micro_batches'][0]}",
