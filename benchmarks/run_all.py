@@ -32,6 +32,8 @@ FULL: dict[str, list[str]] = {
     "live_tensors_keys_cpu": ["predict/live_tensors.py", "--own-keys"],
     "live_tensors_knobs_cpu": ["predict/live_tensors.py", "--knobs"],
     "live_tensors_lora_cpu": ["predict/live_tensors.py", "--lora"],
+    "live_tensors_muon_cpu": ["predict/live_tensors.py", "--muon"],
+    "live_tensors_loss_cpu": ["predict/live_tensors.py", "--loss"],
     "predictor": ["predict/predictor.py"],
     "predictor-rows12": [
         "predict/predictor.py",

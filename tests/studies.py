@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import os
+import shutil
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
+from autotune.errors import UserError
 from autotune.problem.hardware import detect
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.problem.space import load_space
@@ -16,11 +23,35 @@ from tests.conftest import make_candidate, make_job
 
 def study_of_every_kind(runs: Path, kinds: tuple[OutcomeKind, ...] = tuple(OutcomeKind), name: str = "s") -> StudyStore:
     """A study in `runs`: a trial of each kind of outcome; where something fits also one that is slower than the winner,
-    and the winner, verified."""
-    folder = runs / name
-    folder.mkdir(parents=True)
+    and the winner, verified. It is written once for a process and copied, because every trial waits for the disk."""
+    folder, made = runs / name, _written(kinds, name)
+    if (made / default_storage(folder).rpartition("/")[2]).exists():  # else the folder's file system needs a journal
+        shutil.copytree(made, folder)
+        with suppress(UserError):  # the test's environment has other watched variables than that of the first caller
+            return _opened(folder)
+        shutil.rmtree(folder)
+    return _write(folder, kinds)
+
+
+@functools.cache
+def _written(kinds: tuple[OutcomeKind, ...], name: str) -> Path:
+    base, owner = Path(tempfile.mkdtemp(prefix="study-of-tests-")), os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(base, ignore_errors=True))
+    _write(base / name, kinds).leave()
+    return base / name
+
+
+def _opened(folder: Path) -> StudyStore:
     space = load_space("cpu_demo")
-    store, _ = StudyStore.create_or_resume(name, default_storage(folder), folder, make_job(), detect("cpu", 2), space)
+    store, _ = StudyStore.create_or_resume(
+        folder.name, default_storage(folder), folder, make_job(), detect("cpu", 2), space
+    )
+    return store
+
+
+def _write(folder: Path, kinds: tuple[OutcomeKind, ...]) -> StudyStore:
+    folder.mkdir(parents=True)
+    store, space = _opened(folder), load_space("cpu_demo")
     store.begin_call(60)
     for at, kind in enumerate(kinds):
         measured = Measurement(1.0, 0.01, 5, 8.0 + at, 256.0, 300 * MIB, mfu=0.4, model_tflops_per_gpu=1.0)

@@ -128,7 +128,9 @@ class _Terms:
         # distributed/fsdp, _flat_param.py, _use_low_precision_shard). Gathered parameters have the type of the
         # arithmetic.
         self.fsdp = self.three & job.torch_alone
-        self.shard, self.frozen_shard = (self.width, self.frozen_width) if job.plain else (max(self.width, 4.0), 4.0)
+        # Base weights of adapters stay as they are loaded (accelerate 1.15, utils/fsdp_utils.py, fsdp2_prepare_model).
+        self.frozen_shard = self.frozen_width if job.plain or job.lora else 4.0
+        self.shard = self.width if job.plain else max(self.width, 4.0)
         self.master = np.where(self.fsdp, 0.0, columns.master)
         self.sub_group = sub_groups(columns, self.part, self.largest, self.ranks)
         self.stays = device_share_of_optimizer(columns, self.part, self.largest, self.ranks)

@@ -92,7 +92,7 @@ class CandidatePool:
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
         """Close the candidate, and exclude other candidates by its outcome.
 
-        The first host OOM of a candidate in parallel trials does not arrive here: `downgrade_first_timeout`
+        The first host OOM of a candidate in parallel trials does not arrive here: `downgrade_retryable_failure`
         (`search/tuner.py`) has it retried alone.
         """
         self.close(candidate)

@@ -8,7 +8,7 @@ from autotune.predict.features import READ, Release, columns_of
 from autotune.predict.trace import trace_job
 from autotune.predict.zero_memory import estimate_memory
 from autotune.problem.candidate import Candidate
-from autotune.problem.job import Job, parse_lora
+from autotune.problem.job import FULL, Job, parse_lora
 from autotune.problem.models import CAUSAL, resolve_model
 
 
@@ -27,6 +27,7 @@ def live_error(row: dict[str, Any], deepspeed: Release = READ) -> float:
         row["precision"],
         base_config=base,
         task=row.get("task", CAUSAL),
+        loss=row.get("loss", FULL),
         lora=parse_lora(lora) if lora else None,
     )
     predicted = estimate_memory(job, trace_job(job), columns_of([Candidate.of(row["candidate"])], job, deepspeed))

@@ -3,8 +3,9 @@
 What the predictor's memory is held against: two models, one and two ranks, every stage, offload, checkpointing, buckets,
 fp32 and bf16; says how far predictions for the installed DeepSpeed are off. With `--own-keys` instead one model under
 keys that people set in their own DeepSpeed config, with `--lora` models of which only adapters are trained, with `--knobs` one
-under each knob of autotune/problem/knobs.py that CPU ranks can turn, with `--muon` models whose matrices Muon steps. Every
-engine measures two micro-batches; operators are slowed by counting, so speed is not recorded.
+under each knob of autotune/problem/knobs.py that CPU ranks can turn, with `--muon` models whose matrices Muon steps, with
+`--loss` models whose loss is computed whole and in chunks. Every engine measures two micro-batches; operators are slowed by
+counting, so speed is not recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from autotune.executors.base import MeasureSpec
 from autotune.predict.features import installed_deepspeed
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
-from autotune.problem.job import Job, parse_lora
+from autotune.problem.job import CHUNKED, FULL, Job, parse_lora
 from autotune.problem.models import CAUSAL, SEQ2SEQ, resolve_model
 from autotune.util.units import MIB
 from autotune.versions import installed
@@ -226,6 +227,20 @@ def measure_muon(most: int | None) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_loss(most: int | None) -> list[dict[str, Any]]:
+    """Measure the whole and the chunked loss; Liger's needs a GPU."""
+    rows = []
+    for model, precision in (("tiny-llama", "fp32"), ("tiny-gemma-2", "fp32"), ("tiny-llama", "bf16")):
+        found = [
+            {"zero_stage": stage, "train_micro_batch_size_per_gpu": batch, "activation_checkpointing": checkpointing}
+            for stage, batch, checkpointing in ((0, 4, False), (0, 16, True), (2, 16, False), (3, 16, True))
+        ]
+        groups = [[Candidate.of({**SMALL, "gradient_accumulation_steps": 1, **knobs})] for knobs in found[:most]]
+        for loss in (FULL, CHUNKED):
+            rows += measured(Job(resolve_model(model), 2, 64, precision, loss=loss), groups, {"loss": loss})
+    return rows
+
+
 Rungs = list[tuple[int, int]]  # micro-batch and accumulation
 
 
@@ -287,6 +302,7 @@ def main() -> None:
         ("--knobs", "each knob that CPU ranks can turn, at micro-batch 1"),
         ("--lora", "adapters only, also of 4-bit weights (needs bitsandbytes)"),
         ("--muon", "Muon at every stage, at micro-batch 1"),
+        ("--loss", "the whole loss and the chunked one"),
     ):
         parser.add_argument(option, action="store_true", help=about)
     arguments = parse(parser, only="tiny-llama,2,bf16")
@@ -295,6 +311,7 @@ def main() -> None:
         (arguments.knobs, measure_knobs),
         (arguments.lora, measure_lora),
         (arguments.muon, measure_muon),
+        (arguments.loss, measure_loss),
     ):
         if chosen:
             told(arguments.json, measure_set(2 if arguments.small else None))

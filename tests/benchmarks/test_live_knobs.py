@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from autotune.problem.candidate import Candidate
+from autotune.problem.job import LOSSES
 from benchmarks.predict.live_error import live_error
 
-ROWS: list[dict[str, Any]] = json.loads(
-    (Path(__file__).parents[2] / "benchmarks" / "data" / "live_tensors_knobs_cpu.json").read_text()
-)["rows"]
+DATA = Path(__file__).parents[2] / "benchmarks" / "data"
+ROWS: list[dict[str, Any]] = json.loads((DATA / "live_tensors_knobs_cpu.json").read_text())["rows"]
 PREFETCH, REUSE = (f"zero_optimization.stage3_{name}" for name in ("prefetch_bucket_size", "max_reuse_distance"))
 
 
@@ -35,3 +35,15 @@ def test_most_are_met_to_the_byte() -> None:
     assert len(errors) > 35
     assert statistics.median(errors) < 0.005
     assert statistics.quantiles(errors, n=10)[-1] < 0.07
+
+
+def test_a_loss_in_chunks_takes_as_much_less_as_is_predicted() -> None:
+    """The largest peak that the chunks save, and the median error of both losses."""
+    rows = json.loads((DATA / "live_tensors_loss_cpu.json").read_text())["rows"]
+    errors = [abs(live_error(row)) for row in rows]
+    assert statistics.median(errors) < 0.005
+    assert max(errors) < 0.12
+    peaks: dict[str, list[int]] = {
+        loss: [max(row["live"].values()) for row in rows if row["loss"] == loss] for loss in LOSSES
+    }
+    assert max(whole / chunked for whole, chunked in zip(peaks["full"], peaks["chunked"], strict=True)) > 1.5

@@ -24,7 +24,7 @@ from autotune.predict.zero_memory import (
     saved_bytes,
 )
 from autotune.problem.candidate import Candidate
-from autotune.problem.job import Job
+from autotune.problem.job import Job, Lora
 from autotune.problem.models import resolve_model
 from autotune.versions import release
 from tests.conftest import make_candidate, make_job
@@ -177,6 +177,12 @@ def test_fsdps_frozen_shards_are_as_wide_as_the_others(config: dict, width: int)
     one = bill_of(FSDP, job, trace=dataclasses.replace(TRACE, frozen=20))
     assert one.parameters[0] == width * (100 + 20) / 2
     assert one.holes[0] == 0
+
+
+def test_fsdp2_shards_the_base_of_adapters_as_it_is_loaded() -> None:
+    job = make_job(precision="bf16", torch_alone=True, lora=Lora(8))
+    one = bill_of(FSDP, job, trace=dataclasses.replace(TRACE, frozen=20))
+    assert one.parameters[0] == (4 * 100 + 2 * 20) / 2
 
 
 def test_fsdp_offloads_gradients_with_the_rest() -> None:

@@ -1,6 +1,9 @@
 """What optimizers keep and take: by the config, and against torch's own where it runs here."""
 
 import dataclasses
+import json
+import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from autotune.predict.zero_memory import STATE_BYTES, estimate_memory, muon_size
 from autotune.problem.hardware import named_hardware
 from autotune.problem.job import OPTIMIZERS, Job, Script
 from autotune.problem.knobs import RequirementInputs, unscattered_for_muon
+from benchmarks.predict.live_error import live_error
 from tests.conftest import make_candidate, make_job
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 
@@ -227,7 +231,9 @@ def test_muon_keeps_momentum_for_matrices_and_adams_states_for_the_rest(stage: i
     states = (momentum * matrices + 8 * rest) / ranks
     less = 4 * sum(trace.parameters) / ranks  # SGD's
     kept = ours.host - without.host if out == "cpu" else ours.optimizer - without.optimizer
-    assert kept[0] == pytest.approx(states - less, rel=1e-6)
+    # No two matrices of the model fit into a bucket of 500,000 elements: three different sizes are gathered.
+    blocks = (1 + 1 / 2) * 2 * (16_777_216 + 4_194_304 + 1_048_576) if stage == 3 else 0
+    assert kept[0] == pytest.approx(states - less + blocks, rel=1e-6)
 
 
 def test_muon_at_stage_3_gathers_in_the_type_of_the_path() -> None:
@@ -241,9 +247,21 @@ def test_muon_at_stage_3_gathers_in_the_type_of_the_path() -> None:
         return float(one.temporaries[one.moments.index("step"), 0])
 
     in_32_bits, in_16_bits = (stepped(of, offload_optimizer="cpu", sub_group_size=10**10) for of in (wide, job))
-    assert in_32_bits - in_16_bits == pytest.approx(4 * (4 - 2) * sum(muon_sizes(job, trace)))
-    assert stepped(job, reduce_bucket_size=5e8) - stepped(job, reduce_bucket_size=4e8) == pytest.approx(3 * 2 * 1e8)
-    assert stepped(job, reduce_bucket_size=1e8) - stepped(job, reduce_bucket_size=5e7) == pytest.approx(4 * 2 * 5e7)
+    blocks = 2 * (1 + 1 / 2) + 2  # gradients and momenta: received by two ranks, and cut out of that
+    assert in_32_bits - in_16_bits == pytest.approx(blocks * (4 - 2) * sum(muon_sizes(job, trace)))
+    grown = stepped(job, reduce_bucket_size=5e8) - stepped(job, reduce_bucket_size=4e8)
+    assert grown == pytest.approx((1 + 1 / 2 + 2 + 1 / 2) * 2 * 1e8, rel=0.2)
+
+
+COUNTED = json.loads((Path(__file__).parents[2] / "benchmarks/data/live_tensors_muon_cpu.json").read_text())["rows"]
+
+
+def test_muons_live_bytes_are_met_at_every_stage() -> None:
+    """Counted in real engines with accumulation, offload and other types; tiny-t5's shared embedding is Muon's by its name."""
+    errors = [abs(live_error(row)) for row in COUNTED]
+    assert len(errors) > 65
+    assert statistics.median(errors) < 0.025
+    assert max(errors) < 0.12
 
 
 def test_muon_at_stage_3_does_not_scatter() -> None:
