@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test test-all test-every cluster-tests tracker-tests test-oldest test-oldest-first test-frameworks lint setup coverage flakes mutants faults planted gallery clean gpu-acceptance
+.PHONY: run test test-all test-every cluster-tests tracker-tests test-oldest test-oldest-first test-frameworks lint setup coverage flakes mutants faults planted winners gallery clean gpu-acceptance
 
 # Where there is no GPU, DeepSpeed's CPU ops are built with the rest: the first trial that offloads would do it in the study's
 # time, and of three workers of the tests two would wait for the third.
@@ -131,6 +131,9 @@ planted: setup  # ten minutes; goes on where it was stopped
 	mkdir -p build
 	$(BIN)/python benchmarks/training/planted.py --traces build/planted.jsonl --json benchmarks/results/planted.json
 
+winners: setup  # half an hour
+	$(BIN)/python benchmarks/training/winners.py --json benchmarks/results/winners.json
+
 gallery: setup  # docs/gallery.md, gallery/schema.json and what predictions begin with, of what lies in gallery/entries
 	$(BIN)/python -m autotune.gallery.page
 	$(BIN)/python -m autotune.gallery.card_rates
@@ -142,7 +145,7 @@ gpu-acceptance: setup  # ONLY=overhead,ooms runs these steps; they are listed by
 	$(BIN)/python benchmarks/gpu/gpu_acceptance.py $(if $(ONLY),--only $(ONLY)) $(if $(JSON),--json $(JSON))
 
 .PHONY: benchmarks benchmarks-small
-benchmarks: setup  # writes benchmarks/results anew but for what has a target of its own (faults, flakes, mutants, planted, gpu-acceptance): hours
+benchmarks: setup  # writes benchmarks/results anew but for what has a target of its own (faults, flakes, mutants, planted, winners, gpu-acceptance): hours
 	$(BIN)/python benchmarks/run_all.py
 	$(BIN)/python benchmarks/predict/published/error.py  # the errors that `autotune plan` shows
 

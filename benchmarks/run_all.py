@@ -135,6 +135,7 @@ EXEMPT = {
     "predict/published/rows.py": "imported by published.py: a table's rows, units and kinds of figures",
     "predict/published/scores.py": "imported by published.py: predictions beside what was measured",
     "predict/published/sources.py": "imported by published.py: what each source says beyond the columns",
+    "training/plainly/sitecustomize.py": "started by winners.py in each training: notes losses and weights",
     "trials/timed.py": "started by inturn.py around a training script",
     "trials/train_plain.py": "started by ranks.py under torchrun",
     "search/deepspeed_train.py": "started by DeepSpeed's autotuner in gpu/deepspeed.py",
@@ -153,8 +154,15 @@ EXEMPT = {
     "docs/writing.py": "imported by docs/figures.py: how a figure is written",
     "gpu/gpu_acceptance.py": "`make gpu-acceptance`: names its results for the GPU; tests of its own rehearse it",
 }
-# Commands that ask whether the code can be trusted, and go on where they stopped: `make flakes`, `mutants`, `faults`, `planted`.
-OF_THE_TESTS = ("reliability/flakes.py", "reliability/mutants.py", "reliability/faults.py", "training/planted.py")
+# Commands that ask whether the code can be trusted, and go on where they stopped: `make flakes`, `mutants`, `faults`, `planted`,
+# `winners`.
+OF_THE_TESTS = (
+    "reliability/flakes.py",
+    "reliability/mutants.py",
+    "reliability/faults.py",
+    "training/planted.py",
+    "training/winners.py",
+)
 
 
 def result_path(name: str) -> Path:

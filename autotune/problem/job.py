@@ -539,8 +539,10 @@ def script_text(script: Script) -> str | None:
 
 
 def under_lightning(script: Script) -> bool:
-    """Check that Lightning trains: the probe run showed it, or the script's text imports it."""
-    return bool(script.profile.get("lightning")) or _LIGHTNING.search(script_text(script) or "") is not None
+    """Check that Lightning trains: the probe run showed it; before that, the script's text imports it."""
+    if script.profile.get("lightning") or "micro_batch" in script.profile:
+        return bool(script.profile.get("lightning"))
+    return _LIGHTNING.search(script_text(script) or "") is not None
 
 
 # -- checkpoint --------------------------------------------------------------------------------------------------------

@@ -41,10 +41,13 @@ from tests.conftest import SCRIPTS, free_port
 
 RANKS = 2
 STEPS = 24  # optimizer steps that are trained; the certificate compares five
-LEAST = {"fp32": 2e-3, "bf16": 2e-2}  # differences that rounding alone makes; Adam amplifies that of gradients near zero
+LEAST = {
+    "fp32": 2e-3,
+    "bf16": 2e-2,
+}  # differences that rounding alone makes; Adam amplifies that of gradients near zero
 FLOORS = 4.0  # tolerated multiples of the floor
 _OBSERVER = Path(__file__).parent / "plainly"
-_AUTO = {key: "auto" for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")}
+_AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
 _SMALL = {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000}
 _CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -96,13 +99,15 @@ STYLES = {
     "by_hand": Style(
         "accumulation by hand, stage 3",
         "several_backwards.py --deepspeed_config ds.json",
-        {"ds.json": json.dumps({**_CONFIG, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 3, **_SMALL}})},
+        {
+            "ds.json": json.dumps(
+                {**_CONFIG, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 3, **_SMALL}}
+            )
+        },
     ),
     "tokens_weighted": Style("loss divided by the step's tokens", "styles.py tokens_weighted"),
     "schedule_in_loop": Style("schedule stepped in the loop, dropout", "styles.py schedule_in_loop"),
-    "nanogpt": Style(
-        "names set by --name=value", "styles.py nanogpt --batch_size=6 --gradient_accumulation_steps=8"
-    ),
+    "nanogpt": Style("names set by --name=value", "styles.py nanogpt --batch_size=6 --gradient_accumulation_steps=8"),
     "accumulates": Style("accumulation by hand, flag", "styles.py accumulates"),
     "curriculum": Style("sequence length grows", "styles.py curriculum"),
     "gradient_penalty": Style("double backward", "styles.py gradient_penalty"),
@@ -213,7 +218,7 @@ def _command(store: StudyStore, record: Record, folder: Path, name: str) -> tupl
     return shlex.split(told.instead.rpartition(" train with: ")[2]), {"OBSERVED_CONFIG": str(config)}
 
 
-def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
+def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
     """Return the differences of two trainings: weights by the changes of the first, losses by their size."""
     changed = [float((b - a).norm()) for a, b in zip(one["initial"], one["final"], strict=True)]
     apart = [float((b - a).norm()) for a, b in zip(one["final"], other["final"], strict=True)]
@@ -247,7 +252,7 @@ def _compared(name: str, folder: Path, budget: str, trials: int, most: int) -> l
     again = _trained(words, folder, "again", OBSERVED_SEED="99", OMP_NUM_THREADS="2")
     if isinstance(yours, str) or isinstance(again, str):
         return [{**row, "verdict": f"the script's own command: {yours if isinstance(yours, str) else again}"}]
-    floor = _difference(yours, again)
+    floor = difference(yours, again)
     rows = []
     for record in followed:
         command, variables = _command(store, record, folder, f"trial{record.number}")
@@ -258,7 +263,7 @@ def _compared(name: str, folder: Path, budget: str, trials: int, most: int) -> l
         if isinstance(theirs, str):
             rows[-1]["verdict"] = theirs
             continue
-        found = _difference(yours, theirs)
+        found = difference(yours, theirs)
         measured = record.outcome.measurement if isinstance(record.outcome, Outcome) else None
         rows[-1] |= {
             "speed": _speed(theirs) / _speed(yours),
@@ -271,13 +276,17 @@ def _compared(name: str, folder: Path, budget: str, trials: int, most: int) -> l
             "loss floor": floor["loss"],
             "weights difference": found["weights"],
             "weights floor": floor["weights"],
-            "verdict": _verdict(yours, theirs, found, floor, store.job.precision),
+            "verdict": verdict(yours, theirs, found, floor, store.job.precision),
         }
     return rows
 
 
-def _verdict(
-    yours: Mapping[str, Any], theirs: Mapping[str, Any], found: Mapping[str, float], floor: Mapping[str, float], kind: str
+def verdict(
+    yours: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+    found: Mapping[str, float],
+    floor: Mapping[str, float],
+    kind: str,
 ) -> str:
     least = LEAST.get(kind, LEAST["bf16"])
     if yours["rows"] != theirs["rows"]:
@@ -319,8 +328,17 @@ def main() -> None:
         write_json(arguments.json, whole)
     columns = ("script", "role", "differs in", "speed", "rows a step", "micro-batches", "stages")
     print_table("what was trained", [{key: row.get(key) for key in columns} for row in rows])
-    columns = ("script", "role", "loss", "loss difference", "loss floor", "weights difference", "weights floor", "verdict")
-    print_table(f"after {STEPS} optimizer steps", [{key: row.get(key) for key in columns} for row in rows], keys=2)
+    trained = (
+        "script",
+        "role",
+        "loss",
+        "loss difference",
+        "loss floor",
+        "weights difference",
+        "weights floor",
+        "verdict",
+    )
+    print_table(f"after {STEPS} optimizer steps", [{key: row.get(key) for key in trained} for row in rows], keys=2)
     if any("DIFFERS" in row["verdict"] for row in rows):
         raise SystemExit(1)
 

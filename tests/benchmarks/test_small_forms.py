@@ -66,7 +66,14 @@ def test_the_small_form_gives_a_table_and_the_full_result_s_columns(name: str, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [name for name in OF_THE_TESTS if name != WHOLE])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(name, marks=[pytest.mark.rare] * (name == "training/winners.py"))  # tests/test_printed_forms.py
+        for name in OF_THE_TESTS
+        if name != WHOLE
+    ],
+)
 def test_the_commands_with_a_target_of_their_own_have_a_small_form(command: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     run_small(command, "--small", "--json", str(path))
@@ -84,6 +91,14 @@ def test_every_file_is_a_command_with_a_result_or_exempt_with_a_reason() -> None
 
 
 def test_every_result_is_written_by_a_command() -> None:
-    elsewhere = {"gpu", "fidelity", "flakes", "mutants", "faults", "planted"}  # of a GPU's name, or of OF_THE_TESTS
+    elsewhere = {
+        "gpu",
+        "fidelity",
+        "flakes",
+        "mutants",
+        "faults",
+        "planted",
+        "winners",
+    }  # of a GPU's name, or of OF_THE_TESTS
     for path in (HERE / "results").glob("*.json"):
         assert path.stem in FULL or path.stem.split("-")[0] in elsewhere, path.name

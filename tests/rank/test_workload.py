@@ -133,7 +133,9 @@ def test_rows_are_the_same_for_every_micro_batch(more: dict[str, Any]) -> None:
     job = make_job(2, seq_len=16, **more)
 
     def first_rows(micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        batches = [next(made) for made in [synthetic_batches(job, micro_batch, torch.device("cpu"), 0)] for _ in range(80)]
+        batches = [
+            next(made) for made in [synthetic_batches(job, micro_batch, torch.device("cpu"), 0)] for _ in range(80)
+        ]
         ids, labels = (torch.cat([one[name] for one in batches])[:80] for name in ("input_ids", "labels"))
         return ids, labels
 

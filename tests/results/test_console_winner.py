@@ -224,6 +224,11 @@ def test_lightnings_accumulation_is_in_no_config(tmp_path: Path) -> None:
     first, _ = train_with(make_candidate(2, 4, 8), make_job(script=told), "s", tmp_path / "s.json", 5).lines()
     assert "train.py" in first
     assert first.endswith("--accumulate 8")
+    (tmp_path / "train.py").write_text("from lightning.fabric import Fabric")  # its loop is the script's
+    script = Script(("train.py",), str(tmp_path))
+    assert ACCUMULATION not in make_candidate(2, 4, 8).ds_config(make_job(script=script)), "nothing is known yet"
+    probed = dataclasses.replace(script, profile={"micro_batch": 4})
+    assert make_candidate(2, 4, 8).ds_config(make_job(script=probed))[ACCUMULATION] == 8
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ Python imports this file in every process whose path has its folder. Variables, 
 first forward on.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,union-attr"
 import importlib.abc
 import importlib.machinery
 import os
 import sys
 import time
+from typing import Any
 
 
 class _Observed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -67,7 +68,8 @@ def observe(module):
 
     engine_class, last = module.DeepSpeedEngine, int(os.environ["OBSERVED_STEPS"])
     forward, backward, step = engine_class.forward, engine_class.backward, engine_class.step
-    engines, initial, steps, now = [], [], [], {"rows": 0, "loss": 0.0, "micro_batches": 0}
+    engines: list[Any] = []
+    initial, steps, now = [], [], {"rows": 0, "loss": 0.0, "micro_batches": 0}
 
     def trains(engine):
         return getattr(engine, "optimizer", None) is not None

@@ -1,0 +1,33 @@
+"""Comparison of a winner's training with the user's own, without trainings."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.training.winners import difference, verdict
+
+
+def run(change: float, *, rows: float = 16.0, start: float = 0.0) -> dict[str, Any]:
+    """A training that moved each of three weights from `start` by `change`."""
+    initial = torch.full((3,), start)
+    return {"rows": [rows] * 2, "losses": [1.0, 1.0 - change], "initial": [initial], "final": [initial + change]}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [
+        (run(0.1), "trains the same"),
+        (run(0.10001), "trains the same"),
+        (run(0.15), "DIFFERS: weights and loss"),
+        (run(0.025), "DIFFERS: weights and loss"),
+        (run(0.1, rows=4.0), "DIFFERS: rows of a step"),
+        (run(0.1, start=0.5), "DIFFERS: initial weights"),
+    ],
+)
+def test_a_training_that_differs_from_the_users_own_is_found(theirs: dict[str, Any], expected: str) -> None:
+    own = run(0.1)
+    still = difference(own, run(0.1))
+    assert verdict(own, theirs, difference(own, theirs), still, "fp32") == expected
+    noisy = difference(own, run(0.12))  # the noise of dropout
+    assert verdict(own, run(0.15), difference(own, run(0.15)), noisy, "fp32") == "trains the same"
