@@ -254,7 +254,7 @@ TIME = {
     "tail": Prior(np.log(1.4), 0.5),
     "moved": Prior(np.log(1 / 0.95), 0.12),
     "starts": Prior(0.0, 0.3),
-    "hooks": Prior(0.0, 0.45),
+    "hooks": Prior(0.0, 0.25),
     "comm": Prior(np.log(1 / 0.7), 0.4),
     "reduce": Prior(np.log(0.8), 0.4),
     "hidden": Prior(0.4, 0.8),

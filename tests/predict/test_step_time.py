@@ -108,9 +108,9 @@ def test_a_slow_trial_of_zero_3_slows_others_of_zero_3_more_than_zero_0() -> Non
     )
     after = predictor.predict_many([tried, like, other])
     grown = [two.step_seconds / one.step_seconds - 1 for one, two in zip(before, after, strict=True)]
-    assert predictor.constants()["hooks"] > 1.2
+    assert predictor.constants()["hooks"] > 1.1
     assert grown[1] > 0.3
-    assert grown[2] < 0.6 * grown[1]
+    assert grown[2] < 0.7 * grown[1]
 
 
 def test_a_gpu_computes_meanwhile_and_a_cpu_rank_does_not() -> None:
