@@ -115,6 +115,7 @@ EXEMPT = {
     "trials/framework_commands.py": "imported by frameworks.py: the commands, and the files that they name",
     "trials/framework_inputs.py": "started by frameworks.py in a framework's environment: model, tokenizer, data",
     "predict/loading.py": "memory of ranks that load a checkpoint; docs/plan-output.md has its figures",
+    "predict/published/trials.py": "imported by published.py: trials on lent GPUs as rows",
     "predict/live_error.py": "imported by predictor.py and live_tensors.py: predictions beside what was counted",
     "reliability/planting.py": "imported by faults.py: faults of a study's trials",
     "reliability/__init__.py": "makes the folder a package",
