@@ -50,7 +50,7 @@ HOP_SECONDS, NODE_HOP_SECONDS = 1.9e-6, 4.0e-6
 # GPU has its own path.
 _SHARED_UPLINK = ("v100", "a100", "a800")
 # Bytes per second that pointwise kernels would reach on a card of unlimited bandwidth: instructions and launches take time, too.
-# With 95 % of the listed bandwidth it explains the 2.2 TB/s of an H100 and the 2.7 of an H200 (error.py --trials), and about the
+# With `calibration.TIME`'s 95 % of both it explains the 2.2 TB/s of an H100 and the 2.7 of an H200 (error.py --trials), and about the
 # four fifths that slower cards are known for.
 POINTWISE_GB_PER_S = 7000.0
 # Share of the listed peak that the best matrix products reach (maximum achievable matmul FLOPS:
@@ -66,7 +66,7 @@ OPERATOR_SECONDS = 2.0e-5
 # Seconds of ZeRO-3's hooks around a module's forward, recomputation or backward (fetch_sub_module, release_sub_module
 # and their callees: partitioned_param_coordinator.py and parameter_offload.py of deepspeed 0.19.8). Measured: 110 to
 # 150 us on that core over 4 ranks whose collectives do nothing, for Llama and for its adapters alike; about 250 in
-# QwenLM/Qwen's rows of 2023; 390 to 460 on the machines of the H100 and the H200. `calibration.TIME`'s `hooks` covers them.
+# QwenLM/Qwen's rows of 2023; about 400 on the machines of the H100 and the H200. `calibration.TIME`'s `hooks` covers them.
 MODULE_SECONDS, CPU_MODULE_SECONDS = 3.0e-4, 2e-4
 # Modules called per kernel of forward: 162 for 483 in 12 layers of Llama. An adapter of peft adds four modules
 # (dropout, A, B and itself) and four kernels.

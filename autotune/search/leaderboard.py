@@ -22,6 +22,7 @@ RIVAL_SHARE = 0.05
 RETRY_SHARE = 0.02  # share of speed by which a candidate with allocator retries must be faster to win
 SPEED_FOR_MEMORY = 0.03  # share of speed that a winner with a lower peak may lose, if the intervals overlap
 MEMORY_FOR_SPEED = 0.97  # share of the fastest candidate's peak, at most, that justifies this loss
+DRIFT = 1.25  # ratio of two speeds of the winner from which the verdict names both
 NOT_VERIFIED = "not verified"
 
 Measured = tuple[int, Measurement]  # (trial number, measurement)
@@ -494,16 +495,21 @@ class StudyFacts:
         """Return the fastest rival that is clearly slower than the winner."""
         return self.slower[0] if self.slower else None
 
+    @property
+    def _winner_measured(self) -> Measurement:
+        """Measurement of the winner. Call this only if there is a winner."""
+        assert self.winner is not None
+        assert self.winner.outcome is not None
+        assert self.winner.outcome.measurement is not None
+        return self.winner.outcome.measurement
+
     def remark(self, number: int) -> str:
         """Return why a measured trial cannot win or is not compared with the winner; empty if it is a rival."""
         return self.remarks.get(number) or self.not_compared.get(number, "")
 
     def _why_chosen(self) -> str:
         """Return why the winner was chosen among the configs that tie with it."""
-        assert self.winner is not None
-        assert self.winner.outcome is not None
-        assert self.winner.outcome.measurement is not None
-        peak_bytes = self.winner.outcome.measurement.peak_bytes
+        peak_bytes = self._winner_measured.peak_bytes
         ahead = [rival for rival in self.tied if rival.ratio.times < 1]
         if not ahead:
             return "it measured fastest"
@@ -515,10 +521,7 @@ class StudyFacts:
 
     def _named(self, rival: RunnerUp) -> str:
         """Return a tied config, with the memory that it would save."""
-        assert self.winner is not None
-        assert self.winner.outcome is not None
-        assert self.winner.outcome.measurement is not None
-        peak_bytes = self.winner.outcome.measurement.peak_bytes
+        peak_bytes = self._winner_measured.peak_bytes
         if rival.peak_bytes >= MEMORY_FOR_SPEED * peak_bytes:
             return str(rival.candidate)
         unverified = "" if rival.verified else ", not verified"
@@ -539,6 +542,11 @@ class StudyFacts:
                 f"{100 * (self.next_best.ratio.times - 1):+.1f} % against the next best{beyond} "
                 f"({self.next_best.candidate}), {slowest:.1f}x the slowest of {count} measured that fit"
             )
+            then = self.next_best.ratio.samples_per_second
+            if not 1 / DRIFT < then / self._winner_measured.samples_per_second < DRIFT:
+                lines.append(
+                    f"both were measured when the winner ran at {then:.4g} samples/s: the machine's speed has changed since"
+                )
         for rival in self.faster[:3]:
             gain = 100 * (1 / rival.ratio.times - 1)
             why = "was measured after the winner was chosen" if rival.verified else "is not verified"

@@ -191,7 +191,8 @@ def _gpu_rows(found: dict[str, Any], step: str) -> list[dict[str, Any]]:
 
 def gpu_machines() -> str:
     """Each card's machine, study, OOMs and fidelity."""
-    header = ["file", "machine", "`autotune run --budget 150s`", "true OOMs without a cap", "trial / torchrun"]
+    header = ["file", "machine", "`autotune run --budget 150s`", "true OOMs without a cap"]
+    header += ["trial / torchrun: a trial before, one after, their mean"]
     columns = (_gpu_machine, _gpu_study, _gpu_ooms, _gpu_fidelity)
     return table(
         header, ([f"`{name}.json`", *(column(found) for column in columns)] for name, found in _gpus().items())

@@ -37,7 +37,8 @@ def test_the_margin_compares_what_was_measured_alike() -> None:
     searched = [measured(0, SEARCH, 1, 400.0), measured(1, SEARCH, 2, 380.0), measured(2, SEARCH, 4, 100.0)]
     slowed = measured(3, VERIFY, 1, 300.0)  # the machine is slower by now
     hardware, second = detect("cpu", 2), make_candidate(0, 2)
-    last = verdict(slowed, [*searched, slowed])[-1]
+    last, pace = verdict(slowed, [*searched, slowed])[-2:]
+    assert pace == "  both were measured when the winner ran at 400 samples/s: the machine's speed has changed since"
     assert last == f"  +5.3 % against the next best ({second}), 4.0x the slowest of 3 measured that fit"
     displaced = measured(4, VERIFY, 2, 290.0)
     last = verdict(slowed, [*searched, slowed, displaced])[-1]
