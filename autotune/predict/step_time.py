@@ -50,8 +50,8 @@ HOP_SECONDS, NODE_HOP_SECONDS = 1.9e-6, 4.0e-6
 # GPU has its own path.
 _SHARED_UPLINK = ("v100", "a100", "a800")
 # Bytes per second that pointwise kernels would reach on a card of unlimited bandwidth: instructions and launches take time, too.
-# With `calibration.TIME`'s 95 % of both it explains the 2.2 TB/s of an H100 and the 2.7 of an H200 (error.py --trials), and about the
-# four fifths that slower cards are known for.
+# With `calibration.TIME`'s 95 % of both it explains the 2.2 TB/s of an H100 and the 2.7 of an H200 (error.py --trials), and about
+# the four fifths that slower cards are known for.
 POINTWISE_GB_PER_S = 7000.0
 # Share of the listed peak that the best matrix products reach (maximum achievable matmul FLOPS:
 # stas00/ml-engineering, compute/accelerator; B200 there 1745 of 2250 TFLOP/s). GeForce and RTX cards run above the
