@@ -239,7 +239,7 @@ def _checked(
     runs = ShortRuns(executor, SHORT_RUNS_SHARE * budget.left_seconds, measured)
     if measured is not None and not runs.left:
         print_line(
-            f"{script.name} is not run with another batch before the search, which may take "
+            f"the time left holds no short run of {script.name} with another batch, which may take "
             f"{format_duration(runs.expected_seconds())}: each trial checks its own batch"
         )
     seeds = {SEEDS: facts[SEEDS]} if measured is not None and facts.get(SEEDS) else {}
