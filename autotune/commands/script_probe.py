@@ -62,7 +62,9 @@ MEASURE_SPEC = MeasureSpec(full=True, min_steps=4, max_steps=8, min_seconds=2.0,
 LEAST_STEPS = 3  # two warm-up steps and a measured one, to which the share of the budget cuts the first run
 MEASURED_SHARE = 0.25  # share of the budget after which the first run ends, if it has LEAST_STEPS
 FIRST_SHARE = 0.95  # share of the budget, at most, for the first run; the next call goes on from a measured one
-SHORT_RUNS_SHARE = 0.5  # share of the budget left after the first run, at most, for the runs that follow it
+# Share of the budget left after the first run, at most, for the runs that follow it. The rest then holds a trial, which takes
+# longer than one of them, and its verification.
+SHORT_RUNS_SHARE = 1 / 3
 # after two warm-up steps, all that a trace records
 _TRACED_STEPS = MeasureSpec(min_steps=3, max_steps=3, min_seconds=0.0)
 # Settings for a script that runs out of memory unmodified, so that some of its facts can still be learnt.

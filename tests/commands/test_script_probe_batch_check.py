@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autotune.commands.script_probe import ShortRuns, _longer, others
+from autotune.commands.script_probe import SHORT_RUNS_SHARE, ShortRuns, _longer, others
 from tests.conftest import make_candidate
 from tests.results.report.studies import measured
 
@@ -42,6 +42,19 @@ def test_short_runs_that_would_take_more_than_their_share_are_left_out(
     baseline = dataclasses.replace(baseline, measurement=dataclasses.replace(baseline.measurement, step_seconds=5.0))
     runs = ShortRuns(SimpleNamespace(), seconds, baseline)  # type: ignore[arg-type]
     assert (runs.left, runs.holds(2.0)) == (left, half_holds)
+
+
+@pytest.mark.parametrize("start_seconds", [60.0, 100.0, 150.0, 180.0, 195.0])
+def test_short_runs_of_a_slow_script_leave_time_for_a_trial_and_its_verification(start_seconds: float) -> None:
+    """Of a budget of 10 minutes; each takes the start and ten steps."""
+    steps_seconds, of_a_run = 10 * 2.0, start_seconds + 2 * 2.0
+    baseline = dataclasses.replace(measured(40, 3), seconds=start_seconds + steps_seconds, outside_seconds=of_a_run)
+    assert baseline.measurement is not None
+    baseline = dataclasses.replace(baseline, measurement=dataclasses.replace(baseline.measurement, step_seconds=2.0))
+    left_seconds = 600.0 - baseline.seconds
+    runs = ShortRuns(SimpleNamespace(), SHORT_RUNS_SHARE * left_seconds, baseline)  # type: ignore[arg-type]
+    left_seconds -= runs.expected_seconds() if runs.left else 0.0
+    assert left_seconds > 1.7 * baseline.seconds
 
 
 def test_time_of_a_short_run_is_taken_from_the_next() -> None:
