@@ -100,8 +100,37 @@ class Probe:
     ran_out: Outcome | None = None  # OOM of the script's config, if its batch was known by then
 
 
+class _ProbeBudget:
+    """Budget of the call during a probe run.
+
+    Args:
+        executor: provides the clock, and the seconds of builds of DeepSpeed's ops, which use up no budget.
+        seconds: budget of the call.
+        spent_seconds: part of it that was used before.
+    """
+
+    def __init__(self, executor: Executor, seconds: float, spent_seconds: float) -> None:
+        self._executor, self.seconds = executor, seconds
+        self._until = self._now + seconds - spent_seconds
+
+    @property
+    def _now(self) -> float:
+        return self._executor.now() - self._executor.ops.all_build_seconds
+
+    @property
+    def left_seconds(self) -> float:
+        """Seconds that are left."""
+        return self._until - self._now
+
+
 def probe(
-    executor: Executor, script: Script, folder: Path, budget_seconds: float, print_line: Callable[[str], None]
+    executor: Executor,
+    script: Script,
+    folder: Path,
+    budget_seconds: float,
+    print_line: Callable[[str], None],
+    *,
+    spent_seconds: float = 0.0,
 ) -> Probe:
     """Run the script unchanged for a few steps, or load the findings of an earlier call on the same files (`remember`).
 
@@ -109,14 +138,15 @@ def probe(
         executor: runs the script.
         script: the script.
         folder: holds the findings.
-        budget_seconds: budget of the call that is left.
+        budget_seconds: budget of the call.
         print_line: receives lines for display.
+        spent_seconds: part of the budget that was used before.
 
     Raises:
         UserError: it never calls DeepSpeed, ends too early, or fails by itself; the message ends with its own traceback.
         Stopped: the user stopped the tuner.
     """
-    began, memory = executor.now(), folder / MEMORY
+    budget, memory = _ProbeBudget(executor, budget_seconds, spent_seconds), folder / MEMORY
     key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.limit_bytes}"
     if memory.exists():
         text = memory.read_text(encoding="utf-8")
@@ -133,12 +163,11 @@ def probe(
         print_line(f"{script.name} as it is, from an earlier call: {throughput_text(baseline.measurement)}")
     else:
         print_line(f"running {script.name} without changes, to learn what it trains")
-        limit, spec = _first_limits(budget_seconds)
-        baseline, facts = _run_with_ops(executor, Candidate(()), "probe", limit, spec)
-        _refuse_unless_run(executor, baseline, facts, budget_seconds)
+        left_seconds = budget.left_seconds
+        baseline, facts = _run_with_ops(executor, Candidate(()), "probe", *_first_limits(left_seconds))
+        _refuse_unless_run(executor, baseline, facts, left_seconds, budget)
     try:
-        left_seconds = budget_seconds - (executor.now() - began)
-        return _checked(executor, script, baseline, facts, key, left_seconds, print_line)
+        return _checked(executor, script, baseline, facts, key, budget, print_line)
     except Stopped:
         if baseline.measurement is not None:
             sources = digests([*([script.path] if script.path else []), *facts.get(SOURCES, ())], script.cwd)
@@ -150,10 +179,10 @@ def probe(
         raise
 
 
-def _first_limits(budget_seconds: float) -> tuple[float, MeasureSpec]:
+def _first_limits(left_seconds: float) -> tuple[float, MeasureSpec]:
     """Return the time limit of a first run, and the length of its measurement."""
-    spec = dataclasses.replace(MEASURE_SPEC, share_seconds=MEASURED_SHARE * budget_seconds)
-    return FIRST_SHARE * budget_seconds, spec
+    spec = dataclasses.replace(MEASURE_SPEC, share_seconds=MEASURED_SHARE * left_seconds)
+    return FIRST_SHARE * left_seconds, spec
 
 
 def _unfinished(folder: Path, key: str, cwd: str | Path) -> tuple[Outcome, dict[str, Any]] | None:
@@ -173,7 +202,7 @@ def _checked(
     baseline: Outcome,
     facts: dict[str, Any],
     key: str,
-    left_seconds: float,
+    budget: _ProbeBudget,
     print_line: Callable[[str], None],
 ) -> Probe:
     """Return the findings of a first run, and of the runs that follow it: flags, another batch, noise.
@@ -183,14 +212,14 @@ def _checked(
         baseline: outcome of the first run.
         facts: report of the first run.
         key: of the stored findings.
-        left_seconds: budget of the call that is left.
+        budget: of the call.
         print_line: receives lines for display.
     """
     measured = None if baseline.kind.is_oom else baseline
     ran_out = baseline if measured is None and "micro_batch" in facts else None
     if measured is None:
         print_line(f"the unmodified script does not fit ({baseline.reason}); trying the config with the least memory")
-        found = _run_with_least_memory(executor, script, facts, left_seconds)
+        found = _run_with_least_memory(executor, script, facts, budget)
         if "micro_batch" not in facts:
             print_line("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
@@ -207,7 +236,7 @@ def _checked(
         )
     elif profile["checkpointed"] and not profile["checkpointing"]:
         print_line("the script's activation checkpointing cannot be switched off and stays on")
-    runs = ShortRuns(executor, SHORT_RUNS_SHARE * left_seconds, measured)
+    runs = ShortRuns(executor, SHORT_RUNS_SHARE * budget.left_seconds, measured)
     if measured is not None and not runs.left:
         print_line(
             f"{script.name} is not run with another batch before the search, which may take "
@@ -268,7 +297,7 @@ def _keep(path: Path, text: str) -> None:
 
 
 def _run_with_least_memory(
-    executor: Executor, script: Script, facts: dict[str, Any], budget_seconds: float
+    executor: Executor, script: Script, facts: dict[str, Any], budget: _ProbeBudget
 ) -> dict[str, Any]:
     """Return the facts of a script that runs out of memory unmodified, from a run with minimal memory.
 
@@ -283,13 +312,15 @@ def _run_with_least_memory(
     job = dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
     candidate = least_memory_candidate(facts.get("optimizer", ""), executor.hardware.device)
     executor.load_ops([candidate], job=job)
-    limits = _first_limits(budget_seconds)
-    outcome, found = _run_with_ops(executor, candidate, "probe-least-memory", *limits, job)
+    left_seconds = budget.left_seconds
+    outcome, found = _run_with_ops(executor, candidate, "probe-least-memory", *_first_limits(left_seconds), job)
     if outcome.source is Source.BATCH and "micro_batch" in facts:
         own = {MICRO_BATCH: facts["micro_batch"], ACCUMULATION: facts["accumulation"]}
+        left_seconds = budget.left_seconds
+        limits = _first_limits(left_seconds)
         outcome, found = _run_with_ops(executor, candidate.but(**own), "probe-least-memory-2", *limits, job)
         found |= {_OWN_STEPS: True}
-    _refuse_unless_run(executor, outcome, found, budget_seconds)
+    _refuse_unless_run(executor, outcome, found, left_seconds, budget)
     if not outcome.ok:
         raise UserError(f"{script.name} does not fit, even with the config of the least memory: {outcome.reason}")
     return found
@@ -376,12 +407,15 @@ def _run_with_ops(
     return outcome, {**session.facts, **found}
 
 
-def _refuse_unless_run(executor: Executor, outcome: Outcome, facts: dict[str, Any], budget_seconds: float) -> None:
+def _refuse_unless_run(
+    executor: Executor, outcome: Outcome, facts: dict[str, Any], left_seconds: float, budget: _ProbeBudget
+) -> None:
     """Refuse a script that failed otherwise than by its memory.
 
     Args:
         facts: report of the run; empty if it has not called `deepspeed.initialize`.
-        budget_seconds: budget of the call.
+        left_seconds: budget that was left at its start.
+        budget: of the call.
 
     Raises:
         UserError: with the reason, and the end of its log.
@@ -395,7 +429,7 @@ def _refuse_unless_run(executor: Executor, outcome: Outcome, facts: dict[str, An
     if why := _in_one_line(outcome, executor.job.script.target, reached=bool(facts)):
         raise UserError(why)
     if outcome.kind is OutcomeKind.INTERRUPTED:
-        more = f": {_longer(facts.get(RAN), budget_seconds)}" if outcome.source is Source.BUDGET else ""
+        more = f": {_longer(facts.get(RAN), left_seconds, budget.seconds)}" if outcome.source is Source.BUDGET else ""
         raise UserError(f"{outcome.reason}, before the script was measured{more}")
     log = f"{outcome.log}/rank{outcome.rank or 0}.log"
     said = log_tail(Path(log)).strip()
@@ -406,21 +440,23 @@ def _refuse_unless_run(executor: Executor, outcome: Outcome, facts: dict[str, An
     raise UserError(f"{who}, before anything is tuned ({outcome.reason}){limits}:\n{tail}\n  log: {log}")
 
 
-def _longer(ran: dict[str, float] | None, budget_seconds: float) -> str:
+def _longer(ran: dict[str, float] | None, left_seconds: float, budget_seconds: float) -> str:
     """Return which budget to try after a first run that its share of the budget ended.
 
-    Half of that budget goes to the first run, and the rest to candidates.
+    After what was used before this run, half of that budget goes to it, and the rest to candidates.
 
     Args:
         ran: seconds of its start and of an optimizer step so far; None if none of its micro-batches ended.
+        left_seconds: budget that was left at its start.
         budget_seconds: budget of the call.
     """
+    before_seconds = budget_seconds - left_seconds
     if ran is None:
-        return f"use {larger_budget(2 * budget_seconds)}"
+        return f"use {larger_budget(before_seconds + 2 * left_seconds)}"
     needed = ran["start_seconds"] + LEAST_STEPS * ran["step_seconds"]
     return (
-        f"a step takes about {format_duration(ran['step_seconds'])}, and its first run about {format_duration(needed)}; use "
-        f"{larger_budget(max(2 * needed, 1.5 * budget_seconds))}"
+        f"a step takes about {format_duration(ran['step_seconds'])}, and the first run about {format_duration(needed)}; use "
+        f"{larger_budget(before_seconds + max(2 * needed, 1.5 * left_seconds))}"
     )
 
 

@@ -53,22 +53,32 @@ def test_time_of_a_short_run_is_taken_from_the_next() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ran", "budget", "line"),
+    ("ran", "left", "budget", "line"),
     [
-        (None, 60.0, "use --budget 2m"),
+        (None, 60.0, 60.0, "use --budget 2m"),
+        (None, 20.0, 60.0, "use --budget 2m"),
         (
             {"start_seconds": 9.0, "step_seconds": 8.0},
             20.0,
-            "a step takes about 8.0 s, and its first run about 33.0 s; use --budget 2m",
+            20.0,
+            "a step takes about 8.0 s, and the first run about 33.0 s; use --budget 2m",
         ),
         (
             {"start_seconds": 9.0, "step_seconds": 0.5},
             25.0,
-            "a step takes about 500 ms, and its first run about 10.5 s; use --budget 60s",
+            25.0,
+            "a step takes about 500 ms, and the first run about 10.5 s; use --budget 60s",
+        ),
+        (
+            {"start_seconds": 9.0, "step_seconds": 4.0},
+            20.0,
+            60.0,
+            "a step takes about 4.0 s, and the first run about 21.0 s; use --budget 2m",
         ),
     ],
 )
 def test_budget_that_ends_the_first_run_names_a_larger_one(
-    ran: dict[str, float] | None, budget: float, line: str
+    ran: dict[str, float] | None, left: float, budget: float, line: str
 ) -> None:
-    assert _longer(ran, budget) == line
+    """What was used before the run is used again: 40 s of a budget of 60 s leave too little of 60 s."""
+    assert _longer(ran, left, budget) == line
