@@ -267,9 +267,10 @@ def _checked(
         trace = check.reference or _with_noise_floor(runs, dataclasses.replace(script, profile=seeds), measured.trace)
         if runs.repeats_seeds:
             print_line(f"{script.name} seeds by the time or its process: trials repeat the seeds of its first run")
-            profile |= seeds
-        else:
+        if runs.names_same_seeds:
             profile.pop(SEEDS, None)
+        else:
+            profile |= seeds
         measured = dataclasses.replace(_counted_as(measured, facts, profile), trace=trace)
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
     kept |= {"ran_out": ran_out.to_json()} if ran_out else {}
@@ -623,6 +624,7 @@ class ShortRuns:
         self.executor, self._runs, self._seconds = executor, _MOST_RUNS, seconds
         self._baseline = baseline
         self.repeats_seeds = False  # the script named other seeds than in its first run
+        self._measured = False
 
     def expected_seconds(self, times: float = 1.0) -> float:
         """Return the expected seconds of a run, 0 if unknown.
@@ -635,6 +637,11 @@ class ShortRuns:
         step_seconds = self._baseline.measurement.step_seconds
         # its warm-up is outside the measured steps
         return self._baseline.outside_seconds + (_MOST_STEPS * times - _WARMUP_STEPS) * step_seconds
+
+    @property
+    def names_same_seeds(self) -> bool:
+        """True if a measured run named the seeds of the first run, which trials then need not repeat."""
+        return self._measured and not self.repeats_seeds
 
     @property
     def left(self) -> int:
@@ -660,6 +667,7 @@ class ShortRuns:
         if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
             raise Stopped("stopped during the checks of the script's batch size")
         self.repeats_seeds |= bool(session.facts.get("repeats_seeds"))
+        self._measured |= outcome.ok
         return outcome, dict(session.facts)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.commands.script_probe import SHORT_RUNS_SHARE, ShortRuns, _longer, others
+from autotune.problem.outcome import Outcome, OutcomeKind
 from tests.conftest import make_candidate
 from tests.results.report.studies import measured
 
@@ -95,3 +96,25 @@ def test_budget_that_ends_the_first_run_names_a_larger_one(
 ) -> None:
     """What was used before the run is used again: 40 s of a budget of 60 s leave too little of 60 s."""
     assert _longer(ran, left, budget) == line
+
+
+@pytest.mark.parametrize(
+    ("ran", "same"),
+    [
+        ([], False),
+        ([{}], True),
+        ([{"repeats_seeds": True}], False),
+        ([{"repeats_seeds": True}, {}], False),
+        ([None], False),  # it failed, so nothing is known of its seeds
+    ],
+)
+def test_trials_repeat_the_first_seeds_unless_a_measured_run_named_the_same(
+    ran: list[dict[str, Any] | None], same: bool
+) -> None:
+    runs = ShortRuns(SimpleNamespace(), 100.0)  # type: ignore[arg-type]
+    for facts in ran:
+        outcome = measured(40, 3) if facts is not None else Outcome(OutcomeKind.CRASH, reason="it failed")
+        session: Any = SimpleNamespace(facts=facts or {}, close=lambda: None, measure=lambda *_, one=outcome: one)
+        runs.executor = SimpleNamespace(session=lambda *_, job, one=session: one)  # type: ignore[assignment]
+        runs.run(make_candidate(2, 4, 2), "probe-batch", None)  # type: ignore[arg-type]
+    assert runs.names_same_seeds == same
