@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.commands.setup import Setup
 from autotune.commands.trust import grant, is_granted
-from autotune.errors import Stopped, UserError
+from autotune.errors import MachineError, Stopped, UserError
 from autotune.executors.base import Executor, MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.faults import own_facts, warnings
@@ -146,6 +146,7 @@ def probe(
 
     Raises:
         UserError: it never calls DeepSpeed, ends too early, or fails by itself; the message ends with its own traceback.
+        MachineError: the machine failed in the first run.
         Stopped: the user stopped the tuner.
     """
     budget, memory = _ProbeBudget(executor, budget_seconds, spent_seconds), folder / MEMORY
@@ -413,7 +414,7 @@ def _run_with_ops(
 def _refuse_unless_run(
     executor: Executor, outcome: Outcome, facts: dict[str, Any], left_seconds: float, budget: _ProbeBudget
 ) -> None:
-    """Refuse a script that failed otherwise than by its memory.
+    """Refuse a script whose run failed otherwise than by its memory.
 
     Args:
         facts: report of the run; empty if it has not called `deepspeed.initialize`.
@@ -422,6 +423,7 @@ def _refuse_unless_run(
 
     Raises:
         UserError: with the reason, and the end of its log.
+        MachineError: the machine failed, such as a node or a disk, or another process took the GPU's memory.
         Stopped: the user stopped the tuner.
     """
     if outcome.ok or outcome.kind.is_oom:
@@ -438,6 +440,10 @@ def _refuse_unless_run(
     said = log_tail(Path(log)).strip()
     lines = [line for line in said.splitlines() if line.strip(" ~^")]  # Python marks a part of the line above
     tail = "\n".join(f"  {line}" for line in lines[-12:])
+    if not outcome.kind.is_attributable_to_candidate:
+        raise MachineError(
+            f"the machine failed before the script was measured ({outcome.reason}):\n{tail}\n  log: {log}"
+        )
     limits = _limits(outcome, executor.hardware.limit_bytes)
     who = "the script fails by itself" if not limits else "the script fails"
     raise UserError(f"{who}, before anything is tuned ({outcome.reason}){limits}:\n{tail}\n  log: {log}")
