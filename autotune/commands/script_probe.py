@@ -62,7 +62,9 @@ MEASURE_SPEC = MeasureSpec(full=True, min_steps=4, max_steps=8, min_seconds=2.0,
 LEAST_STEPS = 3  # two warm-up steps and a measured one, to which the share of the budget cuts the first run
 MEASURED_SHARE = 0.25  # share of the budget after which the first run ends, if it has LEAST_STEPS
 FIRST_SHARE = 0.95  # share of the budget, at most, for the first run; the next call goes on from a measured one
-SHORT_RUNS_SHARE = 0.5  # share of the budget left after the first run, at most, for the runs that follow it
+# Share of the budget left after the first run, at most, for the runs that follow it. The rest then holds a trial, which takes
+# longer than one of them, and its verification.
+SHORT_RUNS_SHARE = 1 / 3
 # after two warm-up steps, all that a trace records
 _TRACED_STEPS = MeasureSpec(min_steps=3, max_steps=3, min_seconds=0.0)
 # Settings for a script that runs out of memory unmodified, so that some of its facts can still be learnt.
@@ -239,7 +241,7 @@ def _checked(
     runs = ShortRuns(executor, SHORT_RUNS_SHARE * budget.left_seconds, measured)
     if measured is not None and not runs.left:
         print_line(
-            f"{script.name} is not run with another batch before the search, which may take "
+            f"the time left holds no short run of {script.name} with another batch, which may take "
             f"{format_duration(runs.expected_seconds())}: each trial checks its own batch"
         )
     seeds = {SEEDS: facts[SEEDS]} if measured is not None and facts.get(SEEDS) else {}
@@ -265,9 +267,10 @@ def _checked(
         trace = check.reference or _with_noise_floor(runs, dataclasses.replace(script, profile=seeds), measured.trace)
         if runs.repeats_seeds:
             print_line(f"{script.name} seeds by the time or its process: trials repeat the seeds of its first run")
-            profile |= seeds
-        else:
+        if runs.names_same_seeds:
             profile.pop(SEEDS, None)
+        else:
+            profile |= seeds
         measured = dataclasses.replace(_counted_as(measured, facts, profile), trace=trace)
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
     kept |= {"ran_out": ran_out.to_json()} if ran_out else {}
@@ -621,6 +624,7 @@ class ShortRuns:
         self.executor, self._runs, self._seconds = executor, _MOST_RUNS, seconds
         self._baseline = baseline
         self.repeats_seeds = False  # the script named other seeds than in its first run
+        self._measured = False
 
     def expected_seconds(self, times: float = 1.0) -> float:
         """Return the expected seconds of a run, 0 if unknown.
@@ -633,6 +637,11 @@ class ShortRuns:
         step_seconds = self._baseline.measurement.step_seconds
         # its warm-up is outside the measured steps
         return self._baseline.outside_seconds + (_MOST_STEPS * times - _WARMUP_STEPS) * step_seconds
+
+    @property
+    def names_same_seeds(self) -> bool:
+        """True if a measured run named the seeds of the first run, which trials then need not repeat."""
+        return self._measured and not self.repeats_seeds
 
     @property
     def left(self) -> int:
@@ -658,6 +667,7 @@ class ShortRuns:
         if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
             raise Stopped("stopped during the checks of the script's batch size")
         self.repeats_seeds |= bool(session.facts.get("repeats_seeds"))
+        self._measured |= outcome.ok
         return outcome, dict(session.facts)
 
 
