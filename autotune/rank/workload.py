@@ -173,6 +173,9 @@ def synthetic_batches(job: Job, micro_batch: int, device: torch.device, seed: in
     def integers(shape: tuple[int, ...], below: int) -> torch.Tensor:
         return torch.randint(0, below, shape, generator=generator)
 
+    def pinned(batch: TensorBatch) -> TensorBatch:
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if device.type == "cuda" else batch
+
     config = transformers_config(job.model)
     first = 0
     if job.lengths and not job.packed:
@@ -186,13 +189,12 @@ def synthetic_batches(job: Job, micro_batch: int, device: torch.device, seed: in
             whole["position_ids"] = torch.stack([packed_positions(job, generator) for _ in range(rows)])
             # The first token of a sequence is not predicted from the preceding sequence.
             whole["labels"] = whole["labels"].masked_fill(whole["position_ids"] == 0, IGNORED)
-        parts = {name: tensor.chunk(rows // micro_batch) for name, tensor in whole.items()}
+        parts = {name: tensor.chunk(rows // micro_batch) for name, tensor in pinned(whole).items()}
         pool = [{name: part[at] for name, part in parts.items()} for at in range(rows // micro_batch)]
         for batch in pool if job.packed else ():
             mask = packed_mask(batch["position_ids"], job.attention, DTYPES[job.precision])
             batch |= {} if mask is None else {"attention_mask": mask}
-    if device.type == "cuda":
-        pool = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in pool]
+    pool = [pinned(batch) for batch in pool]  # a view of a pinned tensor is pinned
     yield from (to_device(batch, device) for batch in pool)
     while True:
         yield from (to_device(batch, device) for batch in pool[first:])
