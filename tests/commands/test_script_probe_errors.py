@@ -63,7 +63,7 @@ def test_any_other_error_is_the_scripts_own() -> None:
 
 
 def test_marks_below_the_lines_of_a_traceback_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "rank0.log").write_text('File "x.py", line 3\n  a = b[c]\n      ~^^^\nKeyError: "^c"\n')
+    (tmp_path / "rank0.log").write_text('File "x.py", line 3\n  a = b[c]\n      ~^^^\nIndexError: at ^c\n')
     executor: Any = SimpleNamespace(
         job=SimpleNamespace(script=SimpleNamespace(target="x.py")), hardware=SimpleNamespace(limit_bytes=None)
     )
@@ -73,7 +73,7 @@ def test_marks_below_the_lines_of_a_traceback_are_left_out(tmp_path: Path) -> No
     with pytest.raises(UserError) as caught:
         _refuse_unless_run(executor, outcome, {"micros": 1}, 60.0)
     said = str(caught.value).splitlines()
-    assert [line.strip() for line in said[1:-1]] == ['File "x.py", line 3', "a = b[c]", 'KeyError: "^c"']
+    assert [line.strip() for line in said[1:-1]] == ['File "x.py", line 3', "a = b[c]", "IndexError: at ^c"]
 
 
 def test_a_profile_that_counted_otherwise_is_made_anew() -> None:
