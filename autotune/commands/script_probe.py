@@ -723,8 +723,8 @@ def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[
     wanted = [knob for knob in own if not carries_knob(script, knob)]
     taken = {*dict(script.flags).values(), *LOCAL_RANK_FLAGS}
     integers = {flag: value for flag, value in _integers(script, facts).items() if flag not in taken}
-    products = _Products.of(runs.executor.hardware.count, own, facts, integers) if MICRO_BATCH in wanted else None
-    for options, of_products in _attempts(own, wanted, integers, products.options if products else {}):
+    products = _Products.of(runs.executor.hardware.count, own, wanted, facts, integers)
+    for options, of_products in _attempts(own, wanted, integers, products.options):
         if not runs.left:
             break
         changed = _other_values(options, of_products, own[MICRO_BATCH])
@@ -733,9 +733,9 @@ def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[
             continue
         carriers = {knob: [flag for flag in options if changed[flag] == now[knob] != own[knob]] for knob in wanted}
         found: dict[str, Any] = {FOUND: {knob: flags[0] for knob, flags in carriers.items() if len(flags) == 1}}
-        if products is not None and MICRO_BATCH not in found[FOUND]:
-            more = products.roles({flag: changed[flag] for flag in of_products}, now)
-            found = {**more, FOUND: {**found[FOUND], **more.get(FOUND, {})}}
+        missing = [knob for knob in wanted if knob not in found[FOUND]]
+        more = products.roles({flag: changed[flag] for flag in of_products}, now, missing)
+        found = {**more, FOUND: {**found[FOUND], **more[FOUND]}}
         return {key: value for key, value in found.items() if value}
     return {}
 
@@ -775,39 +775,59 @@ def _integers(script: Script, facts: dict[str, Any]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Products:
-    """Flags whose value may be a product with the micro-batch: the samples or tokens of a micro-batch or a step."""
+    """Flags whose value may be a product with a knob: samples of a micro-batch or step, or all ranks' accumulation."""
 
-    micro_batch: int
-    step: int  # samples of a rank's step
+    own: dict[str, int]  # values of the knobs
     micros: frozenset[int]  # values of a micro-batch, of one rank or all, in samples or tokens
     steps: frozenset[int]  # values of a step
+    accumulations: frozenset[int]  # values of an accumulation that the script divides by the ranks
     options: dict[str, int]
 
     @classmethod
-    def of(cls, ranks: int, own: dict[str, int], facts: dict[str, Any], integers: dict[str, int]) -> _Products:
+    def of(
+        cls, ranks: int, own: dict[str, int], wanted: list[str], facts: dict[str, Any], integers: dict[str, int]
+    ) -> _Products:
         """Return the flags among these integers."""
-        micro_batch, step = own[MICRO_BATCH], own[MICRO_BATCH] * own[ACCUMULATION]
+        micro_batch, accumulation = own[MICRO_BATCH], own[ACCUMULATION]
         tokens = int(facts.get("widest", 1))
-        units = {1, ranks, tokens, ranks * tokens}
+        units = {1, ranks, tokens, ranks * tokens} if MICRO_BATCH in wanted else set()
         micros = frozenset(micro_batch * unit for unit in units) - {micro_batch}
-        steps = frozenset(step * unit for unit in units) - {micro_batch}
-        options = {flag: value for flag, value in integers.items() if flag.startswith("-") and value in micros | steps}
-        return cls(micro_batch, step, micros, steps, options)
+        steps = frozenset(micro_batch * accumulation * unit for unit in units) - {micro_batch}
+        # Without accumulation, the number of ranks alone would try each flag that happens to have it.
+        divided = ACCUMULATION in wanted and accumulation > 1
+        accumulations = frozenset({accumulation * ranks} if divided else ()) - {accumulation}
+        values = micros | steps | accumulations
+        options = {flag: value for flag, value in integers.items() if flag.startswith("-") and value in values}
+        return cls(own, micros, steps, accumulations, options)
 
-    def roles(self, changed: dict[str, int], now: dict[str, float]) -> dict[str, Any]:
-        """Return the roles of changed flags as keys of a profile, by the batch of a run with them."""
-        times = {flag: value / self.options[flag] for flag, value in changed.items()}
-        now_step = now[MICRO_BATCH] * now[ACCUMULATION]
-        of_micro = [
-            flag
-            for flag in changed
-            if self.options[flag] in self.micros and times[flag] == now[MICRO_BATCH] / self.micro_batch
-        ]
-        if now[MICRO_BATCH] != self.micro_batch and len(of_micro) == 1:
-            multiple = self.options[of_micro[0]] // self.micro_batch
-            return {FOUND: {MICRO_BATCH: of_micro[0]}, TIMES: {MICRO_BATCH: multiple}}
-        of_step = [flag for flag in changed if self.options[flag] in self.steps and times[flag] == now_step / self.step]
-        return {PRODUCTS: {flag: self.options[flag] for flag in of_step if now_step != self.step}}
+    def roles(self, changed: dict[str, int], now: dict[str, float], missing: list[str]) -> dict[str, Any]:
+        """Return the roles of changed flags as keys of a profile, by the batch of a run with them.
+
+        Args:
+            changed: new values.
+            now: values of the knobs in that run.
+            missing: knobs that no other flag carries.
+        """
+        times = {knob: now[knob] / self.own[knob] for knob in self.own}
+        step = times[MICRO_BATCH] * times[ACCUMULATION]
+        of_micro, of_step, of_accumulation = (
+            [flag for flag in changed if self.options[flag] in values and changed[flag] / self.options[flag] == by != 1]
+            for values, by in (
+                (self.micros, times[MICRO_BATCH]),
+                (self.steps, step),
+                (self.accumulations, times[ACCUMULATION]),
+            )
+        )
+        carriers = {}
+        products: dict[str, int] = {}
+        if MICRO_BATCH in missing and len(of_micro) == 1:
+            carriers[MICRO_BATCH] = of_micro[0]
+        elif MICRO_BATCH in missing:
+            products = {flag: self.options[flag] for flag in of_step}
+        if ACCUMULATION in missing and len(of_accumulation) == 1 and of_accumulation[0] not in products:
+            carriers[ACCUMULATION] = of_accumulation[0]
+        multiples = {knob: self.options[flag] // self.own[knob] for knob, flag in carriers.items()}
+        return {FOUND: carriers, TIMES: multiples, PRODUCTS: products}
 
 
 def _other_values(options: dict[str, int], products: dict[str, int], micro_batch: int) -> dict[str, int]:

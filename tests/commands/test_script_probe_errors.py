@@ -91,6 +91,20 @@ def test_a_machine_that_fails_in_the_first_run_is_no_fault_of_the_script(
     assert "last words" in str(raised.value)
 
 
+def test_marks_below_the_lines_of_a_traceback_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "rank0.log").write_text('File "x.py", line 3\n  a = b[c]\n      ~^^^\nIndexError: at ^c\n')
+    executor: Any = SimpleNamespace(
+        job=SimpleNamespace(script=SimpleNamespace(target="x.py")), hardware=SimpleNamespace(limit_bytes=None)
+    )
+    outcome = Outcome(
+        OutcomeKind.CRASH, Phase.INIT, reason="no c", exceptions=("builtins.KeyError",), log=str(tmp_path)
+    )
+    with pytest.raises(UserError) as caught:
+        _refuse_unless_run(executor, outcome, {"micros": 1}, 60.0, SimpleNamespace(seconds=60.0))  # type: ignore[arg-type]
+    said = str(caught.value).splitlines()
+    assert [line.strip() for line in said[1:-1]] == ['File "x.py", line 3', "a = b[c]", "IndexError: at ^c"]
+
+
 def test_a_profile_that_counted_otherwise_is_made_anew() -> None:
     assert _counted_otherwise({"rows_per_sample": 2.0})
     assert not _counted_otherwise({"rows_per_sample": 1.0})
