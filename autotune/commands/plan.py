@@ -34,9 +34,9 @@ from autotune.problem.candidate import ATTENTION, LIGER, LOSS, Candidate
 from autotune.problem.gpu_specs import Price, price_table
 from autotune.problem.hardware import GpuFacts, Hardware, gpu_table, named_hardware
 from autotune.problem.job import FULL, SEQUENCE_RANKS, Job
+from autotune.problem.models import has_expert_modules
 from autotune.problem.space import fitted, load_space
 from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, PlannedGain, WayPlan, knobs_text
-from autotune.versions import dotted, release
 
 # -- plan --------------------------------------------------------------------------------------------------------------
 #
@@ -156,20 +156,16 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
     return dataclasses.replace(plan, own=machines.fewest_of_own(), cards=cards, gains=helped, shared=shared)
 
 
-_ONE_PARAMETER = (5, 0)  # first transformers that keeps all experts of a layer in one parameter
-
-
 def _advice(job: Job, hardware: Hardware, candidate: Candidate) -> Iterator[str]:
     """Yield a line for each circumstance outside the candidate on which its training or speed depends.
 
     Sources: deepspeed 0.19.8, runtime/zero/leaf_module_config.py; torch/distributed/run.py, which sets OMP_NUM_THREADS; steps of
     chenyaofo's gist, llmq and torchtune in `benchmarks/predict/published/published.py --rows`.
     """
-    transformers = release(job.interpreter.version("transformers"))
-    experts = any("expert" in key for key in job.model.config.get("text_config") or job.model.config)
-    if candidate.stage == 3 and job.ranks > 1 and experts and transformers and transformers < _ONE_PARAMETER:
+    transformers = job.interpreter.version("transformers")
+    if candidate.stage == 3 and job.ranks > 1 and has_expert_modules(job.model.config, transformers):
         yield (
-            f"transformers {dotted(transformers)} keeps each expert in a module that some ranks skip: ZeRO-3 hangs or runs "
+            f"transformers {transformers} keeps each expert in a module that some ranks skip: ZeRO-3 hangs or runs "
             "out of memory, unless zero_optimization.leaf_module.classes (deepspeed 0.18, which has Mixtral, Qwen2-MoE and "
             "Qwen3-MoE by default) or deepspeed.utils.set_z3_leaf_modules names the class of the MoE block; `autotune run "
             "--model` sets it"

@@ -186,8 +186,15 @@ def _run(
                 with deadline.no_trial():
                     _open(first, observer.print_line)
                     observer.showing("running the script as it is, then with another batch")
-                    left_seconds = setup.budget_seconds - (first.now() - opening - first.ops.all_build_seconds)
-                    probed = probe(first, setup.job.script, work, left_seconds, observer.print_line)
+                    spent_seconds = first.now() - opening - first.ops.all_build_seconds
+                    probed = probe(
+                        first,
+                        setup.job.script,
+                        work,
+                        setup.budget_seconds,
+                        observer.print_line,
+                        spent_seconds=spent_seconds,
+                    )
                 setup = after_probe(setup, probed)
             complete = SliceExtrapolator(setup.job, setup.hardware).extrapolate if setup.hardware.sliced else None
             if complete is not None and probed is not None and probed.baseline is not None:

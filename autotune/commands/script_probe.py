@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.commands.setup import Setup
 from autotune.commands.trust import grant, is_granted
-from autotune.errors import Stopped, UserError
+from autotune.errors import MachineError, Stopped, UserError
 from autotune.executors.base import Executor, MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.faults import own_facts, warnings
@@ -62,7 +62,9 @@ MEASURE_SPEC = MeasureSpec(full=True, min_steps=4, max_steps=8, min_seconds=2.0,
 LEAST_STEPS = 3  # two warm-up steps and a measured one, to which the share of the budget cuts the first run
 MEASURED_SHARE = 0.25  # share of the budget after which the first run ends, if it has LEAST_STEPS
 FIRST_SHARE = 0.95  # share of the budget, at most, for the first run; the next call goes on from a measured one
-SHORT_RUNS_SHARE = 0.5  # share of the budget left after the first run, at most, for the runs that follow it
+# Share of the budget left after the first run, at most, for the runs that follow it. The rest then holds a trial, which takes
+# longer than one of them, and its verification.
+SHORT_RUNS_SHARE = 1 / 3
 # after two warm-up steps, all that a trace records
 _TRACED_STEPS = MeasureSpec(min_steps=3, max_steps=3, min_seconds=0.0)
 # Settings for a script that runs out of memory unmodified, so that some of its facts can still be learnt.
@@ -100,8 +102,37 @@ class Probe:
     ran_out: Outcome | None = None  # OOM of the script's config, if its batch was known by then
 
 
+class _ProbeBudget:
+    """Budget of the call during a probe run.
+
+    Args:
+        executor: provides the clock, and the seconds of builds of DeepSpeed's ops, which use up no budget.
+        seconds: budget of the call.
+        spent_seconds: part of it that was used before.
+    """
+
+    def __init__(self, executor: Executor, seconds: float, spent_seconds: float) -> None:
+        self._executor, self.seconds = executor, seconds
+        self._until = self._now + seconds - spent_seconds
+
+    @property
+    def _now(self) -> float:
+        return self._executor.now() - self._executor.ops.all_build_seconds
+
+    @property
+    def left_seconds(self) -> float:
+        """Seconds that are left."""
+        return self._until - self._now
+
+
 def probe(
-    executor: Executor, script: Script, folder: Path, budget_seconds: float, print_line: Callable[[str], None]
+    executor: Executor,
+    script: Script,
+    folder: Path,
+    budget_seconds: float,
+    print_line: Callable[[str], None],
+    *,
+    spent_seconds: float = 0.0,
 ) -> Probe:
     """Run the script unchanged for a few steps, or load the findings of an earlier call on the same files (`remember`).
 
@@ -109,14 +140,16 @@ def probe(
         executor: runs the script.
         script: the script.
         folder: holds the findings.
-        budget_seconds: budget of the call that is left.
+        budget_seconds: budget of the call.
         print_line: receives lines for display.
+        spent_seconds: part of the budget that was used before.
 
     Raises:
         UserError: it never calls DeepSpeed, ends too early, or fails by itself; the message ends with its own traceback.
+        MachineError: the machine failed in the first run.
         Stopped: the user stopped the tuner.
     """
-    began, memory = executor.now(), folder / MEMORY
+    budget, memory = _ProbeBudget(executor, budget_seconds, spent_seconds), folder / MEMORY
     key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.limit_bytes}"
     if memory.exists():
         text = memory.read_text(encoding="utf-8")
@@ -133,12 +166,11 @@ def probe(
         print_line(f"{script.name} as it is, from an earlier call: {throughput_text(baseline.measurement)}")
     else:
         print_line(f"running {script.name} without changes, to learn what it trains")
-        limit, spec = _first_limits(budget_seconds)
-        baseline, facts = _run_with_ops(executor, Candidate(()), "probe", limit, spec)
-        _refuse_unless_run(executor, baseline, facts, budget_seconds)
+        left_seconds = budget.left_seconds
+        baseline, facts = _run_with_ops(executor, Candidate(()), "probe", *_first_limits(left_seconds))
+        _refuse_unless_run(executor, baseline, facts, left_seconds, budget)
     try:
-        left_seconds = budget_seconds - (executor.now() - began)
-        return _checked(executor, script, baseline, facts, key, left_seconds, print_line)
+        return _checked(executor, script, baseline, facts, key, budget, print_line)
     except Stopped:
         if baseline.measurement is not None:
             sources = digests([*([script.path] if script.path else []), *facts.get(SOURCES, ())], script.cwd)
@@ -150,10 +182,10 @@ def probe(
         raise
 
 
-def _first_limits(budget_seconds: float) -> tuple[float, MeasureSpec]:
+def _first_limits(left_seconds: float) -> tuple[float, MeasureSpec]:
     """Return the time limit of a first run, and the length of its measurement."""
-    spec = dataclasses.replace(MEASURE_SPEC, share_seconds=MEASURED_SHARE * budget_seconds)
-    return FIRST_SHARE * budget_seconds, spec
+    spec = dataclasses.replace(MEASURE_SPEC, share_seconds=MEASURED_SHARE * left_seconds)
+    return FIRST_SHARE * left_seconds, spec
 
 
 def _unfinished(folder: Path, key: str, cwd: str | Path) -> tuple[Outcome, dict[str, Any]] | None:
@@ -173,7 +205,7 @@ def _checked(
     baseline: Outcome,
     facts: dict[str, Any],
     key: str,
-    left_seconds: float,
+    budget: _ProbeBudget,
     print_line: Callable[[str], None],
 ) -> Probe:
     """Return the findings of a first run, and of the runs that follow it: flags, another batch, noise.
@@ -183,14 +215,14 @@ def _checked(
         baseline: outcome of the first run.
         facts: report of the first run.
         key: of the stored findings.
-        left_seconds: budget of the call that is left.
+        budget: of the call.
         print_line: receives lines for display.
     """
     measured = None if baseline.kind.is_oom else baseline
     ran_out = baseline if measured is None and "micro_batch" in facts else None
     if measured is None:
         print_line(f"the unmodified script does not fit ({baseline.reason}); trying the config with the least memory")
-        found = _run_with_least_memory(executor, script, facts, left_seconds)
+        found = _run_with_least_memory(executor, script, facts, budget)
         if "micro_batch" not in facts:
             print_line("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
@@ -207,10 +239,10 @@ def _checked(
         )
     elif profile["checkpointed"] and not profile["checkpointing"]:
         print_line("the script's activation checkpointing cannot be switched off and stays on")
-    runs = ShortRuns(executor, SHORT_RUNS_SHARE * left_seconds, measured)
+    runs = ShortRuns(executor, SHORT_RUNS_SHARE * budget.left_seconds, measured)
     if measured is not None and not runs.left:
         print_line(
-            f"{script.name} is not run with another batch before the search, which may take "
+            f"the time left holds no short run of {script.name} with another batch, which may take "
             f"{format_duration(runs.expected_seconds())}: each trial checks its own batch"
         )
     seeds = {SEEDS: facts[SEEDS]} if measured is not None and facts.get(SEEDS) else {}
@@ -236,9 +268,10 @@ def _checked(
         trace = check.reference or _with_noise_floor(runs, dataclasses.replace(script, profile=seeds), measured.trace)
         if runs.repeats_seeds:
             print_line(f"{script.name} seeds by the time or its process: trials repeat the seeds of its first run")
-            profile |= seeds
-        else:
+        if runs.names_same_seeds:
             profile.pop(SEEDS, None)
+        else:
+            profile |= seeds
         measured = dataclasses.replace(_counted_as(measured, facts, profile), trace=trace)
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
     kept |= {"ran_out": ran_out.to_json()} if ran_out else {}
@@ -268,7 +301,7 @@ def _keep(path: Path, text: str) -> None:
 
 
 def _run_with_least_memory(
-    executor: Executor, script: Script, facts: dict[str, Any], budget_seconds: float
+    executor: Executor, script: Script, facts: dict[str, Any], budget: _ProbeBudget
 ) -> dict[str, Any]:
     """Return the facts of a script that runs out of memory unmodified, from a run with minimal memory.
 
@@ -283,13 +316,15 @@ def _run_with_least_memory(
     job = dataclasses.replace(executor.job, base_config=_ANY_OPTIMIZER)
     candidate = least_memory_candidate(facts.get("optimizer", ""), executor.hardware.device)
     executor.load_ops([candidate], job=job)
-    limits = _first_limits(budget_seconds)
-    outcome, found = _run_with_ops(executor, candidate, "probe-least-memory", *limits, job)
+    left_seconds = budget.left_seconds
+    outcome, found = _run_with_ops(executor, candidate, "probe-least-memory", *_first_limits(left_seconds), job)
     if outcome.source is Source.BATCH and "micro_batch" in facts:
         own = {MICRO_BATCH: facts["micro_batch"], ACCUMULATION: facts["accumulation"]}
+        left_seconds = budget.left_seconds
+        limits = _first_limits(left_seconds)
         outcome, found = _run_with_ops(executor, candidate.but(**own), "probe-least-memory-2", *limits, job)
         found |= {_OWN_STEPS: True}
-    _refuse_unless_run(executor, outcome, found, budget_seconds)
+    _refuse_unless_run(executor, outcome, found, left_seconds, budget)
     if not outcome.ok:
         raise UserError(f"{script.name} does not fit, even with the config of the least memory: {outcome.reason}")
     return found
@@ -376,15 +411,19 @@ def _run_with_ops(
     return outcome, {**session.facts, **found}
 
 
-def _refuse_unless_run(executor: Executor, outcome: Outcome, facts: dict[str, Any], budget_seconds: float) -> None:
-    """Refuse a script that failed otherwise than by its memory.
+def _refuse_unless_run(
+    executor: Executor, outcome: Outcome, facts: dict[str, Any], left_seconds: float, budget: _ProbeBudget
+) -> None:
+    """Refuse a script whose run failed otherwise than by its memory.
 
     Args:
         facts: report of the run; empty if it has not called `deepspeed.initialize`.
-        budget_seconds: budget of the call.
+        left_seconds: budget that was left at its start.
+        budget: of the call.
 
     Raises:
         UserError: with the reason, and the end of its log.
+        MachineError: the machine failed, such as a node or a disk, or another process took the GPU's memory.
         Stopped: the user stopped the tuner.
     """
     if outcome.ok or outcome.kind.is_oom:
@@ -395,32 +434,38 @@ def _refuse_unless_run(executor: Executor, outcome: Outcome, facts: dict[str, An
     if why := _in_one_line(outcome, executor.job.script.target, reached=bool(facts)):
         raise UserError(why)
     if outcome.kind is OutcomeKind.INTERRUPTED:
-        more = f": {_longer(facts.get(RAN), budget_seconds)}" if outcome.source is Source.BUDGET else ""
+        more = f": {_longer(facts.get(RAN), left_seconds, budget.seconds)}" if outcome.source is Source.BUDGET else ""
         raise UserError(f"{outcome.reason}, before the script was measured{more}")
     log = f"{outcome.log}/rank{outcome.rank or 0}.log"
     said = log_tail(Path(log)).strip()
     lines = [line for line in said.splitlines() if line.strip(" ~^")]  # Python marks a part of the line above
     tail = "\n".join(f"  {line}" for line in lines[-12:])
+    if not outcome.kind.is_attributable_to_candidate:
+        raise MachineError(
+            f"the machine failed before the script was measured ({outcome.reason}):\n{tail}\n  log: {log}"
+        )
     limits = _limits(outcome, executor.hardware.limit_bytes)
     who = "the script fails by itself" if not limits else "the script fails"
     raise UserError(f"{who}, before anything is tuned ({outcome.reason}){limits}:\n{tail}\n  log: {log}")
 
 
-def _longer(ran: dict[str, float] | None, budget_seconds: float) -> str:
+def _longer(ran: dict[str, float] | None, left_seconds: float, budget_seconds: float) -> str:
     """Return which budget to try after a first run that its share of the budget ended.
 
-    Half of that budget goes to the first run, and the rest to candidates.
+    After what was used before this run, half of that budget goes to it, and the rest to candidates.
 
     Args:
         ran: seconds of its start and of an optimizer step so far; None if none of its micro-batches ended.
+        left_seconds: budget that was left at its start.
         budget_seconds: budget of the call.
     """
+    before_seconds = budget_seconds - left_seconds
     if ran is None:
-        return f"use {larger_budget(2 * budget_seconds)}"
+        return f"use {larger_budget(before_seconds + 2 * left_seconds)}"
     needed = ran["start_seconds"] + LEAST_STEPS * ran["step_seconds"]
     return (
-        f"a step takes about {format_duration(ran['step_seconds'])}, and its first run about {format_duration(needed)}; use "
-        f"{larger_budget(max(2 * needed, 1.5 * budget_seconds))}"
+        f"a step takes about {format_duration(ran['step_seconds'])}, and the first run about {format_duration(needed)}; use "
+        f"{larger_budget(before_seconds + max(2 * needed, 1.5 * left_seconds))}"
     )
 
 
@@ -585,6 +630,7 @@ class ShortRuns:
         self.executor, self._runs, self._seconds = executor, _MOST_RUNS, seconds
         self._baseline = baseline
         self.repeats_seeds = False  # the script named other seeds than in its first run
+        self._measured = False
 
     def expected_seconds(self, times: float = 1.0) -> float:
         """Return the expected seconds of a run, 0 if unknown.
@@ -597,6 +643,11 @@ class ShortRuns:
         step_seconds = self._baseline.measurement.step_seconds
         # its warm-up is outside the measured steps
         return self._baseline.outside_seconds + (_MOST_STEPS * times - _WARMUP_STEPS) * step_seconds
+
+    @property
+    def names_same_seeds(self) -> bool:
+        """True if a measured run named the seeds of the first run, which trials then need not repeat."""
+        return self._measured and not self.repeats_seeds
 
     @property
     def left(self) -> int:
@@ -622,6 +673,7 @@ class ShortRuns:
         if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
             raise Stopped("stopped during the checks of the script's batch size")
         self.repeats_seeds |= bool(session.facts.get("repeats_seeds"))
+        self._measured |= outcome.ok
         return outcome, dict(session.facts)
 
 
@@ -671,8 +723,8 @@ def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[
     wanted = [knob for knob in own if not carries_knob(script, knob)]
     taken = {*dict(script.flags).values(), *LOCAL_RANK_FLAGS}
     integers = {flag: value for flag, value in _integers(script, facts).items() if flag not in taken}
-    products = _Products.of(runs.executor.hardware.count, own, facts, integers) if MICRO_BATCH in wanted else None
-    for options, of_products in _attempts(own, wanted, integers, products.options if products else {}):
+    products = _Products.of(runs.executor.hardware.count, own, wanted, facts, integers)
+    for options, of_products in _attempts(own, wanted, integers, products.options):
         if not runs.left:
             break
         changed = _other_values(options, of_products, own[MICRO_BATCH])
@@ -681,9 +733,9 @@ def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[
             continue
         carriers = {knob: [flag for flag in options if changed[flag] == now[knob] != own[knob]] for knob in wanted}
         found: dict[str, Any] = {FOUND: {knob: flags[0] for knob, flags in carriers.items() if len(flags) == 1}}
-        if products is not None and MICRO_BATCH not in found[FOUND]:
-            more = products.roles({flag: changed[flag] for flag in of_products}, now)
-            found = {**more, FOUND: {**found[FOUND], **more.get(FOUND, {})}}
+        missing = [knob for knob in wanted if knob not in found[FOUND]]
+        more = products.roles({flag: changed[flag] for flag in of_products}, now, missing)
+        found = {**more, FOUND: {**found[FOUND], **more[FOUND]}}
         return {key: value for key, value in found.items() if value}
     return {}
 
@@ -723,39 +775,59 @@ def _integers(script: Script, facts: dict[str, Any]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Products:
-    """Flags whose value may be a product with the micro-batch: the samples or tokens of a micro-batch or a step."""
+    """Flags whose value may be a product with a knob: samples of a micro-batch or step, or all ranks' accumulation."""
 
-    micro_batch: int
-    step: int  # samples of a rank's step
+    own: dict[str, int]  # values of the knobs
     micros: frozenset[int]  # values of a micro-batch, of one rank or all, in samples or tokens
     steps: frozenset[int]  # values of a step
+    accumulations: frozenset[int]  # values of an accumulation that the script divides by the ranks
     options: dict[str, int]
 
     @classmethod
-    def of(cls, ranks: int, own: dict[str, int], facts: dict[str, Any], integers: dict[str, int]) -> _Products:
+    def of(
+        cls, ranks: int, own: dict[str, int], wanted: list[str], facts: dict[str, Any], integers: dict[str, int]
+    ) -> _Products:
         """Return the flags among these integers."""
-        micro_batch, step = own[MICRO_BATCH], own[MICRO_BATCH] * own[ACCUMULATION]
+        micro_batch, accumulation = own[MICRO_BATCH], own[ACCUMULATION]
         tokens = int(facts.get("widest", 1))
-        units = {1, ranks, tokens, ranks * tokens}
+        units = {1, ranks, tokens, ranks * tokens} if MICRO_BATCH in wanted else set()
         micros = frozenset(micro_batch * unit for unit in units) - {micro_batch}
-        steps = frozenset(step * unit for unit in units) - {micro_batch}
-        options = {flag: value for flag, value in integers.items() if flag.startswith("-") and value in micros | steps}
-        return cls(micro_batch, step, micros, steps, options)
+        steps = frozenset(micro_batch * accumulation * unit for unit in units) - {micro_batch}
+        # Without accumulation, the number of ranks alone would try each flag that happens to have it.
+        divided = ACCUMULATION in wanted and accumulation > 1
+        accumulations = frozenset({accumulation * ranks} if divided else ()) - {accumulation}
+        values = micros | steps | accumulations
+        options = {flag: value for flag, value in integers.items() if flag.startswith("-") and value in values}
+        return cls(own, micros, steps, accumulations, options)
 
-    def roles(self, changed: dict[str, int], now: dict[str, float]) -> dict[str, Any]:
-        """Return the roles of changed flags as keys of a profile, by the batch of a run with them."""
-        times = {flag: value / self.options[flag] for flag, value in changed.items()}
-        now_step = now[MICRO_BATCH] * now[ACCUMULATION]
-        of_micro = [
-            flag
-            for flag in changed
-            if self.options[flag] in self.micros and times[flag] == now[MICRO_BATCH] / self.micro_batch
-        ]
-        if now[MICRO_BATCH] != self.micro_batch and len(of_micro) == 1:
-            multiple = self.options[of_micro[0]] // self.micro_batch
-            return {FOUND: {MICRO_BATCH: of_micro[0]}, TIMES: {MICRO_BATCH: multiple}}
-        of_step = [flag for flag in changed if self.options[flag] in self.steps and times[flag] == now_step / self.step]
-        return {PRODUCTS: {flag: self.options[flag] for flag in of_step if now_step != self.step}}
+    def roles(self, changed: dict[str, int], now: dict[str, float], missing: list[str]) -> dict[str, Any]:
+        """Return the roles of changed flags as keys of a profile, by the batch of a run with them.
+
+        Args:
+            changed: new values.
+            now: values of the knobs in that run.
+            missing: knobs that no other flag carries.
+        """
+        times = {knob: now[knob] / self.own[knob] for knob in self.own}
+        step = times[MICRO_BATCH] * times[ACCUMULATION]
+        of_micro, of_step, of_accumulation = (
+            [flag for flag in changed if self.options[flag] in values and changed[flag] / self.options[flag] == by != 1]
+            for values, by in (
+                (self.micros, times[MICRO_BATCH]),
+                (self.steps, step),
+                (self.accumulations, times[ACCUMULATION]),
+            )
+        )
+        carriers = {}
+        products: dict[str, int] = {}
+        if MICRO_BATCH in missing and len(of_micro) == 1:
+            carriers[MICRO_BATCH] = of_micro[0]
+        elif MICRO_BATCH in missing:
+            products = {flag: self.options[flag] for flag in of_step}
+        if ACCUMULATION in missing and len(of_accumulation) == 1 and of_accumulation[0] not in products:
+            carriers[ACCUMULATION] = of_accumulation[0]
+        multiples = {knob: self.options[flag] // self.own[knob] for knob, flag in carriers.items()}
+        return {FOUND: carriers, TIMES: multiples, PRODUCTS: products}
 
 
 def _other_values(options: dict[str, int], products: dict[str, int], micro_batch: int) -> dict[str, int]:

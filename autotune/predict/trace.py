@@ -148,7 +148,7 @@ def trace_jobs(jobs: Sequence[tuple[Job, str]], on_traced: Callable[[int, int], 
     A job that cannot be traced is skipped; `trace_job` reports the reason.
 
     Args:
-        told: called with (traces made, traces to make) after each.
+        on_traced: called with (traces made, traces to make) after each.
     """
     missing = {}
     for job, loss in jobs:

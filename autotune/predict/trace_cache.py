@@ -27,7 +27,7 @@ from autotune.util.files import cache_root
 # Cache of traces. Reading it starts no process: the commands that read a study take no other trace (`stored_trace`).
 
 RUNS_IT = ("torch", "transformers")
-VERSION = 8  # of what the tracer finds: raise it when that changes
+VERSION = 9  # of what the tracer finds: raise it when that changes
 # Attention that can be run without a GPU. All other kernels (FlashAttention 2 and 3, compiled flex attention, those of the
 # Hub) keep for backward what `sdpa` keeps: query, key, value, output and a logarithm a row (Dao 2023, algorithm 2;
 # transformers' integrations/flash_attention.py adds nothing where batches are not padded).

@@ -90,7 +90,7 @@ def trace_model(
         whole_depth: trace every layer instead of extrapolating.
         loss: one of `trace.LOSSES`.
         device: device whose kernels are counted: `cpu` has no fused attention with dropout.
-        told: called with the parameters' sizes as soon as they are known, in the format of an answer's `sizes`.
+        on_sizes: called with the parameters' sizes as soon as they are known, in the format of an answer's `sizes`.
         workers: with 2, forked children trace with and without checkpointing at the same time.
 
     Raises:

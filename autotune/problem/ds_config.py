@@ -135,7 +135,7 @@ def load_ds_config(path: Path, named_by: str = "--ds-config") -> dict[str, Any]:
     """Read and validate the user's own DeepSpeed config.
 
     Args:
-        said: words that name the file, for the error of a file that cannot be read.
+        named_by: words that name the file, for the error of a file that cannot be read.
 
     Raises:
         UserError: the file cannot be read, is no JSON object, or has a section or a value that DeepSpeed refuses; the message

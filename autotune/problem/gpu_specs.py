@@ -185,7 +185,7 @@ def unlisted_gpu_facts(
 
     Args:
         memory_bytes: of the whole device.
-        told: figures of a whole card.
+        nvml_figures: figures of a whole card.
         unified: its memory is main memory.
     """
     if " + " in name:  # unlike cards: ranks wait for the slowest

@@ -458,6 +458,15 @@ _SINCE = {
 _EXPERTS_SINCE = (0, 8, 0)  # ops/fused_moe.py; earlier versions loop over the experts
 
 
+def has_expert_modules(config: dict[str, Any], transformers: str | None) -> bool:
+    """Check that transformers of this version keeps each expert of the model in a module, of which ranks skip different ones.
+
+    Since 5.0 one parameter holds all experts of a layer. False if the version is unknown.
+    """
+    experts = any("expert" in key for key in config.get("text_config") or config)
+    return experts and transformers is not None and release(transformers) < _FIVE
+
+
 def kernels_of(model_type: str | None, version: str | None = None) -> Kernels | None:
     """Return the parts of a decoder of this type that a version of Liger's kernels, or the newest, replaces; None if none."""
     kernels = _DECODERS.get(model_type or "")

@@ -552,7 +552,7 @@ class CheckpointLedger:
 
     @classmethod
     def of(cls, folder: Path, state: dict[str, Any] | None) -> CheckpointLedger:
-        """Restore from `told`; None starts without knowledge of the folder."""
+        """Restore from `to_json`; None starts without knowledge of the folder."""
         if state is None:
             return cls(folder)
         return cls(folder, {path: (at, by) for path, (at, by) in state["found"].items()}, state["last"])

@@ -9,7 +9,7 @@ import secrets
 import sys
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 _MOST_WATCHED = 64  # generators; a data set may make one for each sample
@@ -17,7 +17,6 @@ _MOST_SEEDS = 64  # that a script names; a data set may name one for each sample
 # Modules with a generator for names of files. Such names must differ between trials, which share caches and /dev/shm:
 # multiprocessing gives up after 100 names of semaphores that exist, and `datasets` loads a cache file that has the name.
 _NAMING = ("tempfile", "datasets.fingerprint")
-_LIBRARIES = {"autotune", "random", "torch", "numpy"}  # whose frames do not tell places of a script apart
 
 
 class _Patches(Protocol):
@@ -55,6 +54,7 @@ class RandomState:
         self.repeats = False
         self._before_engine: int | None = None  # number of seeds
         self._is_scripts, self._first_pid = True, os.getpid()  # False while this class seeds, and after `leave_seeds`
+        self._seeding = {_package(__name__)}  # packages whose frames do not tell places of a script apart
         self._known: dict[str, deque[Any]] = {}
         for place, seed in named:
             self._known.setdefault(place, deque()).append(seed)
@@ -105,6 +105,10 @@ class RandomState:
 
         kernel = os.urandom
 
+        def seeds(owner: Any, name: str, around: Callable[..., Any]) -> None:
+            self._seeding.add(_package(getattr(owner, "__module__", owner.__name__)))
+            patches.wrap(owner, name, around)
+
         def urandom(_: Any, count: int, /) -> bytes:
             return self._bytes(count)
 
@@ -147,18 +151,18 @@ class RandomState:
             lambda _, /, nbytes=None: kernel(secrets.DEFAULT_ENTROPY if nbytes is None else nbytes),
         )
         patches.wrap(secrets, "choice", lambda _, /, seq: seq[int.from_bytes(kernel(8), "big") % max(1, len(seq))])
-        patches.wrap(random.Random, "seed", seed_python)
-        patches.wrap(random, "seed", seed_default)
+        seeds(random.Random, "seed", seed_python)
+        seeds(random, "seed", seed_default)
         for owner in (torch, torch.random):
-            patches.wrap(owner, "seed", seed_torch)
+            seeds(owner, "seed", seed_torch)
         for owner in seeding_modules():
             for name in ("manual_seed", "manual_seed_all"):
                 if hasattr(owner, name):
-                    patches.wrap(owner, name, seed_all)
+                    seeds(owner, name, seed_all)
         patches.replace(torch, "Generator", self._generator_class())
         if (numpy := sys.modules.get("numpy")) is not None:
-            patches.wrap(numpy.random, "seed", seed_default)
-            patches.wrap(numpy.random, "default_rng", noted)
+            seeds(numpy.random, "seed", seed_default)
+            seeds(numpy.random, "default_rng", noted)
 
     def _bytes(self, count: int) -> bytes:
         """Return bytes in place of the kernel's. Each worker of a data loader draws its own, as torch seeds it."""
@@ -177,7 +181,7 @@ class RandomState:
         theirs = self._is_scripts and os.getpid() == self._first_pid  # workers of a data loader have seeds of their own
         if not theirs or not isinstance(seed, int | float | str):
             return seed
-        place = _place()
+        place = _place(self._seeding)
         if len(self.named) < _MOST_SEEDS:
             self.named.append([place, seed])
         known = self._known.get(place)
@@ -256,10 +260,15 @@ def _caller(steps: int) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def _place() -> str:
-    """Return the file and line of the call of a library's seed function."""
+def _package(module: str) -> str:
+    """Return the top package of a module's name."""
+    return module.partition(".")[0]
+
+
+def _place(libraries: Collection[str]) -> str:
+    """Return the file and line at which the first caller outside of these packages names a seed."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+    while frame.f_back is not None and _package(frame.f_globals.get("__name__", "")) in libraries:
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 

@@ -538,9 +538,8 @@ def check_batch(batch: Batch, candidate: Candidate, profile: dict[str, Any]) -> 
     if profile.get("batch_note") or not counted.unit:
         if (profile["micro_batch"], profile["accumulation"]) != (candidate.micro_batch, candidate.accumulation):
             raise Unusable(profile.get("batch_note") or UNCOUNTED, Cause.BATCH)
-        held = profile.get(
-            "held"
-        )  # counts of the script's own steps; missing if only the settings with the least memory ran
+        # counts of the script's own steps; missing if only the settings with the least memory ran
+        held = profile.get("held")
         return _short_of(batch, held["micros"], held["rows"], "rows", profile["accumulation"]) if held else ""
     micros = candidate.accumulation * counted.micros_per_accumulation
     if counted.unit == TOKENS:  # tokens are checked by their mean, see `check_tokens`

@@ -173,6 +173,9 @@ def synthetic_batches(job: Job, micro_batch: int, device: torch.device, seed: in
     def integers(shape: tuple[int, ...], below: int) -> torch.Tensor:
         return torch.randint(0, below, shape, generator=generator)
 
+    def pinned(batch: TensorBatch) -> TensorBatch:
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if device.type == "cuda" else batch
+
     config = transformers_config(job.model)
     first = 0
     if job.lengths and not job.packed:
@@ -180,19 +183,18 @@ def synthetic_batches(job: Job, micro_batch: int, device: torch.device, seed: in
         widths = [job.seq_len] * 2 + drawn.view(16, micro_batch).max(dim=1).values.tolist()
         pool = [_masked(job, one_batch(job, config, micro_batch, width, integers), generator) for width in widths]
     else:
-        rows = _pool_rows(job, config, micro_batch)
+        rows = _pool_rows(job, config, micro_batch, device.type)
         whole = _masked(job, one_batch(job, config, rows, job.seq_len, integers), generator)
         if job.packed:
             whole["position_ids"] = torch.stack([packed_positions(job, generator) for _ in range(rows)])
             # The first token of a sequence is not predicted from the preceding sequence.
             whole["labels"] = whole["labels"].masked_fill(whole["position_ids"] == 0, IGNORED)
-        parts = {name: tensor.chunk(rows // micro_batch) for name, tensor in whole.items()}
+        parts = {name: tensor.chunk(rows // micro_batch) for name, tensor in pinned(whole).items()}
         pool = [{name: part[at] for name, part in parts.items()} for at in range(rows // micro_batch)]
         for batch in pool if job.packed else ():
             mask = packed_mask(batch["position_ids"], job.attention, DTYPES[job.precision])
             batch |= {} if mask is None else {"attention_mask": mask}
-    if device.type == "cuda":
-        pool = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in pool]
+    pool = [pinned(batch) for batch in pool]  # a view of a pinned tensor is pinned
     yield from (to_device(batch, device) for batch in pool)
     while True:
         yield from (to_device(batch, device) for batch in pool[first:])
@@ -200,13 +202,13 @@ def synthetic_batches(job: Job, micro_batch: int, device: torch.device, seed: in
 
 _POOL_STEPS = 4  # optimizer steps with rows of their own
 _POOL_ROWS = 256  # rows of a rank if its steps may have any number
-_POOL_BYTES = 32 * MIB  # of host memory, which is a CPU rank's device memory
+_POOL_BYTES = {"cuda": 32 * MIB, "cpu": MIB}  # of host memory, which is a CPU rank's device memory, too
 
 
-def _pool_rows(job: Job, config: Any, micro_batch: int) -> int:
+def _pool_rows(job: Job, config: Any, micro_batch: int, device: str) -> int:
     """Return the rows of a rank after which they repeat: alike for every micro-batch, as far as host memory allows."""
     of_a_row = one_batch(job, config, 1, job.seq_len, lambda shape, below: torch.zeros(shape, dtype=torch.long))
-    most = _POOL_BYTES // sum(tensor.nbytes for tensor in of_a_row.values())
+    most = _POOL_BYTES[device] // sum(tensor.nbytes for tensor in of_a_row.values())
     step = job.global_batch_size // job.data_ranks if job.global_batch_size else _POOL_ROWS // _POOL_STEPS
     rows = next((count for count in (_POOL_STEPS * step, step) if count <= most), 0)
     return math.ceil(max(rows, micro_batch) / micro_batch) * micro_batch if rows else _POOL_STEPS * micro_batch

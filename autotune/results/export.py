@@ -28,7 +28,7 @@ from autotune.problem.candidate import (
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import CHUNKED, LIGER_LOSS, Job, Script, under_lightning
 from autotune.problem.knobs import is_off, lossy_of
-from autotune.problem.models import CAUSAL, LIGER_LOSS_ALONE
+from autotune.problem.models import CAUSAL, LIGER_LOSS_ALONE, has_expert_modules
 from autotune.problem.nvml import ARCHITECTURES
 from autotune.problem.outcome import Measurement
 from autotune.rank.ds_config import all_ops, may_skip_parameters
@@ -301,6 +301,12 @@ def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[
     if whole := without_zero_init(candidate, job):
         lines.append(whole)
     lines += needs_of_model(candidate, job)
+    transformers, named = job.interpreter.version("transformers"), own is None and job.workload is None
+    if named and candidate.stage == 3 and job.ranks > 1 and has_expert_modules(job.model.config, transformers):
+        lines.append(
+            f"call deepspeed.utils.set_z3_leaf_modules(model, [the class of the MoE block]) before deepspeed.initialize: it was "
+            f"measured so, and transformers {transformers} keeps each expert in a module that some ranks skip"
+        )
     if job_with_candidate(job, candidate).compiled:
         lines.append(
             "call engine.compile() after deepspeed.initialize (Trainer: torch_compile=True): it was measured so"

@@ -458,7 +458,7 @@ class GroupPolicy:
         silence_seconds: limit without a heartbeat per phase. A heartbeat is a message, progress of the main thread, or
             computing, reading or writing.
         settle_seconds: wait after the first failure, because a peer's consequential error may arrive before the cause.
-        may_leave: True if a rank may end by itself with exit code 0. A trial's ranks wait for the order.
+        may_exit: True if a rank may end by itself with exit code 0. A trial's ranks wait for the order.
     """
 
     hello_seconds: float

@@ -10,6 +10,7 @@ is left out, and with `--models` those in the file stay.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,8 @@ from autotune.commands.setup import plan_setups
 from autotune.errors import UserError
 from autotune.predict.trace import trace_jobs
 from autotune.predict.trace_cache import RUNS_IT, VERSION, cache_path, cached, shipped_key, with_runnable_attention
+from autotune.predict.trace_data import Trace
+from autotune.predict.zero_memory import muon_sizes
 from autotune.problem.job import Job
 from autotune.problem.models import CAUSAL, shipped_models
 from autotune.util.interpreter import OWN
@@ -51,8 +54,17 @@ def shipped(names: Sequence[str], kept: dict[str, Any]) -> dict[str, Any]:
     traces = dict(kept["traces"]) if kept["versions"] == versions and kept["version"] == VERSION else {}
     for job, loss in asked:
         if (trace := cached(cache_path(job, loss))) is not None:
-            traces[shipped_key(job, loss, "cuda", versions)] = _rounded(trace.to_json())
+            traces[shipped_key(job, loss, "cuda", versions)] = compact(job, trace)
     return {"version": VERSION, "versions": versions, "traces": dict(sorted(traces.items()))}
+
+
+def compact(job: Job, trace: Trace) -> dict[str, Any]:
+    """Return a trace as the file holds it: without Muon's matrices if their sizes tell them, and with rounded numbers."""
+    muon = dataclasses.replace(job, base_config={"optimizer": {"type": "Muon"}})
+    by_size = dataclasses.replace(trace, matrices=None)
+    told_by_sizes = muon_sizes(muon, by_size) == trace.matrices
+    found: dict[str, Any] = _rounded((by_size if told_by_sizes else trace).to_json())
+    return found
 
 
 def _rounded(data: Any) -> Any:

@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,7 @@ LEAST = {
     "bf16": 2e-2,
 }  # differences that rounding alone makes; Adam amplifies that of gradients near zero
 FLOORS = 4.0  # tolerated multiples of the floor
+_MOST_WHY = 80  # characters of a reason in the table
 _OBSERVER = Path(__file__).parent / "plainly"
 _AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
 _SMALL = {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000}
@@ -202,7 +204,8 @@ def _trained(words: Sequence[str], folder: Path, name: str, **variables: str) ->
     (folder / f"{name}.log").write_text(f"{shlex.join(words)}\n{done.stdout}{done.stderr}")
     if not report.exists():
         said = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.strip().splitlines()
-        return f"ended before {STEPS} steps: {said[0] if said else f'exit {done.returncode}'}"[:200]
+        why = said[0].removeprefix("[rank0]: ").removeprefix("[rank1]: ") if said else f"exit {done.returncode}"
+        return f"ended before {STEPS} steps: {why}"[:200]
     found: dict[str, Any] = torch.load(report)
     return found
 
@@ -228,6 +231,12 @@ def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, fl
     return {"weights": weights, "loss": statistics.fmean(losses), "start": max(start)}
 
 
+def _left_out(row: Mapping[str, Any], why: str) -> dict[str, Any]:
+    """Return the row of a script of which nothing was compared. The whole reason goes to standard error."""
+    print(f"{row['script']}: {why}", file=sys.stderr)
+    return {**row, "verdict": textwrap.shorten(why, _MOST_WHY, placeholder=" …")}
+
+
 def _speed(run: Mapping[str, Any]) -> float:
     """Return samples per second, by the median step after the first five."""
     seconds = [b - a for a, b in zip(run["at"][5:], run["at"][6:], strict=False)]
@@ -240,17 +249,17 @@ def _compared(name: str, folder: Path, budget: str, trials: int, most: int) -> l
     _prepared(name, folder)
     store = _tuned(name, folder, budget, trials)
     if isinstance(store, str):
-        return [{**row, "verdict": store}]
+        return [_left_out(row, store)]
     assert store.job.script is not None
     own, followed = own_candidate(store.job.script), _followed(store, most)
     if not followed:
         note = store.job.script.profile["batch_note"]
-        return [{**row, "verdict": f"no other config was measured{f' ({note})' if note else ''}"}]
+        return [_left_out(row, f"no other config was measured{f' ({note})' if note else ''}")]
     words = ["torchrun", "--nproc-per-node", str(RANKS), *shlex.split(style.command)]
     yours = _trained(words, folder, "own")
     again = _trained(words, folder, "again", OBSERVED_SEED="99", OMP_NUM_THREADS="2")
     if isinstance(yours, str) or isinstance(again, str):
-        return [{**row, "verdict": f"the script's own command: {yours if isinstance(yours, str) else again}"}]
+        return [_left_out(row, f"the script's own command: {yours if isinstance(yours, str) else again}")]
     floor = difference(yours, again)
     rows = []
     for record in followed:

@@ -93,12 +93,19 @@ def test_a_gpu_that_torch_counts_and_cannot_start_is_no_good_finding(trouble: st
     assert by_name(doctor.judge_libraries(facts, "cpu"))["torch"].level == "good"
 
 
-def test_the_examination_starts_cuda_where_torch_counts_a_gpu() -> None:
+def test_the_examination_reports_torch_of_cuda_and_starts_cuda_where_torch_counts_a_gpu() -> None:
+    torch = "import torch; torch.version.cuda = '13.0'; torch.cuda.nccl.version = lambda: (2, 27, 5)\n"
     count = "import sys; sys.argv[1:] = []; from autotune.rank import devices; devices.available = lambda: True\n"
-    code = count + doctor._EXAMINATION.replace("    import transformers\n", "").replace("    import deepspeed\n", "")
+    code = (
+        torch
+        + count
+        + doctor._EXAMINATION.replace("    import transformers\n", "").replace("    import deepspeed\n", "")
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     facts = next(line for line in done.stdout.splitlines() if line.startswith("FACTS"))
-    assert "cuda" in json.loads(facts.removeprefix("FACTS"))["errors"]["context"]  # this torch has none
+    found = json.loads(facts.removeprefix("FACTS"))
+    assert found["torch"]["nccl"] == [2, 27, 5], found["errors"]
+    assert "cuda" in found["errors"]["context"]  # this torch has none
 
 
 @pytest.mark.usefixtures("no_cuda_variables")

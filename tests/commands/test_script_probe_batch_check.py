@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from autotune.commands.script_probe import ShortRuns, _longer, others
+from autotune.commands.script_probe import SHORT_RUNS_SHARE, ShortRuns, _longer, others
+from autotune.problem.outcome import Outcome, OutcomeKind
 from tests.conftest import make_candidate
 from tests.results.report.studies import measured
 
@@ -44,6 +45,19 @@ def test_short_runs_that_would_take_more_than_their_share_are_left_out(
     assert (runs.left, runs.holds(2.0)) == (left, half_holds)
 
 
+@pytest.mark.parametrize("start_seconds", [60.0, 100.0, 150.0, 180.0, 195.0])
+def test_short_runs_of_a_slow_script_leave_time_for_a_trial_and_its_verification(start_seconds: float) -> None:
+    """Of a budget of 10 minutes; each takes the start and ten steps."""
+    steps_seconds, of_a_run = 10 * 2.0, start_seconds + 2 * 2.0
+    baseline = dataclasses.replace(measured(40, 3), seconds=start_seconds + steps_seconds, outside_seconds=of_a_run)
+    assert baseline.measurement is not None
+    baseline = dataclasses.replace(baseline, measurement=dataclasses.replace(baseline.measurement, step_seconds=2.0))
+    left_seconds = 600.0 - baseline.seconds
+    runs = ShortRuns(SimpleNamespace(), SHORT_RUNS_SHARE * left_seconds, baseline)  # type: ignore[arg-type]
+    left_seconds -= runs.expected_seconds() if runs.left else 0.0
+    assert left_seconds > 1.7 * baseline.seconds
+
+
 def test_time_of_a_short_run_is_taken_from_the_next() -> None:
     session: Any = SimpleNamespace(facts={}, close=lambda: None)
     session.measure = lambda *_: dataclasses.replace(measured(40, 3), seconds=7.0)
@@ -53,22 +67,54 @@ def test_time_of_a_short_run_is_taken_from_the_next() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ran", "budget", "line"),
+    ("ran", "left", "budget", "line"),
     [
-        (None, 60.0, "use --budget 2m"),
+        (None, 60.0, 60.0, "use --budget 2m"),
+        (None, 20.0, 60.0, "use --budget 2m"),
         (
             {"start_seconds": 9.0, "step_seconds": 8.0},
             20.0,
-            "a step takes about 8.0 s, and its first run about 33.0 s; use --budget 2m",
+            20.0,
+            "a step takes about 8.0 s, and the first run about 33.0 s; use --budget 2m",
         ),
         (
             {"start_seconds": 9.0, "step_seconds": 0.5},
             25.0,
-            "a step takes about 500 ms, and its first run about 10.5 s; use --budget 60s",
+            25.0,
+            "a step takes about 500 ms, and the first run about 10.5 s; use --budget 60s",
+        ),
+        (
+            {"start_seconds": 9.0, "step_seconds": 4.0},
+            20.0,
+            60.0,
+            "a step takes about 4.0 s, and the first run about 21.0 s; use --budget 2m",
         ),
     ],
 )
 def test_budget_that_ends_the_first_run_names_a_larger_one(
-    ran: dict[str, float] | None, budget: float, line: str
+    ran: dict[str, float] | None, left: float, budget: float, line: str
 ) -> None:
-    assert _longer(ran, budget) == line
+    """What was used before the run is used again: 40 s of a budget of 60 s leave too little of 60 s."""
+    assert _longer(ran, left, budget) == line
+
+
+@pytest.mark.parametrize(
+    ("ran", "same"),
+    [
+        ([], False),
+        ([{}], True),
+        ([{"repeats_seeds": True}], False),
+        ([{"repeats_seeds": True}, {}], False),
+        ([None], False),  # it failed, so nothing is known of its seeds
+    ],
+)
+def test_trials_repeat_the_first_seeds_unless_a_measured_run_named_the_same(
+    ran: list[dict[str, Any] | None], same: bool
+) -> None:
+    runs = ShortRuns(SimpleNamespace(), 100.0)  # type: ignore[arg-type]
+    for facts in ran:
+        outcome = measured(40, 3) if facts is not None else Outcome(OutcomeKind.CRASH, reason="it failed")
+        session: Any = SimpleNamespace(facts=facts or {}, close=lambda: None, measure=lambda *_, one=outcome: one)
+        runs.executor = SimpleNamespace(session=lambda *_, job, one=session: one)  # type: ignore[assignment]
+        runs.run(make_candidate(2, 4, 2), "probe-batch", None)  # type: ignore[arg-type]
+    assert runs.names_same_seeds == same

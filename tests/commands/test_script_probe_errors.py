@@ -3,11 +3,21 @@
 import errno
 import sqlite3
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from autotune.commands.script_probe import _counted_otherwise, _in_one_line, _limits, _profile, least_memory_candidate
+from autotune.commands.script_probe import (
+    _counted_otherwise,
+    _in_one_line,
+    _limits,
+    _profile,
+    _refuse_unless_run,
+    least_memory_candidate,
+)
+from autotune.errors import MachineError, UserError
 from autotune.executors.local import failed_outcome
 from autotune.problem.outcome import Outcome, OutcomeKind, Phase, Source
 from autotune.rank.base import errnos
@@ -50,6 +60,49 @@ def test_a_script_that_never_gets_to_deepspeed() -> None:
 def test_any_other_error_is_the_scripts_own() -> None:
     outcome = Outcome(OutcomeKind.CRASH, Phase.INIT, reason="no such column", exceptions=("builtins.KeyError",))
     assert not _in_one_line(outcome, "train.py", reached=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "says"),
+    [
+        (OutcomeKind.CRASH, UserError, "the script fails by itself"),
+        (
+            OutcomeKind.INFRASTRUCTURE,
+            MachineError,
+            "the machine failed before the script was measured (node b is down)",
+        ),
+        (
+            OutcomeKind.GPU_CONTENTION,
+            MachineError,
+            "the machine failed before the script was measured (node b is down)",
+        ),
+    ],
+)
+def test_a_machine_that_fails_in_the_first_run_is_no_fault_of_the_script(
+    tmp_path: Path, kind: OutcomeKind, error: type[Exception], says: str
+) -> None:
+    (tmp_path / "rank0.log").write_text("last words\n")
+    job = SimpleNamespace(script=SimpleNamespace(target="train.py"))
+    executor: Any = SimpleNamespace(job=job, hardware=SimpleNamespace(limit_bytes=None))
+    outcome = Outcome(kind, Phase.INIT, reason="node b is down", source=Source.NODE, log=str(tmp_path))
+    with pytest.raises(error) as raised:
+        _refuse_unless_run(executor, outcome, {}, 60.0, SimpleNamespace(seconds=60.0))  # type: ignore[arg-type]
+    assert str(raised.value).startswith(says)
+    assert "last words" in str(raised.value)
+
+
+def test_marks_below_the_lines_of_a_traceback_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "rank0.log").write_text('File "x.py", line 3\n  a = b[c]\n      ~^^^\nIndexError: at ^c\n')
+    executor: Any = SimpleNamespace(
+        job=SimpleNamespace(script=SimpleNamespace(target="x.py")), hardware=SimpleNamespace(limit_bytes=None)
+    )
+    outcome = Outcome(
+        OutcomeKind.CRASH, Phase.INIT, reason="no c", exceptions=("builtins.KeyError",), log=str(tmp_path)
+    )
+    with pytest.raises(UserError) as caught:
+        _refuse_unless_run(executor, outcome, {"micros": 1}, 60.0, SimpleNamespace(seconds=60.0))  # type: ignore[arg-type]
+    said = str(caught.value).splitlines()
+    assert [line.strip() for line in said[1:-1]] == ['File "x.py", line 3', "a = b[c]", "IndexError: at ^c"]
 
 
 def test_a_profile_that_counted_otherwise_is_made_anew() -> None:

@@ -73,6 +73,10 @@ def derived(now: Values) -> Batch:
     return now["--micro_train_batch_size"], now["--train_batch_size"] // RANKS // now["--micro_train_batch_size"]
 
 
+def accumulates_over_ranks(now: Values) -> Batch:
+    return now["--batch_size"], now["--accumulate"] // RANKS if now["--accumulate"] % RANKS == 0 else 0
+
+
 def of_tokens(now: Values) -> Batch:
     return now["--max_tokens"] // TOKENS, 1
 
@@ -88,6 +92,14 @@ def of_tokens(now: Values) -> Batch:
         (of_tokens, {"--max_tokens": 256, "--warmup": 64}, {}, {"--max_tokens": 1024}),
         (over_ranks, {"--batch-size": 8, "--iter-size": 4, "--workers": 4, "--threads": 4}, {}, {"--batch-size": 16}),
         (derived, {"--train_batch_size": 32, "--micro_train_batch_size": 4, "--workers": 4}, {}, {}),
+        (accumulates_over_ranks, {"--batch_size": 6, "--accumulate": 8}, {}, {"--batch_size": 12, "--accumulate": 4}),
+        (
+            accumulates_over_ranks,
+            {"--batch_size": 6, "--accumulate": 8, "--workers": 4, "--heads": 8},
+            {},
+            {"--accumulate": 4},
+        ),
+        (accumulates_over_ranks, {"--batch_size": 4, "--accumulate": 8}, {}, {"--batch_size": 8, "--accumulate": 4}),
         (per_gpu, {"--batch_size": 3, "--update_freq": 2, "--steps": 6}, {}, {"--batch_size": 6, "--update_freq": 1}),
     ],
 )
@@ -116,7 +128,7 @@ def test_flags_of_a_rank_of_all_ranks_of_a_step_and_of_tokens_are_found(
     now = batch({**values, **{flag: int(printed[printed.index(flag) + 1]) for flag in values}})
     assert now == (other.micro_batch, other.accumulation)
     assert knob_values(known, MICRO_BATCH) in ([], [str(micro_batch)])
-    assert bool(learnt.get(TIMES)) is (batch in (over_ranks, of_tokens))
+    assert bool(learnt.get(TIMES)) is (batch in (over_ranks, of_tokens, accumulates_over_ranks))
 
 
 def test_values_of_an_argument_file_are_found(tmp_path: Path) -> None:

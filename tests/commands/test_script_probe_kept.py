@@ -20,7 +20,9 @@ def test_a_measured_first_run_is_kept_and_the_next_call_goes_on_from_it(
 ) -> None:
     (tmp_path / "train.py").write_text("first")
     script, ran, checked = Script(("train.py",), str(tmp_path)), list[str](), list[tuple[Outcome, dict[str, Any]]]()
-    executor: Any = SimpleNamespace(hardware=detect("cpu", 2), now=lambda: 0.0)
+    executor: Any = SimpleNamespace(
+        hardware=detect("cpu", 2), now=lambda: 0.0, ops=SimpleNamespace(all_build_seconds=0.0)
+    )
     mine = measured(40, 3)
 
     def first_run(*_: object) -> tuple[Outcome, dict[str, Any]]:
@@ -51,3 +53,29 @@ def test_a_measured_first_run_is_kept_and_the_next_call_goes_on_from_it(
     with pytest.raises(Stopped):
         probe(executor, script, tmp_path, 60.0, said.append)
     assert len(ran) == 3, "the script was edited"
+
+
+def test_ops_built_in_the_first_run_use_up_no_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("first")
+    ops = SimpleNamespace(all_build_seconds=30.0)
+    executor: Any = SimpleNamespace(hardware=detect("cpu", 2), clock=70.0, ops=ops)
+    executor.now = lambda: executor.clock
+    limits, left = list[float](), list[float]()
+
+    def first_run(executor: Any, candidate: object, name: str, seconds: float, spec: object) -> tuple[Outcome, Any]:
+        limits.append(seconds)
+        executor.clock += 120.0  # of which 100 for builds
+        ops.all_build_seconds += 100.0
+        return measured(40, 3), {"micro_batch": 4}
+
+    def checks(
+        executor: object, script: Script, baseline: Outcome, facts: object, key: object, budget: Any, _: object
+    ) -> Probe:
+        left.append(budget.left_seconds)
+        return Probe(script, baseline, "all")
+
+    monkeypatch.setattr(script_probe, "_run_with_ops", first_run)
+    monkeypatch.setattr(script_probe, "_checked", checks)
+    probe(executor, Script(("train.py",), str(tmp_path)), tmp_path, 60.0, lambda line: None, spent_seconds=10.0)
+    assert limits == [script_probe.FIRST_SHARE * 50.0]
+    assert left == [30.0]

@@ -184,7 +184,9 @@ def test_the_device_is_measured_again_once_the_engine_is_built(monkeypatch: pyte
     rank.device = SimpleNamespace(  # type: ignore[assignment]
         torch_device=lambda: "cpu", engine_built=lambda: done.append("device"), note=lambda: None
     )
-    monkeypatch.setattr(workload, "build", lambda job, place, config: (SimpleNamespace(parameters=list), None))
+    monkeypatch.setattr(
+        workload, "build", lambda job, place, config: (SimpleNamespace(parameters=list, modules=list), None)
+    )
 
     def initialize(**given: Any) -> tuple[Any, ...]:
         done.append("engine")

@@ -14,7 +14,8 @@ import yaml
 from autotune import __version__
 from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, Candidate
 from autotune.problem.hardware import named_hardware
-from autotune.problem.job import ArgumentFile, Lora, Script
+from autotune.problem.job import ArgumentFile, Job, Lora, Script
+from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Measurement
 from autotune.results.export import (
     accelerate_config,
@@ -26,6 +27,7 @@ from autotune.results.export import (
     usage_lines,
     write_export,
 )
+from autotune.util.interpreter import OtherInterpreter
 from autotune.workers.launchers import variables_of
 from tests.conftest import make_candidate, make_job
 
@@ -197,6 +199,26 @@ def test_what_a_config_cannot_carry_is_said(knobs: dict, job: dict, lines: list[
     variables = {"OMP_NUM_THREADS": "3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     first = "start it with OMP_NUM_THREADS=3 CUDA_DEVICE_ORDER=PCI_BUS_ID: it was measured so"
     assert needs(winner(**knobs), make_job(**job), variables) == [first, *lines]
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "transformers", "model", "told"),
+    [
+        (3, 8, "4.57.1", "mixtral-8x7b", True),
+        (3, 8, "5.0.0", "mixtral-8x7b", False),  # all experts of a layer are one parameter
+        (2, 8, "4.57.1", "mixtral-8x7b", False),
+        (3, 1, "4.57.1", "mixtral-8x7b", False),
+        (3, 8, "4.57.1", "qwen3-8b", False),
+    ],
+)
+def test_a_training_sets_the_leaf_modules_that_the_ranks_have_set(
+    stage: int, ranks: int, transformers: str, model: str, told: bool
+) -> None:
+    """Ranks that skip different experts hang at stage 3 without them."""
+    other = OtherInterpreter("/other/bin/python", (3, 12, 1), "/other", {"transformers": transformers}, None, None)
+    job = Job(resolve_model(model), ranks, 2048, "bf16", interpreter=other)
+    lines = needs(make_candidate(zero_stage=stage), job, {})
+    assert any("set_z3_leaf_modules" in line for line in lines) == told
 
 
 CALL, WITHOUT = "unet.enable_gradient_checkpointing()", "activation checkpointing"

@@ -174,7 +174,7 @@ class NoGreeting(NodeDown):
 
     Args:
         why: the reason, without the node's name.
-        said: bytes that came over the stream instead.
+        received: bytes that came over the stream instead.
         log: last lines of the transport's output.
         code: the transport's exit status, if it ended.
     """

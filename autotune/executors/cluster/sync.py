@@ -135,7 +135,7 @@ class SyncManifest:
 
 
 def sync_manifest(folder: Path, most_bytes: int = MOST_BYTES) -> SyncManifest:
-    """Return the parcel that `--sync` sends for a folder.
+    """Return the part that `--sync` sends for a folder.
 
     Args:
         most_bytes: size limit.

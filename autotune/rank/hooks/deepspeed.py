@@ -357,7 +357,7 @@ def _longest_tokens(context: Context) -> int:
 def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
     """Return facts about the script's engine for the tuner.
 
-    `note_backward` lists the elements of each trained parameter, and `frozen` sums the elements of all others.
+    `trained` lists the elements of each trained parameter, and `frozen` sums the elements of all others.
 
     Args:
         optimizer: the optimizer that the script made itself, or None.

@@ -277,7 +277,8 @@ def judge(arguments: argparse.Namespace, rows: Sequence[Row]) -> list[str]:
         cases += [case for case in own_trials() if arguments.source.lower() in source_of(case.row).name.lower()]
     cases = [case for case in cases if arguments.kind in (None, kind_of(case))]
     if arguments.small:
-        cases = cases[:SMALL_ROWS]
+        own_cases = {(case.row.source, case.job.model.name): case for case in own_trials()}
+        cases = [*cases[:SMALL_ROWS], *own_cases.values()]
     cases, untraceable = traced(cases, on_traced=_told)
     cases, unpredicted = predictable(cases)
     for case, why in untraceable + unpredicted:
