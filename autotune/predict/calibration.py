@@ -247,8 +247,8 @@ _NCCL_GIB = {"nvlink": (Prior(0.45, 0.15), Prior(0.55, 0.2)), "pcie": (Prior(0.2
 MEASURED_OVERHEAD_GIB = 0.03  # standard deviation of an overhead that ranks have measured from inside
 
 # Logarithms of factors on full rates. A matrix product reaches 60 to 70 % of a GPU's peak; streaming from memory reaches 95 %
-# of it and of `step_time.POINTWISE_GB_PER_S`, over a link 75 to 85 %. The hidden share is a logit. `starts` and `hooks` differ by host
-# and version; their centres and ranges are at `step_time.OPERATOR_SECONDS`.
+# of it and of `step_time.POINTWISE_GB_PER_S`, over a link 75 to 85 %. The hidden share is a logit. `starts` and `hooks` differ by
+# host and version; their centres and ranges are at `step_time.OPERATOR_SECONDS`.
 TIME = {
     "products": Prior(np.log(1 / 0.86), 0.07),
     "tail": Prior(np.log(1.4), 0.5),
