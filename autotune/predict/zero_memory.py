@@ -174,15 +174,14 @@ class _Terms:
         Stages 1 and 2 keep a momentum as wide as the gradients, and a copy of it that a skipped step discards
         (stage_1_and_2.py, `_muon_momentum_buffer`, `_muon_staging_momentum`). The end of backward replaces gradients by
         updates (`get_flat_partition`). Stage 3 keeps a momentum in the type that is sent (stage3.py,
-        `_create_momentum_buffer`), and gathers gradients and momenta: of a bucket, or of a whole sub-group if they are
-        offloaded (`_apply_muon_to_accumulated_grads`, `_apply_muon_updates_cpu_offload`). Blocks of these gathers stay
+        `_create_momentum_buffer`). It gathers the gradients and momenta of a bucket (`_apply_muon_to_accumulated_grads`), or
+        of a whole sub-group if they are offloaded (`_apply_muon_updates_cpu_offload`). Blocks of these gathers stay
         allocated between steps (`_muon_allgather_buffers`).
         """
         nothing = np.zeros(len(self.columns))
         self.orthogonalized = self.updates = self.allgathered = nothing
-        self.at_step = (
-            1.0  # largest share of the parameters in one of the optimizer's groups, which are stepped in turn
-        )
+        # largest share of the parameters in one of the optimizer's groups, which are stepped in turn
+        self.at_step = 1.0
         if not sizes:
             return
         share, largest = sum(sizes) / self.total, float(max(sizes))

@@ -34,9 +34,9 @@ class RandomState:
 
     Once installed, its seed is the only source of default seeds: `random.Random()`, `torch.seed()`,
     `torch.Generator().seed()`, `numpy.random.default_rng()`, `secrets.randbits` and `os.urandom` no longer draw from the
-    kernel. Names and tokens (`uuid4`, `secrets.token_hex`, `secrets.choice`) still do. The first run of a script records
-    the seeds that it names before its first forward, and the next runs repeat them: the script may compute them from the
-    time, a process id, a hash or a UUID.
+    kernel. Names and tokens (`uuid4`, `secrets.token_hex`, `secrets.choice`) still do. A script may compute the
+    seeds that it names from the time, a process id, a hash or a UUID. Its first run records those before the first forward,
+    and the next runs repeat them.
 
     Args:
         rank: number of the rank.

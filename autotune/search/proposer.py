@@ -63,9 +63,8 @@ DOUBTLESS_SIGMAS = 3.0  # a level this many sigmas below the best is not tried
 STALE = 120
 WORTHWHILE = 0.25  # share of the tolerance; a smaller predicted gain is ignored
 LOOSE_BOUND = 0.05  # speed that may be left; above it, the candidates that make the bound so high are measured
-OVERHEAD_SIGMA = (
-    0.5  # share of the log speed that a larger micro-batch gains if all the time is spent once per micro-batch
-)
+# Share of the log speed that a larger micro-batch gains if all the time is spent once per micro-batch.
+OVERHEAD_SIGMA = 0.5
 ALIKE_SECONDS = 1.25  # ratio of predicted seconds of two trials up to which neither is the shorter one
 CHECK_SHARE = 0.2  # share of the remaining budget, at most, for each kind of check before an early end
 FIRST_TRIALS = 4  # measured candidates that a short budget must hold

@@ -166,7 +166,7 @@ def _ended() -> Iterator[tuple[int, int]]:
 
 @functools.cache
 def _print_threads() -> None:
-    """Print the threads that lived beside the first fork, whose locks ranks may inherit.
+    """Print the other threads that ran at the first fork, whose locks ranks may inherit.
 
     OpenBLAS ends its threads before a fork (pthread_atfork(3)), which the kernel may count for a moment longer.
     """

@@ -62,8 +62,8 @@ def compact(job: Job, trace: Trace) -> dict[str, Any]:
     """Return a trace as the file holds it: without Muon's matrices if their sizes tell them, and with rounded numbers."""
     muon = dataclasses.replace(job, base_config={"optimizer": {"type": "Muon"}})
     by_size = dataclasses.replace(trace, matrices=None)
-    told_by_sizes = muon_sizes(muon, by_size) == trace.matrices
-    found: dict[str, Any] = _rounded((by_size if told_by_sizes else trace).to_json())
+    sizes_suffice = muon_sizes(muon, by_size) == trace.matrices
+    found: dict[str, Any] = _rounded((by_size if sizes_suffice else trace).to_json())
     return found
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import statistics
@@ -41,10 +42,8 @@ from tests.conftest import SCRIPTS, free_port
 
 RANKS = 2
 STEPS = 24  # optimizer steps that are trained; the certificate compares five
-LEAST = {
-    "fp32": 2e-3,
-    "bf16": 2e-2,
-}  # differences that rounding alone makes; Adam amplifies that of gradients near zero
+# differences that rounding alone makes; Adam amplifies that of gradients near zero
+LEAST = {"fp32": 2e-3, "bf16": 2e-2}
 FLOORS = 4.0  # tolerated multiples of the floor
 _MOST_WHY = 80  # characters of a reason in the table
 _OBSERVER = Path(__file__).parent / "plainly"
@@ -204,7 +203,7 @@ def _trained(words: Sequence[str], folder: Path, name: str, **variables: str) ->
     (folder / f"{name}.log").write_text(f"{shlex.join(words)}\n{done.stdout}{done.stderr}")
     if not report.exists():
         said = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.strip().splitlines()
-        why = said[0].removeprefix("[rank0]: ").removeprefix("[rank1]: ") if said else f"exit {done.returncode}"
+        why = re.sub(r"^\[rank\d+\]: ", "", said[0]) if said else f"exit {done.returncode}"
         return f"ended before {STEPS} steps: {why}"[:200]
     found: dict[str, Any] = torch.load(report)
     return found
