@@ -181,7 +181,9 @@ class Candidate:
             config["zero_optimization"].setdefault(GATHER_ON_SAVE, True)
             if job.optimizer_kind == "muon":  # stage3.py refuses it with `reduce_scatter`, which is on by default
                 config["zero_optimization"].setdefault("reduce_scatter", False)
-        if job.script is None or not job.script.holds_batch:
+        # Under Ulysses, Trainer counts it over all ranks and DeepSpeed over groups of them; DeepSpeed computes a missing one.
+        shares_sequences = job.script is not None and job.data_ranks < job.ranks
+        if not shares_sequences and (job.script is None or not job.script.holds_batch):
             config["train_batch_size"] = self.rows_per_rank * job.data_ranks
         if job.script is not None and under_lightning(job.script):
             config.pop(ACCUMULATION, None)  # Lightning raises if a config has this key; its Trainer passes the value
