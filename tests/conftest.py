@@ -34,6 +34,7 @@ from typing import Any
 
 import psutil
 import pytest
+import pytest_randomly
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
@@ -63,6 +64,8 @@ from autotune.util.units import MIB
 from autotune.workers.gpu_locks import lock_file
 from autotune.workers.launchers import ForkLauncher
 from tests import fake_driver
+
+pytest_randomly.entrypoint_reseeds = []  # DeepSpeed's seeds its accelerator before each test: its import takes four seconds
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SHARED_PAGES = "shared_pages"  # a module there
@@ -133,6 +136,8 @@ EVERY_TEST = "AUTOTUNE_EVERY_TEST"  # variable that also runs what is marked `ra
 
 
 def has_cuda() -> bool:
+    if not nvml.all_cards():  # spares machines without a GPU the import
+        return False
     import torch
 
     return torch.cuda.is_available()

@@ -26,6 +26,7 @@ from autotune.script.profile import job_of, other_batch, own_candidate, unknown_
 from autotune.script.script import command_sets_all, training_command
 from autotune.util.units import MIB
 from autotune.workers.jit_ops import FOLDER
+from benchmarks.reliability.recovery import seen_samples
 from tests.conftest import (
     SCRIPTS,
     Scripts,
@@ -36,7 +37,6 @@ from tests.conftest import (
     processes_in,
     read_json_lines,
 )
-from tests.scripts.long_batches import seen_samples
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
