@@ -31,6 +31,7 @@ from autotune.script.profile import (
     CALL,
     EARLIER,
     KEPT,
+    LOOPED,
     OPS,
     RAN,
     SEEDS,
@@ -248,7 +249,11 @@ def _checked(
     seeds = {SEEDS: facts[SEEDS]} if measured is not None and facts.get(SEEDS) else {}
     profile |= seeds
     if measured is not None:
-        profile |= flags_found(runs, dataclasses.replace(script, profile=profile), facts)
+        found = flags_found(runs, dataclasses.replace(script, profile=profile), facts)
+        if BY_HAND in profile and ACCUMULATION in found.get(FOUND, {}):
+            facts["said"][ACCUMULATION].append(_accumulation(profile, facts["micros"], facts["accumulation"]))
+            profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own) | seeds
+        profile |= found
         for line in _lines_of_flags(profile, _integers(script, facts)):
             print_line(line)
     varies = bool(facts.get("counted_by"))  # its steps have other rows each, and another loss
@@ -719,7 +724,7 @@ def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[
     seen = script.profile
     if seen["through_arguments"] or not Counted.of(seen).unit or not facts.get("rows") or not facts.get("micros"):
         return {}
-    own = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: seen["accumulation"]}
+    own = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: _accumulation(seen, facts["micros"], seen["accumulation"])}
     wanted = [knob for knob in own if not carries_knob(script, knob)]
     taken = {*dict(script.flags).values(), *LOCAL_RANK_FLAGS}
     integers = {flag: value for flag, value in _integers(script, facts).items() if flag not in taken}
@@ -889,7 +894,14 @@ def _batch_with(
     if not outcome.ok or not now.get("rows") or not now.get("micros"):
         return None
     rows_of_one = facts["rows"] / (facts["micros"] * script.profile["micro_batch"])
-    return {MICRO_BATCH: now["rows"] / now["micros"] / rows_of_one, ACCUMULATION: now["accumulation"]}
+    accumulation = _accumulation(script.profile, now["micros"], now["accumulation"])
+    return {MICRO_BATCH: now["rows"] / now["micros"] / rows_of_one, ACCUMULATION: accumulation}
+
+
+def _accumulation(profile: dict[str, Any], micros: int, of_engine: int) -> int:
+    """Return the accumulation of steps with so many backwards: the engine's, or the loop's in an engine without any."""
+    by_loop = profile.get(LOOPED) or (BY_HAND in profile and profile["accumulation"] == 1)
+    return micros if by_loop else of_engine
 
 
 # -- batch check -------------------------------------------------------------------------------------------------------
