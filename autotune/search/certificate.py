@@ -94,19 +94,30 @@ def floor_of(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
 
 
 def floor_of_cut(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
-    """Return the noise floor by a run on another cut of the same batch: the scatter of the steps around their mean, by quantity.
+    """Return the noise floor by a run on another cut of the same batch: the scatter of the steps, by quantity.
 
-    An effect of the cut shifts the mean and leaves the scatter. A script that draws no random numbers has no noise: its
-    scatter counts only if the cut shifts nothing.
+    An effect of the cut shifts the mean, or builds up from step to step, and leaves the scatter. A script that draws no
+    random numbers has no noise: its scatter counts only if the cut shifts nothing.
     """
     floor, least = floor_of(first, second), _least(first, second)
     for name in floor:
         each = _differences(first, second, name)
         if len(each) >= LEAST_STEPS:
-            floor[name] = statistics.stdev(each)
+            floor[name] = _scatter(each)
             if not first.draws and abs(statistics.fmean(each)) > max(least, _SYSTEMATIC * floor[name]):
                 floor[name] = 0.0
     return floor
+
+
+def _scatter(each: Sequence[float]) -> float:
+    """Return the standard deviation of steps from their mean, or from a line through zero if they lie closer to it.
+
+    A line is an effect that builds up: an average of weights that teaches, a part of the loss that grows by iterations.
+    """
+    line = range(1, len(each) + 1)
+    slope = sum(at * one for at, one in zip(line, each, strict=True)) / sum(at * at for at in line)
+    from_line = math.dist(each, [slope * at for at in line]) / math.sqrt(len(each) - 1)
+    return min(statistics.stdev(each), from_line)
 
 
 def compare(
@@ -180,7 +191,7 @@ def _reserve(reference: TrainingTrace, trace: TrainingTrace, tolerance: float) -
     elif reference.draws and not reference.floor:
         why = "the noise of its random numbers was not measured"
     else:
-        why = "the noise of its random numbers"
+        why = "the noise of its random numbers" if reference.draws else "its steps scatter with the cut of the batch"
     return f"; compared only to within {math.expm1(tolerance):.0%}: {why}"
 
 

@@ -121,6 +121,7 @@ def test_scatter_of_another_cut_is_the_noise_and_its_mean_the_effect() -> None:
         (tuple(1.05 + 0.01 * sign for sign in signs), Verdict.DIFFERS),
         (tuple(1.03 + 0.01 * sign for sign in signs), Verdict.SAME),
         ((1.002,) * MOST_STEPS, Verdict.DIFFERS),
+        (tuple(1.005 + 0.01 * at for at in range(MOST_STEPS)), Verdict.DIFFERS),  # builds up, as by an average of weights
     ):
         for one, verdict in ((reference, Verdict.DIFFERS), (draws, with_draws)):
             known = dataclasses.replace(one, floor=floor_of_cut(one, cut(factors)))
