@@ -50,7 +50,7 @@ from autotune.script.profile import (
 from autotune.script.recorded import RecordedItem, profile_names
 from autotune.script.script import LOCAL_RANK_FLAGS, carries_knob, with_flag
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
-from autotune.search.certificate import Verdict, compare, floor_of, floor_of_cut, same_rows
+from autotune.search.certificate import Verdict, compare, floor_of_cut, same_rows, with_floor
 from autotune.util.files import write_atomically
 from autotune.util.units import format_bytes, format_duration
 from autotune.workers.failure_classifier import log_tail
@@ -381,7 +381,7 @@ def _with_noise_floor(runs: ShortRuns, script: Script, trace: TrainingTrace | No
         return trace
     job = dataclasses.replace(runs.executor.job, script=script)
     again, _ = runs.run(Candidate(()), "probe-noise", dataclasses.replace(_TRACED_STEPS, reseed=True), job)
-    return trace if again.trace is None else dataclasses.replace(trace, floor=floor_of(trace, again.trace))
+    return trace if again.trace is None else with_floor(trace, again.trace)
 
 
 def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any]) -> Outcome:
@@ -977,7 +977,7 @@ def _compared(script: Script, reference: TrainingTrace, other: Candidate, trace:
     own = own_candidate(script)
     if not same_rows(reference, trace):  # drawn from what no seed reaches, such as the time
         reference = dataclasses.replace(reference, draws=True)
-    reference = dataclasses.replace(reference, floor=floor_of_cut(reference, trace))
+    reference = with_floor(reference, trace, floor_of_cut)
     found = compare(reference, own, trace, other)
     averages = f"; {_AVERAGES}" if script.profile.get(BY_RANK) and found.cause == MICRO_BATCH else ""
     return BatchCheck(f"{found.text}{averages}" if found.verdict is Verdict.DIFFERS else "", reference)
