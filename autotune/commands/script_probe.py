@@ -32,6 +32,7 @@ from autotune.script.profile import (
     EARLIER,
     KEPT,
     LARGEST,
+    LOOPED,
     OPS,
     RAN,
     SEEDS,
@@ -50,7 +51,7 @@ from autotune.script.profile import (
 from autotune.script.recorded import RecordedItem, profile_names
 from autotune.script.script import LOCAL_RANK_FLAGS, carries_knob, with_flag
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
-from autotune.search.certificate import Verdict, compare, floor_of, floor_of_cut, same_rows
+from autotune.search.certificate import Verdict, compare, floor_of_cut, same_rows, with_floor
 from autotune.util.files import write_atomically
 from autotune.util.units import format_bytes, format_duration
 from autotune.workers.failure_classifier import log_tail
@@ -254,7 +255,11 @@ def _checked(
     seeds |= {LARGEST: facts[LARGEST]} if LARGEST in facts else {}  # every run of the script has the same batches
     profile |= seeds
     if measured is not None:
-        profile |= flags_found(runs, dataclasses.replace(script, profile=profile), facts)
+        found = flags_found(runs, dataclasses.replace(script, profile=profile), facts)
+        if BY_HAND in profile and ACCUMULATION in found.get(FOUND, {}):
+            facts["said"][ACCUMULATION].append(_accumulation(profile, facts["micros"], facts["accumulation"]))
+            profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own) | seeds
+        profile |= found
         for line in _lines_of_flags(profile, _integers(script, facts)):
             print_line(line)
     varies = bool(facts.get("counted_by"))  # its steps have other rows each, and another loss
@@ -382,7 +387,7 @@ def _with_noise_floor(runs: ShortRuns, script: Script, trace: TrainingTrace | No
         return trace
     job = dataclasses.replace(runs.executor.job, script=script)
     again, _ = runs.run(Candidate(()), "probe-noise", dataclasses.replace(_TRACED_STEPS, reseed=True), job)
-    return trace if again.trace is None else dataclasses.replace(trace, floor=floor_of(trace, again.trace))
+    return trace if again.trace is None else with_floor(trace, again.trace)
 
 
 def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any]) -> Outcome:
@@ -725,7 +730,7 @@ def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[
     seen = script.profile
     if seen["through_arguments"] or not Counted.of(seen).unit or not facts.get("rows") or not facts.get("micros"):
         return {}
-    own = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: seen["accumulation"]}
+    own = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: _accumulation(seen, facts["micros"], seen["accumulation"])}
     wanted = [knob for knob in own if not carries_knob(script, knob)]
     taken = {*dict(script.flags).values(), *LOCAL_RANK_FLAGS}
     integers = {flag: value for flag, value in _integers(script, facts).items() if flag not in taken}
@@ -895,7 +900,14 @@ def _batch_with(
     if not outcome.ok or not now.get("rows") or not now.get("micros"):
         return None
     rows_of_one = facts["rows"] / (facts["micros"] * script.profile["micro_batch"])
-    return {MICRO_BATCH: now["rows"] / now["micros"] / rows_of_one, ACCUMULATION: now["accumulation"]}
+    accumulation = _accumulation(script.profile, now["micros"], now["accumulation"])
+    return {MICRO_BATCH: now["rows"] / now["micros"] / rows_of_one, ACCUMULATION: accumulation}
+
+
+def _accumulation(profile: dict[str, Any], micros: int, of_engine: int) -> int:
+    """Return the accumulation of steps with so many backwards: the engine's, or the loop's in an engine without any."""
+    by_loop = profile.get(LOOPED) or (BY_HAND in profile and profile["accumulation"] == 1)
+    return micros if by_loop else of_engine
 
 
 # -- batch check -------------------------------------------------------------------------------------------------------
@@ -971,7 +983,7 @@ def _compared(script: Script, reference: TrainingTrace, other: Candidate, trace:
     own = own_candidate(script)
     if not same_rows(reference, trace):  # drawn from what no seed reaches, such as the time
         reference = dataclasses.replace(reference, draws=True)
-    reference = dataclasses.replace(reference, floor=floor_of_cut(reference, trace))
+    reference = with_floor(reference, trace, floor_of_cut)
     found = compare(reference, own, trace, other)
     averages = f"; {_AVERAGES}" if script.profile.get(BY_RANK) and found.cause == MICRO_BATCH else ""
     return BatchCheck(f"{found.text}{averages}" if found.verdict is Verdict.DIFFERS else "", reference)

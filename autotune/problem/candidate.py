@@ -182,7 +182,10 @@ class Candidate:
             if job.optimizer_kind == "muon":  # stage3.py refuses it with `reduce_scatter`, which is on by default
                 config["zero_optimization"].setdefault("reduce_scatter", False)
         if job.script is None or not job.script.holds_batch:
-            config["train_batch_size"] = self.rows_per_rank * job.data_ranks
+            by_loop = job.script is not None and job.script.loop_accumulates
+            if by_loop:
+                config[ACCUMULATION] = 1
+            config["train_batch_size"] = (self.micro_batch if by_loop else self.rows_per_rank) * job.data_ranks
         if job.script is not None and under_lightning(job.script):
             config.pop(ACCUMULATION, None)  # Lightning raises if a config has this key; its Trainer passes the value
         for precision in ("bf16", "fp16"):

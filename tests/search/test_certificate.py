@@ -27,6 +27,7 @@ from autotune.search.certificate import (
     floor_of,
     floor_of_cut,
     structure_differs,
+    with_floor,
 )
 from autotune.search.trials import RESUME, SEARCH, Record
 from tests.conftest import make_job
@@ -121,6 +122,10 @@ def test_scatter_of_another_cut_is_the_noise_and_its_mean_the_effect() -> None:
         (tuple(1.05 + 0.01 * sign for sign in signs), Verdict.DIFFERS),
         (tuple(1.03 + 0.01 * sign for sign in signs), Verdict.SAME),
         ((1.002,) * MOST_STEPS, Verdict.DIFFERS),
+        (
+            tuple(1.005 + 0.01 * at for at in range(MOST_STEPS)),
+            Verdict.DIFFERS,
+        ),  # builds up, as by an average of weights
     ):
         for one, verdict in ((reference, Verdict.DIFFERS), (draws, with_draws)):
             known = dataclasses.replace(one, floor=floor_of_cut(one, cut(factors)))
@@ -160,6 +165,34 @@ def test_an_offset_of_the_loss_without_effect_on_the_gradient_is_the_same() -> N
     other = trace(loss=7.0)
     assert compare(trace(), OWN, other, OWN).verdict is Verdict.SAME
     assert compare(trace(), OWN, dataclasses.replace(other, steps=scaled(other, NORM, 2.0).steps), OWN).cause == ""
+
+
+def test_a_loss_that_builds_up_differs_before_its_gradient_does() -> None:
+    own = trace("fp32")
+    grown = tuple(
+        dataclasses.replace(
+            one, loss=(one.loss or 0) * (1 + 0.001 * at), gradient_norm=(one.gradient_norm or 0) * 1.0009
+        )
+        for at, one in enumerate(own.steps, 1)
+    )
+    found = compare(own, OWN, dataclasses.replace(own, steps=grown), OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))
+    assert (found.verdict, found.quantity, found.cause) == (Verdict.DIFFERS, LOSS, MICRO_BATCH)
+    assert found.text.startswith("loss is 1.003x of yours and builds up, as with a part of it or an average of weights")
+
+
+def test_an_auxiliary_engine_that_trains_something_else_differs() -> None:
+    other = OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1})
+    own = dataclasses.replace(trace(), beside=(trace("fp32"), trace("fp32")))
+    changed = dataclasses.replace(own, beside=(own.beside[0], scaled(own.beside[1], LOSS, 1.1)))
+    found = compare(own, OWN, changed, other)
+    assert (found.verdict, found.cause) == (Verdict.DIFFERS, MICRO_BATCH)
+    assert found.text.startswith(
+        "of engine 3 that it trains, gradient norm is 1.1x of yours, loss 1.1x: the loss depends on how"
+    )
+    assert compare(own, OWN, own, other).verdict is Verdict.SAME
+    noisy = with_floor(own, dataclasses.replace(own, beside=(own.beside[0], scaled(own.beside[1], LOSS, 1.04))))
+    assert noisy.beside[0].floor[LOSS] == 0 < noisy.beside[1].floor[LOSS]
+    assert compare(noisy, OWN, changed, other).verdict is Verdict.SAME
 
 
 def test_losses_around_zero_are_compared_by_their_size() -> None:
@@ -278,7 +311,7 @@ def test_nothing_is_compared_without_steps_quantities_or_with_another_global_bat
 
 
 def test_a_trace_survives_its_storage() -> None:
-    outcome = Outcome(OutcomeKind.OK, trace=dataclasses.replace(trace(), floor={LOSS: 0.1}))
+    outcome = Outcome(OutcomeKind.OK, trace=dataclasses.replace(trace(), floor={LOSS: 0.1}, beside=(trace(),)))
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))).trace == outcome.trace
 
 
