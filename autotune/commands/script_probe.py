@@ -442,10 +442,11 @@ def _refuse_unless_run(
     assert executor.job.script is not None
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped before the script was measured")
-    if why := _in_one_line(outcome, executor.job.script.target, reached=bool(facts)):
+    longer = _longer(facts.get(RAN), left_seconds, budget.seconds)
+    if why := _in_one_line(outcome, executor.job.script.target, longer, reached=bool(facts)):
         raise UserError(why)
     if outcome.kind is OutcomeKind.INTERRUPTED:
-        more = f": {_longer(facts.get(RAN), left_seconds, budget.seconds)}" if outcome.source is Source.BUDGET else ""
+        more = f": {longer}" if outcome.source is Source.BUDGET else ""
         raise UserError(f"{outcome.reason}, before the script was measured{more}")
     log = f"{outcome.log}/rank{outcome.rank or 0}.log"
     said = log_tail(Path(log)).strip()
@@ -502,12 +503,13 @@ def _limits(outcome: Outcome, cap_bytes: int | None) -> str:
     return "".join(f"; {one}" for one in found)
 
 
-def _in_one_line(outcome: Outcome, target: str, reached: bool) -> str:
+def _in_one_line(outcome: Outcome, target: str, longer: str, reached: bool) -> str:
     """Return the error and its fix in one line if the cause is known, else an empty text.
 
     The script's traceback is then not needed.
 
     Args:
+        longer: which budget to try if the script needs more time.
         reached: it has called `deepspeed.initialize`.
     """
     raised = set(outcome.exceptions)
@@ -533,8 +535,8 @@ def _in_one_line(outcome: Outcome, target: str, reached: bool) -> str:
     if late and not reached:
         return (
             f"{target} had not called deepspeed.initialize after {format_duration(outcome.seconds)}: autotune tunes scripts "
-            "that train with DeepSpeed, Trainer or accelerate included; give a larger --budget where it only prepares its "
-            f"data for so long ({log})"
+            "that train with DeepSpeed, Trainer or accelerate included; if it only prepares its data for so long, "
+            f"{longer} ({log})"
         )
     return ""
 
