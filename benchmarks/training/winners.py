@@ -117,6 +117,8 @@ STYLES = {
     "gradient_penalty": Style("double backward", "styles.py gradient_penalty"),
     "multitask": Style("tasks take turns in micro-batches", "styles.py multitask"),
     "ema": Style("average of weights, evaluations", "styles.py ema"),
+    "mean_teacher": Style("teacher averages the weights by micro-batches", "styles.py mean_teacher"),
+    "two_models": Style("second model with negatives from the batch", "styles.py two_models"),
     "packed_stream": Style("stream packed end to end", "styles.py packed_stream"),
     "gan": Style("generator and discriminator", "styles.py gan"),
     "accelerated": Style("accelerate, accumulate(), clipping", "styles.py accelerated"),

@@ -147,6 +147,32 @@ def ema(words: list[str]) -> None:
                 squared(average(x), x).item()
 
 
+def mean_teacher(words: list[str]) -> None:
+    """A teacher that averages the weights after every micro-batch."""
+    args = integers(words, batch=2, acc=4)
+    teacher = net(seed=3).requires_grad_(False)
+    engine = engine_of(net(), args.batch, args.acc, 1)
+    for x in loader(args.batch):
+        engine.backward(squared(engine(x), teacher(x.flip(1))))
+        engine.step()
+        with torch.no_grad():
+            for kept, one in zip(teacher.parameters(), engine.module.parameters(), strict=True):
+                kept.lerp_(one, 0.004)
+
+
+def two_models(words: list[str]) -> None:
+    """Two models in one loop; only the second one's loss, of negatives from the batch, depends on the cut."""
+    args = integers(words, bs=4, ga=2)
+    first, second = engine_of(net(), args.bs, args.ga, 1), engine_of(net(seed=1), args.bs, args.ga, 1)
+    unit = torch.nn.functional.normalize
+    for x in loader(args.bs):
+        first.backward(squared(first(x), x))
+        first.step()
+        likeness = unit(second(x), dim=1) @ unit(x, dim=1).T / 0.1
+        second.backward(torch.nn.functional.cross_entropy(likeness, torch.arange(len(x))))
+        second.step()
+
+
 class Stream(IterableDataset[torch.Tensor]):
     """Rows without length, shuffled in a buffer and packed end to end into rows of one length."""
 
@@ -258,7 +284,7 @@ WAYS = {
     way.__name__: way
     for way in (
         *(tokens_weighted, schedule_in_loop, nanogpt, accumulates, curriculum, gradient_penalty, multitask, ema),
-        *(packed_stream, gan, accelerated, fabric, hydra),
+        *(mean_teacher, two_models, packed_stream, gan, accelerated, fabric, hydra),
     )
 }
 if __name__ == "__main__":
