@@ -31,6 +31,7 @@ from autotune.script.profile import (
     CALL,
     EARLIER,
     KEPT,
+    LARGEST,
     LOOPED,
     OPS,
     RAN,
@@ -227,6 +228,10 @@ def _checked(
         if "micro_batch" not in facts:
             print_line("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
+    for count, largest in facts.get(LARGEST, {}).items():
+        read = f"all {count}" if str(largest["read"]) == count else f"the {largest['read']} read, of {count},"
+        is_largest = f"sample {largest['index']} is the largest" if largest["bytes"] else "none is larger than another"
+        print_line(f"--worst-case: of {read} samples of {script.name}, {is_largest}")
     if late := facts.get("late"):
         print_line(late)
     if named := ", ".join(sorted(facts.get("variables", {}))):
@@ -247,6 +252,7 @@ def _checked(
             f"{format_duration(runs.expected_seconds())}: each trial checks its own batch"
         )
     seeds = {SEEDS: facts[SEEDS]} if measured is not None and facts.get(SEEDS) else {}
+    seeds |= {LARGEST: facts[LARGEST]} if LARGEST in facts else {}  # every run of the script has the same batches
     profile |= seeds
     if measured is not None:
         found = flags_found(runs, dataclasses.replace(script, profile=profile), facts)

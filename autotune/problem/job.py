@@ -145,7 +145,7 @@ class Script:
     argv: tuple[str, ...]  # the script, `-m` and a module, or an installed command's name, then its arguments
     cwd: str
     flags: tuple[tuple[str, str], ...] = ()  # (knob, flag) pairs that the user declared
-    worst_case: bool = False  # every batch is padded to the longest sequence that the script allows
+    worst_case: bool = False  # every row is the largest sample, padded to the longest sequence that the script allows
     ds_config: str | None = None  # config file for scripts that leave DeepSpeed to `accelerate launch`
     profile: dict[str, Any] = field(default_factory=dict)  # findings of the probe run
     launcher: tuple[str, ...] = ()  # launcher and its options, see `command_line.CommandLine`

@@ -31,6 +31,8 @@ BY_RANK = "averages_by_rank"  # key of a profile: Trainer averages a loss over e
 OPS = "ops"  # key of a profile: builders of DeepSpeed's ops that were first seen in the probe run
 RAN = "ran"  # key of facts: seconds of the start and of an optimizer step so far, of a run that ended before its measurement
 SEEDS = "seeds"  # key of a profile: by rank, seeds of the probe run, if the script names other ones in each run
+# key of a profile: by length of a data set, its largest sample under --worst-case, see `rank.hooks.worst_case`
+LARGEST = "largest"
 UNCOUNTED = "the sequences of the script's batches cannot be counted: no tensor is among what its model is given"
 
 _END_TO_END = "its rows are packed end to end, so its micro-batch cannot be checked"

@@ -18,11 +18,12 @@ from autotune.errors import Unusable
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, MICRO_BATCH
 from autotune.problem.ds_config import named_config
 from autotune.problem.outcome import Phase
-from autotune.rank.hooks.base import Context, batch_of, first_tensor, pad_to, sizes_of
+from autotune.rank.hooks import worst_case
+from autotune.rank.hooks.base import Context, batch_of, first_tensor, sizes_of
 from autotune.rank.hooks.config import kept_configs, merged, note_own, with_candidate
 from autotune.rank.hooks.transformers import make_folder
 from autotune.rank.versions import backward_prologue
-from autotune.script.profile import BY_RANK, EARLIER, KEPT, TORCHS
+from autotune.script.profile import BY_RANK, EARLIER, KEPT, LARGEST, TORCHS
 from autotune.script.script import several_configs
 from autotune.workers import jit_ops
 from autotune.workers.jit_ops import LIVELY_SECONDS, hold_build_lock
@@ -223,7 +224,7 @@ def _watched(
         trace = context.trace
         if phase is Phase.FORWARD:
             if context.script.worst_case:
-                kwargs = pad_to(args, kwargs, _longest_tokens(context))
+                kwargs = worst_case.longest(context, args, kwargs)
             _see(context, engine.module, args, kwargs)
         else:
             _count_pending(context)
@@ -347,13 +348,6 @@ def _compile(context: Context, original: Callable[..., Any], engine: Any, /, *ar
     return original(engine, *args, **kwargs)
 
 
-def _longest_tokens(context: Context) -> int:
-    """Return the longest sequence that arguments, tokenizers and the model all allow, or 0 if unknown."""
-    config = getattr(context.engine.module, "config", None)
-    positions = getattr(config, "max_position_embeddings", None)
-    return min([*context.allowed_tokens, *([positions] if isinstance(positions, int) else [])], default=0)
-
-
 def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
     """Return facts about the script's engine for the tuner.
 
@@ -401,14 +395,15 @@ def _plain(module: Any) -> Any:
     return getattr(module, "get_base_model", lambda: module)()
 
 
-def late_facts(context: Context) -> dict[str, bool]:
-    """Return facts that may change after the engine was made: activation checkpointing, and the prepared loader."""
+def late_facts(context: Context) -> dict[str, Any]:
+    """Return facts that may change after the engine was made: activation checkpointing, the loader, the largest samples."""
     module = context.engine.module
     return {
         "checkpointing": can_switch(_plain(module), context.through_arguments),
         "checkpointed": is_on(module),
         "loader_prepared": context.loader_prepared,
         "loader_split": context.loader_split,
+        **({LARGEST: context.largest} if context.largest else {}),
     }
 
 
