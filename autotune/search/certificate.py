@@ -573,7 +573,7 @@ class Certifier:
 def iterations_line(job: Job, reference: TrainingTrace, trace: TrainingTrace) -> str:
     """Return what another number of loop iterations per step does to the training; empty if nothing changes."""
     own, now = reference.iterations, trace.iterations
-    if job.script is None or not loops_by_hand(job.script) or own == now or not own or not now:
+    if job.script is None or not loops_by_hand(job.script) or job.script.loop_cuts or own == now or not own or not now:
         return ""
     return (
         f"an optimizer step takes {counted(now, 'iteration')} of your loop instead of {own}: if its end, its "

@@ -113,6 +113,7 @@ STYLES = {
     "schedule_in_loop": Style("schedule stepped in the loop, dropout", "styles.py schedule_in_loop"),
     "nanogpt": Style("names set by --name=value", "styles.py nanogpt --batch_size=6 --gradient_accumulation_steps=8"),
     "accumulates": Style("accumulation by hand, flag", "styles.py accumulates"),
+    "cut_by_loop": Style("whole steps that the loop cuts", "styles.py cut_by_loop"),
     "curriculum": Style("sequence length grows", "styles.py curriculum"),
     "gradient_penalty": Style("double backward", "styles.py gradient_penalty"),
     "multitask": Style("tasks take turns in micro-batches", "styles.py multitask"),

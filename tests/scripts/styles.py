@@ -89,6 +89,16 @@ def accumulates(words: list[str]) -> None:
             engine.step()
 
 
+def cut_by_loop(words: list[str]) -> None:
+    """A loader of whole steps, which the loop cuts into parts of its own size."""
+    args = integers(words, total_batch=16, chunk=4)
+    engine = engine_of(net(), args.total_batch, 1, 0, gradient_clipping=1.0)
+    for x in loader(args.total_batch):
+        for part in x.split(args.chunk):
+            engine.backward(squared(engine(part), part) * len(part) / len(x))
+        engine.step()
+
+
 def curriculum(words: list[str]) -> None:
     """Sequences that grow with the optimizer steps."""
     args = integers(words, device_batch=4, accumulate_batches=2)
@@ -283,7 +293,17 @@ def hydra(words: list[str]) -> None:
 WAYS = {
     way.__name__: way
     for way in (
-        *(tokens_weighted, schedule_in_loop, nanogpt, accumulates, curriculum, gradient_penalty, multitask, ema),
+        *(
+            tokens_weighted,
+            schedule_in_loop,
+            nanogpt,
+            accumulates,
+            cut_by_loop,
+            curriculum,
+            gradient_penalty,
+            multitask,
+            ema,
+        ),
         *(mean_teacher, two_models, packed_stream, gan, accelerated, fabric, hydra),
     )
 }
