@@ -571,7 +571,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
     }
     # These are stored only if present, so that studies of earlier versions keep the same job.
     own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK)
-    named = ("lightning", "optimizer", "spellings", "variables", "beside", *own_names)
+    named = ("lightning", "optimizer", "spellings", "variables", "beside", "boundary_by_hand", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
     if facts.get("evaluating"):  # transformers' layers do not checkpoint in evaluation mode
         kept |= {"checkpointing": False, "checkpointed": False, "evaluating": True}

@@ -12,7 +12,7 @@ import pytest
 from autotune.commands.script_probe import ShortRuns, _cut_by_loop, _mapped, flags_found
 from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, MICRO_BATCH, Candidate
-from autotune.problem.faults import accumulation_facts
+from autotune.problem.faults import accumulation_facts, job_facts
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.script.argument_files import PRODUCTS, TIMES, TRIED, can_set_knob, knob_values, value_at
@@ -158,8 +158,10 @@ def test_a_flag_of_the_loops_own_accumulation_is_found(batch: Callable[[Values],
     assert batch({**values, **now}) == (4, 2)  # type: ignore[dict-item]
     config = other.ds_config(make_job(script=known))
     assert [config[key] for key in BATCH_KEYS] == [4 * RANKS, 4, 1], "the engine stays without accumulation"
-    known_faults = [accumulation_facts(make_job(script=known), steps) for steps in (1, 4)]
-    assert known_faults == [{"accumulation": 1, "backwards_per_step": steps} for steps in (1, 4)]
+    assert accumulation_facts(make_job(script=known), 4) == {"accumulation": 1, "backwards_per_step": 4}
+    known = _mapped(script, {**known.profile, "boundary_by_hand": True})
+    assert accumulation_facts(make_job(script=known), 4) == {"accumulation": 4}
+    assert job_facts(make_job(script=known))["backwards_per_step"] == 1
 
 
 def test_a_flag_of_a_loop_that_cuts_its_engines_batch_is_found(tmp_path: Path) -> None:
