@@ -256,7 +256,10 @@ def _checked(
     profile |= seeds
     if measured is not None:
         found = flags_found(runs, dataclasses.replace(script, profile=profile), facts)
-        if BY_HAND in profile and ACCUMULATION in found.get(FOUND, {}):
+        cut = _cut_by_loop(profile, facts)
+        if cut and found.get(FOUND):
+            profile = _profile(facts, cut, own=own) | seeds
+        elif BY_HAND in profile and ACCUMULATION in found.get(FOUND, {}):
             facts["said"][ACCUMULATION].append(_accumulation(profile, facts["micros"], facts["accumulation"]))
             profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own) | seeds
         profile |= found
@@ -570,7 +573,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
     }
     # These are stored only if present, so that studies of earlier versions keep the same job.
     own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK)
-    named = ("lightning", "optimizer", "spellings", "variables", "beside", *own_names)
+    named = ("lightning", "optimizer", "spellings", "variables", "beside", "boundary_by_hand", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
     if facts.get("evaluating"):  # transformers' layers do not checkpoint in evaluation mode
         kept |= {"checkpointing": False, "checkpointed": False, "evaluating": True}
@@ -732,8 +735,11 @@ def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[
     seen = script.profile
     if seen["through_arguments"] or not Counted.of(seen).unit or not facts.get("rows") or not facts.get("micros"):
         return {}
+    cut = _cut_by_loop(seen, facts)
+    seen = {**seen, **cut}
+    script = dataclasses.replace(script, profile=seen)
     own = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: _accumulation(seen, facts["micros"], seen["accumulation"])}
-    wanted = [knob for knob in own if not carries_knob(script, knob)]
+    wanted = [knob for knob in own if cut or not carries_knob(script, knob)]
     taken = {*dict(script.flags).values(), *LOCAL_RANK_FLAGS}
     integers = {flag: value for flag, value in _integers(script, facts).items() if flag not in taken}
     products = _Products.of(runs.executor.hardware.count, own, wanted, facts, integers)
@@ -904,6 +910,16 @@ def _batch_with(
     rows_of_one = facts["rows"] / (facts["micros"] * script.profile["micro_batch"])
     accumulation = _accumulation(script.profile, now["micros"], now["accumulation"])
     return {MICRO_BATCH: now["rows"] / now["micros"] / rows_of_one, ACCUMULATION: accumulation}
+
+
+def _cut_by_loop(profile: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the batch of a loop that cuts its engine's batch into micro-batches; empty for another loop."""
+    micros, micro_batch = facts.get("micros") or 1, profile["micro_batch"]
+    whole = facts.get("rows") == micro_batch and profile["counted"] == "rows" and profile["accumulation"] == 1
+    if micros == 1 or not whole or micro_batch % micros:
+        return {}
+    counts = {"rows_per_sample": 1, "micros_per_accumulation": 1.0, "counted": "rows", LOOPED: "cuts"}
+    return {"micro_batch": micro_batch // micros, "accumulation": micros, **counts}
 
 
 def _accumulation(profile: dict[str, Any], micros: int, of_engine: int) -> int:

@@ -24,9 +24,8 @@ EARLIER = "earlier"  # key of a profile: engines with an optimizer, built before
 KEPT = "kept_configs"  # key of a profile: ZeRO settings of accelerate's other plugins, which no candidate changes
 # key of a profile: backwards that the script's own loop sums in each accumulation step of its config
 BY_HAND = "accumulated_by_hand"
-LOOPED = (
-    "loop_accumulates"  # key of a profile: an argument sets how many backwards the script's own loop sums in a step
-)
+# key of a profile: an argument sets the micro-batches that the script's own loop sums in a step; `cuts`: of its engine's batch
+LOOPED = "loop_accumulates"
 BY_RANK = "averages_by_rank"  # key of a profile: Trainer averages a loss over each rank's own tokens
 OPS = "ops"  # key of a profile: builders of DeepSpeed's ops that were first seen in the probe run
 RAN = "ran"  # key of facts: seconds of the start and of an optimizer step so far, of a run that ended before its measurement

@@ -202,7 +202,7 @@ def _compare_engine(
             return Certificate(Verdict.NOT_COMPARED, f"{name} is {factor:.3g}x of {yours}, and {much}")
         why = f"{name} is {factor:.{3 if abs(math.log(factor)) > 0.01 else 5}g}x of {yours}"
         loss = math.exp(statistics.fmean(found[LOSS])) if LOSS in beyond else None
-        if loss is not None and name != LOSS:
+        if loss is not None and name != LOSS and abs(loss - 1) >= 0.005:
             why += f", loss {loss:.3g}x"
         elif loss is not None and _builds_up(found[LOSS]):
             why += " and builds up, as with a part of it or an average of weights that counts iterations of your loop"
@@ -573,7 +573,7 @@ class Certifier:
 def iterations_line(job: Job, reference: TrainingTrace, trace: TrainingTrace) -> str:
     """Return what another number of loop iterations per step does to the training; empty if nothing changes."""
     own, now = reference.iterations, trace.iterations
-    if job.script is None or not loops_by_hand(job.script) or own == now or not own or not now:
+    if job.script is None or not loops_by_hand(job.script) or job.script.loop_cuts or own == now or not own or not now:
         return ""
     return (
         f"an optimizer step takes {counted(now, 'iteration')} of your loop instead of {own}: if its end, its "

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from autotune.commands.script_probe import ShortRuns, _mapped, flags_found
+from autotune.commands.script_probe import ShortRuns, _cut_by_loop, _mapped, flags_found
 from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, MICRO_BATCH, Candidate
-from autotune.problem.faults import accumulation_facts
+from autotune.problem.faults import accumulation_facts, job_facts
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.script.argument_files import PRODUCTS, TIMES, TRIED, can_set_knob, knob_values, value_at
@@ -79,6 +79,10 @@ def derived(now: Values) -> Batch:
 
 def accumulates_over_ranks(now: Values) -> Batch:
     return now["--batch_size"], now["--accumulate"] // RANKS if now["--accumulate"] % RANKS == 0 else 0
+
+
+def cut_by_loop(now: Values) -> Batch:
+    return now["--chunk"], now["--total_batch"] // now["--chunk"]
 
 
 def of_tokens(now: Values) -> Batch:
@@ -154,8 +158,29 @@ def test_a_flag_of_the_loops_own_accumulation_is_found(batch: Callable[[Values],
     assert batch({**values, **now}) == (4, 2)  # type: ignore[dict-item]
     config = other.ds_config(make_job(script=known))
     assert [config[key] for key in BATCH_KEYS] == [4 * RANKS, 4, 1], "the engine stays without accumulation"
-    known_faults = [accumulation_facts(make_job(script=known), steps) for steps in (1, 4)]
-    assert known_faults == [{"accumulation": 1, "backwards_per_step": steps} for steps in (1, 4)]
+    assert accumulation_facts(make_job(script=known), 4) == {"accumulation": 1, "backwards_per_step": 4}
+    known = _mapped(script, {**known.profile, "boundary_by_hand": True})
+    assert accumulation_facts(make_job(script=known), 4) == {"accumulation": 4}
+    assert job_facts(make_job(script=known))["backwards_per_step"] == 1
+
+
+def test_a_flag_of_a_loop_that_cuts_its_engines_batch_is_found(tmp_path: Path) -> None:
+    values = {"--total_batch": 16, "--chunk": 4, "--layers": 4}
+    facts: dict[str, Any] = {"rows": 16, "sequences": 16, "micros": 4, "micro_batch": 16, "accumulation": 1}
+    profile: dict[str, Any] = {"through_arguments": False, "config": {}, **batch_seen(facts)}
+    script = Script(
+        ("train.py", "--chunk", "4", "--layers", "4", "--total_batch", "16"), str(tmp_path), profile=profile
+    )
+    executor: Any = Executor(cut_by_loop, values, by_loop=True)
+    learnt = flags_found(ShortRuns(executor, 60.0), script, {**facts, "integers": values})
+    cut = _cut_by_loop(profile, facts)
+    assert (cut["micro_batch"], cut["accumulation"]) == (4, 4)
+    known, other = _mapped(script, {**profile, **cut, **learnt}), make_candidate(1, 8, 2)
+    assert cut_by_loop({**values, **settings(known, other)}) == (8, 2)  # type: ignore[dict-item]
+    config = other.ds_config(make_job(script=known))
+    assert [config[key] for key in BATCH_KEYS] == [16 * RANKS, 16, 1], "the engine's batch stays a whole step's"
+    for changed in ({"micros": 1}, {"rows": 32}, {"micros": 3}):
+        assert not _cut_by_loop(profile, {**facts, **changed})
 
 
 def test_values_of_an_argument_file_are_found(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ class Context:
         """(micro-batch, accumulation) that the script's engines must use; None keeps its own."""
         if self.candidate is None or self.script.holds_batch:
             return None
-        return self.candidate.micro_batch, 1 if self.script.loop_accumulates else self.candidate.accumulation
+        return self.candidate.engine_batch(self.script)
 
     def note_said(self, knob: str, value: Any) -> None:
         """Record a batch size from any source in the script. Other values are ignored."""
