@@ -347,7 +347,9 @@ def in_user_namespace() -> bool:
 def machine_settings() -> list[str]:
     """Return the paths in /proc that belong to no process and may lead to a setting of the machine: proc(5)."""
     entries = [one for one in os.scandir("/proc") if not one.name.isdigit() and not one.is_symlink()]
-    return [one.path for one in entries if one.is_dir() or one.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH)]
+    return [
+        one.path for one in entries if one.is_dir() or one.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH)
+    ]
 
 
 def machine_devices(mounts: Collection[str], folder: str = "/dev") -> list[str]:

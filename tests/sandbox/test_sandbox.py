@@ -213,6 +213,42 @@ def test_a_socket_path_with_a_newline_does_no_harm(base: Path) -> None:
         assert run(sandbox_in(base, Protection.OVERLAY), base / "sockets", "print(1)") == "1"
 
 
+REFUSED = """
+import errno, sys
+from autotune.rank import sandbox
+from autotune.util import linux
+def refuse(*arguments, **named):
+    raise PermissionError(errno.EPERM, "not in this container")
+for name in sys.argv.pop(1).split():
+    setattr(linux, name, refuse)
+sandbox.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("refused", "protection", "left"),
+    [
+        ("", "overlay", "keep"),
+        ("enter_mount_namespace", "landlock", "keep"),
+        ("enter_mount_namespace restrict_writes", "none", "lost"),
+    ],
+)
+def test_the_best_protection_of_a_machine_is_found_and_confines_a_module(
+    base: Path, refused: str, protection: str, left: str
+) -> None:
+    (base / "study").mkdir()
+    (base / "keep.txt").write_text("keep")
+    (base / "harmful.py").write_text(
+        f"try: open({str(base / 'keep.txt')!r}, 'w').write('lost')\nexcept PermissionError: pass"
+    )
+    words = [sys.executable, "-c", REFUSED, refused, str(base / "study")]
+    how = {"cwd": base, "text": True, "env": {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{base}"}}
+    assert subprocess.check_output(words, **how).strip() == protection  # type: ignore[call-overload]
+    assert subprocess.call([*words, "harmful"], **how) == 0  # type: ignore[call-overload]
+    assert (base / "keep.txt").read_text() == left
+    assert not [name for name in os.listdir(base / "study") if "written" not in name]
+
+
 def test_folders_opened_before_lead_into_the_overlay(base: Path) -> None:
     (base / "keep.txt").write_text("keep")
     sandbox = sandbox_in(base, Protection.OVERLAY)
