@@ -136,7 +136,7 @@ def test_root_changes_no_setting_of_the_machine_and_no_disk(base: Path, protecti
     text = """
 own = [f"/dev/{name}" for name in ("console", "kmsg", "sg0", "bsg/0:0:0:0", "nvme0", "tty0")]
 disks = [path for path in map("/dev/".__add__, os.listdir("/dev")) if os.lstat(path).st_mode >> 12 == 6]
-for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/swappiness", "/proc/sysrq-trigger", *disks, *own):
+for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/swappiness", "/proc/sysrq-trigger", "/proc/mtrr", *disks, *own):
     try:
         os.close(os.open(path, os.O_WRONLY))  # opening changes nothing
         print(path)
@@ -242,9 +242,9 @@ def test_the_best_protection_of_a_machine_is_found_and_confines_a_module(
         f"try: open({str(base / 'keep.txt')!r}, 'w').write('lost')\nexcept PermissionError: pass"
     )
     words = [sys.executable, "-c", REFUSED, refused, str(base / "study")]
-    how = {"cwd": base, "text": True, "env": {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{base}"}}
-    assert subprocess.check_output(words, **how).strip() == protection  # type: ignore[call-overload]
-    assert subprocess.call([*words, "harmful"], **how) == 0  # type: ignore[call-overload]
+    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{base}"}
+    assert subprocess.check_output(words, cwd=base, text=True, env=environment).strip() == protection
+    assert subprocess.call([*words, "harmful"], cwd=base, env=environment) == 0
     assert (base / "keep.txt").read_text() == left
     assert not [name for name in os.listdir(base / "study") if "written" not in name]
 
