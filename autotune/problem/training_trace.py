@@ -42,9 +42,8 @@ class TrainingTrace:
     initial: tuple[float, ...] = ()
     # relative difference between two runs of the user's own config, by quantity; only in the trace of the probe run
     floor: dict[str, float] = field(default_factory=dict)
-    beside: tuple[
-        TrainingTrace, ...
-    ] = ()  # of auxiliary engines with an optimizer, in the order in which they were made
+    # of auxiliary engines with an optimizer, in the order in which they were made
+    beside: tuple[TrainingTrace, ...] = ()
 
     @property
     def counted(self) -> list[TracedStep]:
