@@ -202,6 +202,16 @@ class Script:
         return bool(self.profile.get("batch_note"))
 
     @property
+    def loop_accumulates(self) -> bool:
+        """True if the script's own loop sums the gradients of its accumulation, in an engine without accumulation."""
+        return bool(self.profile.get("loop_accumulates"))
+
+    @property
+    def loop_cuts(self) -> bool:
+        """True if that loop cuts its engine's batch, which is a whole step's, into micro-batches."""
+        return self.profile.get("loop_accumulates") == "cuts"
+
+    @property
     def variables(self) -> dict[str, str]:
         """Device variables that the script's code was seen to set: in time for a plain run, too late for a rank."""
         return dict(self.profile.get("variables", {}))

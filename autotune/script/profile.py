@@ -24,6 +24,8 @@ EARLIER = "earlier"  # key of a profile: engines with an optimizer, built before
 KEPT = "kept_configs"  # key of a profile: ZeRO settings of accelerate's other plugins, which no candidate changes
 # key of a profile: backwards that the script's own loop sums in each accumulation step of its config
 BY_HAND = "accumulated_by_hand"
+# key of a profile: an argument sets the micro-batches that the script's own loop sums in a step; `cuts`: of its engine's batch
+LOOPED = "loop_accumulates"
 BY_RANK = "averages_by_rank"  # key of a profile: Trainer averages a loss over each rank's own tokens
 OPS = "ops"  # key of a profile: builders of DeepSpeed's ops that were first seen in the probe run
 RAN = "ran"  # key of facts: seconds of the start and of an optimizer step so far, of a run that ended before its measurement
@@ -138,12 +140,22 @@ def _counted(
     return {
         **{key: facts[key] for key in ("counted_by", "uncounted") if key in facts},
         **({BY_HAND: int(times)} if by_hand else {}),
+        **({LOOPED: True} if _is_looped(facts, accumulation) else {}),
         "micro_batch": micro_batch,
         "accumulation": accumulation,
         "counted": unit,
         "rows_per_sample": per_sample,
         "micros_per_accumulation": times,
     }
+
+
+def _is_looped(facts: dict[str, Any], accumulation: int) -> bool:
+    """Return True if a step has an argument's accumulation, while its engine has none.
+
+    Trainer and accelerate pass theirs to the engine.
+    """
+    passed_on = facts.get("through_arguments") or facts.get("loader_prepared")
+    return facts["accumulation"] == 1 < accumulation == _micros(facts) and not passed_on
 
 
 def first_candidates(script: Script) -> list[Candidate]:

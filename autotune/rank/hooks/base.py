@@ -209,10 +209,10 @@ class Context:
 
     @property
     def batch(self) -> tuple[int, int] | None:
-        """(micro-batch, accumulation) that the script must use; None keeps its own."""
+        """(micro-batch, accumulation) that the script's engines must use; None keeps its own."""
         if self.candidate is None or self.script.holds_batch:
             return None
-        return self.candidate.micro_batch, self.candidate.accumulation
+        return self.candidate.engine_batch(self.script)
 
     def note_said(self, knob: str, value: Any) -> None:
         """Record a batch size from any source in the script. Other values are ignored."""

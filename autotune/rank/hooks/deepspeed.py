@@ -152,7 +152,7 @@ def _take(context: Context, rival: OtherEngine) -> None:
         context.module_hook = None
     context.pending.clear()
     if context.trace is not None:
-        context.trace.restart()
+        context.trace.restart(len(context.beside))
     context.engine = rival.engine
     note_own(context, rival.config, again=True)
     try:
@@ -530,17 +530,31 @@ def watch(context: Context, engine: Any, steps: Callable[[Any], bool], done: Cal
 
     rows = 0
     context.beside.append(engine)
+    trace = context.trace.add_auxiliary() if context.trace is not None else None
 
     def forward(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         nonlocal rows
         if torch.is_grad_enabled():
-            rows += sizes_of(args, kwargs).rows
+            found = sizes_of(args, kwargs).rows
+            rows += found
+            if trace is not None:
+                trace.forward(first_tensor(args, kwargs), found, certain=engine.module.training)
+        return original(*args, **kwargs)
+
+    def backward(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if trace is not None:
+            loss, scaled = _loss_of(args, kwargs)
+            trace.backward(engine, loss, scaled=scaled)
         return original(*args, **kwargs)
 
     def step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         nonlocal rows
         boundary = steps(engine)
+        if boundary and trace is not None:
+            trace.before_step(engine)
         result = original(*args, **kwargs)
+        if boundary and trace is not None:
+            trace.after_step(engine)
         number = next((at for at, one in enumerate(context.beside) if one is engine), None)
         if boundary and number is not None:
             context.watcher.auxiliary_stepped(number, rows)
@@ -548,8 +562,8 @@ def watch(context: Context, engine: Any, steps: Callable[[Any], bool], done: Cal
             done(engine)
         return result
 
-    context.patches.wrap(engine, "forward", forward)
-    context.patches.wrap(engine, "step", step)
+    for name, wrapped in (("forward", forward), ("backward", backward), ("step", step)):
+        context.patches.wrap(engine, name, wrapped)
 
 
 # -- lightning ---------------------------------------------------------------------------------------------------------
