@@ -99,13 +99,15 @@ class Lora:
 
 
 def parse_lora(text: str) -> Lora:
-    """Parse adapters like `r=16,targets=all-linear,alpha=32,saved=lm_head,dropout=0.05,dtype=fp32`; `+` joins several targets.
+    """Parse adapters like `r=16,targets=all-linear,alpha=32,saved=lm_head,dropout=0.05,dtype=fp32`, or `16` for a rank.
+
+    `+` joins several targets.
 
     Raises:
         UserError: the text has another form, or the rank or the dropout is out of range.
     """
     values: dict[str, str] = {}
-    for part in text.split(","):
+    for part in re.sub(r"^(\d+)(?=,|$)", r"r=\1", text).split(","):
         key, equals, value = part.strip().partition("=")
         if not equals or key not in ("r", "targets", "alpha", "saved", "dropout", "dtype", "quantize") or not value:
             raise UserError(f"LoRA {text}: expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32")

@@ -153,6 +153,7 @@ def test_tokens_of_a_sequence() -> None:
             "r=8,targets=q_proj+v_proj,alpha=32",
         ),
         ("targets=all-linear", Lora(16), "r=16"),
+        ("8,alpha=4", Lora(8, alpha=4), "r=8,alpha=4"),
         ("alpha=0", Lora(16, alpha=0), "r=16,alpha=0"),
         ("targets=a=b", Lora(16, ("a=b",)), "r=16,targets=a=b"),
         (
@@ -172,7 +173,7 @@ def test_lora(text: str, expected: Lora, short: str) -> None:
     ("text", "message"),
     [
         ("", "expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32"),
-        ("16", "expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32"),
+        ("r=8,16", "expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32"),
         ("r=", "expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32"),
         ("rank=8", "expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32"),
         ("r=8,", "expected r=16,targets=all-linear (or q_proj+v_proj),alpha=32"),
