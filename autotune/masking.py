@@ -102,7 +102,7 @@ def names_secret(name: str) -> bool:
     parts = [part.lower() for part in _PART.findall(name)]
     if any(_ANYWHERE.search(part) for part in parts) or _MORE.search("".join(parts)):
         return True
-    if len(parts) > 1 and "pwd" in parts:  # $PWD is a folder
+    if "pwd" in parts and name != "PWD":  # a shell's folder
         return True
     if _OF_SERVICES & set(parts) and any(_KEYS.search(part) for part in parts):
         return True
@@ -202,14 +202,24 @@ _QUOTED = re.compile(r"""((\\?["'])([\w .-]{1,80})\2\s*:\s*)((\\?["'])(?!\*\*\*)
 _LINE = re.compile(
     r"""(?m)^(\s*(?:- )?([\w.-]+):[ \t]+)(?!\*\*\*|[|>&*!][-+\w]*$)('[^'\n]*'|"(?:\\.|[^"\\\n])*"|[^\s#]+)"""
 )
-_SHAPES = re.compile(r"\b(?:hf|gh[pousr]|sk|glpat|github_pat)[-_][A-Za-z0-9_-]{16,}|(?i:(?<=\bbearer )[\w.~+/=-]{8,})")
+_SHAPES = re.compile(
+    r"\b(?:hf|gh[pousr]|sk|glpat|github_pat)[-_][A-Za-z0-9_-]{16,}"
+    # a short prefix of a service, then random letters of both cases with digits: npm_…, pypi-…, xoxb-…, nvapi-…
+    r"|\b[a-z]{2,8}[-_](?:\d+-)*(?=(?:[A-Za-z]*\d){2})(?=[a-z\d]*[A-Z])(?=[A-Z\d]*[a-z])[A-Za-z\d]{20,}[\w-]*"
+    r"|\b(?:AKIA|ASIA)[A-Z\d]{16}\b|\bAIza[\w-]{30,}|\beyJ[\w-]+\.eyJ[\w-]+\.[\w-]+"  # AWS, Google, JSON Web Tokens
+    r"|(?i:(?<=\bbearer )[\w.~+/=-]{8,})"
+)
+_MARKS = ("://", "?", ";")  # one of them is in each text that _URLS match
 _URLS = (
     # A word that is a database's URL: the password ends at its last @, with any characters in it.
     re.compile(
         r"^((?:--storage=)?(?:postgres|mysql|mariadb)\w*(?:\+\w+)?://[^:/@\s]*:)(.*)(?=@)", re.IGNORECASE | re.DOTALL
     ),
     re.compile(r"(//[^:/@\s]*:)(\S*)(?=@)"),  # a password that contains an @ is hidden up to the last one
-    re.compile(r"([?&](?:\w*(?:pass|pwd|secret|token|key|auth)\w*)=)([^&\s\"'<>]*)", re.IGNORECASE),
+    re.compile(
+        r"([?&;](?:[\w.-]*(?:pass|pwd|secret|token|key|auth|credential|signature)[\w.-]*|sig)=)([^&\s\"'<>]*)",
+        re.IGNORECASE,
+    ),
     # `//joe:secret/db`: the host is missing
     re.compile(r"(\b(?:postgres|mysql|mariadb)\w*(?:\+\w+)?://[^:/@\s]+:)((?!\d+(?:[/?\s]|$))[^@/?\s]+)(?=[/?\s]|$)"),
 )
@@ -230,7 +240,7 @@ def password_in(url: str) -> str:
 
 def _in_urls(text: str) -> Iterator[str]:
     """Yield every password in a URL of the text, as typed and decoded."""
-    if "://" in text or "?" in text:
+    if any(mark in text for mark in _MARKS):
         for secret in _URLS:
             for found in secret.finditer(text):
                 yield from {found[2], unquote(found[2])} - {"", MASK}
@@ -287,7 +297,7 @@ def masked(text: str) -> str:
     of well-known forms.
     """
     text = _SHAPES.sub(MASK, masked_values(text))
-    if "://" in text or "?" in text:
+    if any(mark in text for mark in _MARKS):
         text = hide_password(text)
     if "=" in text or "-" in text:
         text = _ASSIGNED.sub(_named, _FLAG.sub(_named, text))

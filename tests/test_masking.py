@@ -35,7 +35,7 @@ from tests.conftest import make_job
 from tests.studies import study_of_every_kind
 
 QUIET = settings(
-    max_examples=8,
+    max_examples=3,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -53,7 +53,16 @@ def nothing_learnt() -> Iterator[None]:
     [
         *("--wandb_key", "--aws_secret_access_key", "--auth", "--api-key", "apiKey", "HF_TOKEN", "hub_token", "token"),
         *("secret", "passwd", "db.password", "--sshkey", "x_credential", "MYSQL_PWD", "oauth", "authToken", "api_keys"),
-        *("private_key_pem", "key", "passWord", "client_secret", "Authorization", "credentials", "WANDB_API_KEY"),
+        *(
+            "private_key_pem",
+            "key",
+            "passWord",
+            "client_secret",
+            "Authorization",
+            "credentials",
+            "WANDB_API_KEY",
+            "Pwd",
+        ),
     ],
 )
 def test_names_of_secrets(name: str) -> None:
@@ -79,6 +88,19 @@ def test_of_deepspeeds_keys_only_those_of_services_name_secrets() -> None:
     assert {key for keys in DS_SECTIONS.values() for key in keys if names_secret(key)} <= {"api_key"}
 
 
+# Made up in the formats that services document.
+TOKENS = (
+    *("npm_a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8", "pypi-AgEIcHlwaS5vcmcC1d2E3f4", "AKIAIOSFODNN7EXAMPLE"),
+    *("xoxb-123456789012-Ab1Cd2Ef3Gh4Ij5Kl6Mn7Op8", "nvapi-a1B2c3D4e5F6g7H8i9J0-k1L2m3N4", "hf_abcdefghijklmnopQRSTUV"),
+    *("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.a1-B2_c3", "AIzaSyA1b2C3d4E5f6G7h8I9j0K1l2M3n4O5p6Q"),
+)
+NO_TOKENS = (
+    *("Qwen3MoeForSequenceClassification", "model_Qwen3MoeForCausalLM", "TinyLlama-1.1B-intermediate-step-1431k-3T"),
+    *("8f6cd22b1a4f5f0c4f4b1f7e3f0a9d8c7b6a5948", "run-20261127T034500Z", "meta-llama/Llama-3.2-11B-Vision-Instruct"),
+    *("out/exp_lr3e4_bs64_warmup2000_seed42", "GPU-76ab1085-0000-0000-0000-bcfcb8b136c0"),
+)
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -95,6 +117,11 @@ def test_of_deepspeeds_keys_only_those_of_services_name_secrets() -> None:
         ("postgresql://USER:PASSWORD@HOST/DB", "postgresql://USER:PASSWORD@HOST/DB"),
         ("Bearer abcdefghijk", "Bearer ***"),
         ("unknown key: foo", "unknown key: foo"),
+        ("Server=x;Uid=me;Pwd=abc1;", "Server=x;Uid=me;Pwd=***"),
+        ("https://s3/x?X-Amz-Signature=ab1&b=2", "https://s3/x?X-Amz-Signature=***&b=2"),
+        ("https://h/c?sv=1&sig=ab1%3D", "https://h/c?sv=1&sig=***"),
+        *((f"--x {text} y", "--x *** y") for text in TOKENS),
+        *((f"--x {text} y", f"--x {text} y") for text in NO_TOKENS),
     ],
 )
 def test_texts(text: str, shown: str) -> None:

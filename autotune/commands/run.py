@@ -54,7 +54,7 @@ from autotune.results.output_files import secrets_note
 from autotune.results.report.build import SearchedSpace
 from autotune.results.trackers import Tracking, measured_figures
 from autotune.script.profile import own_candidate
-from autotune.script.recorded import knob_names
+from autotune.script.recorded import knob_names, runs_user_code
 from autotune.search.certificate import trains_otherwise
 from autotune.search.concurrency import SearchWorkers, agree_on_memory, host_bound
 from autotune.search.heartbeat import host_of
@@ -629,8 +629,7 @@ def with_agreed_protection(setup: Setup, work: Path, confirm: Callable[[str], bo
     Raises:
         UserError: this machine offers no protection of the user's files, and the user has not agreed to go without.
     """
-    user_code = setup.runs_ranks and (setup.job.script is not None or setup.job.workload is not None)
-    if not user_code or setup.nodes is not None:  # each node answers for itself
+    if not (setup.runs_ranks and runs_user_code(setup.job)) or setup.nodes is not None:  # each node answers for itself
         return setup
     cwd = Path(setup.job.script.cwd) if setup.job.script is not None else Path.cwd()
     found = protection_of(

@@ -29,6 +29,7 @@ from autotune.problem.training_trace import TrainingTrace
 from autotune.rank.ds_config import all_ops, trial_config
 from autotune.rank.step_statistics import Pace, median_spread, pace_of
 from autotune.script.profile import RAN, SEEDS
+from autotune.script.recorded import runs_user_code
 from autotune.script.script import heavy_imports
 from autotune.util.entry_points import MODEL_RANK, SCRIPT_RANK, SELFTEST_RANK
 from autotune.util.units import GIB
@@ -412,7 +413,7 @@ class LocalSession:
         what: dict[str, Any] = {"config": trial_config(candidate, job), "checkpointing": candidate.checkpointing}
         if job.script:
             what = {"candidate": candidate.as_dict}
-        if job.script or job.workload:
+        if runs_user_code(job):
             kept = [str(one) for one in executor.kept]
             kept += [str((self._folder / CHECKPOINT).resolve())] if executor.resumes else []
             how: dict[str, Any] = {"unprotected": executor.unprotected, "kept": kept}

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -29,7 +30,8 @@ from autotune.predict.trace_data import IMPORTED, Trace
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.models import IMAGE_TEXT
-from autotune.util.entry_points import TRACER
+from autotune.rank.sandbox import remove
+from autotune.util.entry_points import SANDBOX, TRACER
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import Interpreter, module_command
 from autotune.workers.launchers import IMPORT_SECONDS
@@ -64,9 +66,27 @@ _NO_GPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def _tracer_environment(interpreter: Interpreter, sees_gpus: bool = False) -> dict[str, str]:
-    seen = {} if sees_gpus else _NO_GPU
-    return {**interpreter.environment(), **seen, **_ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"}
+@contextlib.contextmanager
+def _tracer(interpreter: Interpreter, *options: str, stderr: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
+    """Run a tracer in a sandbox: it calls the user's `--workload`, or code of the model's repository.
+
+    Without `--sizes` it sees no GPU.
+    """
+    seen = {} if "--sizes" in options else _NO_GPU
+    folder = Path(tempfile.mkdtemp(prefix="autotune-"))
+    try:
+        with subprocess.Popen(
+            module_command(interpreter.path, SANDBOX, str(folder), TRACER, *options),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env={**interpreter.environment(), **seen, **_ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"},
+            text=True,
+            encoding="utf-8",
+        ) as tracing:
+            yield tracing
+    finally:
+        remove(folder)
 
 
 def missing_packages(interpreter: Interpreter) -> list[str]:
@@ -159,15 +179,7 @@ def trace_jobs(jobs: Sequence[tuple[Job, str]], on_traced: Callable[[int, int], 
     if not missing:
         return
     paths, interpreter = list(missing), jobs[0][0].interpreter  # one tracer serves all
-    with subprocess.Popen(
-        module_command(interpreter.path, TRACER, "--many"),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=_tracer_environment(interpreter),
-        text=True,
-        encoding="utf-8",
-    ) as tracing:
+    with _tracer(interpreter, "--many", stderr=subprocess.DEVNULL) as tracing:
         assert tracing.stdin
         assert tracing.stdout
         tracing.stdin.write(json.dumps(list(missing.values())))
@@ -230,15 +242,7 @@ def _run_tracer(
     Raises:
         TimeoutError: it does not end, or the caller cancelled; the message is one line.
     """
-    with subprocess.Popen(
-        module_command(interpreter.path, TRACER, *options),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=_tracer_environment(interpreter, sees_gpus="--sizes" in options),
-        text=True,
-        encoding="utf-8",
-    ) as tracing:
+    with _tracer(interpreter, *options) as tracing:
         try:
             return _outputs(tracing, asked, timeout_seconds, cancelled)
         finally:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -15,7 +16,7 @@ from typing import Any
 
 from autotune.errors import UserError, did_you_mean
 from autotune.util.bounds import display_value, parse_json, read_text
-from autotune.util.entry_points import HUB_READER
+from autotune.util.entry_points import HUB_READER, SANDBOX
 from autotune.util.interpreter import OWN, Interpreter, module_command
 from autotune.versions import release
 
@@ -93,8 +94,10 @@ def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
 def _from_hub(name: str, trust_remote_code: bool, interpreter: Interpreter) -> ModelSpec:
     """Read the configuration in a subprocess: this process never imports transformers."""
     flags = ["--trust-remote-code"] if trust_remote_code else []
-    command = module_command(interpreter.path, HUB_READER, *flags, name)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=interpreter.environment(), encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="autotune-") as folder:  # takes what remote code writes
+        command = module_command(interpreter.path, SANDBOX, folder, HUB_READER, *flags, name)
+        environment = interpreter.environment()
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, encoding="utf-8")
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):

@@ -14,8 +14,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import json
 import os
+import runpy
 import shutil
 import stat
 import subprocess
@@ -29,18 +29,20 @@ from pathlib import Path
 from typing import Any
 
 from autotune.util import linux
+from autotune.util.entry_points import SANDBOX
 from autotune.versions import StrEnum
 
 # capabilities(7) of root: those that a container has by default (moby, oci/caps/defaults.go) without mknod, and those to
 # pin memory and to raise limits
 _CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 14, 18, 24, 29, 31)
 _KERNEL_FOLDERS = ("/proc", "/sys", "/dev")  # hold no user's files, except for shared memory
-_MACHINE_SETTINGS = ("sys", "sysrq-trigger", "irq", "bus", "fs")  # in /proc; the list of container engines (runc)
 _SHARED_MEMORY = "/dev/shm"
 _COPIED_BYTES = 1 << 20  # largest file that is copied if an overlay cannot take it
 _MOST_ENTRIES = 5000  # of a folder whose entries are looked at one by one
 _MOST_FOLDERS = 30  # in which something that can be written is looked for
 _VIEW_FOLDERS = 2000  # real folders of a view
+_ASIDE: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": 60, "check": False}
+_NOT_ENTERED = 97  # exit status of a process that the kernel refuses a sandbox
 
 
 class Protection(StrEnum):
@@ -205,20 +207,11 @@ def available_protection(
         command: makes the command line that runs a module, see `interpreter.bound_command`.
         environment: of that process.
     """
-    how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "env": environment, "timeout": 60}
-    _make_cuda_device(how)
-    for protection in (Protection.OVERLAY, Protection.LANDLOCK):
-        sandbox = Sandbox(folder / f"protection-{os.getpid()}", cwd, protection)
-        try:
-            sandbox.create(folder)
-            words = command("autotune.rank.sandbox", json.dumps(sandbox.to_json()))
-            if not subprocess.run(words, check=False, **how).returncode:
-                return protection
-        except (OSError, subprocess.SubprocessError):
-            continue
-        finally:
-            remove(sandbox.folder)
-    return Protection.NONE
+    try:
+        words = command(SANDBOX, str(folder))
+        return Protection(subprocess.run(words, cwd=cwd, text=True, env=environment, **_ASIDE).stdout.strip())
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return Protection.NONE
 
 
 def _make_cuda_device(how: dict[str, Any], devices: str = "/dev") -> None:
@@ -232,17 +225,50 @@ def _make_cuda_device(how: dict[str, Any], devices: str = "/dev") -> None:
     """
     if os.path.exists(f"{devices}/nvidiactl") and not os.path.exists(f"{devices}/nvidia-uvm"):
         with suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(["nvidia-modprobe", "-u", "-c=0"], check=False, **how)
+            subprocess.run(["nvidia-modprobe", "-u", "-c=0"], **how)
 
 
 def main() -> None:
-    """Enter a sandbox; fail if a write next to the trial's folder is neither refused nor kept in a layer."""
-    sandbox = Sandbox.from_json(json.loads(sys.argv[1]))
-    device = os.stat(sandbox.folder.parent).st_dev
-    sandbox.enter(str(sandbox.files), os.environ)
-    with suppress(PermissionError):
-        Path(f"{sandbox.folder}-written").touch()
-        raise SystemExit(os.stat(sandbox.folder.parent).st_dev == device)
+    """Run a module with its arguments in the best sandbox that this machine offers, or print that sandbox's protection.
+
+    `python -m autotune.rank.sandbox FOLDER [MODULE WORD…]`; FOLDER takes what the module writes.
+    """
+    linux.die_with_parent(os.getppid())
+    _make_cuda_device(dict(_ASIDE))
+    own, (parent, *words) = os.getpid(), sys.argv[1:]
+    for protection in Protection:  # the best one first
+        sandbox = Sandbox(Path(parent, f"protection-{os.getpid()}"), Path.cwd(), protection)
+        try:
+            sandbox.create(Path(parent))
+            if (status := _status_of_child(sandbox, words)) != _NOT_ENTERED:
+                sys.exit(status)
+        except OSError:
+            continue
+        finally:
+            if os.getpid() == own:
+                remove(sandbox.folder)
+
+
+def _status_of_child(sandbox: Sandbox, words: list[str]) -> int:
+    """Return the exit status of a child that enters a sandbox, or _NOT_ENTERED if its writes stay."""
+    own, device = os.getpid(), os.stat(sandbox.folder.parent).st_dev
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        sandbox.enter(str(sandbox.files), os.environ)
+        with suppress(PermissionError):
+            Path(f"{sandbox.folder}-written").write_bytes(b"")  # touch() would pass: Landlock pretends to set times
+            if os.stat(sandbox.folder.parent).st_dev == device and sandbox.protection is not Protection.NONE:
+                os._exit(_NOT_ENTERED)
+    except OSError:
+        os._exit(_NOT_ENTERED)
+    if not words:
+        print(sandbox.protection, flush=True)
+        os._exit(0)
+    linux.die_with_parent(own)
+    sys.argv = words
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    sys.exit()
 
 
 class _Tree:
@@ -283,10 +309,9 @@ class _Tree:
             if path == "/dev":
                 with suppress(OSError):  # not in this kernel
                     linux.mount("mqueue", f"{at}/mqueue", 0, "mqueue")
-            for name in _MACHINE_SETTINGS if path == "/proc" and not self._ordinary else ():
-                with suppress(OSError):  # not in this kernel
-                    linux.mount(f"{at}/{name}", f"{at}/{name}", linux.BIND | linux.RECURSIVE)
-                    linux.make_read_only(f"{at}/{name}", recursive=True)
+            for setting in linux.machine_settings() if path == "/proc" and not self._ordinary else ():
+                linux.mount(self._at(setting), self._at(setting), linux.BIND | linux.RECURSIVE)
+                linux.make_read_only(self._at(setting), recursive=True)
             return
         split = self._ordinary and any(_contains(path, one) and one != path for one in self._mounts)
         if split or self._mounts.get(path) or not self._overlay(path, at):

@@ -85,6 +85,11 @@ def code_of(job: Job) -> list[RecordedItem]:
     return [*found, *_code_in(config)]
 
 
+def runs_user_code(job: Job) -> bool:
+    """Return whether the ranks of a job run more than libraries."""
+    return job.script is not None or bool(code_of(job))
+
+
 def training_names(job: Job) -> list[RecordedItem]:
     """Return what a training under the job's config takes from it, except code: variables, words, files and paths."""
     script = job.script

@@ -19,5 +19,6 @@ SELFTEST_RANK: Final = "autotune.rank.selftest_rank"  # all-reduce before the fi
 FORK_SERVER: Final = "autotune.workers.fork_server"  # imports once, forks ranks
 TRACER: Final = "autotune.predict.tracer"  # traces a model without a GPU
 HUB_READER: Final = "autotune.rank.hub_config"  # reads a model's config from the Hub
+SANDBOX: Final = "autotune.rank.sandbox"  # runs another one of these in a sandbox
 TRACKER: Final = "autotune.results.trackers"  # records trials with an experiment tracker
 RAY_DRIVER: Final = "autotune.executors.cluster.ray_driver"  # places agents on a Ray cluster

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import json
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Callable
@@ -50,13 +51,23 @@ def nccl() -> str | None:
 
 
 def origin(module: str) -> str | None:
-    """Return the file of a module as `python -m` would find it, current folder included, or None."""
+    """Return the file of a module as `python -m` would find it, current folder included, or None.
+
+    No package is imported on the way, unlike `importlib.util.find_spec`: a package's code would run in the tuner.
+    """
     if "" not in sys.path:
         sys.path.insert(0, "")
+    top, *inner = module.split(".")
     try:
-        found = importlib.util.find_spec(module)
-    except Exception:  # its parent package is imported, and may raise any error
+        found = importlib.util.find_spec(top) if top else None
+    except (ImportError, ValueError):
         return None
+    name, folders = top, list((found and found.submodule_search_locations) or [])
+    for part in inner:
+        name = f"{name}.{part}"
+        specs = (finder.find_spec(name) for finder in map(pkgutil.get_importer, folders) if finder is not None)
+        found = next((spec for spec in specs if spec and spec.has_location), None)
+        folders = [folder for one in folders if os.path.isdir(folder := os.path.join(one, part))]
     return os.path.abspath(found.origin) if found and found.origin and found.has_location else None
 
 

@@ -344,6 +344,14 @@ def in_user_namespace() -> bool:
     return Path("/proc/self/uid_map").read_text(encoding="utf-8").split() != ["0", "0", str(2**32 - 1)]
 
 
+def machine_settings() -> list[str]:
+    """Return the paths in /proc that belong to no process and may lead to a setting of the machine: proc(5)."""
+    entries = [one for one in os.scandir("/proc") if not one.name.isdigit() and not one.is_symlink()]
+    return [
+        one.path for one in entries if one.is_dir() or one.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH)
+    ]
+
+
 def machine_devices(mounts: Collection[str], folder: str = "/dev") -> list[str]:
     """Return the machine's own devices that this process may write to.
 

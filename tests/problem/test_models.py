@@ -127,7 +127,10 @@ def test_a_hub_id_is_read_by_another_process(monkeypatch: pytest.MonkeyPatch, tr
     assert resolve_model("me/my-llama", trust_remote_code=trust) == ModelSpec(
         "my-llama", {"model_type": "llama"}, "me/my-llama", None, trust
     )
-    assert hub.command == module_command(sys.executable, "autotune.rank.hub_config", *flags, "me/my-llama")
+    folder = hub.command[4]
+    words = (folder, "autotune.rank.hub_config", *flags, "me/my-llama")
+    assert hub.command == module_command(sys.executable, "autotune.rank.sandbox", *words), "remote code is confined"
+    assert not Path(folder).exists()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What ranks train without a script: adapters, lengths of a data set, functions of the user's."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,8 +153,12 @@ def test_lengths_are_trained(bench: Bench) -> None:
     assert outcome.measurement.tokens_per_second < 0.2 * 64 * outcome.measurement.samples_per_second
 
 
-def test_a_workload_of_ones_own(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(SCRIPTS)
+def test_a_workload_of_ones_own(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its trace nor its trials change a file."""
+    keep, text = tmp_path / "keep.txt", (SCRIPTS / "own.py").read_text()
+    keep.write_text("keep")
+    (tmp_path / "own.py").write_text(f"{text}\nopen({str(keep)!r}, 'w').write('changed')\n")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(SCRIPTS))
     job = Job(workload_spec("own:build"), 2, 32, "fp32", workload="own:build")
     trace = trace_job(job)
@@ -162,6 +167,7 @@ def test_a_workload_of_ones_own(bench: Bench, monkeypatch: pytest.MonkeyPatch) -
     assert trace.checkpointed is None
     for outcome in measure(bench, job, make_candidate(1, 8, 2), make_candidate(3, 8, 2)):
         assert outcome.ok, outcome
+    assert keep.read_text() == "keep"
     with pytest.raises(ValueError, match="expected it to return"):
         own_workload("own:wrong")
 

@@ -18,7 +18,15 @@ from tests.sandbox.ways import Way
 
 ORDINARY = 1234  # a user without files, rights and a name
 SYSTEM_PYTHON = "/usr/bin/python3"  # readable for every user
-NEEDED = ("__init__.py", "versions.py", "rank/__init__.py", "rank/sandbox.py", "util/__init__.py", "util/linux.py")
+NEEDED = (
+    "__init__.py",
+    "versions.py",
+    "rank/__init__.py",
+    "rank/sandbox.py",
+    "util/entry_points.py",
+    "util/__init__.py",
+    "util/linux.py",
+)
 
 
 def available(way: Way, python: str) -> bool:

@@ -136,7 +136,7 @@ def test_root_changes_no_setting_of_the_machine_and_no_disk(base: Path, protecti
     text = """
 own = [f"/dev/{name}" for name in ("console", "kmsg", "sg0", "bsg/0:0:0:0", "nvme0", "tty0")]
 disks = [path for path in map("/dev/".__add__, os.listdir("/dev")) if os.lstat(path).st_mode >> 12 == 6]
-for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/swappiness", "/proc/sysrq-trigger", *disks, *own):
+for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/swappiness", "/proc/sysrq-trigger", "/proc/mtrr", *disks, *own):
     try:
         os.close(os.open(path, os.O_WRONLY))  # opening changes nothing
         print(path)
@@ -211,6 +211,42 @@ def test_a_socket_path_with_a_newline_does_no_harm(base: Path) -> None:
         server.bind(f"{folder}/a\n/b")
         server.listen()
         assert run(sandbox_in(base, Protection.OVERLAY), base / "sockets", "print(1)") == "1"
+
+
+REFUSED = """
+import errno, sys
+from autotune.rank import sandbox
+from autotune.util import linux
+def refuse(*arguments, **named):
+    raise PermissionError(errno.EPERM, "not in this container")
+for name in sys.argv.pop(1).split():
+    setattr(linux, name, refuse)
+sandbox.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("refused", "protection", "left"),
+    [
+        ("", "overlay", "keep"),
+        ("enter_mount_namespace", "landlock", "keep"),
+        ("enter_mount_namespace restrict_writes", "none", "lost"),
+    ],
+)
+def test_the_best_protection_of_a_machine_is_found_and_confines_a_module(
+    base: Path, refused: str, protection: str, left: str
+) -> None:
+    (base / "study").mkdir()
+    (base / "keep.txt").write_text("keep")
+    (base / "harmful.py").write_text(
+        f"try: open({str(base / 'keep.txt')!r}, 'w').write('lost')\nexcept PermissionError: pass"
+    )
+    words = [sys.executable, "-c", REFUSED, refused, str(base / "study")]
+    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{base}"}
+    assert subprocess.check_output(words, cwd=base, text=True, env=environment).strip() == protection
+    assert subprocess.call([*words, "harmful"], cwd=base, env=environment) == 0
+    assert (base / "keep.txt").read_text() == left
+    assert not [name for name in os.listdir(base / "study") if "written" not in name]
 
 
 def test_folders_opened_before_lead_into_the_overlay(base: Path) -> None:

@@ -96,6 +96,11 @@ def test_a_module_of_the_current_folder_is_found_and_stands_in_for_no_library(
     assert interpreter._query(sys.executable, "origin", "mine")[1] == str(tmp_path / "mine.py")
     assert OwnInterpreter().origin("mine") == str(tmp_path / "mine.py")
     assert OwnInterpreter().origin("mine.nothing") is None
+    (tmp_path / "ours" / "deep").mkdir(parents=True)
+    for name in ("ours/__init__.py", "ours/deep/inner.py"):
+        (tmp_path / name).write_text("raise RuntimeError('a package of the user runs in no tuner')\n")
+    assert OwnInterpreter().origin("ours.deep.inner") == str(tmp_path / "ours/deep/inner.py")
+    assert OwnInterpreter().origin("ours.nothing.inner") is None
 
 
 def test_a_module_of_ours_is_run_apart_from_the_folder_it_is_called_from(tmp_path: Path) -> None:
