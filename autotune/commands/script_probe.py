@@ -49,7 +49,7 @@ from autotune.script.profile import (
     own_candidate,
 )
 from autotune.script.recorded import RecordedItem, profile_names
-from autotune.script.script import LOCAL_RANK_FLAGS, carries_knob, with_flag
+from autotune.script.script import KNOWN_FLAGS, LOCAL_RANK_FLAGS, carries_knob, with_flag
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
 from autotune.search.certificate import Verdict, compare, floor_of_cut, same_rows, with_floor
 from autotune.util.files import write_atomically
@@ -739,9 +739,11 @@ def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[
     seen = {**seen, **cut}
     script = dataclasses.replace(script, profile=seen)
     own = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: _accumulation(seen, facts["micros"], seen["accumulation"])}
-    wanted = [knob for knob in own if cut or not carries_knob(script, knob)]
     taken = {*dict(script.flags).values(), *LOCAL_RANK_FLAGS}
     integers = {flag: value for flag, value in _integers(script, facts).items() if flag not in taken}
+    # A flag of a known name may hold another value than the steps, such as all ranks' accumulation.
+    differs = [knob for knob, value in own.items() if integers.get(KNOWN_FLAGS[knob], value) != value]
+    wanted = [knob for knob in own if cut or knob in differs or not carries_knob(script, knob)]
     products = _Products.of(runs.executor.hardware.count, own, wanted, facts, integers)
     for options, of_products in _attempts(own, wanted, integers, products.options):
         if not runs.left:
