@@ -30,12 +30,14 @@ from autotune.script.profile import (
     BY_RANK,
     CALL,
     EARLIER,
+    EXPERTS_ELSEWHERE,
     KEPT,
     LARGEST,
     LOOPED,
     OPS,
     RAN,
     SEEDS,
+    SHARED_SEQUENCES,
     SPLIT,
     TOKENS,
     TORCHS,
@@ -572,9 +574,11 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
         )
     }
     # These are stored only if present, so that studies of earlier versions keep the same job.
-    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK)
+    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK, EXPERTS_ELSEWHERE)
     named = ("lightning", "optimizer", "spellings", "variables", "beside", "boundary_by_hand", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
+    if (shared := facts.get(SHARED_SEQUENCES, 1)) > 1:
+        kept[SHARED_SEQUENCES] = shared
     if facts.get("evaluating"):  # transformers' layers do not checkpoint in evaluation mode
         kept |= {"checkpointing": False, "checkpointed": False, "evaluating": True}
     samples = batch["micro_batch"] * batch["accumulation"] * batch.get(BY_HAND, 1)
