@@ -28,11 +28,13 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import pytest_randomly
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
@@ -62,6 +64,8 @@ from autotune.util.units import MIB
 from autotune.workers.gpu_locks import lock_file
 from autotune.workers.launchers import ForkLauncher
 from tests import fake_driver
+
+pytest_randomly.entrypoint_reseeds = []  # DeepSpeed's seeds its accelerator before each test: its import takes four seconds
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SHARED_PAGES = "shared_pages"  # a module there
@@ -132,6 +136,8 @@ EVERY_TEST = "AUTOTUNE_EVERY_TEST"  # variable that also runs what is marked `ra
 
 
 def has_cuda() -> bool:
+    if not nvml.all_cards():  # spares machines without a GPU the import
+        return False
     import torch
 
     return torch.cuda.is_available()
@@ -210,6 +216,11 @@ def make_candidate(stage: int = 0, micro_batch: int = 1, accumulation: int = 1, 
     small = {"reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000, "sub_group_size": 1_000_000}
     batch = {MICRO_BATCH: micro_batch, ACCUMULATION: accumulation}
     return Candidate.of({"zero_stage": stage, **batch, **small, **knobs})
+
+
+def capped_ranks(cap_mib: int) -> Hardware:
+    """Two CPU ranks with a cap, which other tests that hold main memory now do not lower: no memory is set aside for it."""
+    return replace(detect("cpu", 2), memory_bytes=2 * cap_mib * MIB, memory_cap_bytes=cap_mib * MIB)
 
 
 def wait_until(true: Callable[[], Any], what: str, seconds: float = 120.0) -> None:
@@ -352,9 +363,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.fault: dict[str, object] | None = None
         candidates = [make_candidate(), make_candidate(2, offload_optimizer="cpu")]
-        self.executor = LocalExecutor(
-            make_job(), detect("cpu", 2, memory_cap_bytes=2000 * MIB), folder, candidates, fault=lambda name: self.fault
-        )
+        self.executor = LocalExecutor(make_job(), capped_ranks(2000), folder, candidates, fault=lambda name: self.fault)
         self._count = 0
         self.reset()
         self.executor.open(lambda text: None)
@@ -364,7 +373,7 @@ class Bench:
         self.fault = None
         executor = self.executor
         executor.job = make_job()
-        executor.hardware = detect("cpu", 2, memory_cap_bytes=2000 * MIB)
+        executor.hardware = capped_ranks(2000)
         executor.deadlines = Deadlines(start=60, init=60, step=60)
         executor.count_live_tensors = False
         executor.cancelled = lambda: False
@@ -437,7 +446,7 @@ class Scripts:
     """An executor with one fork server that has imported what scripts import; a test gives it a script and a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.hardware = detect("cpu", 2, memory_cap_bytes=3000 * MIB)
+        self.hardware = capped_ranks(3000)
         (folder / "ds.json").write_text("{}")
         job = unknown_job(Script((str(SCRIPTS / "trainer.py"), "--deepspeed", "ds.json"), str(folder)), self.hardware)
         offloaded = make_candidate(2, offload_optimizer="cpu")

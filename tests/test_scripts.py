@@ -17,7 +17,6 @@ import pytest
 from autotune.errors import UserError
 from autotune.executors.base import MeasureSpec
 from autotune.problem.candidate import ALLOCATOR_VARIABLES, Candidate
-from autotune.problem.hardware import detect
 from autotune.problem.job import Script
 from autotune.problem.outcome import OutcomeKind, Source
 from autotune.problem.space import for_job, load_space
@@ -27,8 +26,17 @@ from autotune.script.profile import job_of, other_batch, own_candidate, unknown_
 from autotune.script.script import command_sets_all, training_command
 from autotune.util.units import MIB
 from autotune.workers.jit_ops import FOLDER
-from tests.conftest import SCRIPTS, Scripts, free_port, make_candidate, pid_lives, processes_in, read_json_lines
-from tests.scripts.long_batches import seen_samples
+from benchmarks.reliability.recovery import seen_samples
+from tests.conftest import (
+    SCRIPTS,
+    Scripts,
+    capped_ranks,
+    free_port,
+    make_candidate,
+    pid_lives,
+    processes_in,
+    read_json_lines,
+)
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -390,7 +398,9 @@ def test_scripts_that_cannot_be_tuned(scripts: Scripts, tmp_path: Path, text: st
 @pytest.mark.slow
 def test_a_script_that_the_budget_does_not_reach(scripts: Scripts, tmp_path: Path) -> None:
     name = write(tmp_path, "slow.py", "import time\ntime.sleep(600)\n")
-    with pytest.raises(UserError, match=r"had not called deepspeed.initialize after \d.* give a larger --budget"):
+    with pytest.raises(
+        UserError, match=r"had not called deepspeed.initialize after \d.* for so long, use --budget \d+"
+    ):
         scripts.probe([name], tmp_path, seconds=3.0)
 
 
@@ -513,7 +523,7 @@ def launch(
     flags = (("train_micro_batch_size_per_gpu", "--batch_size"),) if "--deepspeed_config" in argv else ()
     script = Script(tuple(argv), str(folder), flags)
     profile = {"rows_per_sample": 1.0}
-    hardware = detect("cpu", 2, memory_cap_bytes=cap * MIB)
+    hardware = capped_ranks(cap)
     job = unknown_job(Script(script.argv, script.cwd, script.flags, profile=profile), hardware)
     job = type(job)(job.model, 2, 32, "fp32", script=job.script)
     lines = says if says is not None else []

@@ -236,7 +236,8 @@ _EXAMINATION = """
 import json, os, sys
 out = {"errors": {}}
 def attempt(name, work, doing=""):
-    print("DOING" + (doing or f"looking at {name}"), flush=True)
+    if doing:
+        print("DOING" + doing, flush=True)
     try:
         out[name] = work()
     except Exception as error:
@@ -246,7 +247,7 @@ def torch_facts():
     from autotune.rank import devices as cuda
     return {"version": torch.__version__, "cuda": torch.version.cuda, "available": cuda.available(),
             "nccl": list(cuda.nccl_version()) if torch.version.cuda else None}
-attempt("torch", torch_facts)
+attempt("torch", torch_facts, "importing torch")
 def cuda_home():
     from torch.utils.cpp_extension import CUDA_HOME
     return CUDA_HOME
@@ -258,12 +259,12 @@ attempt("packaged", packaged)
 def versions():
     import deepspeed
     return {"deepspeed": deepspeed.__version__}
-attempt("versions", versions)
+attempt("versions", versions, "importing deepspeed")
 def transformers():
     import transformers
     out["versions"]["transformers"] = transformers.__version__
     return True
-attempt("transformers", transformers)
+attempt("transformers", transformers, "importing transformers")
 def op(name):
     from deepspeed.accelerator import get_accelerator
     from autotune.util.linux import terminate_with_descendants

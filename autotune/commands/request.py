@@ -235,7 +235,12 @@ class Request:
         flags=("--map",),
         metavar="KNOB=--FLAG",
     )
-    worst_case: bool = _option(False, "Pad the script's batches to the longest that it allows.", Panel.TRAINING, "run")
+    worst_case: bool = _option(
+        False,
+        "Measure with the script's largest sample in every row (tokens, pixels), padded to the longest that it allows.",
+        Panel.TRAINING,
+        "run",
+    )
 
     # -- this machine
     gpu: str | None = _option(

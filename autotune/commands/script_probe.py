@@ -31,6 +31,8 @@ from autotune.script.profile import (
     CALL,
     EARLIER,
     KEPT,
+    LARGEST,
+    LOOPED,
     OPS,
     RAN,
     SEEDS,
@@ -49,7 +51,7 @@ from autotune.script.profile import (
 from autotune.script.recorded import RecordedItem, profile_names
 from autotune.script.script import LOCAL_RANK_FLAGS, carries_knob, with_flag
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since, stored_findings
-from autotune.search.certificate import Verdict, compare, floor_of, floor_of_cut, same_rows
+from autotune.search.certificate import Verdict, compare, floor_of_cut, same_rows, with_floor
 from autotune.util.files import write_atomically
 from autotune.util.units import format_bytes, format_duration
 from autotune.workers.failure_classifier import log_tail
@@ -221,6 +223,10 @@ def _checked(
         if "micro_batch" not in facts:
             print_line("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
+    for count, largest in facts.get(LARGEST, {}).items():
+        read = f"all {count}" if str(largest["read"]) == count else f"the {largest['read']} read, of {count},"
+        is_largest = f"sample {largest['index']} is the largest" if largest["bytes"] else "none is larger than another"
+        print_line(f"--worst-case: of {read} samples of {script.name}, {is_largest}")
     if late := facts.get("late"):
         print_line(late)
     if named := ", ".join(sorted(facts.get("variables", {}))):
@@ -241,9 +247,17 @@ def _checked(
             f"{format_duration(runs.expected_seconds())}: each trial checks its own batch"
         )
     seeds = {SEEDS: facts[SEEDS]} if measured is not None and facts.get(SEEDS) else {}
+    seeds |= {LARGEST: facts[LARGEST]} if LARGEST in facts else {}  # every run of the script has the same batches
     profile |= seeds
     if measured is not None:
-        profile |= flags_found(runs, dataclasses.replace(script, profile=profile), facts)
+        found = flags_found(runs, dataclasses.replace(script, profile=profile), facts)
+        cut = _cut_by_loop(profile, facts)
+        if cut and found.get(FOUND):
+            profile = _profile(facts, cut, own=own) | seeds
+        elif BY_HAND in profile and ACCUMULATION in found.get(FOUND, {}):
+            facts["said"][ACCUMULATION].append(_accumulation(profile, facts["micros"], facts["accumulation"]))
+            profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own) | seeds
+        profile |= found
         for line in _lines_of_flags(profile, _integers(script, facts)):
             print_line(line)
     varies = bool(facts.get("counted_by"))  # its steps have other rows each, and another loss
@@ -371,7 +385,7 @@ def _with_noise_floor(runs: ShortRuns, script: Script, trace: TrainingTrace | No
         return trace
     job = dataclasses.replace(runs.executor.job, script=script)
     again, _ = runs.run(Candidate(()), "probe-noise", dataclasses.replace(_TRACED_STEPS, reseed=True), job)
-    return trace if again.trace is None else dataclasses.replace(trace, floor=floor_of(trace, again.trace))
+    return trace if again.trace is None else with_floor(trace, again.trace)
 
 
 def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any]) -> Outcome:
@@ -426,10 +440,11 @@ def _refuse_unless_run(
     assert executor.job.script is not None
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.STOP:
         raise Stopped("stopped before the script was measured")
-    if why := _in_one_line(outcome, executor.job.script.target, reached=bool(facts)):
+    longer = _longer(facts.get(RAN), left_seconds, budget.seconds)
+    if why := _in_one_line(outcome, executor.job.script.target, longer, reached=bool(facts)):
         raise UserError(why)
     if outcome.kind is OutcomeKind.INTERRUPTED:
-        more = f": {_longer(facts.get(RAN), left_seconds, budget.seconds)}" if outcome.source is Source.BUDGET else ""
+        more = f": {longer}" if outcome.source is Source.BUDGET else ""
         raise UserError(f"{outcome.reason}, before the script was measured{more}")
     log = f"{outcome.log}/rank{outcome.rank or 0}.log"
     said = log_tail(Path(log)).strip()
@@ -486,12 +501,13 @@ def _limits(outcome: Outcome, cap_bytes: int | None) -> str:
     return "".join(f"; {one}" for one in found)
 
 
-def _in_one_line(outcome: Outcome, target: str, reached: bool) -> str:
+def _in_one_line(outcome: Outcome, target: str, longer: str, reached: bool) -> str:
     """Return the error and its fix in one line if the cause is known, else an empty text.
 
     The script's traceback is then not needed.
 
     Args:
+        longer: which budget to try if the script needs more time.
         reached: it has called `deepspeed.initialize`.
     """
     raised = set(outcome.exceptions)
@@ -517,8 +533,8 @@ def _in_one_line(outcome: Outcome, target: str, reached: bool) -> str:
     if late and not reached:
         return (
             f"{target} had not called deepspeed.initialize after {format_duration(outcome.seconds)}: autotune tunes scripts "
-            "that train with DeepSpeed, Trainer or accelerate included; give a larger --budget where it only prepares its "
-            f"data for so long ({log})"
+            "that train with DeepSpeed, Trainer or accelerate included; if it only prepares its data for so long, "
+            f"{longer} ({log})"
         )
     return ""
 
@@ -552,7 +568,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
     }
     # These are stored only if present, so that studies of earlier versions keep the same job.
     own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK)
-    named = ("lightning", "optimizer", "spellings", "variables", "beside", *own_names)
+    named = ("lightning", "optimizer", "spellings", "variables", "beside", "boundary_by_hand", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
     if facts.get("evaluating"):  # transformers' layers do not checkpoint in evaluation mode
         kept |= {"checkpointing": False, "checkpointed": False, "evaluating": True}
@@ -714,8 +730,11 @@ def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[
     seen = script.profile
     if seen["through_arguments"] or not Counted.of(seen).unit or not facts.get("rows") or not facts.get("micros"):
         return {}
-    own = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: seen["accumulation"]}
-    wanted = [knob for knob in own if not carries_knob(script, knob)]
+    cut = _cut_by_loop(seen, facts)
+    seen = {**seen, **cut}
+    script = dataclasses.replace(script, profile=seen)
+    own = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: _accumulation(seen, facts["micros"], seen["accumulation"])}
+    wanted = [knob for knob in own if cut or not carries_knob(script, knob)]
     taken = {*dict(script.flags).values(), *LOCAL_RANK_FLAGS}
     integers = {flag: value for flag, value in _integers(script, facts).items() if flag not in taken}
     products = _Products.of(runs.executor.hardware.count, own, wanted, facts, integers)
@@ -884,7 +903,24 @@ def _batch_with(
     if not outcome.ok or not now.get("rows") or not now.get("micros"):
         return None
     rows_of_one = facts["rows"] / (facts["micros"] * script.profile["micro_batch"])
-    return {MICRO_BATCH: now["rows"] / now["micros"] / rows_of_one, ACCUMULATION: now["accumulation"]}
+    accumulation = _accumulation(script.profile, now["micros"], now["accumulation"])
+    return {MICRO_BATCH: now["rows"] / now["micros"] / rows_of_one, ACCUMULATION: accumulation}
+
+
+def _cut_by_loop(profile: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the batch of a loop that cuts its engine's batch into micro-batches; empty for another loop."""
+    micros, micro_batch = facts.get("micros") or 1, profile["micro_batch"]
+    whole = facts.get("rows") == micro_batch and profile["counted"] == "rows" and profile["accumulation"] == 1
+    if micros == 1 or not whole or micro_batch % micros:
+        return {}
+    counts = {"rows_per_sample": 1, "micros_per_accumulation": 1.0, "counted": "rows", LOOPED: "cuts"}
+    return {"micro_batch": micro_batch // micros, "accumulation": micros, **counts}
+
+
+def _accumulation(profile: dict[str, Any], micros: int, of_engine: int) -> int:
+    """Return the accumulation of steps with so many backwards: the engine's, or the loop's in an engine without any."""
+    by_loop = profile.get(LOOPED) or (BY_HAND in profile and profile["accumulation"] == 1)
+    return micros if by_loop else of_engine
 
 
 # -- batch check -------------------------------------------------------------------------------------------------------
@@ -960,7 +996,7 @@ def _compared(script: Script, reference: TrainingTrace, other: Candidate, trace:
     own = own_candidate(script)
     if not same_rows(reference, trace):  # drawn from what no seed reaches, such as the time
         reference = dataclasses.replace(reference, draws=True)
-    reference = dataclasses.replace(reference, floor=floor_of_cut(reference, trace))
+    reference = with_floor(reference, trace, floor_of_cut)
     found = compare(reference, own, trace, other)
     averages = f"; {_AVERAGES}" if script.profile.get(BY_RANK) and found.cause == MICRO_BATCH else ""
     return BatchCheck(f"{found.text}{averages}" if found.verdict is Verdict.DIFFERS else "", reference)

@@ -166,6 +166,12 @@ class Candidate:
         """Return the knobs that are passed to a training. A script with a fixed batch gets no batch knobs."""
         return self.family if script is not None and script.holds_batch else self.knobs
 
+    def engine_batch(self, script: Script | None) -> tuple[int, int]:
+        """Return (micro-batch, accumulation) of the engine's config; a script's own loop may accumulate instead."""
+        if script is None or not script.loop_accumulates:
+            return self.micro_batch, self.accumulation
+        return self.rows_per_rank if script.loop_cuts else self.micro_batch, 1
+
     def __str__(self) -> str:
         return describe(self.as_dict)
 
@@ -182,7 +188,10 @@ class Candidate:
             if job.optimizer_kind == "muon":  # stage3.py refuses it with `reduce_scatter`, which is on by default
                 config["zero_optimization"].setdefault("reduce_scatter", False)
         if job.script is None or not job.script.holds_batch:
-            config["train_batch_size"] = self.rows_per_rank * job.data_ranks
+            micro_batch, accumulation = self.engine_batch(job.script)
+            if job.script is not None and job.script.loop_accumulates:
+                config |= {MICRO_BATCH: micro_batch, ACCUMULATION: accumulation}
+            config["train_batch_size"] = micro_batch * accumulation * job.data_ranks
         if job.script is not None and under_lightning(job.script):
             config.pop(ACCUMULATION, None)  # Lightning raises if a config has this key; its Trainer passes the value
         for precision in ("bf16", "fp16"):

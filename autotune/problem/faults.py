@@ -105,7 +105,17 @@ def own_facts(job: Job) -> dict[str, Any]:
     seen = job.script.profile if job.script is not None else {}
     if seen.get("config") is None:
         return facts_of(job.base_config, job) if job.base_config else {}
-    return {**facts_of(in_new_names(seen["config"]), job), "accumulation": seen["accumulation"]}
+    return {**facts_of(in_new_names(seen["config"]), job), **accumulation_facts(job, seen["accumulation"])}
+
+
+def accumulation_facts(job: Job, accumulation: int) -> dict[str, Any]:
+    """Return the facts of a training with this accumulation, of the engine or of the script's own loop.
+
+    An engine whose boundary the loop sets accumulates as by its config.
+    """
+    if job.script is not None and job.script.loop_accumulates and not job.script.profile.get("boundary_by_hand"):
+        return {"accumulation": 1, "backwards_per_step": accumulation}
+    return {"accumulation": accumulation}
 
 
 def warnings(facts: Facts, deepspeed: tuple[int, ...]) -> list[str]:
@@ -177,7 +187,9 @@ def job_facts(job: Job) -> dict[str, Any]:
     found["compiled"] = None  # a script may compile its model itself
     if seen.get("client_optimizer") and (kind := str(seen.get("optimizer", "")).lower()):
         found |= {"optimizer": "muon" if "muon" in kind else kind, "fused_optimizer": kind.startswith("fused")}
-    if seen.get("counted", "rows"):
-        found["backwards_per_step"] = seen.get("micros_per_accumulation", 1.0)
     found |= {name: seen[name] for name in ("zero_init", "boundary_by_hand") if name in seen}
+    if found.get("boundary_by_hand"):
+        found["backwards_per_step"] = 1
+    elif seen.get("counted", "rows") and not job.script.loop_accumulates:
+        found["backwards_per_step"] = seen.get("micros_per_accumulation", 1.0)
     return _known(found)

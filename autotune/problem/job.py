@@ -145,7 +145,7 @@ class Script:
     argv: tuple[str, ...]  # the script, `-m` and a module, or an installed command's name, then its arguments
     cwd: str
     flags: tuple[tuple[str, str], ...] = ()  # (knob, flag) pairs that the user declared
-    worst_case: bool = False  # every batch is padded to the longest sequence that the script allows
+    worst_case: bool = False  # every row is the largest sample, padded to the longest sequence that the script allows
     ds_config: str | None = None  # config file for scripts that leave DeepSpeed to `accelerate launch`
     profile: dict[str, Any] = field(default_factory=dict)  # findings of the probe run
     launcher: tuple[str, ...] = ()  # launcher and its options, see `command_line.CommandLine`
@@ -200,6 +200,16 @@ class Script:
     def holds_batch(self) -> bool:
         """True if the script always trains on its own batch. Then no batch knobs are passed to it."""
         return bool(self.profile.get("batch_note"))
+
+    @property
+    def loop_accumulates(self) -> bool:
+        """True if the script's own loop sums the gradients of its accumulation, in an engine without accumulation."""
+        return bool(self.profile.get("loop_accumulates"))
+
+    @property
+    def loop_cuts(self) -> bool:
+        """True if that loop cuts its engine's batch, which is a whole step's, into micro-batches."""
+        return self.profile.get("loop_accumulates") == "cuts"
 
     @property
     def variables(self) -> dict[str, str]:

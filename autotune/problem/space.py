@@ -33,7 +33,7 @@ from autotune.problem.candidate import (
     settings_of,
     short_name,
 )
-from autotune.problem.faults import Fault, facts_of, job_facts, known_faults, own_facts
+from autotune.problem.faults import Fault, accumulation_facts, facts_of, job_facts, known_faults, own_facts
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job, counted_ranks
 from autotune.problem.knobs import (
@@ -184,7 +184,7 @@ class SearchSpace:
         for family in self.families():
             faults = self._faults(family, job)
             for micro_batch, accumulation in pairs:
-                if any(fault.holds({**facts, "accumulation": accumulation}) for fault, facts in faults):
+                if any(fault.holds({**facts, **accumulation_facts(job, accumulation)}) for fault, facts in faults):
                     continue
                 knobs = {**family, MICRO_BATCH: micro_batch, ACCUMULATION: accumulation}
                 found.append(Candidate(tuple(sorted(knobs.items()))))
@@ -230,7 +230,7 @@ class SearchSpace:
             fault.setting
             for family in self.families()
             for fault, facts in self._faults(family, job)
-            if any(fault.holds({**facts, "accumulation": one}) for one in steps)
+            if any(fault.holds({**facts, **accumulation_facts(job, one)}) for one in steps)
         }
         return tuple(fault for fault in self.faults if fault.setting in shown)
 

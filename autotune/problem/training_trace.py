@@ -42,6 +42,8 @@ class TrainingTrace:
     initial: tuple[float, ...] = ()
     # relative difference between two runs of the user's own config, by quantity; only in the trace of the probe run
     floor: dict[str, float] = field(default_factory=dict)
+    # of auxiliary engines with an optimizer, in the order in which they were made
+    beside: tuple[TrainingTrace, ...] = ()
 
     @property
     def counted(self) -> list[TracedStep]:
@@ -70,6 +72,11 @@ class TrainingTrace:
             any(one["draws"] for one in told),
             next((one["missing"] for one in told if one["missing"]), ""),
             _initial([one.get("weights", ()) for one in told]),
+            beside=tuple(
+                merged
+                for each in zip(*(one.get("beside", ()) for one in told), strict=False)
+                if (merged := cls.merged(each)) is not None
+            ),
         )
 
     @classmethod
@@ -78,6 +85,7 @@ class TrainingTrace:
         known = _of(cls, data)
         steps = (_of(TracedStep, step) for step in data["steps"])
         known["initial"] = tuple(known.get("initial", ()))
+        known["beside"] = tuple(map(cls.from_json, known.get("beside", ())))
         return cls(**{**known, "steps": tuple(TracedStep(**{**s, "rates": tuple(s["rates"])}) for s in steps)})
 
 

@@ -416,7 +416,9 @@ class ScriptRank(BaseRank):
             return {**typical_counts(batches)}
         loader = getattr(self.engine, "training_dataloader", None)
         fed = any(getattr(loader, name, None) is not None for name in ("data", "data_iterator"))  # set by a read
-        return own_steps(batches, self.facts["micro_batch"], self.facts["accumulation"], fed=fed)
+        by_hand = getattr(self.engine, "_is_gradient_accumulation_boundary", None) is not None  # set by the script
+        found = own_steps(batches, self.facts["micro_batch"], self.facts["accumulation"], fed=fed)
+        return {**found, "boundary_by_hand": by_hand}
 
     def _serve_certificates(self) -> None:
         message: Message | None

@@ -687,6 +687,10 @@ def _closest_lines(
     record: Record, outcome: Outcome, hardware: Hardware, tried: Collection[Candidate], untried: list[Candidate]
 ) -> list[str]:
     lines = [f"closest: {record.candidate}: {missing_memory(outcome, hardware)}"]
+    if outcome.measurement is not None and (used := outcome.measurement.peak_bytes) <= hardware.capacity_bytes:
+        free = math.floor(100 * (1 - used / hardware.capacity_bytes))
+        share = f"{format_bytes(used)} of {format_bytes(hardware.capacity_bytes)}"
+        lines.append(f"it ran with {share}: the same command with --headroom {free}% lets it win")
     candidate, changes = record.candidate, []
     if candidate.micro_batch > 1:
         changes.append(f"micro-batch {candidate.micro_batch} -> {candidate.micro_batch // 2}")

@@ -24,10 +24,14 @@ EARLIER = "earlier"  # key of a profile: engines with an optimizer, built before
 KEPT = "kept_configs"  # key of a profile: ZeRO settings of accelerate's other plugins, which no candidate changes
 # key of a profile: backwards that the script's own loop sums in each accumulation step of its config
 BY_HAND = "accumulated_by_hand"
+# key of a profile: an argument sets the micro-batches that the script's own loop sums in a step; `cuts`: of its engine's batch
+LOOPED = "loop_accumulates"
 BY_RANK = "averages_by_rank"  # key of a profile: Trainer averages a loss over each rank's own tokens
 OPS = "ops"  # key of a profile: builders of DeepSpeed's ops that were first seen in the probe run
 RAN = "ran"  # key of facts: seconds of the start and of an optimizer step so far, of a run that ended before its measurement
 SEEDS = "seeds"  # key of a profile: by rank, seeds of the probe run, if the script names other ones in each run
+# key of a profile: by length of a data set, its largest sample under --worst-case, see `rank.hooks.worst_case`
+LARGEST = "largest"
 UNCOUNTED = "the sequences of the script's batches cannot be counted: no tensor is among what its model is given"
 
 _END_TO_END = "its rows are packed end to end, so its micro-batch cannot be checked"
@@ -133,12 +137,22 @@ def _counted(
     return {
         **{key: facts[key] for key in ("counted_by", "uncounted") if key in facts},
         **({BY_HAND: int(times)} if by_hand else {}),
+        **({LOOPED: True} if _is_looped(facts, accumulation) else {}),
         "micro_batch": micro_batch,
         "accumulation": accumulation,
         "counted": unit,
         "rows_per_sample": per_sample,
         "micros_per_accumulation": times,
     }
+
+
+def _is_looped(facts: dict[str, Any], accumulation: int) -> bool:
+    """Return True if a step has an argument's accumulation, while its engine has none.
+
+    Trainer and accelerate pass theirs to the engine.
+    """
+    passed_on = facts.get("through_arguments") or facts.get("loader_prepared")
+    return facts["accumulation"] == 1 < accumulation == _micros(facts) and not passed_on
 
 
 def first_candidates(script: Script) -> list[Candidate]:

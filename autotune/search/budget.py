@@ -33,7 +33,7 @@ class Budget:
         spent_seconds: seconds of the budget used before the loop, for imports and the fork server.
         best: returns the best candidate so far and its measurement; None if nothing was measured.
         due: returns how many verifications the search leaves time for: of the best, and of an earlier call's winner;
-            0 while a script's own config is the only one.
+            0 before the first candidate of a script whose own config alone is measured.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Budget:
         self.budget_seconds, self._best, self._due = budget_seconds, best, due
         self._spent_seconds = spent_seconds
         self.references = 0  # trials without DeepSpeed that follow the search
-        # seconds outside measured steps, by family (`Candidate.family`) of a started engine
+        # seconds outside measured steps, by family (`Candidate.family`) of an engine that the study has started
         self._starts: dict[tuple[tuple[str, Value], ...], float] = {}
         self._shortened: set[tuple[tuple[str, Value], ...]] = set()  # families that warmed up with fewer micro-batches
         self._share: dict[str, float] = {}  # by role: share of the expected seconds that the last trial used
@@ -144,7 +144,7 @@ class Budget:
     def _startup_seconds(self) -> float:
         """Seconds until the best candidate is measured, including warm-up.
 
-        If no engine of its family was started in this call, the slowest other start is used.
+        If the study has started no engine of its family, the slowest other start is used.
         """
         best = self._best()
         own = self._starts.get(best[0].family) if best else None
@@ -158,10 +158,11 @@ class Budget:
         """Seconds that the search leaves for verification.
 
         The reserve includes a resume trial if the sum stays within MOST_RESERVED of the budget. Otherwise it covers
-        verification alone, because a partial resume trial proves nothing.
+        verification alone, because a partial resume trial proves nothing. Before a script's first candidate, the reserve
+        leaves that candidate as much as a verification takes.
         """
         if not (due := self._due()):
-            return 0.0
+            return max(0.0, min(self.verification_seconds, self.left_seconds - self.verification_seconds))
         most = MOST_RESERVED * self.budget_seconds
         verifying = due * self.verification_seconds
         whole = verifying + self.resume_seconds

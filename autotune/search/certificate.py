@@ -94,19 +94,49 @@ def floor_of(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
 
 
 def floor_of_cut(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
-    """Return the noise floor by a run on another cut of the same batch: the scatter of the steps around their mean, by quantity.
+    """Return the noise floor by a run on another cut of the same batch: the scatter of the steps, by quantity.
 
-    An effect of the cut shifts the mean and leaves the scatter. A script that draws no random numbers has no noise: its
-    scatter counts only if the cut shifts nothing.
+    An effect of the cut shifts the mean, or builds up from step to step, and leaves the scatter. A script that draws no
+    random numbers has no noise: its scatter counts only if the cut shifts nothing.
     """
     floor, least = floor_of(first, second), _least(first, second)
     for name in floor:
         each = _differences(first, second, name)
         if len(each) >= LEAST_STEPS:
-            floor[name] = statistics.stdev(each)
+            floor[name] = min(statistics.stdev(each), _deviation_from_line(each))
             if not first.draws and abs(statistics.fmean(each)) > max(least, _SYSTEMATIC * floor[name]):
                 floor[name] = 0.0
     return floor
+
+
+def with_floor(
+    reference: TrainingTrace,
+    other: TrainingTrace,
+    floor: Callable[[TrainingTrace, TrainingTrace], dict[str, float]] = floor_of,
+) -> TrainingTrace:
+    """Return the reference with its noise floor, and so its auxiliary engines; a known floor is never lowered."""
+    found = floor(reference, other)
+    highest = {
+        name: max(each.get(name, 0.0) for each in (reference.floor, found)) for name in {*reference.floor, *found}
+    }
+    pairs = zip(reference.beside, other.beside, strict=False)
+    beside = tuple(with_floor(dataclasses.replace(a, draws=a.draws or reference.draws), b, floor) for a, b in pairs)
+    return dataclasses.replace(reference, floor=highest, beside=beside or reference.beside)
+
+
+def _deviation_from_line(each: Sequence[float]) -> float:
+    """Return the standard deviation of steps from a line through zero, on which an effect lies that builds up.
+
+    Examples are an average of weights that teaches, and a part of the loss that grows by iterations.
+    """
+    line = range(1, len(each) + 1)
+    slope = sum(at * one for at, one in zip(line, each, strict=True)) / sum(at * at for at in line)
+    return math.dist(each, [slope * at for at in line]) / math.sqrt(len(each) - 1)
+
+
+def _builds_up(each: Sequence[float]) -> bool:
+    """Return True if differences lie closer to a line through zero than to their mean."""
+    return len(each) >= LEAST_STEPS and _deviation_from_line(each) < statistics.stdev(each)
 
 
 def compare(
@@ -119,6 +149,19 @@ def compare(
         own: the config of the reference.
         is_users: the reference is the user's own config. A named model's is another candidate.
     """
+    found = _compare_engine(reference, own, trace, candidate, is_users=is_users)
+    for number, (theirs, mine) in enumerate(zip(reference.beside, trace.beside, strict=False), 2):
+        if found.verdict is Verdict.SAME:
+            theirs = dataclasses.replace(theirs, draws=theirs.draws or reference.draws)
+            one = _compare_engine(theirs, own, mine, candidate, is_users=is_users)
+            if one.verdict is Verdict.DIFFERS:
+                return dataclasses.replace(one, text=f"of engine {number} that it trains, {one.text}")
+    return found
+
+
+def _compare_engine(
+    reference: TrainingTrace, own: Candidate, trace: TrainingTrace, candidate: Candidate, *, is_users: bool
+) -> Certificate:
     yours, your = "yours" if is_users else "the reference's", _your(is_users)
     pairs = _paired(reference, trace)
     if sum(not a.skipped for a, _ in pairs) < LEAST_STEPS:
@@ -144,8 +187,10 @@ def compare(
         return Certificate(Verdict.NOT_COMPARED, why)
     tolerance = {name: _tolerance(name, reference, trace) for name in found}
     beyond = {name for name in found if abs(_mean(name, found, reference, trace)) > tolerance[name]}
-    # The loss has no effect except through its gradient, which clears it only if its own noise is small.
-    if beyond == {LOSS} and {NORM, UPDATE} <= found.keys() and abs(_mean(NORM, found, reference, trace)) <= _CLEARS:
+    # The loss has no effect except through its gradient, which clears it only if its own noise is small. A part of the
+    # loss that grows shows in it first.
+    cleared = {NORM, UPDATE} <= found.keys() and abs(_mean(NORM, found, reference, trace)) <= _CLEARS
+    if beyond == {LOSS} and cleared and not _builds_up(found[LOSS]):
         beyond = set()
     if beyond:
         # The update of Adam hides a factor of the gradient, so the largest deviation names the quantity.
@@ -155,10 +200,12 @@ def compare(
         if abs(math.log(factor)) <= noise and not same_rows(reference, trace):
             much = f"runs differ by {math.expm1(reference.floor[name]):.0%} in one step, because their rows differ"
             return Certificate(Verdict.NOT_COMPARED, f"{name} is {factor:.3g}x of {yours}, and {much}")
-        why = f"{name} is {factor:.3g}x of {yours}"
+        why = f"{name} is {factor:.{3 if abs(math.log(factor)) > 0.01 else 5}g}x of {yours}"
         loss = math.exp(statistics.fmean(found[LOSS])) if LOSS in beyond else None
-        if loss is not None and name != LOSS:
+        if loss is not None and name != LOSS and abs(loss - 1) >= 0.005:
             why += f", loss {loss:.3g}x"
+        elif loss is not None and _builds_up(found[LOSS]):
+            why += " and builds up, as with a part of it or an average of weights that counts iterations of your loop"
         # Weights are equal in the first step only.
         same = NORM in found and abs(found[NORM][0]) <= _least(reference, trace)
         return _different(
@@ -180,7 +227,7 @@ def _reserve(reference: TrainingTrace, trace: TrainingTrace, tolerance: float) -
     elif reference.draws and not reference.floor:
         why = "the noise of its random numbers was not measured"
     else:
-        why = "the noise of its random numbers"
+        why = "the noise of its random numbers" if reference.draws else "its steps scatter with the cut of the batch"
     return f"; compared only to within {math.expm1(tolerance):.0%}: {why}"
 
 
@@ -468,9 +515,7 @@ class Certifier:
         if reference.trace is None:
             reference.trace = trace
         elif trace.steps != reference.trace.steps:
-            known, again = reference.trace.floor, floor_of(reference.trace, trace)
-            floor = {name: max(known.get(name, 0.0), again.get(name, 0.0)) for name in {*known, *again}}
-            reference.trace = dataclasses.replace(reference.trace, floor=floor)
+            reference.trace = with_floor(reference.trace, trace)
 
     def _is_whole(self, candidate: Candidate, trace: TrainingTrace) -> bool:
         """Return False if a rank of a named model ran only some micro-batches of a step, to extrapolate the rest."""
@@ -528,7 +573,7 @@ class Certifier:
 def iterations_line(job: Job, reference: TrainingTrace, trace: TrainingTrace) -> str:
     """Return what another number of loop iterations per step does to the training; empty if nothing changes."""
     own, now = reference.iterations, trace.iterations
-    if job.script is None or not loops_by_hand(job.script) or own == now or not own or not now:
+    if job.script is None or not loops_by_hand(job.script) or job.script.loop_cuts or own == now or not own or not now:
         return ""
     return (
         f"an optimizer step takes {counted(now, 'iteration')} of your loop instead of {own}: if its end, its "

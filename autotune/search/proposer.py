@@ -51,8 +51,6 @@ HEAD = 6  # trials before the sampler gets its share
 CATCH_UP = 2  # consecutive sampler trials while it is below its share
 AUDITS = 2  # surrogate proposals without improvement before a search may stop early
 MOST_BOLD = 2  # trials of candidates that are predicted not to fit, while the predictor is not refuted
-UNLIKELY = 0.01  # predicted probability of fitting; a candidate that fits in spite of it refutes the prediction
-UNTESTED_CHANCE = 0.5  # of fitting, in the bound of the speed left: such a trial has not tested the prediction yet
 BEST_SIGMA = 0.02  # standard deviation of the best measured speed as a logarithm, which a second measurement shows
 IMPLAUSIBLE = 2.0  # share of the device's capacity; no predictor of a large model is wrong by more
 # Bytes above the capacity. Buffers of the runtime do not depend on the model, so a prediction may be wrong by all of
@@ -121,7 +119,6 @@ class Proposer:
         self._improved_at = 0  # value of `_proposed` at the last improvement
         self._audited = 0  # surrogate proposals since then
         self._bold_tries = 0
-        self._unlikely_fits = 0  # candidates that fitted although they were predicted not to
         self.trial_share_seconds = math.inf  # that one trial may take in this call
         self._sizes: set[int] = set()  # measured micro-batch sizes
         self._earlier: dict[Candidate, float] = {}  # speeds of earlier calls, at their pace
@@ -189,7 +186,6 @@ class Proposer:
         if measured:
             over = measured.peak_bytes - self.hardware.ceiling_bytes
         fits = measured is not None and over <= 0
-        self._unlikely_fits += fits and chance is not None and chance < UNLIKELY
         if fits and at is not None:  # candidates of another space do not set the best speed
             if speed > max(self.speed.values(), default=0.0) * (1 + self.tolerance):
                 self._improved_at, self._audited = self._proposed, 0
@@ -300,14 +296,15 @@ class Proposer:
             return None
         measured = sum(speed > 0 for speed, _ in self._answers.values())
         left = math.inf if measured < LEAST_MEASURED else math.expm1(self._bound(claims=True)[0])
-        return Confidence(left, len(self._answers), measured, bool(self._pool.open_mask.any()))
+        ruled_out = self.stopped is not None and self.stopped.reason is StopReason.ALL_TRIED
+        return Confidence(left, len(self._answers), measured, bool(self._pool.open_mask.any()) and not ruled_out)
 
     def _bound(self, claims: bool = False) -> tuple[float, int | None]:
         """Return the bound of the speed that is left, as a logarithm, and the place of the likeliest candidate above it.
 
         Args:
-            claims: the bound is for the user. Candidates that are predicted not to fit count too, until `_bold` has tested
-                that prediction, and so does the noise of the best speed.
+            claims: the bound is for the user. Candidates that are predicted not to fit count too, as far as measured peaks
+                leave a doubt, and so does the noise of the best speed.
         """
         forecast = self._model.forecast()
         ahead, sigma = self._ahead(forecast)
@@ -315,8 +312,7 @@ class Proposer:
         if best is not None:
             for way in self.knobs.turns(best, self._open, forecast.logs):
                 ahead[way.at], sigma[way.at] = self.knobs.effect(best, way, forecast.logs)
-        doubted = claims and (self._unlikely_fits or self._nearest_to_fitting() is not None)
-        fits = np.where(forecast.hopeless, UNTESTED_CHANCE if doubted else 0.0, forecast.fits)
+        fits = forecast.may_fit if claims else np.where(forecast.hopeless, 0.0, forecast.fits)
         places = np.flatnonzero(self._open & (fits > 0) & ~forecast.host)
         if not len(places):
             return 0.0, None

@@ -38,6 +38,8 @@ SHORTLIST = 2048  # candidates of a large space that are predicted again after e
 ALL_EVERY = 8  # tables
 MOST_OF_HOST = 1.1  # share of the free host memory by the memory estimate; candidates above it are not tried
 REPEAT_TIME, REPEAT_MEMORY = 0.03, 0.01  # standard deviation of a logarithm between two measurements
+MOST_SURPRISE = 5.0  # standard deviations that one wrong prediction counts, at most
+PRIOR_PEAKS = 3  # weight of the predictor's own spread of peaks, in measured peaks
 
 
 @dataclass
@@ -65,6 +67,7 @@ class Forecast:
     sigma: Floats  # standard deviation of `logs`
     step: Floats  # seconds
     fits: Floats  # probability that the peak stays under the ceiling
+    may_fit: Floats  # the same, with no more trust in the spread of predicted peaks than measured peaks justify
     share: Floats  # predicted peak of a rank, as a share of the device's capacity
     held: Floats  # predicted host memory of a node's ranks, as a share of their limit
     hopeless: Flags  # the predicted peak exceeds the device's capacity by more than HOPELESS_SIGMAS
@@ -88,7 +91,8 @@ class SpeedMemoryModel:
         self._room = np.full(self._count, float(hardware.ceiling_bytes))
         self._measured_room = self._room.copy()
         self._host_ran_out = False
-        self._surprises: list[float] = []
+        self._surprises: list[float] = []  # errors of predicted speeds, in standard deviations
+        self._peak_surprises: list[float] = []  # the same of predicted peaks
         self._table: Table | None = None
         self._forecasts: dict[bool, Forecast] = {}
         self._before: Table | None = None  # the latest table; rows of a large space may be older
@@ -196,7 +200,9 @@ class SpeedMemoryModel:
         speed, peak = math.log(measured.samples_per_second), math.log(measured.peak_bytes)
         if self._table is not None:
             expected, sigma = math.log(self._table.samples[at]), float(self._table.step_sigma[at])
-            self._surprises.append(min(5.0, abs(speed - expected) / sigma))
+            self._surprises.append(min(MOST_SURPRISE, abs(speed - expected) / sigma))
+            missed = abs(measured.peak_bytes - self._table.peak[at]) / self._table.peak_sigma[at]
+            self._peak_surprises.append(min(MOST_SURPRISE, float(missed)))
             if len(self._speeds):
                 self.speed.update_log_score(
                     _density(speed, expected, sigma, REPEAT_TIME), _density(speed, *_one(self._speeds, at), REPEAT_TIME)
@@ -272,10 +278,23 @@ class SpeedMemoryModel:
             peak, spread = self._peaks.predict()
             fits = in_host * normal_cdf((np.log(self._measured_room) - peak) / spread)
             hopeless = np.zeros(len(peak), dtype=bool)
-            return Forecast(logs, sigma, step, fits, np.exp(peak) / capacity, held, hopeless, host)
-        fits = in_host * normal_cdf((self._room - table.needed) / table.peak_sigma)
+            return Forecast(logs, sigma, step, fits, fits, np.exp(peak) / capacity, held, hopeless, host)
+        sigmas = (self._room - table.needed) / table.peak_sigma
+        fits = in_host * normal_cdf(sigmas)
+        may_fit = np.maximum(fits, in_host * self._tail_of_peaks(sigmas))
         hopeless = table.needed - HOPELESS_SIGMAS * table.peak_sigma > capacity
-        return Forecast(logs, sigma, step, fits, table.needed / capacity, held, hopeless, host)
+        return Forecast(logs, sigma, step, fits, may_fit, table.needed / capacity, held, hopeless, host)
+
+    def _tail_of_peaks(self, sigmas: Floats) -> Floats:
+        """Return the probability of an error below so many predicted standard deviations of a peak, (n,).
+
+        The true spread is known only from the errors of measured peaks, which gives Student's t: few measurements, or
+        large errors, leave a candidate a chance that is predicted not to fit.
+        """
+        measured = len(self._peak_surprises)
+        degrees = PRIOR_PEAKS + measured
+        spread = math.sqrt((PRIOR_PEAKS + sum(z * z for z in self._peak_surprises)) / degrees)
+        return student_cdf(sigmas / max(1.0, spread), degrees)
 
     def _held(self, kept: Floats) -> Floats:
         """Return the predicted host memory of each candidate, as a share of what a node has, (n,).
@@ -320,6 +339,12 @@ def expected_gain(ahead: Floats, sigma: Floats) -> Floats:
 def normal_cdf(z: Floats | float) -> Floats:
     """Return the standard normal distribution function, interpolated with an error of at most 1e-5."""
     return np.asarray(np.interp(z, _GRID, _CDF))
+
+
+def student_cdf(t: Floats, degrees: int) -> Floats:
+    """Return the distribution function of Student's t by Wallace's approximation (Annals of Mathematical Statistics 1959)."""
+    z = (8 * degrees + 1) / (8 * degrees + 3) * np.sqrt(degrees * np.log1p(t * t / degrees))
+    return normal_cdf(np.copysign(z, t))
 
 
 _GRID = np.linspace(-8, 8, 2001)

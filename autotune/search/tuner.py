@@ -111,8 +111,8 @@ class Tuner:
         return (best, self.leaderboard.measured[best][1]) if best else None
 
     def _due(self) -> int:
-        if self.leaderboard.measured.keys() == {self._own}:  # a candidate is worth more than a verification of that one
-            return 0
+        if self.leaderboard.measured.keys() == {self._own} and not self.trials.counts:
+            return 0  # a first candidate is worth more than a verification of that one
         return 2 if self.leaderboard.incumbent is not None else 1
 
     def run(self) -> SearchSummary:
@@ -361,6 +361,8 @@ class TrialRecorder:
                 self.begin_call()
             self.proposer.expect(left)
             self.peers.known.add(record.number)
+            if record.role == SEARCH:
+                self.clock.note(record.candidate, outcome, SEARCH)  # such as the start of a script's probe run
             self._replay_outcome(record, outcome, record.number in mended)
 
     def begin_call(self) -> None:

@@ -41,10 +41,10 @@ def search_tpe() -> str:
     return text + (f" (not on {listed(slower)})" if slower else "")
 
 
-def bounds() -> str:
+def bounds(strategy: str = "autotune") -> str:
     """How often the bounds of the speed left hold, over all recorded tables, by the number of trials."""
     rows = [row for name in ("search-own", "search-real") for row in result(name)]
-    held = bound_rows([row for row in rows if row["strategy"] == "autotune"])
+    held = bound_rows([row for row in rows if row["strategy"] == strategy])
     said = [
         f"{percent(row['it holds'])} {'at the end' if row['trials'] == END else 'after ' + row['trials'] + ' trials'} "
         f"({row['with a bound']} of {row['searches']} searches give one)"
@@ -287,6 +287,7 @@ FIGURES = {
     "search-ooms": search_ooms,
     "search-tpe": search_tpe,
     "search-bounds": bounds,
+    "search-bounds-wrong": lambda: bounds("adversarial"),
     "search-own": search_own,
     "search-spaces": spaces,
     "search-ablation": ablation,

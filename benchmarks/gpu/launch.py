@@ -26,6 +26,7 @@ from autotune.problem.models import ModelSpec
 from autotune.recovery.ladder import Rung
 from autotune.util.units import GIB
 from benchmarks.gpu.ground import EXPECTED, Ground, Row, end_child, start_child
+from benchmarks.reliability.recovery import seen_samples
 from benchmarks.trials.ranks import launch
 from benchmarks.trials.scripts import AUTO, OWN
 
@@ -95,7 +96,6 @@ def trained(ground: Ground) -> dict[str, Any]:
     ladder = [rung(size) for size in (8, 1)]
     hardware = dataclasses.replace(ground.hardware(), memory_cap_bytes=CAP_BYTES)  # of a CPU rank, too
     summary = launch(job, hardware, ladder, folder, max_restarts=6)
-    from benchmarks.reliability.recovery import seen_samples  # it imports Trainer, which takes 12 s
 
     whole = seen_samples(folder) == {step: set(range(BATCH * step, BATCH * (step + 1))) for step in range(steps)}
     attempts = [

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import runpy
 import signal
 import statistics
 import sys
@@ -87,8 +86,6 @@ class Size:
 
 SMALL = Size(12, (7,), ranks=1)  # half of the starts, which are most of its time
 
-seen_samples = runpy.run_path(str(SCRIPT), run_name="read")["seen_samples"]
-
 
 def rung(micro_batch: int, ranks: int = 2) -> Rung:
     knobs = {
@@ -116,6 +113,27 @@ def launch(folder: Path, words: list[str], size: Size, cap: int | None, restarts
     (folder / "ds.json").write_text(json.dumps(AUTO))
     job, hardware = training(words, folder, size.ranks), detect("cpu", size.ranks, memory_cap_bytes=cap)
     return launch_training(job, hardware, size.ladder, folder, max_restarts=restarts)
+
+
+def seen_samples(folder: Path) -> dict[int, set[int]]:
+    """Samples of each step, as the attempt that kept the step saw them."""
+    steps: dict[int, set[int]] = {}
+    for seen in sorted(folder.glob("seen.rank*.jsonl")):
+        mine: dict[int, list[int]] = {}
+        started = False
+        for line in seen.read_text().splitlines():
+            entry = json.loads(line)
+            if "started" in entry:
+                started = True
+                continue
+            if started:  # what an earlier attempt trained from here on is trained again
+                mine = {step: found for step, found in mine.items() if step < entry["step"]}
+                started = False
+            mine.setdefault(entry["step"], []).extend(entry["samples"])
+        for step, found in mine.items():
+            assert len(found) == len(set(found)), f"{seen.name} has a sample of step {step} twice"
+            steps.setdefault(step, set()).update(found)
+    return steps
 
 
 def trained(folder: Path) -> tuple[int, int]:

@@ -80,7 +80,10 @@ def autotune(
     bounds: dict[str, tuple[float, float]] = {}
 
     def ends() -> bool:
-        """Note the bound after each stop, and end a search that has found enough."""
+        """Note the bound after each stop, and end a search that has found enough.
+
+        The last call at a stop counts, which comes after the search has learned that trial.
+        """
         if (trials := len(executor.log.trials)) in STOPS:
             note_bound(bounds, str(trials), proposer, executor)
         return until_found and "trials98" in judge(replay_table, executor, budget)
@@ -107,7 +110,8 @@ def note_bound(bounds: dict[str, tuple[float, float]], stop: str, proposer: Prop
     A bound of more than twice the speed is none: its sentence claims nothing.
     """
     confidence, replay_table = proposer.confidence(), executor.replay_table
-    if stop in bounds or confidence is None or confidence.left_share > 1:
+    bounds.pop(stop, None)
+    if confidence is None or confidence.left_share > 1:
         return
     best = max(proposer.speed, key=proposer.speed.__getitem__)
     tried = {candidate for _, candidate, _ in executor.log.trials}

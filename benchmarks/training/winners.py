@@ -5,13 +5,16 @@ command that autotune prints, in processes without autotune, next to the user's 
 Losses and all weights are compared after the same number of optimizer steps.
 
 - If the winner is the user's own config, the measured candidate that differs in most knobs takes its place.
-- Two runs of the user's own command give the noise floor. The second has other random numbers from the first forward on
-  and another number of CPU threads.
+- The launcher of the printed command starts the user's command too. A script that names no seed gets one.
+- Beyond rounding, two runs of the user's own command give the noise floor. The second has other random numbers from the
+  first forward on and another number of CPU threads.
 - A difference is the norm of the weights' difference, divided by the norm of what the user's own training changed.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import re
@@ -22,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,7 @@ STEPS = 24  # optimizer steps that are trained; the certificate compares five
 # differences that rounding alone makes; Adam amplifies that of gradients near zero
 LEAST = {"fp32": 2e-3, "bf16": 2e-2}
 FLOORS = 4.0  # tolerated multiples of the floor
+SHOWN = 0.5  # largest difference that may be tolerated and still show something
 _MOST_WHY = 80  # characters of a reason in the table
 _OBSERVER = Path(__file__).parent / "plainly"
 _AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
@@ -109,10 +113,13 @@ STYLES = {
     "schedule_in_loop": Style("schedule stepped in the loop, dropout", "styles.py schedule_in_loop"),
     "nanogpt": Style("names set by --name=value", "styles.py nanogpt --batch_size=6 --gradient_accumulation_steps=8"),
     "accumulates": Style("accumulation by hand, flag", "styles.py accumulates"),
+    "cut_by_loop": Style("whole steps that the loop cuts", "styles.py cut_by_loop"),
     "curriculum": Style("sequence length grows", "styles.py curriculum"),
     "gradient_penalty": Style("double backward", "styles.py gradient_penalty"),
     "multitask": Style("tasks take turns in micro-batches", "styles.py multitask"),
     "ema": Style("average of weights, evaluations", "styles.py ema"),
+    "mean_teacher": Style("teacher averages the weights by micro-batches", "styles.py mean_teacher"),
+    "two_models": Style("second model with negatives from the batch", "styles.py two_models"),
     "packed_stream": Style("stream packed end to end", "styles.py packed_stream"),
     "gan": Style("generator and discriminator", "styles.py gan"),
     "accelerated": Style("accelerate, accumulate(), clipping", "styles.py accelerated"),
@@ -130,6 +137,11 @@ def _environment(**more: str) -> dict[str, str]:
     return {**made, FOLDER: str(own_folder("cpu")), **more}
 
 
+def _path_with(folder: Path) -> str:
+    """Return Python's path with a folder in front."""
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+
+
 def _prepared(name: str, folder: Path) -> None:
     style = STYLES[name]
     for source in (*SCRIPTS.glob("*.py"), *(SCRIPTS / "cases").glob("*.py")):
@@ -144,8 +156,8 @@ def _tuned(name: str, folder: Path, budget: str, trials: int) -> StudyStore | st
     style = STYLES[name]
     options = f"--device cpu --gpus {RANKS} --budget {budget} --max-trials {trials} --study s --yes {style.options}"
     words = [sys.executable, "-m", "autotune", "run", *options.split(), "--", *shlex.split(style.command)]
-    root = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(words, cwd=folder, env=_environment(**root), capture_output=True, text=True, timeout=900)
+    environment = _environment(PYTHONPATH=_path_with(Path(__file__).parents[2]))
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     (folder / "tune.log").write_text(done.stdout + done.stderr)
     if done.returncode:
         return f"exit {done.returncode}: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1]}"
@@ -186,6 +198,12 @@ def _with_port(words: list[str]) -> list[str]:
     return [*words[:behind], options[Path(words[at]).name], str(free_port()), *words[behind:]]
 
 
+def _launched(printed: Sequence[str], typed: Sequence[str]) -> list[str]:
+    """Return the user's words behind the launcher of a printed command, without the variables in front of it."""
+    at = next(at for at, word in enumerate(printed) if Path(word).name == typed[0])
+    return [*itertools.dropwhile(lambda word: "=" in word and not word.startswith("-"), printed[:at]), *typed]
+
+
 def _trained(words: Sequence[str], folder: Path, name: str, **variables: str) -> dict[str, Any] | str:
     """Train by a command without autotune. Return what the observer saw, or the last line of the log."""
     import torch
@@ -195,7 +213,7 @@ def _trained(words: Sequence[str], folder: Path, name: str, **variables: str) ->
         key, _, value = typed.pop(0).partition("=")
         variables[key] = value
     report, variables = folder / f"{name}.pt", {"OBSERVED_STEPS": str(STEPS), **variables}
-    variables |= {"PYTHONPATH": str(_OBSERVER), "OBSERVED": str(report)}
+    variables |= {"PYTHONPATH": _path_with(_OBSERVER), "OBSERVED": str(report)}
     shutil.rmtree(folder / "out", ignore_errors=True)
     done = subprocess.run(
         _with_port(typed), cwd=folder, env=_environment(**variables), capture_output=True, text=True, timeout=300
@@ -254,12 +272,19 @@ def _compared(name: str, folder: Path, budget: str, trials: int, most: int) -> l
     if not followed:
         note = store.job.script.profile["batch_note"]
         return [_left_out(row, f"no other config was measured{f' ({note})' if note else ''}")]
-    words = ["torchrun", "--nproc-per-node", str(RANKS), *shlex.split(style.command)]
+    printed, _ = _command(store, followed[0], folder, "own")
+    words = _launched(printed, shlex.split(style.command))
     yours = _trained(words, folder, "own")
-    again = _trained(words, folder, "again", OBSERVED_SEED="99", OMP_NUM_THREADS="2")
-    if isinstance(yours, str) or isinstance(again, str):
-        return [_left_out(row, f"the script's own command: {yours if isinstance(yours, str) else again}")]
-    floor = difference(yours, again)
+    if isinstance(yours, str):
+        return [_left_out(row, f"the script's own command: {yours}")]
+
+    @functools.cache
+    def floor() -> Mapping[str, float]:
+        again = _trained(words, folder, "again", OBSERVED_SEED="99", OMP_NUM_THREADS="2")
+        if isinstance(again, str):
+            raise RuntimeError(f"the script's own command ran once and not twice: {again}")
+        return difference(yours, again)
+
     rows = []
     for record in followed:
         command, variables = _command(store, record, folder, f"trial{record.number}")
@@ -271,6 +296,8 @@ def _compared(name: str, folder: Path, budget: str, trials: int, most: int) -> l
             rows[-1]["verdict"] = theirs
             continue
         found = difference(yours, theirs)
+        answer = verdict(yours, theirs, found, floor, store.job.precision)
+        needed = floor() if floor.cache_info().currsize else {}
         rows[-1] |= {
             "speed": _speed(theirs) / _speed(yours),
             "rows a step": f"{statistics.median(yours['rows']):g} / {statistics.median(theirs['rows']):g}",
@@ -278,10 +305,10 @@ def _compared(name: str, folder: Path, budget: str, trials: int, most: int) -> l
             "micro-batches": f"{yours['micro_batches'][0]} / {theirs['micro_batches'][0]}",
             "loss": f"{yours['losses'][-1]:.5g} / {theirs['losses'][-1]:.5g}",
             "loss difference": found["loss"],
-            "loss floor": floor["loss"],
+            "loss floor": needed.get("loss"),
             "weights difference": found["weights"],
-            "weights floor": floor["weights"],
-            "verdict": verdict(yours, theirs, found, floor, store.job.precision),
+            "weights floor": needed.get("weights"),
+            "verdict": answer,
         }
     return rows
 
@@ -290,16 +317,23 @@ def verdict(
     yours: Mapping[str, Any],
     theirs: Mapping[str, Any],
     found: Mapping[str, float],
-    floor: Mapping[str, float],
+    floor: Callable[[], Mapping[str, float]],
     kind: str,
 ) -> str:
+    """Return the verdict in words; the floor is measured only if rounding does not explain a difference."""
     least = LEAST.get(kind, LEAST["bf16"])
     if yours["rows"] != theirs["rows"]:
         return "DIFFERS: rows of a step"
     if found["start"] > 1e-6:
         return "DIFFERS: initial weights"
-    beyond = [key for key in ("weights", "loss") if found[key] > max(least, FLOORS * floor[key])]
-    return f"DIFFERS: {' and '.join(beyond)}" if beyond else "trains the same"
+    beyond = [key for key in ("weights", "loss") if found[key] > least]
+    if not beyond:
+        return "trains the same"
+    noise = {key: FLOORS * floor()[key] for key in beyond}
+    beyond = [key for key in beyond if found[key] > noise[key]]
+    if beyond:
+        return f"DIFFERS: {' and '.join(beyond)}"
+    return "the same within its noise" if max(noise.values()) <= SHOWN else "not shown: its noise is as large"
 
 
 # -- command line ------------------------------------------------------------------------------------------------------

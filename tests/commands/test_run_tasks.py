@@ -71,7 +71,7 @@ def test_a_study_of_an_encoder(tmp_path: Path) -> None:
         gpus=2,
         device="cpu",
         seq_len="32",
-        budget="60s",
+        budget="5m",
         space=str(space),
         runs=tmp_path,
         max_trials=1,

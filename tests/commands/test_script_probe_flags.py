@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from autotune.commands.script_probe import ShortRuns, _mapped, flags_found
+from autotune.commands.script_probe import ShortRuns, _cut_by_loop, _mapped, flags_found
 from autotune.executors.base import MeasureSpec
-from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
+from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, MICRO_BATCH, Candidate
+from autotune.problem.faults import accumulation_facts, job_facts
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.script.argument_files import PRODUCTS, TIMES, TRIED, can_set_knob, knob_values, value_at
 from autotune.script.argument_writer import parsed, winners_files
+from autotune.script.profile import BY_HAND, batch_seen
 from autotune.script.script import carries_knob, command, settings
 from tests.conftest import make_candidate, make_job
 
@@ -27,7 +29,8 @@ Batch = tuple[int, int]  # (micro-batch, accumulation) of a rank
 class Executor:
     """Runs a script of which only the batch is computed, from its flags."""
 
-    def __init__(self, batch: Callable[[Values], Batch], values: Values) -> None:
+    def __init__(self, batch: Callable[[Values], Batch], values: Values, *, by_loop: bool = False) -> None:
+        self.by_loop = by_loop  # the script's loop accumulates, in an engine without accumulation
         self.job, self.hardware = make_job(), SimpleNamespace(count=RANKS)
         self.batch, self.values, self.runs = batch, values, 0
         self.facts: dict[str, Any] = {}
@@ -46,7 +49,8 @@ class Executor:
         micro_batch, accumulation = self.batch(self.now)
         if not micro_batch or not accumulation:
             return Outcome(OutcomeKind.CRASH, reason="a batch of 0")
-        self.facts = {"rows": micro_batch * accumulation, "micros": accumulation, "accumulation": accumulation}
+        self.facts = {"rows": micro_batch * accumulation, "micros": accumulation}
+        self.facts["accumulation"] = 1 if self.by_loop else accumulation
         return Outcome(OutcomeKind.OK)
 
     def close(self) -> None:
@@ -75,6 +79,10 @@ def derived(now: Values) -> Batch:
 
 def accumulates_over_ranks(now: Values) -> Batch:
     return now["--batch_size"], now["--accumulate"] // RANKS if now["--accumulate"] % RANKS == 0 else 0
+
+
+def cut_by_loop(now: Values) -> Batch:
+    return now["--chunk"], now["--total_batch"] // now["--chunk"]
 
 
 def of_tokens(now: Values) -> Batch:
@@ -129,6 +137,50 @@ def test_flags_of_a_rank_of_all_ranks_of_a_step_and_of_tokens_are_found(
     assert now == (other.micro_batch, other.accumulation)
     assert knob_values(known, MICRO_BATCH) in ([], [str(micro_batch)])
     assert bool(learnt.get(TIMES)) is (batch in (over_ranks, of_tokens, accumulates_over_ranks))
+
+
+@pytest.mark.parametrize("batch", [per_gpu, accumulates_over_ranks])
+def test_a_flag_of_the_loops_own_accumulation_is_found(batch: Callable[[Values], Batch], tmp_path: Path) -> None:
+    times = RANKS if batch is accumulates_over_ranks else 1
+    values = {"--batch_size": 2, "--accumulate" if times > 1 else "--update_freq": 4 * times, "--layers": 2}
+    typed = [word for flag, value in values.items() for word in (flag, str(value))]
+    said: dict[str, list[int]] = {MICRO_BATCH: [2], ACCUMULATION: []}
+    facts: dict[str, Any] = {"rows": 8, "sequences": 8, "micros": 4, "micro_batch": 2, "accumulation": 1, "said": said}
+    profile: dict[str, Any] = {"through_arguments": False, "config": {}, **batch_seen(facts)}
+    assert profile[BY_HAND] == 4
+    script = Script(("train.py", *typed), str(tmp_path), profile=profile)
+    executor: Any = Executor(batch, values, by_loop=True)
+    learnt = flags_found(ShortRuns(executor, 60.0), script, {**facts, "integers": values})
+    seen = batch_seen({**facts, "said": {**said, ACCUMULATION: [4]}})
+    assert (seen["micro_batch"], seen["accumulation"], BY_HAND in seen) == (2, 4, False)
+    known, other = _mapped(script, {**profile, **seen, **learnt}), make_candidate(1, 4, 2)
+    now = settings(known, other)
+    assert batch({**values, **now}) == (4, 2)  # type: ignore[dict-item]
+    config = other.ds_config(make_job(script=known))
+    assert [config[key] for key in BATCH_KEYS] == [4 * RANKS, 4, 1], "the engine stays without accumulation"
+    assert accumulation_facts(make_job(script=known), 4) == {"accumulation": 1, "backwards_per_step": 4}
+    known = _mapped(script, {**known.profile, "boundary_by_hand": True})
+    assert accumulation_facts(make_job(script=known), 4) == {"accumulation": 4}
+    assert job_facts(make_job(script=known))["backwards_per_step"] == 1
+
+
+def test_a_flag_of_a_loop_that_cuts_its_engines_batch_is_found(tmp_path: Path) -> None:
+    values = {"--total_batch": 16, "--chunk": 4, "--layers": 4}
+    facts: dict[str, Any] = {"rows": 16, "sequences": 16, "micros": 4, "micro_batch": 16, "accumulation": 1}
+    profile: dict[str, Any] = {"through_arguments": False, "config": {}, **batch_seen(facts)}
+    script = Script(
+        ("train.py", "--chunk", "4", "--layers", "4", "--total_batch", "16"), str(tmp_path), profile=profile
+    )
+    executor: Any = Executor(cut_by_loop, values, by_loop=True)
+    learnt = flags_found(ShortRuns(executor, 60.0), script, {**facts, "integers": values})
+    cut = _cut_by_loop(profile, facts)
+    assert (cut["micro_batch"], cut["accumulation"]) == (4, 4)
+    known, other = _mapped(script, {**profile, **cut, **learnt}), make_candidate(1, 8, 2)
+    assert cut_by_loop({**values, **settings(known, other)}) == (8, 2)  # type: ignore[dict-item]
+    config = other.ds_config(make_job(script=known))
+    assert [config[key] for key in BATCH_KEYS] == [16 * RANKS, 16, 1], "the engine's batch stays a whole step's"
+    for changed in ({"micros": 1}, {"rows": 32}, {"micros": 3}):
+        assert not _cut_by_loop(profile, {**facts, **changed})
 
 
 def test_values_of_an_argument_file_are_found(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from autotune.util.units import MIB
 from autotune.workers import fork_server
 from autotune.workers.group import WatchEnd, WorkerGroup
 from autotune.workers.launchers import ForkLauncher, SpawnLauncher
-from tests.conftest import Bench, make_candidate, make_job, pid_lives, wait_until
+from tests.conftest import Bench, capped_ranks, make_candidate, make_job, pid_lives, wait_until
 
 
 @pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
@@ -160,14 +160,14 @@ def test_limits_grow_with_what_an_engine_must_move() -> None:
 
 
 def test_out_of_memory_on_the_real_cap(bench: Bench) -> None:
-    bench.executor.hardware = detect("cpu", 2, memory_cap_bytes=520 * MIB)
+    bench.executor.hardware = capped_ranks(520)
     outcome = bench.run(make_candidate(0, 64))
     assert outcome.kind is OutcomeKind.OOM_DEVICE
     assert outcome.missing_bytes
     assert outcome.capacity_bytes == 520 * MIB
     assert outcome.peak_bytes is not None
     assert outcome.peak_bytes <= 520 * MIB
-    bench.executor.hardware = detect("cpu", 2, memory_cap_bytes=2000 * MIB)
+    bench.executor.hardware = capped_ranks(2000)
     assert bench.run(make_candidate(0, 1)).ok, "the next trial starts as if nothing had happened"
 
 

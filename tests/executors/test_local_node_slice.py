@@ -131,7 +131,7 @@ def call(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_a_study_of_a_slice_says_so_everywhere(tmp_path: Path) -> None:
     words = [*TINY_RUN, "--gpus", "1", "--nodes", "4"]
-    words += ["--global-batch-size", "8", "--budget", "200s", "--max-trials", "2", "--no-gallery", "--study", "sliced"]
+    words += ["--global-batch-size", "8", "--budget", "8m", "--max-trials", "2", "--no-gallery", "--study", "sliced"]
     done = call(words, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 nodes (a slice: 1 of them measured" in done.stdout
@@ -160,7 +160,7 @@ def test_a_study_of_a_slice_says_so_everywhere(tmp_path: Path) -> None:
 def test_a_script_as_a_slice(tmp_path: Path) -> None:
     write_trainers_config(tmp_path / "ds.json", 2)
     script = trainer_words(SCRIPTS / "trainer.py", "ds.json", 20)
-    words = ["run", "--device", "cpu", "--gpus", "1", "--nodes", "2", "--budget", "200s"]
+    words = ["run", "--device", "cpu", "--gpus", "1", "--nodes", "2", "--budget", "8m"]
     words += ["--max-trials", "2", "--study", "s", "--yes"]
     done = call([*words, "--", *script], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -176,6 +176,14 @@ def test_what_came_closest(tmp_path: Path) -> None:
     assert "cheapest changes" in changes
 
 
+def test_what_ran_over_the_headroom_names_the_headroom_that_lets_it_win() -> None:
+    capacity = detect("cpu", 2).capacity_bytes
+    record = measured(0, SEARCH, 1, 9.0, peak_mib=0.982 * capacity / MIB)
+    told = no_winner([record])[2]
+    assert told.startswith("it ran with ")
+    assert told.endswith("the same command with --headroom 1% lets it win")
+
+
 def test_nothing_fits_is_only_said_about_memory(tmp_path: Path) -> None:
     records = study_of_every_kind(tmp_path).records()
     crashed = [record for record in records if record.outcome and record.outcome.kind is OutcomeKind.CRASH]

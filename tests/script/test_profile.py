@@ -12,6 +12,7 @@ from autotune.problem.job import Job, Script
 from autotune.problem.models import ModelSpec
 from autotune.rank.ds_config import needed_ops
 from autotune.script.profile import (
+    LOOPED,
     Counted,
     batch_held,
     batch_seen,
@@ -217,6 +218,7 @@ def test_arguments_and_loaders_are_believed_where_they_fit(
     seen = batch_seen({**facts, "sequences": facts["rows"], "said": said})
     assert (seen["micro_batch"], seen["accumulation"]) == batch
     assert Counted.of(seen) == Counted("rows", per_sample, micros)
+    assert (LOOPED in seen) is (facts["accumulation"] == 1 < batch[1])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import json
 import os
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed
@@ -49,27 +48,6 @@ class InOrder(Trainer):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         note(self.seen, step=self.state.global_step, samples=index)
         return loss
-
-
-def seen_samples(folder: Path) -> dict[int, set[int]]:
-    """Samples of each step, as the attempt that kept the step saw them."""
-    steps: dict[int, set[int]] = {}
-    for seen in sorted(folder.glob("seen.rank*.jsonl")):
-        mine: dict[int, list[int]] = {}
-        started = False
-        for line in seen.read_text().splitlines():
-            entry = json.loads(line)
-            if "started" in entry:
-                started = True
-                continue
-            if started:  # what an earlier attempt trained from here on is trained again
-                mine = {step: found for step, found in mine.items() if step < entry["step"]}
-                started = False
-            mine.setdefault(entry["step"], []).extend(entry["samples"])
-        for step, found in mine.items():
-            assert len(found) == len(set(found)), f"{seen.name} has a sample of step {step} twice"
-            steps.setdefault(step, set()).update(found)
-    return steps
 
 
 def note(seen: str, **entry: object) -> None:

@@ -89,6 +89,16 @@ def accumulates(words: list[str]) -> None:
             engine.step()
 
 
+def cut_by_loop(words: list[str]) -> None:
+    """A loader of whole steps, which the loop cuts into parts of its own size."""
+    args = integers(words, total_batch=16, chunk=4)
+    engine = engine_of(net(), args.total_batch, 1, 0, gradient_clipping=1.0)
+    for x in loader(args.total_batch):
+        for part in x.split(args.chunk):
+            engine.backward(squared(engine(part), part) * len(part) / len(x))
+        engine.step()
+
+
 def curriculum(words: list[str]) -> None:
     """Sequences that grow with the optimizer steps."""
     args = integers(words, device_batch=4, accumulate_batches=2)
@@ -145,6 +155,32 @@ def ema(words: list[str]) -> None:
                 kept.lerp_(one.detach(), 0.05)
             if engine.global_steps % 10 == 0:
                 squared(average(x), x).item()
+
+
+def mean_teacher(words: list[str]) -> None:
+    """A teacher that averages the weights after every micro-batch."""
+    args = integers(words, batch=2, acc=4)
+    teacher = net(seed=3).requires_grad_(False)
+    engine = engine_of(net(), args.batch, args.acc, 1)
+    for x in loader(args.batch):
+        engine.backward(squared(engine(x), teacher(x.flip(1))))
+        engine.step()
+        with torch.no_grad():
+            for kept, one in zip(teacher.parameters(), engine.module.parameters(), strict=True):
+                kept.lerp_(one, 0.004)
+
+
+def two_models(words: list[str]) -> None:
+    """Two models in one loop; only the second one's loss, of negatives from the batch, depends on the cut."""
+    args = integers(words, bs=4, ga=2)
+    first, second = engine_of(net(), args.bs, args.ga, 1), engine_of(net(seed=1), args.bs, args.ga, 1)
+    unit = torch.nn.functional.normalize
+    for x in loader(args.bs):
+        first.backward(squared(first(x), x))
+        first.step()
+        likeness = unit(second(x), dim=1) @ unit(x, dim=1).T / 0.1
+        second.backward(torch.nn.functional.cross_entropy(likeness, torch.arange(len(x))))
+        second.step()
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -257,8 +293,18 @@ def hydra(words: list[str]) -> None:
 WAYS = {
     way.__name__: way
     for way in (
-        *(tokens_weighted, schedule_in_loop, nanogpt, accumulates, curriculum, gradient_penalty, multitask, ema),
-        *(packed_stream, gan, accelerated, fabric, hydra),
+        *(
+            tokens_weighted,
+            schedule_in_loop,
+            nanogpt,
+            accumulates,
+            cut_by_loop,
+            curriculum,
+            gradient_penalty,
+            multitask,
+            ema,
+        ),
+        *(mean_teacher, two_models, packed_stream, gan, accelerated, fabric, hydra),
     )
 }
 if __name__ == "__main__":

@@ -86,8 +86,15 @@ def test_time_for_going_on_from_a_checkpoint_is_kept_whole_or_not_at_all() -> No
     assert long.reserve_seconds == pytest.approx(long.verification_seconds + long.resume_seconds)
     assert short.verification_seconds + short.resume_seconds > MOST_RESERVED * 30
     assert short.reserve_seconds == pytest.approx(short.verification_seconds)
-    long._due = lambda: 0
-    assert long.reserve_seconds == 0.0
+
+
+@pytest.mark.parametrize(("budget", "reserve"), [(600, 10.1), (15, 4.9), (5, 0.0)])
+def test_first_candidate_of_a_script_gets_as_much_as_a_verification_takes(budget: float, reserve: float) -> None:
+    """A verification of the script's own config is expected to take 10.1 s."""
+    one = clock(budget)
+    one.note(QUICK, started(5.0), SEARCH)
+    one._due = lambda: 0
+    assert one.reserve_seconds == pytest.approx(reserve)
 
 
 def test_another_is_verified_where_what_is_left_is_of_no_other_use() -> None:

@@ -27,8 +27,9 @@ from autotune.search.certificate import (
     floor_of,
     floor_of_cut,
     structure_differs,
+    with_floor,
 )
-from autotune.search.trials import SEARCH, Record
+from autotune.search.trials import RESUME, SEARCH, Record
 from tests.conftest import make_job
 
 OWN = Candidate.of({"zero_stage": 0, MICRO_BATCH: 2, ACCUMULATION: 4})
@@ -121,6 +122,10 @@ def test_scatter_of_another_cut_is_the_noise_and_its_mean_the_effect() -> None:
         (tuple(1.05 + 0.01 * sign for sign in signs), Verdict.DIFFERS),
         (tuple(1.03 + 0.01 * sign for sign in signs), Verdict.SAME),
         ((1.002,) * MOST_STEPS, Verdict.DIFFERS),
+        (
+            tuple(1.005 + 0.01 * at for at in range(MOST_STEPS)),
+            Verdict.DIFFERS,
+        ),  # builds up, as by an average of weights
     ):
         for one, verdict in ((reference, Verdict.DIFFERS), (draws, with_draws)):
             known = dataclasses.replace(one, floor=floor_of_cut(one, cut(factors)))
@@ -162,11 +167,82 @@ def test_an_offset_of_the_loss_without_effect_on_the_gradient_is_the_same() -> N
     assert compare(trace(), OWN, dataclasses.replace(other, steps=scaled(other, NORM, 2.0).steps), OWN).cause == ""
 
 
+def test_a_loss_that_builds_up_differs_before_its_gradient_does() -> None:
+    own = trace("fp32")
+    grown = tuple(
+        dataclasses.replace(
+            one, loss=(one.loss or 0) * (1 + 0.001 * at), gradient_norm=(one.gradient_norm or 0) * 1.0009
+        )
+        for at, one in enumerate(own.steps, 1)
+    )
+    found = compare(own, OWN, dataclasses.replace(own, steps=grown), OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))
+    assert (found.verdict, found.quantity, found.cause) == (Verdict.DIFFERS, LOSS, MICRO_BATCH)
+    assert found.text.startswith("loss is 1.003x of yours and builds up, as with a part of it or an average of weights")
+
+
+def test_an_auxiliary_engine_that_trains_something_else_differs() -> None:
+    other = OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1})
+    own = dataclasses.replace(trace(), beside=(trace("fp32"), trace("fp32")))
+    changed = dataclasses.replace(own, beside=(own.beside[0], scaled(own.beside[1], LOSS, 1.1)))
+    found = compare(own, OWN, changed, other)
+    assert (found.verdict, found.cause) == (Verdict.DIFFERS, MICRO_BATCH)
+    assert found.text.startswith(
+        "of engine 3 that it trains, gradient norm is 1.1x of yours, loss 1.1x: the loss depends on how"
+    )
+    assert compare(own, OWN, own, other).verdict is Verdict.SAME
+    noisy = with_floor(own, dataclasses.replace(own, beside=(own.beside[0], scaled(own.beside[1], LOSS, 1.04))))
+    assert noisy.beside[0].floor[LOSS] == 0 < noisy.beside[1].floor[LOSS]
+    assert compare(noisy, OWN, changed, other).verdict is Verdict.SAME
+
+
 def test_losses_around_zero_are_compared_by_their_size() -> None:
     noise = trace(loss=1e-7, gradient_norm=None)
     assert compare(trace(loss=0.0, gradient_norm=None), OWN, noise, OWN).verdict is Verdict.SAME
     found = compare(trace(loss=-0.5, gradient_norm=None), OWN, trace(loss=0.5, gradient_norm=None), OWN)
     assert found.verdict is Verdict.DIFFERS
+
+
+@pytest.mark.parametrize(("theirs", "mine"), [(-2.0, -3.0), (2.0, 3.0)])
+def test_losses_of_either_sign_are_compared_by_their_size(theirs: float, mine: float) -> None:
+    one, other = (trace(loss=loss, gradient_norm=None) for loss in (theirs, mine))
+    there, back = compare(one, OWN, other, OWN), compare(other, OWN, one, OWN)
+    assert (there.quantity, there.factor) == (LOSS, pytest.approx(1.5 if mine > theirs else 1 / 1.5))
+    assert back.factor == pytest.approx(1 / there.factor)
+
+
+def test_a_loss_that_passes_zero_in_one_step_is_compared_with_the_others() -> None:
+    one, other = (
+        dataclasses.replace(trace(), steps=(*trace(loss=1.0).steps[1:], step(4, loss=loss))) for loss in (5e-4, -5e-4)
+    )
+    assert compare(one, OWN, other, OWN).verdict is Verdict.SAME
+
+
+def test_noise_of_other_rows_explains_as_much_as_the_mean_of_its_steps_can_be() -> None:
+    known = dataclasses.replace(trace(), floor={NORM: 0.4})
+    found = compare(known, OWN, scaled(trace(digest=9.0), NORM, 1.5), OWN)
+    assert found.text == (
+        "gradient norm is 1.5x of yours, and runs differ by 49% in one step, because their rows differ"
+    )
+    assert found.verdict is Verdict.NOT_COMPARED
+    assert compare(known, OWN, scaled(trace(digest=9.0), NORM, 2.0), OWN).verdict is Verdict.DIFFERS
+    assert compare(known, OWN, scaled(trace(), NORM, 1.5), OWN).verdict is Verdict.DIFFERS
+
+
+def test_packed_rows_are_not_counted_when_the_cut_differs() -> None:
+    packed = scaled(trace(micro_batches=1), ROWS, 0.25)
+    assert compare(trace(), OWN, packed, OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1})).verdict is Verdict.SAME
+    found = compare(trace(), OWN, packed, OWN)
+    assert (found.quantity, found.factor) == (ROWS, 0.25)
+
+
+def test_the_coarser_precision_of_two_runs_sets_the_tolerance() -> None:
+    fine, coarse = trace("fp32", 2), scaled(trace("bf16", 2), NORM, 1.003)
+    for one, other, verdict in (
+        (fine, coarse, Verdict.SAME),
+        (coarse, fine, Verdict.SAME),
+        (fine, dataclasses.replace(coarse, precision="fp32"), Verdict.DIFFERS),
+    ):
+        assert compare(one, OWN, other, OWN).verdict is verdict
 
 
 def test_a_loss_that_depends_on_the_cut_keeps_the_micro_batch() -> None:
@@ -216,6 +292,13 @@ def test_adams_counter_of_stage_0_in_16_bits_is_no_difference() -> None:
     assert compare(in_fp32, OWN, trace("fp32", 1), OWN.but(zero_stage=1)).verdict is Verdict.DIFFERS
 
 
+def test_weights_that_differ_after_adams_early_first_step_are_no_difference() -> None:
+    drifted = (step(0), *scaled(trace(), NORM, 1.2).steps[1:])
+    first, second = (dataclasses.replace(trace(stage=stage), steps=drifted) for stage in (1, 0))
+    assert compare(trace(), OWN, first, OWN.but(zero_stage=1)).verdict is Verdict.SAME
+    assert compare(trace(), OWN, second, OWN).verdict is Verdict.DIFFERS
+
+
 def test_nothing_is_compared_without_steps_quantities_or_with_another_global_batch() -> None:
     short = dataclasses.replace(trace(), steps=trace().steps[:2])
     assert compare(trace(), OWN, short, OWN).verdict is Verdict.NOT_COMPARED
@@ -228,7 +311,7 @@ def test_nothing_is_compared_without_steps_quantities_or_with_another_global_bat
 
 
 def test_a_trace_survives_its_storage() -> None:
-    outcome = Outcome(OutcomeKind.OK, trace=dataclasses.replace(trace(), floor={LOSS: 0.1}))
+    outcome = Outcome(OutcomeKind.OK, trace=dataclasses.replace(trace(), floor={LOSS: 0.1}, beside=(trace(),)))
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))).trace == outcome.trace
 
 
@@ -276,7 +359,40 @@ def test_a_study_of_a_named_model_takes_its_first_whole_step_as_reference() -> N
     wrong = certifier.checked(other, measured(dataclasses.replace(scaled(trace(), NORM, 2.0), stage=2)), SEARCH)
     assert (wrong.kind, wrong.source, wrong.measurement) == (OutcomeKind.INVALID, Source.TRACE, None)
     assert wrong.trace is not None
+    assert certifier.checked(other, measured(wrong.trace), RESUME).ok, "a resumed run has other weights"
     assert certifier.shares_cause(other, wrong)(other.but(reduce_bucket_size=1))
+
+
+@pytest.mark.parametrize(
+    ("cause", "changes", "is_shared"),
+    [
+        (MICRO_BATCH, {MICRO_BATCH: 8, ACCUMULATION: 1, "zero_stage": 3}, True),
+        (MICRO_BATCH, {"zero_stage": 2}, False),
+        (ACCUMULATION, {MICRO_BATCH: 2, ACCUMULATION: 2}, True),
+        (ACCUMULATION, {MICRO_BATCH: 8}, False),
+        ("zero_stage", {"zero_stage": 2, MICRO_BATCH: 4, ACCUMULATION: 2, "reduce_bucket_size": 1}, True),
+        ("zero_stage", {"zero_stage": 2, MICRO_BATCH: 8, ACCUMULATION: 1}, False),
+        ("zero_stage", {"zero_stage": 1}, False),
+        ("", {"zero_stage": 2, MICRO_BATCH: 8}, True),
+        ("", {"zero_stage": 2, "reduce_bucket_size": 1}, False),
+    ],
+)
+def test_candidates_with_the_setting_that_changes_the_training_share_the_cause(
+    cause: str, changes: dict[str, Any], is_shared: bool
+) -> None:
+    certifier = Certifier(make_job())
+    certifier.learn(OWN, measured(trace()), SEARCH)
+    wrong = Outcome(OutcomeKind.INVALID, trains_otherwise=cause)
+    assert certifier.shares_cause(OWN.but(zero_stage=2), wrong)(OWN.but(**changes)) is is_shared
+
+
+def test_without_a_whole_step_of_both_nothing_is_compared() -> None:
+    certifier = Certifier(make_job())
+    assert certifier.certificate(OWN, None).line == "not compared: no whole optimizer step of it was traced"
+    assert certifier.certificate(OWN, trace()).line == "not compared: the reference was not measured"
+    certifier.learn(OWN, measured(trace()), SEARCH)
+    eight = OWN.but(**{MICRO_BATCH: 1, ACCUMULATION: 8})  # a rank ran four of its micro-batches
+    assert certifier.certificate(eight, trace()).line == "not compared: no whole optimizer step of it was traced"
 
 
 def test_stage_3_of_a_named_model_is_compared_with_the_other_stages() -> None:
@@ -306,8 +422,10 @@ def test_a_repeated_run_of_the_reference_raises_the_noise_floor() -> None:
     certifier.learn(OWN, measured(trace()), SEARCH)
     noisy = scaled(scaled(trace(), LOSS, 1.03), UPDATE, 1.03)
     assert certifier.certificate(OWN, noisy).verdict is Verdict.DIFFERS
-    certifier.learn(OWN, measured(noisy), SEARCH)
-    assert certifier.certificate(OWN, noisy).verdict is Verdict.SAME
+    for again in (noisy, scaled(trace(), LOSS, 1.001)):
+        certifier.learn(OWN, measured(again), SEARCH)
+        assert certifier.certificate(OWN, noisy).verdict is Verdict.SAME
+        assert certifier.certificate(OWN, scaled(noisy, NORM, 1.2)).quantity == NORM
 
 
 def test_a_study_without_traces_has_no_line_about_its_training() -> None:

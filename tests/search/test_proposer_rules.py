@@ -345,6 +345,16 @@ def test_confidence_grows_with_trials(replay_table: ReplayTable) -> None:
     assert 0 < left[-1] < 0.1
 
 
+def test_nothing_is_said_of_untried_candidates_that_are_ruled_out(replay_table: ReplayTable) -> None:
+    proposer = make_proposer(replay_table)
+    proposer.observe(fastest(replay_table), result(replay_table, fastest(replay_table)))
+    for stop, untried in ((StopReason.BUDGET_USED, True), (StopReason.ALL_TRIED, False)):
+        proposer.stopped = stop.stop()
+        confidence = proposer.confidence()
+        assert confidence is not None
+        assert confidence.untried is untried
+
+
 def test_every_rule_has_a_test() -> None:
     """A new rule is named in this file."""
     text = Path(__file__).read_text()

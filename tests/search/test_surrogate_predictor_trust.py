@@ -12,7 +12,7 @@ from autotune.predict.trace import trace_job
 from autotune.problem.hardware import named_hardware
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.search import surrogate as module
-from autotune.search.surrogate import SpeedMemoryModel
+from autotune.search.surrogate import SpeedMemoryModel, student_cdf
 from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
 from tests.predict.recorded import SEQ_LEN, recorded_trace
@@ -50,6 +50,32 @@ def test_time_and_memory_are_given_up_apart() -> None:
     assert wrong_memory.memory.predictor_rejected
     assert not wrong_memory.speed.predictor_rejected
     assert not wrong_memory.forecast().hopeless.any(), "nothing is ruled out by a belief that was given up"
+
+
+def test_large_errors_of_measured_peaks_leave_a_chance_to_what_is_predicted_not_to_fit() -> None:
+    chances = []
+    for missed in (0.0, 4.0):
+        model = believed()
+        model._peak_surprises = [missed] * 10
+        forecast = model.forecast()
+        unlikely = forecast.hopeless & (forecast.fits > 1e-6)
+        assert (forecast.may_fit >= forecast.fits).all()
+        chances.append(float(forecast.may_fit[unlikely].max()))
+    assert 0 < chances[0] < 0.02
+    assert chances[1] > 0.1
+
+
+def test_measured_peaks_are_compared_with_their_predictions() -> None:
+    assert all(missed < 1 for missed in believed()._peak_surprises)
+    assert max(believed(peak=lambda peak: 0.5 * peak)._peak_surprises) > 2
+
+
+@pytest.mark.parametrize(
+    ("t", "degrees", "share"), [(0.0, 3, 0.5), (2.776, 4, 0.975), (-2.776, 4, 0.025), (-1.372, 10, 0.1)]
+)
+def test_distribution_of_students_t(t: float, degrees: int, share: float) -> None:
+    """Quantiles from tables of the distribution."""
+    assert float(student_cdf(np.array(t), degrees)) == pytest.approx(share, abs=1e-3)
 
 
 def test_measurements_alone_are_asked_where_the_predictor_is_refuted() -> None:

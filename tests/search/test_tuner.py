@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import MachineError, UserError
+from autotune.executors.base import SEARCH as SEARCH_SPEC
 from autotune.executors.base import MeasureSpec, too_slow_outcome
-from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
+from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable, Row, load_replay_table
 from autotune.predict.predictor import Predictor, Prepared, Table
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate, samples
@@ -240,6 +241,30 @@ def test_a_scripts_first_candidate_comes_before_the_verification_of_its_own_conf
     tuner = Tuner(store, executor, proposer, space, hardware, budget_seconds=60.0, spent_seconds=40.0, max_trials=1)
     tuner.trials.replay_study()
     assert tuner.loop.run().reason is (StopReason.MAX_TRIALS if is_own else StopReason.BUDGET_USED)
+
+
+def test_a_script_whose_own_config_alone_runs_ends_verified_within_the_budget() -> None:
+    table = load_replay_table(REAL_TABLES / "encoder-script_2xcpu.csv.gz")
+    job, hardware, space = table.job(), table.hardware(), table.space()
+    assert job.script is not None
+    own = own_candidate(job.script)
+    failing = {
+        one: dataclasses.replace(row, kind=OutcomeKind.OOM_DEVICE, step_seconds=None, startup_seconds=8.0)
+        for one, row in table.rows.items()
+    }
+    table = dataclasses.replace(table, rows=failing | {own: Row(0.5, 0.5, 8.0, OutcomeKind.OK)})
+    store = StudyStore.in_memory(job, hardware, space)
+    number = store.claim(own, space, SEARCH, "", set())
+    assert number is not None
+    store.finish(number, ReplayExecutor(table).session(own, "").measure(own, SEARCH_SPEC, 60.0))
+    proposer = Proposer(
+        list(table.rows), space, job, hardware, 0, Predictor(job, hardware, trace_job(job)), exhaustive=True
+    )
+    found = Tuner(store, ReplayExecutor(table), proposer, space, hardware, budget_seconds=60.0, spent_seconds=9.0).run()
+    assert found.winner is not None
+    assert (found.winner.candidate, found.verified) == (own, True)
+    assert found.by_kind[OutcomeKind.OOM_DEVICE.value] >= 2
+    assert found.used_seconds <= 60.0
 
 
 class QuicklyVerified(ReplayExecutor):

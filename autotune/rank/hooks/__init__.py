@@ -12,9 +12,10 @@ Each module hooks one library, in ranks that measure (`script_rank.py`) and in t
 | `process_group` | torch.distributed: the script's process group is the rank's own; sockets: ports that are still in use |
 | `deepspeed` | `deepspeed.initialize`, `deepspeed.zero.Init`, Lightning, ops, checkpointing, steps of training engines |
 | `accelerate` | its DeepSpeed config and plugin, the loader that `prepare` is given |
-| `transformers` | TrainingArguments, tokenizers; saves, evaluations and resumes, which a measurement leaves out |
+| `transformers` | TrainingArguments; saves, evaluations and resumes, which a measurement leaves out |
 | `launchers` | subprocess, `os.exec...`, torch's launcher, torch.multiprocessing: a script that starts its ranks itself |
 | `source_files` | `open`: the configs that a script reads in its first run |
+| `worst_case` | loaders and tokenizers, under `--worst-case` |
 
 `base` has what they share. No library is imported before its hook is installed.
 """
@@ -23,7 +24,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.rank.hooks import accelerate, config, deepspeed, launchers, process_group, source_files, transformers
+from autotune.rank.hooks import (
+    accelerate,
+    config,
+    deepspeed,
+    launchers,
+    process_group,
+    source_files,
+    transformers,
+    worst_case,
+)
 from autotune.rank.hooks.base import Context
 
 
@@ -55,13 +65,13 @@ class Hooks:
         ):
             install(context)
         if context.script.worst_case:
-            transformers.install_tokenizers(context)
+            worst_case.install(context)
 
     def arguments(self) -> list[str]:
         """Return the script's arguments under the candidate."""
         return config.merged_arguments(self.context)
 
-    def late_facts(self) -> dict[str, bool]:
+    def late_facts(self) -> dict[str, Any]:
         """Return the current values of the `engine_facts` that may change after the engine was made."""
         return deepspeed.late_facts(self.context)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from autotune.errors import Unusable
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Phase
@@ -200,6 +199,7 @@ class Context:
     read: set[str] = field(default_factory=set)  # configs opened in a probe run, see `hooks.sources`
     written: set[str] = field(default_factory=set)  # configs that the script wrote in a probe run
     allowed_tokens: list[int] = field(default_factory=list)  # limits of arguments and tokenizers
+    largest: dict[str, dict[str, int]] = field(default_factory=dict)  # by length of a data set, see `hooks.worst_case`
 
     @property
     def script(self) -> Script:
@@ -209,10 +209,10 @@ class Context:
 
     @property
     def batch(self) -> tuple[int, int] | None:
-        """(micro-batch, accumulation) that the script must use; None keeps its own."""
+        """(micro-batch, accumulation) that the script's engines must use; None keeps its own."""
         if self.candidate is None or self.script.holds_batch:
             return None
-        return self.candidate.micro_batch, self.candidate.accumulation
+        return self.candidate.engine_batch(self.script)
 
     def note_said(self, knob: str, value: Any) -> None:
         """Record a batch size from any source in the script. Other values are ignored."""
@@ -224,14 +224,13 @@ class Context:
 
 # -- batch sizes -------------------------------------------------------------------------------------------------------
 #
-# Measure a batch: its sizes from a DeepSpeed config, its sequences and tokens from tensors; pad it.
+# Measure a batch: its sizes from a DeepSpeed config, its sequences and tokens from tensors.
 
 _BORDERS = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens", "cu_seqlens_q")  # borders of concatenated sequences
 _FROM_ZERO = ("ptr", *_BORDERS)  # one more entry than samples; PyTorch Geometric's graphs use the first name
 _CHANNELS = (1, 3, 4)  # channels of an image
 _VALUED = ("position_ids", *_BORDERS)  # tensors whose values matter in addition to their shapes
 _MOST_KNOWN = 1024
-_FILLERS = {"labels": -100, "attention_mask": 1}  # padding is attended to, without a loss; others take 0
 
 
 def batch_of(config: dict[str, Any], ranks: int) -> tuple[int, int] | None:
@@ -303,7 +302,7 @@ def _shapes(kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the tensor by which `sizes_of` counts rows, or None."""
-    named = dict(reversed(list(_leaves([*args, kwargs]))))
+    named = dict(reversed(list(leaves([*args, kwargs]))))
     return named.get("input_ids", next(reversed(named.values()), None))
 
 
@@ -311,7 +310,7 @@ def _counted(args: tuple[Any, ...], kwargs: dict[str, Any], counted_by: str | No
     """Return the sizes of a batch that is not in the cache."""
     named: dict[str, Any] = {}
     seen: Counter[str] = Counter()
-    for name, leaf in _leaves([*args, kwargs]):
+    for name, leaf in leaves([*args, kwargs]):
         seen[name] += 1
         named[name if seen[name] == 1 else f"{name}#{seen[name]}"] = leaf
     if not named:
@@ -351,7 +350,7 @@ def _sizes(named: dict[str, Any]) -> Sizes:
     return Sizes(rows, max(rows, sequences), tokens, packed=told_apart and rows == 1)
 
 
-def _leaves(value: Any, name: str = "", depth: int = 5) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, name: str = "", depth: int = 5) -> Iterator[tuple[str, Any]]:
     """Yield (name, tensor) of all tensors with at least one dimension. A list of samples counts as one tensor."""
     import torch
 
@@ -366,15 +365,15 @@ def _leaves(value: Any, name: str = "", depth: int = 5) -> Iterator[tuple[str, A
             if columns and isinstance(inner[0], torch.Tensor):
                 yield str(key), list(inner)
             else:
-                yield from _leaves(inner, str(key), depth - 1)
+                yield from leaves(inner, str(key), depth - 1)
     elif isinstance(value, list | tuple):
         if _are_samples(value):
             yield name, list(value)
             return
         for inner in value:
-            yield from _leaves(inner, name, depth - 1)
+            yield from leaves(inner, name, depth - 1)
     elif hasattr(value, "__dict__"):  # a batch of the script's own class
-        yield from _leaves(vars(value), name, depth - 1)
+        yield from leaves(vars(value), name, depth - 1)
 
 
 def _are_columns(value: Mapping[Any, Any]) -> bool:
@@ -403,32 +402,3 @@ def _are_samples(values: Sequence[Any]) -> bool:
         return len({shape[0] for shape in shapes}) > 1 and len({shape[1] for shape in shapes}) == 1
     channels = {shape[0] for shape in shapes}
     return {len(shape) for shape in shapes} == {3} and len(channels) == 1 and channels <= set(_CHANNELS)
-
-
-def pad_to(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int) -> dict[str, Any]:
-    """Return a forward's arguments with all (rows, tokens) tensors padded to `longest` tokens.
-
-    Padding is computed like all other tokens.
-
-    Raises:
-        Unusable: `longest` is 0 (the maximum length is unknown), or the batch cannot be padded.
-    """
-    import torch
-
-    ids = kwargs.get("input_ids")
-    if args or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or "position_ids" in kwargs:
-        raise Unusable(
-            "--worst-case: the script's batches cannot be padded (expected input_ids of two dimensions, "
-            "given by name, not packed): leave it out"
-        )
-    if not longest:
-        raise Unusable(
-            "--worst-case: neither max_length, a tokenizer nor the model's configuration says how long a "
-            "batch may be: leave it out"
-        )
-    found = dict(kwargs)
-    missing = longest - ids.shape[1]
-    for name, value in kwargs.items():
-        if isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape and missing > 0:
-            found[name] = torch.nn.functional.pad(value, (0, missing), value=_FILLERS.get(name, 0))
-    return found

@@ -18,11 +18,12 @@ from autotune.errors import Unusable
 from autotune.problem.candidate import ACCUMULATION, BATCH_KEYS, CHECKPOINTING, MICRO_BATCH
 from autotune.problem.ds_config import named_config
 from autotune.problem.outcome import Phase
-from autotune.rank.hooks.base import Context, batch_of, first_tensor, pad_to, sizes_of
+from autotune.rank.hooks import worst_case
+from autotune.rank.hooks.base import Context, batch_of, first_tensor, sizes_of
 from autotune.rank.hooks.config import kept_configs, merged, note_own, with_candidate
 from autotune.rank.hooks.transformers import make_folder
 from autotune.rank.versions import backward_prologue
-from autotune.script.profile import BY_RANK, EARLIER, KEPT, TORCHS
+from autotune.script.profile import BY_RANK, EARLIER, KEPT, LARGEST, TORCHS
 from autotune.script.script import several_configs
 from autotune.workers import jit_ops
 from autotune.workers.jit_ops import LIVELY_SECONDS, hold_build_lock
@@ -151,7 +152,7 @@ def _take(context: Context, rival: OtherEngine) -> None:
         context.module_hook = None
     context.pending.clear()
     if context.trace is not None:
-        context.trace.restart()
+        context.trace.restart(len(context.beside))
     context.engine = rival.engine
     note_own(context, rival.config, again=True)
     try:
@@ -223,7 +224,7 @@ def _watched(
         trace = context.trace
         if phase is Phase.FORWARD:
             if context.script.worst_case:
-                kwargs = pad_to(args, kwargs, _longest_tokens(context))
+                kwargs = worst_case.longest(context, args, kwargs)
             _see(context, engine.module, args, kwargs)
         else:
             _count_pending(context)
@@ -347,13 +348,6 @@ def _compile(context: Context, original: Callable[..., Any], engine: Any, /, *ar
     return original(engine, *args, **kwargs)
 
 
-def _longest_tokens(context: Context) -> int:
-    """Return the longest sequence that arguments, tokenizers and the model all allow, or 0 if unknown."""
-    config = getattr(context.engine.module, "config", None)
-    positions = getattr(config, "max_position_embeddings", None)
-    return min([*context.allowed_tokens, *([positions] if isinstance(positions, int) else [])], default=0)
-
-
 def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
     """Return facts about the script's engine for the tuner.
 
@@ -401,14 +395,15 @@ def _plain(module: Any) -> Any:
     return getattr(module, "get_base_model", lambda: module)()
 
 
-def late_facts(context: Context) -> dict[str, bool]:
-    """Return facts that may change after the engine was made: activation checkpointing, and the prepared loader."""
+def late_facts(context: Context) -> dict[str, Any]:
+    """Return facts that may change after the engine was made: activation checkpointing, the loader, the largest samples."""
     module = context.engine.module
     return {
         "checkpointing": can_switch(_plain(module), context.through_arguments),
         "checkpointed": is_on(module),
         "loader_prepared": context.loader_prepared,
         "loader_split": context.loader_split,
+        **({LARGEST: context.largest} if context.largest else {}),
     }
 
 
@@ -523,17 +518,31 @@ def watch(context: Context, engine: Any, steps: Callable[[Any], bool], done: Cal
 
     rows = 0
     context.beside.append(engine)
+    trace = context.trace.add_auxiliary() if context.trace is not None else None
 
     def forward(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         nonlocal rows
         if torch.is_grad_enabled():
-            rows += sizes_of(args, kwargs).rows
+            found = sizes_of(args, kwargs).rows
+            rows += found
+            if trace is not None:
+                trace.forward(first_tensor(args, kwargs), found, certain=engine.module.training)
+        return original(*args, **kwargs)
+
+    def backward(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if trace is not None:
+            loss, scaled = _loss_of(args, kwargs)
+            trace.backward(engine, loss, scaled=scaled)
         return original(*args, **kwargs)
 
     def step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         nonlocal rows
         boundary = steps(engine)
+        if boundary and trace is not None:
+            trace.before_step(engine)
         result = original(*args, **kwargs)
+        if boundary and trace is not None:
+            trace.after_step(engine)
         number = next((at for at, one in enumerate(context.beside) if one is engine), None)
         if boundary and number is not None:
             context.watcher.auxiliary_stepped(number, rows)
@@ -541,8 +550,8 @@ def watch(context: Context, engine: Any, steps: Callable[[Any], bool], done: Cal
             done(engine)
         return result
 
-    context.patches.wrap(engine, "forward", forward)
-    context.patches.wrap(engine, "step", step)
+    for name, wrapped in (("forward", forward), ("backward", backward), ("step", step)):
+        context.patches.wrap(engine, name, wrapped)
 
 
 # -- lightning ---------------------------------------------------------------------------------------------------------

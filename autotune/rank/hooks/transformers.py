@@ -1,4 +1,4 @@
-"""Hooks of transformers: TrainingArguments, tokenizers, and no saves, evaluations or resumes in a measurement."""
+"""Hooks of transformers: TrainingArguments, and no saves, evaluations or resumes in a measurement."""
 
 from __future__ import annotations
 
@@ -91,27 +91,6 @@ def _output(context: Context, given: Any) -> str:
         return os.fsdecode(given)
     theirs = Path(context.script.cwd, path)  # `../out` keeps its meaning relative to the user's folder
     return str(output_folder(context.folder, theirs))
-
-
-# -- tokenizers --------------------------------------------------------------------------------------------------------
-#
-# Hook transformers' tokenizers: record the maximum sequence length of each.
-
-_UNLIMITED_TOKENS = 10**6  # a tokenizer without a limit names a far larger number
-
-
-def install_tokenizers(context: Context) -> None:
-    """Add the limit of every new tokenizer to `context.allowed_tokens`. Do nothing without transformers."""
-    base = import_or_none("transformers", "PreTrainedTokenizerBase")
-    if base is None:
-        return
-
-    def init(original: Callable[..., Any], tokenizer: Any, /, *args: Any, **kwargs: Any) -> None:
-        original(tokenizer, *args, **kwargs)
-        if (longest := getattr(tokenizer, "model_max_length", None) or 0) < _UNLIMITED_TOKENS:
-            context.allowed_tokens.append(int(longest))
-
-    context.patches.wrap(base, "__init__", init)
 
 
 # -- saves -------------------------------------------------------------------------------------------------------------

@@ -314,7 +314,7 @@ def test_whoever_is_killed_in_a_trial_the_next_one_measures(
 @pytest.mark.slow
 def test_a_named_model_is_tuned_and_exported(left_hosts: Hosts, tmp_path: Path) -> None:
     words = [*TINY_RUN, "--hostfile", str(left_hosts.hostfile())]
-    words += ["--global-batch-size", "4", "--budget", "150s", "--max-trials", "2", "--study", "spread"]
+    words += ["--global-batch-size", "4", "--budget", "8m", "--max-trials", "2", "--study", "spread"]
     done = call(words, tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "on 2 nodes" in done.stdout
@@ -325,7 +325,7 @@ def test_a_named_model_is_tuned_and_exported(left_hosts: Hosts, tmp_path: Path) 
 def test_a_script_is_tuned_and_trained(left_hosts: Hosts, tmp_path: Path) -> None:
     write_trainers_config(tmp_path / "ds.json", 1)
     script = trainer_words(SCRIPTS / "trainer.py", "ds.json", 40)
-    words = ["--device", "cpu", "--hostfile", str(left_hosts.hostfile()), "--budget", "240s", "--max-trials", "2"]
+    words = ["--device", "cpu", "--hostfile", str(left_hosts.hostfile()), "--budget", "8m", "--max-trials", "2"]
     done = call(["run", *words, "--study", "mine", "--yes", "--", *script], tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     trained = call(["launch", "mine", "--hostfile", str(left_hosts.hostfile()), "--", *script], tmp_path)

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.errors import Unusable
-from autotune.rank.hooks.base import batch_of, pad_to, sizes_of
+from autotune.rank.hooks.base import batch_of, sizes_of
 
 MICRO, STEPS, TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 
@@ -116,31 +115,3 @@ def test_rows_of_all_that_a_forward_is_given() -> None:
 )
 def test_one_row_whose_sequences_are_told_apart_is_packed(kwargs: dict[str, Any], packed: bool) -> None:
     assert sizes_of((), kwargs).packed is packed
-
-
-def test_padding_is_computed_and_not_learnt() -> None:
-    batch = {"input_ids": IDS, "labels": IDS, "attention_mask": 0 * IDS, "weight": torch.ones(3), "name": "x"}
-    found = pad_to((), batch, 9)
-    assert {name: found[name][0, 7:].tolist() for name in ("input_ids", "labels", "attention_mask")} == {
-        "input_ids": [0, 0],
-        "labels": [-100, -100],
-        "attention_mask": [1, 1],
-    }
-    assert (found["input_ids"][:, :7] == IDS).all()
-    assert found["weight"] is batch["weight"]
-    assert pad_to((), batch, 7) == pad_to((), batch, 5) == batch, "as long as it is, or longer"
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "longest", "says"),
-    [
-        ((IDS,), {}, 9, "cannot be padded"),
-        ((), {"input_ids": IDS[0]}, 9, "cannot be padded"),
-        ((), {"x": IDS}, 9, "cannot be padded"),
-        ((), {"input_ids": IDS, "position_ids": IDS}, 9, "cannot be padded"),
-        ((), {"input_ids": IDS}, 0, "how long"),
-    ],
-)
-def test_what_cannot_be_padded(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int, says: str) -> None:
-    with pytest.raises(Unusable, match=says):
-        pad_to(args, kwargs, longest)

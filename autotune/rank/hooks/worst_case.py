@@ -1,0 +1,182 @@
+"""Hook the batches of `--worst-case`: every row is the largest sample of the script's data, at the longest sequence.
+
+The size of a sample is the memory of its tensors once the script's own collator has made a batch of it alone. The hook
+knows nothing of texts or images: more pixels and more images give larger tensors. The first run reads the sizes, and
+trials reuse what it found.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from autotune.errors import Unusable
+from autotune.rank.hooks.base import Context, leaves
+from autotune.rank.versions import import_or_none
+from autotune.script.profile import LARGEST
+
+_SCAN_SECONDS = 20.0  # of one data set, at most
+_GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it spread evenly, wherever the scan ends
+_UNLIMITED_TOKENS = 10**6  # a tokenizer without a limit names a far larger number
+_FILLERS = {"labels": -100, "attention_mask": 1}  # padding is attended to, without a loss; others take 0
+
+_STREAM = "--worst-case: the script's samples cannot be read by number (a stream)"
+
+
+def install(context: Context) -> None:
+    """Hook torch's loaders, and record the limit of every new tokenizer of transformers."""
+    from torch.utils.data import DataLoader
+
+    own: Any = vars(DataLoader)["_index_sampler"]
+
+    def index_sampler(loader: Any) -> Any:
+        return _LargestOnly(context, loader, own.fget(loader))
+
+    context.patches.replace(DataLoader, "_index_sampler", property(index_sampler))
+    if (base := import_or_none("transformers", "PreTrainedTokenizerBase")) is None:
+        return
+
+    def init(original: Callable[..., Any], tokenizer: Any, /, *args: Any, **kwargs: Any) -> None:
+        original(tokenizer, *args, **kwargs)
+        if (longest := getattr(tokenizer, "model_max_length", None) or 0) < _UNLIMITED_TOKENS:
+            context.allowed_tokens.append(int(longest))
+
+    context.patches.wrap(base, "__init__", init)
+
+
+class _LargestOnly:
+    """Sampler that yields the largest sample's index in place of every index.
+
+    All rows being alike, a step has the same rows however it is cut into micro-batches.
+    """
+
+    def __init__(self, context: Context, loader: Any, sampler: Any) -> None:
+        self._context, self._loader, self._sampler = context, loader, sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        largest = _largest(self._context, self._loader)
+        for at in self._sampler:
+            if largest is None:
+                yield at
+            else:
+                yield [largest] * len(at) if isinstance(at, list | tuple) else largest
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+def _largest(context: Context, loader: Any) -> int | None:
+    """Return the index of the largest sample; None if all are alike, or none can be read."""
+    try:
+        count = len(loader.dataset)
+    except TypeError:  # a stream
+        return None
+    if context.script.profile:
+        found = context.script.profile.get(LARGEST, {}).get(str(count))
+    else:
+        found = context.largest.get(str(count)) or _scan(loader, count)
+    if found is None:
+        return None
+    context.largest[str(count)] = found
+    return int(found["index"]) if found["bytes"] else None
+
+
+def _scan(loader: Any, count: int) -> dict[str, int] | None:
+    """Return index, bytes (0 if all are alike), number of samples read, and longest sequence of a data set.
+
+    A worker process reads the samples, so that no state of the script's own changes. None if it cannot.
+    """
+    import torch
+    from torch.utils.data import DataLoader
+
+    collate, batched = loader.collate_fn, loader._auto_collation
+
+    def size_of(items: Any) -> tuple[int, int]:
+        made = collate(items if batched else items[0])
+        parts = [(name, part) for name, leaf in leaves(made) for part in (leaf if isinstance(leaf, list) else [leaf])]
+        tokens = max((part.shape[-1] for name, part in parts if name == "input_ids"), default=0)
+        return sum(part.nbytes for _, part in parts), tokens
+
+    class Reader(DataLoader[Any]):
+        _index_sampler = property(lambda reader: reader.batch_sampler)  # in place of the hook's
+
+    step = next(one for one in range(max(1, round(_GOLDEN * count)), count + 2) if math.gcd(one, count) == 1)
+    order = [at * step % count for at in range(count)]
+    until = time.monotonic() + _SCAN_SECONDS
+    sizes: list[tuple[int, int]] = []
+    own: dict[str, Any] = {"worker_init_fn": loader.worker_init_fn, "multiprocessing_context": "fork"}
+    own["generator"] = torch.Generator()  # the global one's state would advance
+    try:
+        for one in Reader(loader.dataset, 1, sampler=order, collate_fn=size_of, num_workers=1, **own):
+            sizes.append(one)
+            if time.monotonic() > until:
+                break
+    except Exception:  # a stream with a length, or a collator that needs several samples
+        return None
+    if not sizes:
+        return None
+    number = max(range(len(sizes)), key=lambda at: sizes[at])
+    alike = len({size for size, _ in sizes}) == 1
+    found = {"index": order[number], "bytes": 0 if alike else sizes[number][0], "read": len(sizes)}
+    return {**found, "tokens": max(tokens for _, tokens in sizes)}
+
+
+def longest(context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a forward's arguments, padded to the longest sequence that the script allows.
+
+    Arguments and tokenizers say it, or else the data, or else the model.
+
+    Raises:
+        Unusable: the batch cannot be padded, and no largest sample of the data is known.
+    """
+    config = getattr(context.engine.module, "config", None)
+    positions = getattr(config, "max_position_embeddings", None)
+    limits = [*context.allowed_tokens, *([positions] if isinstance(positions, int) else [])]
+    if context.largest:
+        limits = limits if context.allowed_tokens else [max(one["tokens"] for one in context.largest.values())]
+    elif any(map(_is_image, kwargs.values())):
+        raise Unusable(f"{_STREAM}, so its largest image is unknown: leave it out")
+    try:
+        return pad_to(args, kwargs, min(limits, default=0))
+    except Unusable:
+        if context.largest:
+            return kwargs
+        raise
+
+
+def _is_image(value: Any) -> bool:
+    return getattr(value, "dim", int)() > 1 and value.is_floating_point()
+
+
+def pad_to(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int) -> dict[str, Any]:
+    """Return a forward's arguments with all (rows, tokens) tensors padded to `longest` tokens.
+
+    Padding is computed like all other tokens.
+
+    Raises:
+        Unusable: `longest` is 0 (the maximum length is unknown), or the batch cannot be padded.
+    """
+    import torch
+
+    ids = kwargs.get("input_ids")
+    if args or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or "position_ids" in kwargs:
+        raise Unusable(
+            f"{_STREAM}, and its batches cannot be padded "
+            "(expected input_ids of two dimensions, given by name, not packed): leave it out"
+        )
+    if not longest:
+        raise Unusable(
+            "--worst-case: neither the data, max_length, a tokenizer nor the model's configuration says how long a "
+            "batch may be: leave it out"
+        )
+    found = dict(kwargs)
+    missing = longest - ids.shape[1]
+    for name, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and value.shape[:2] == ids.shape and missing > 0:
+            found[name] = torch.nn.functional.pad(value, (0, missing), value=_FILLERS.get(name, 0))
+    return found
