@@ -153,8 +153,8 @@ def _accelerate(training: dict[str, Any], job: Job, device: str, nodes: int) -> 
 # -- FSDP --------------------------------------------------------------------------------------------------------------
 #
 # The config of accelerate's FSDP2 that corresponds to a candidate (accelerate 1.15, utils/fsdp_utils.py,
-# `fsdp2_prepare_model`; 1.6 is the first that reads `fsdp_version`). Stage 0 corresponds to plain DDP. It is MULTI_GPU on CPU ranks
-# too, because `accelerate launch` starts one process for MULTI_CPU without MPI (commands/launch.py, `simple_launcher`).
+# `fsdp2_prepare_model`; 1.6 is the first that reads `fsdp_version`). Stage 0 corresponds to plain DDP. It is MULTI_GPU on CPU
+# ranks too, because `accelerate launch` starts one process for MULTI_CPU without MPI (commands/launch.py, `simple_launcher`).
 
 _FSDP_HAS = (
     MICRO_BATCH,
