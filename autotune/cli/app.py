@@ -213,7 +213,9 @@ def _call(logs: ExitStack) -> None:
         sys.exit(ExitCode.INTERRUPTED)
     except Exception as error:
         if hasattr(error, "format_message"):  # click's usage errors
-            fail(f"{error.format_message()} (`autotune --help`)", ExitCode.BAD_INPUT)
+            context = getattr(error, "ctx", None)
+            helped = context.command_path if context is not None else " ".join(["autotune", *sys.argv[1:2]])
+            fail(f"{error.format_message()} (`{helped} --help`)", ExitCode.BAD_INPUT)
         fail(*database_failure(error))
 
 

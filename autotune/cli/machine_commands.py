@@ -42,7 +42,8 @@ def doctor(
             findings.append(finding)
             view.print_line(f"{finding.level:5} {finding.what}: {finding.found}")
             if finding.cost:
-                view.print_line(f"      costs: {finding.cost}\n      fix:   {finding.fix}")
+                label = "note: " if finding.level == "good" else "costs:"
+                view.print_line(f"      {label} {finding.cost}\n      fix:   {finding.fix}")
     if as_json:
         emit([vars(finding) for finding in findings])
     if any(finding.level == "bad" for finding in findings):

@@ -251,11 +251,11 @@ attempt("torch", torch_facts, "importing torch")
 def cuda_home():
     from torch.utils.cpp_extension import CUDA_HOME
     return CUDA_HOME
-attempt("cuda_home", cuda_home)
+attempt("cuda_home", cuda_home, "looking for the CUDA toolkit")
 def packaged():
     import glob, nvidia
     return [folder for one in nvidia.__path__ for folder in sorted(glob.glob(one + "/*/include"))]
-attempt("packaged", packaged)
+attempt("packaged", packaged, "looking for CUDA headers in packages")
 def versions():
     import deepspeed
     return {"deepspeed": deepspeed.__version__}

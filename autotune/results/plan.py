@@ -402,7 +402,10 @@ def show_plan(plan: Plan, out: Console) -> None:
     _show_gains(plan, out)
     ways_table(plan).show(out)
     if plan.own is not None:
-        _put(out, Text(f"fewest {plan.own.gpu}: ", style="bold").append(fewest_gpus(plan.own), style="not bold"))
+        _put(
+            out,
+            Text(f"fewest {plan.own.gpu}: ", style="bold").append(fewest_gpus(plan.own, plan.job), style="not bold"),
+        )
     if cards := cards_table(plan):
         cards.show(out)
     elif plan.cards:
@@ -754,11 +757,13 @@ def _card_row(card: CardPlan) -> tuple[str, ...]:
     )
 
 
-def fewest_gpus(card: CardPlan) -> str:
-    """Describe the fewest GPUs of a card that suffice, without and with offload."""
+def fewest_gpus(card: CardPlan, job: Job) -> str:
+    """Describe the fewest GPUs of a card that suffice, without and with offload, and their batch if it is not the job's."""
     parts = []
     if card.fewest:
-        parts.append(f"{_count(card.fewest)} ({knobs_text(card.fewest.prediction.candidate)})")
+        batch = card.fewest.job.global_batch_size
+        rounded = f"; global batch {batch}" if batch != job.global_batch_size else ""
+        parts.append(f"{_count(card.fewest)} ({knobs_text(card.fewest.prediction.candidate)}{rounded})")
     offloading = card.fewest_offloading
     if offloading and (card.fewest is None or offloading.hardware.count < card.fewest.hardware.count):
         need = _gib(offloading.host_bytes)

@@ -81,7 +81,8 @@ class Certificate:
         """Return the verdict as one line."""
         if self.verdict is Verdict.SAME:
             return f"trains the same: {self.text}"
-        return f"{'trains something else' if self.verdict is Verdict.DIFFERS else 'not compared'}: {self.text}"
+        said = "trains something else" if self.verdict is Verdict.DIFFERS else "training not compared"
+        return f"{said}: {self.text}"
 
 
 def floor_of(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
@@ -170,7 +171,8 @@ def _compare_engine(
     if unknown and not is_users and 3 in {reference.stage, trace.stage} and reference.stage != trace.stage:
         return Certificate(Verdict.NOT_COMPARED, "initial weights were not seen (an earlier version, or NVMe)")
     if own.rows_per_rank != candidate.rows_per_rank:
-        why = f"its steps have {candidate.rows_per_rank} samples a rank, those of the reference {own.rows_per_rank}"
+        other = "your config" if is_users else "the config it would be compared with"
+        why = f"each step trains on {candidate.rows_per_rank} samples a rank, and on {own.rows_per_rank} with {other}"
         return Certificate(Verdict.NOT_COMPARED, why)
     if (rows := _rows_factor(reference, trace, cut=own.micro_batch != candidate.micro_batch)) is not None:
         why = f"it trains on {rows:.3g}x {your} rows in an optimizer step"

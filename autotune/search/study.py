@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ class StudyStore:
         self._open, self.tuners = dict[int, optuna.Trial](), Tuners(study)
         self.measured_here = MeasuredHere()
         self._call: tuple[str, dict[str, Any]] | None = None  # this process's call: (attribute name, value)
+        self.finished: Counter[str] = Counter()  # trials of this process by kind of outcome, the script's own run too
 
     @classmethod
     def in_memory(cls, job: Job, hardware: Hardware, space: SearchSpace) -> StudyStore:
@@ -349,6 +351,10 @@ class StudyStore:
 
         Memory is a graded constraint, not Optuna's FAIL, because samplers ignore failed trials and repeat them.
         """
+        self.finished[outcome.kind.value] += 1
+        self._store(number, outcome)
+
+    def _store(self, number: int, outcome: Outcome) -> None:
         trial = self._open.pop(number)
         with kept_if_it_fails(self.folder, trial, outcome, self.measured_here):
             self._end(number, trial, outcome)
@@ -358,7 +364,7 @@ class StudyStore:
         stored = 0
         for trial, outcome in outcomes_kept_in_folder(self.folder, self.study):
             self._open[trial.number] = trial
-            self.finish(trial.number, outcome)
+            self._store(trial.number, outcome)
             stored += 1
         return stored
 

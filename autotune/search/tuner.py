@@ -111,7 +111,7 @@ class Tuner:
         return (best, self.leaderboard.measured[best][1]) if best else None
 
     def _due(self) -> int:
-        if self.leaderboard.measured.keys() == {self._own} and not self.trials.counts:
+        if self.leaderboard.measured.keys() == {self._own} and not self.trials.ended:
             return 0  # a first candidate is worth more than a verification of that one
         return 2 if self.leaderboard.incumbent is not None else 1
 
@@ -143,7 +143,7 @@ class Tuner:
             ended = StopReason.INTERRUPTED.stop()
         self.store.note_skips(self.proposer.skips())
         self.trials.save_call(ended.sentence)
-        counts = self.trials.counts
+        counts = self.store.finished
         used, measured = self.clock.used_seconds, counts[OutcomeKind.OK.value]
         confidence = self.proposer.confidence()
         return SearchSummary(winner, verified, ended.sentence, self.cancelled(), used, measured, counts, confidence)
@@ -348,7 +348,7 @@ class TrialRecorder:
         self.observer, self.cancelled = observer, cancelled
         self.certifier = Certifier(proposer.job)
         self.peers = PeerTrials(store)
-        self.counts: Counter[str] = Counter()  # trials of this call by kind of outcome
+        self.ended = 0  # trials of this search
 
     def replay_study(self) -> None:
         """Learn the outcomes of the study's earlier calls."""
@@ -406,7 +406,7 @@ class TrialRecorder:
         self.peers.known.add(number)
         self.observer.trial_finished(number, candidate, role, outcome)
         self.save_call()
-        self.counts[outcome.kind.value] += 1
+        self.ended += 1
         self.clock.note(candidate, outcome, role)
         self._learn(number, candidate, outcome, role)
         self.failures.take(candidate, outcome)

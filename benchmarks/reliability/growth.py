@@ -147,7 +147,7 @@ def child(samples_file: Path, every: int, window: int, words: list[str]) -> None
 
     def ending(recorder: TrialRecorder, *told: Any) -> Outcome:
         outcome = end(recorder, *told)
-        if not (count := recorder.counts.total()) % every:
+        if not (count := recorder.store.finished.total()) % every:
             samples.take(process, count, tuners[-1])
             samples_file.write_text(json.dumps(vars(samples)), encoding="utf-8")
         return outcome

@@ -75,6 +75,8 @@ FILES = {
         (("export", "x", "--format", "toml"), "deepspeed, accelerate, hf"),
         (("spaces", "show", "zero22"), "did you mean"),
         (("frobnicate",), "frobnicate"),
+        (("show",), "Missing argument 'STUDY'. (`autotune show --help`)"),
+        (("export", "x", "--format"), "(`autotune export --help`)"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -16,7 +17,7 @@ from autotune.problem.hardware import gpu_table, named_hardware
 from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.problem.space import parse_space
-from autotune.results.plan import Plan
+from autotune.results.plan import Plan, fewest_gpus
 from autotune.util.interpreter import OtherInterpreter
 from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
@@ -71,7 +72,7 @@ def test_a_card_has_the_main_memory_of_its_common_cloud_machine() -> None:
 
 
 def test_too_little_main_memory_is_a_condition_and_not_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    typed = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100", "--seq-len", "1024"]
+    typed = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100", "--seq-len", "2048"]
     small = CliRunner().invoke(app, [*typed, "--host-memory", "64GiB"])
     assert small.exit_code == 3, small.output
     text = " ".join(small.output.split())
@@ -97,9 +98,9 @@ def test_the_nearest_config_is_the_thriftiest_and_its_shortage_adds_up() -> None
 
 
 def test_without_a_batch_a_plausible_one_is_assumed_and_shown(tmp_path: Path) -> None:
-    typed = ["plan", "--model", "tiny-llama", "--gpu", "t4", "--gpus", "2", "--seq-len", "512"]
+    typed = ["plan", "--model", "tiny-llama", "--gpu", "t4", "--gpus", "2", "--seq-len", "2048"]
     text = CliRunner().invoke(app, typed).output
-    assert "global batch 512\n262,144 tokens per step (assumed; --global-batch-size)" in text
+    assert "global batch 128\n262,144 tokens per step (assumed; --global-batch-size)" in text
     free = json.loads(CliRunner().invoke(app, [*typed, "--global-batch-size", "free", "--json"]).output)
     assert (free["global_batch_size"], free["global_batch_assumed"]) == (None, False)
     given = json.loads(CliRunner().invoke(app, [*typed, "--global-batch-size", "64", "--json"]).output)
@@ -174,7 +175,7 @@ def test_positions_can_be_extended() -> None:
 
 @pytest.mark.slow
 def test_cards_are_compared_at_the_same_global_batch() -> None:
-    (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=1024), ["a100"])
+    (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=2048), ["a100"])
     batch = plan.job.global_batch_size
     assert batch == 256
     for card in plan.cards:
@@ -189,14 +190,14 @@ def largest_fitting(plan: Plan) -> int:
 
 @pytest.mark.slow
 def test_more_memory_is_never_worse() -> None:
-    small, large = plans(Request("llama-3.2-1b", 2, seq_len=1024), ["rtx3090", "a100-80gb"])
+    small, large = plans(Request("llama-3.2-1b", 2, seq_len=2048), ["rtx3090", "a100-80gb"])
     assert largest_fitting(large) >= largest_fitting(small)
     assert large.best[0].samples_per_second > small.best[0].samples_per_second
 
 
 @pytest.mark.slow
 def test_a_global_batch_is_kept() -> None:
-    (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=1024, global_batch_size=48), ["rtx4090"])
+    (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=2048, global_batch_size=48), ["rtx4090"])
     assert plan.best
     for one in plan.best:
         assert one.candidate.micro_batch * one.candidate.accumulation * 2 == 48
@@ -251,7 +252,7 @@ def test_an_impossible_number_of_gpus_is_refused() -> None:
 
 @pytest.mark.slow
 def test_gpus_are_counted_in_each_node() -> None:
-    one, two = (plans(Request("llama-3.2-1b", 4, nodes=nodes, seq_len=1024), ["a100"])[0] for nodes in (1, 2))
+    one, two = (plans(Request("llama-3.2-1b", 4, nodes=nodes, seq_len=2048), ["a100"])[0] for nodes in (1, 2))
     assert (one.hardware.count, two.hardware.count, two.hardware.nodes, two.job.ranks) == (4, 8, 2, 8)
     assert one.hardware.host_memory_bytes == two.hardware.host_memory_bytes  # of one node
     assert two.best[0].samples_per_second > one.best[0].samples_per_second
@@ -259,15 +260,20 @@ def test_gpus_are_counted_in_each_node() -> None:
 
 @pytest.mark.slow
 def test_the_fewest_gpus_are_exactly_those() -> None:
-    (plan,) = plans(Request("llama-3.1-8b", 8, seq_len=1024), ["a100"])
+    (plan,) = plans(Request("llama-3.1-8b", 8, seq_len=2048), ["a100"])
     assert plan.own is not None
     fewest = plan.own.fewest
     assert fewest is not None
     assert fewest.prediction.host_bytes == 0
     count = fewest.hardware.count
     assert 1 < count < 8
-    (exact,) = plans(Request("llama-3.1-8b", count, seq_len=1024), ["a100"])
-    (fewer,) = plans(Request("llama-3.1-8b", count - 1, seq_len=1024), ["a100"])
+    batch = fewest.job.global_batch_size
+    assert batch is not None
+    doubled = dataclasses.replace(plan.job, global_batch_size=2 * batch)
+    assert f"; global batch {batch})" in fewest_gpus(plan.own, doubled), "it could not be split over so many"
+    assert "global batch" not in fewest_gpus(plan.own, fewest.job)
+    (exact,) = plans(Request("llama-3.1-8b", count, seq_len=2048), ["a100"])
+    (fewer,) = plans(Request("llama-3.1-8b", count - 1, seq_len=2048), ["a100"])
     assert any(not one.host_bytes for one in exact.best)
     assert all(one.host_bytes for one in fewer.best)
     offloading = plan.own.fewest_offloading
@@ -279,7 +285,7 @@ def test_the_fewest_gpus_are_exactly_those() -> None:
 
 @pytest.mark.slow
 def test_beyond_a_machine_gpus_come_in_whole_nodes() -> None:
-    (plan,) = plans(Request("llama-3.1-8b", 4, seq_len=1024), ["rtx4090"])
+    (plan,) = plans(Request("llama-3.1-8b", 4, seq_len=2048), ["rtx4090"])
     assert plan.own is not None
     fewest = plan.own.fewest
     assert fewest is not None
@@ -289,7 +295,7 @@ def test_beyond_a_machine_gpus_come_in_whole_nodes() -> None:
 
 @pytest.mark.slow
 def test_a_global_batch_leaves_out_counts_that_cannot_share_it() -> None:
-    (plan,) = plans(Request("llama-3.1-8b", 8, seq_len=1024, global_batch_size=16), ["a100"])
+    (plan,) = plans(Request("llama-3.1-8b", 8, seq_len=2048, global_batch_size=16), ["a100"])
     assert plan.own is not None
     for card in (plan.own, *plan.cards):
         for outlook in (card.fewest, card.fewest_offloading, card.best):
@@ -299,7 +305,7 @@ def test_a_global_batch_leaves_out_counts_that_cannot_share_it() -> None:
 
 @pytest.mark.slow
 def test_cards_come_cheapest_first_those_with_measured_rows_before_others() -> None:
-    (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=1024, tokens="1B"), ["a100"])
+    (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=2048, tokens="1B"), ["a100"])
     priced = [card for card in plan.cards if card.best and card.best.usd is not None]
     quick = [card for card in priced if card.best and 3600 * card.best.hours <= LONGEST_SECONDS]
     assert priced[: len(quick)] == quick, "the others come last"
@@ -317,7 +323,7 @@ def test_cards_come_cheapest_first_those_with_measured_rows_before_others() -> N
 @pytest.mark.slow
 def test_a_card_without_bf16_is_taken_with_fp16_unless_bf16_was_typed() -> None:
     free, typed = (
-        plans(Request("llama-3.2-1b", 1, seq_len=1024, precision=precision), ["a100"])[0]
+        plans(Request("llama-3.2-1b", 1, seq_len=2048, precision=precision), ["a100"])[0]
         for precision in (None, "bf16")
     )
     speed = [
@@ -330,7 +336,7 @@ def test_a_card_without_bf16_is_taken_with_fp16_unless_bf16_was_typed() -> None:
 @pytest.mark.slow
 def test_your_own_price_and_memory_count() -> None:
     (plan,) = plans(
-        Request("llama-3.2-1b", 2, seq_len=1024, price=0.5, host_memory="1TiB", memory_cap="20GiB"), ["a100"]
+        Request("llama-3.2-1b", 2, seq_len=2048, price=0.5, host_memory="1TiB", memory_cap="20GiB"), ["a100"]
     )
     assert plan.outlook is not None
     assert plan.outlook.usd_per_hour == pytest.approx(1.0)
@@ -344,7 +350,7 @@ def test_your_own_price_and_memory_count() -> None:
 
 
 def test_several_gpus_side_by_side_are_not_told_of_others() -> None:
-    both = plans(Request("llama-3.2-1b", 2, seq_len=1024), ["rtx4090", "a100"])
+    both = plans(Request("llama-3.2-1b", 2, seq_len=2048), ["rtx4090", "a100"])
     assert len(both) == 2
     for plan in both:
         assert plan.outlook is not None
@@ -353,7 +359,7 @@ def test_several_gpus_side_by_side_are_not_told_of_others() -> None:
 
 
 def test_what_helps_is_ranked_and_worth_it() -> None:
-    (plan,) = plans(Request("llama-3.1-8b", 4, seq_len=1024, nodes=2, global_batch_size=64), ["rtx4090"])
+    (plan,) = plans(Request("llama-3.1-8b", 4, seq_len=2048, nodes=2, global_batch_size=64), ["rtx4090"])
     shares = [gain.share for gain in plan.gains]
     assert shares == sorted(shares, reverse=True)
     assert all(share >= 0.02 for share in shares)

@@ -46,7 +46,7 @@ def shown(plan: Plan) -> str:
 
 
 def test_what_is_shown() -> None:
-    job = make_job(model="llama-3.2-1b", precision="bf16", seq_len=1024)
+    job = make_job(model="llama-3.2-1b", precision="bf16", seq_len=2048)
     hardware = named_hardware("rtx4090", 2)
     setup = PlanSetup(job=job, hardware=hardware, space=load_space("default"))
     plan = make_plan(setup, traced_predictor(job, hardware))
@@ -65,7 +65,7 @@ def test_what_is_shown() -> None:
 @pytest.fixture(scope="module")
 def whole() -> Plan:
     """A plan with everything in it: several nodes, offload, a global batch, tokens."""
-    request = Request("llama-3.2-1b", 2, seq_len=1024, nodes=2, tokens="2B", global_batch_size=64)
+    request = Request("llama-3.2-1b", 2, seq_len=2048, nodes=2, tokens="2B", global_batch_size=64)
     (plan,) = plans(request, ["rtx4090"])
     return plan
 
@@ -193,7 +193,7 @@ def test_errors_and_nearest_rows_in_words(whole: Plan) -> None:
 
 @pytest.mark.slow
 def test_large_logits_are_drawn_and_a_loss_in_chunks_is_advised() -> None:
-    (plan,) = plans(Request("qwen3-0.6b", 1, seq_len=4096, global_batch_size=8), ["rtx3090"])
+    (plan,) = plans(Request("qwen3-0.6b", 1, seq_len=2048, global_batch_size=8), ["rtx3090"])
     chunked, answer = plan.chunked, plan.best[0]
     assert chunked is not None
     assert answer.memory["logits and loss"] == pytest.approx(
@@ -213,7 +213,7 @@ def test_large_logits_are_drawn_and_a_loss_in_chunks_is_advised() -> None:
 @pytest.mark.slow
 def test_loading_a_checkpoint_needs_a_copy_per_rank() -> None:
     few, many = (
-        plans(Request("llama-3.1-8b", gpus, seq_len=1024, host_memory="128GiB"), ["a100-80gb"])[0] for gpus in (2, 8)
+        plans(Request("llama-3.1-8b", gpus, seq_len=2048, host_memory="128GiB"), ["a100-80gb"])[0] for gpus in (2, 8)
     )
     weights = 2 * 8.03e9
     assert few.loading_bytes == pytest.approx(2 * weights + 4 * 2**30, rel=0.01)  # 4 GiB for the processes

@@ -388,11 +388,13 @@ def test_candidates_with_the_setting_that_changes_the_training_share_the_cause(
 
 def test_without_a_whole_step_of_both_nothing_is_compared() -> None:
     certifier = Certifier(make_job())
-    assert certifier.certificate(OWN, None).line == "not compared: no whole optimizer step of it was traced"
-    assert certifier.certificate(OWN, trace()).line == "not compared: the reference was not measured"
+    assert certifier.certificate(OWN, None).line == "training not compared: no whole optimizer step of it was traced"
+    assert certifier.certificate(OWN, trace()).line == "training not compared: the reference was not measured"
     certifier.learn(OWN, measured(trace()), SEARCH)
     eight = OWN.but(**{MICRO_BATCH: 1, ACCUMULATION: 8})  # a rank ran four of its micro-batches
-    assert certifier.certificate(eight, trace()).line == "not compared: no whole optimizer step of it was traced"
+    assert (
+        certifier.certificate(eight, trace()).line == "training not compared: no whole optimizer step of it was traced"
+    )
 
 
 def test_stage_3_of_a_named_model_is_compared_with_the_other_stages() -> None:

@@ -77,9 +77,11 @@ def test_nothing_finished_is_lost_and_the_trial_in_flight_is_closed(tmp_path: Pa
     store.finish(done, OK)
     store.update_call(12.0)
     flying = store.start(make_candidate(2), SPACE)
+    assert store.finished == {"ok": 1}
     del store  # the process is killed here
     again, resumed = make_store(tmp_path)
     assert resumed
+    assert not again.finished, "counts one call"
     assert again.close_interrupted() == 1
     records = again.records()
     assert [record.number for record in records] == [done, flying]

@@ -285,7 +285,7 @@ def plan_report(plans: list[Plan]) -> PlanReport:
         plans=tuple(_card(plan) for plan in plans),
         memory=tuple(bars for plan in plans for bars in _memory(plan, several)),
         cards=comparison_table(plans) if several else cards_table(first),
-        fewest=f"Fewest {first.own.gpu}: {fewest_gpus(first.own)}." if first.own else "",
+        fewest=f"Fewest {first.own.gpu}: {fewest_gpus(first.own, first.job)}." if first.own else "",
         data=[plan.to_json() for plan in plans] if several else first.to_json(),
     )
 
