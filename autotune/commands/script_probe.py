@@ -30,12 +30,14 @@ from autotune.script.profile import (
     BY_RANK,
     CALL,
     EARLIER,
+    EXPERTS_ELSEWHERE,
     KEPT,
     LARGEST,
     LOOPED,
     OPS,
     RAN,
     SEEDS,
+    SHARED_SEQUENCES,
     SPLIT,
     TOKENS,
     TORCHS,
@@ -49,7 +51,7 @@ from autotune.script.profile import (
     own_candidate,
 )
 from autotune.script.recorded import RecordedItem, profile_names
-from autotune.script.script import LOCAL_RANK_FLAGS, carries_knob, with_flag
+from autotune.script.script import KNOWN_FLAGS, LOCAL_RANK_FLAGS, carries_knob, with_flag
 from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since, stored_findings
 from autotune.search.certificate import Verdict, compare, floor_of_cut, same_rows, with_floor
 from autotune.util.files import write_atomically
@@ -567,9 +569,11 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
         )
     }
     # These are stored only if present, so that studies of earlier versions keep the same job.
-    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK)
+    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK, EXPERTS_ELSEWHERE)
     named = ("lightning", "optimizer", "spellings", "variables", "beside", "boundary_by_hand", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
+    if (shared := facts.get(SHARED_SEQUENCES, 1)) > 1:
+        kept[SHARED_SEQUENCES] = shared
     if facts.get("evaluating"):  # transformers' layers do not checkpoint in evaluation mode
         kept |= {"checkpointing": False, "checkpointed": False, "evaluating": True}
     samples = batch["micro_batch"] * batch["accumulation"] * batch.get(BY_HAND, 1)
@@ -734,9 +738,11 @@ def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[
     seen = {**seen, **cut}
     script = dataclasses.replace(script, profile=seen)
     own = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: _accumulation(seen, facts["micros"], seen["accumulation"])}
-    wanted = [knob for knob in own if cut or not carries_knob(script, knob)]
     taken = {*dict(script.flags).values(), *LOCAL_RANK_FLAGS}
     integers = {flag: value for flag, value in _integers(script, facts).items() if flag not in taken}
+    # A flag of a known name may hold another value than the steps, such as all ranks' accumulation.
+    differs = [knob for knob, value in own.items() if integers.get(KNOWN_FLAGS[knob], value) != value]
+    wanted = [knob for knob in own if cut or knob in differs or not carries_knob(script, knob)]
     products = _Products.of(runs.executor.hardware.count, own, wanted, facts, integers)
     for options, of_products in _attempts(own, wanted, integers, products.options):
         if not runs.left:

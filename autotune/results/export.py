@@ -153,8 +153,8 @@ def _accelerate(training: dict[str, Any], job: Job, device: str, nodes: int) -> 
 # -- FSDP --------------------------------------------------------------------------------------------------------------
 #
 # The config of accelerate's FSDP2 that corresponds to a candidate (accelerate 1.15, utils/fsdp_utils.py,
-# `fsdp2_prepare_model`). Stage 0 corresponds to plain DDP. It is MULTI_GPU on CPU ranks too, because `accelerate launch` starts
-# one process for MULTI_CPU without MPI (commands/launch.py, `simple_launcher`).
+# `fsdp2_prepare_model`; 1.6 is the first that reads `fsdp_version`). Stage 0 corresponds to plain DDP. It is MULTI_GPU on CPU
+# ranks too, because `accelerate launch` starts one process for MULTI_CPU without MPI (commands/launch.py, `simple_launcher`).
 
 _FSDP_HAS = (
     MICRO_BATCH,
@@ -188,6 +188,8 @@ def fsdp_notes(candidate: Candidate, job: Job, device: str = "cuda") -> list[str
     lines = ["it was measured under DeepSpeed: expect another speed and peak, and compare losses", steps]
     if candidate.stage in (1, 2):
         lines.append(f"weights are sharded between steps too, unlike ZeRO-{candidate.stage}, and whole within a step")
+    if sharded:
+        lines.append("accelerate 1.6 or newer reads it; an older one ignores fsdp_version and trains with FSDP1")
     if device == "cpu" and sharded:
         lines.append("accelerate 1.15 trains with DDP on CPU ranks, whatever its FSDP section says")
     if sharded and job.ranks > 1 and may_skip_parameters(job):

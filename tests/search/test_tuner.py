@@ -712,6 +712,23 @@ def test_a_rival_that_is_nearer_than_a_search_is_sure_of_has_its_turn(replay_tab
     assert leaderboard.contender() is None, "one such rival is enough, and none is faster than what has passed"
 
 
+def test_two_verified_candidates_take_turns_only_if_neither_is_clearly_faster(replay_table: ReplayTable) -> None:
+    for speed, turn in ((50.0, None), (109.0, make_candidate(0, 1))):
+        leaderboard = Leaderboard(replay_table.hardware())
+        of_peak(leaderboard, make_candidate(0, 1), 110.0, 500)
+        of_peak(leaderboard, make_candidate(0, 2), speed, 500)
+        assert leaderboard.next_turn() == turn
+
+
+def test_the_least_bytes_of_a_failed_verification_deprioritize_a_stage(replay_table: ReplayTable) -> None:
+    leaderboard, larger, smaller = Leaderboard(replay_table.hardware()), make_candidate(2, 2), make_candidate(2, 1)
+    of_peak(leaderboard, larger, 100.0, 500, SEARCH)
+    of_peak(leaderboard, smaller, 100.0, 300, SEARCH)
+    for mib in (500, 600):
+        leaderboard.deprioritize_stage(2, mib * MIB)
+    assert (leaderboard.is_deprioritized(larger), leaderboard.is_deprioritized(smaller)) == (True, False)
+
+
 POOL = [make_candidate(0, size) for size in (1, 2, 4, 8, 16)]
 CALLS = st.lists(
     st.tuples(st.floats(0.3, 3.0), st.sets(st.integers(0, 4), min_size=1), st.integers(0, 9)), min_size=2, max_size=4
