@@ -386,13 +386,14 @@ def read_entry(path: Path) -> Entry:
         UserError: the file cannot be read, or breaks the schema; the message names the field.
     """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         raise UserError(f"no gallery entry {path}: `autotune share STUDY` writes one") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): expected a gallery entry") from None
     if len(data) > MOST_BYTES:
-        raise UserError(f"{path} has {len(data)} bytes: a gallery entry has at most {MOST_BYTES}")
+        raise UserError(f"{path} is too large: a gallery entry has at most {MOST_BYTES} bytes")
     try:
         return Entry.model_validate_json(data)
     except ValidationError as error:

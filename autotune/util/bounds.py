@@ -6,6 +6,7 @@ before it is used.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -100,9 +101,10 @@ def read_text(path: Path, what: str, expected: str) -> str:
         UserError: the file cannot be read, is no text, or is too large.
     """
     try:
-        if path.is_file() and path.stat().st_size > MOST_BYTES:
-            raise UserError(f"{what} has more than {MOST_BYTES} bytes: {expected}")
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:  # a device or a pipe may have no end
+            if len(data := file.read(MOST_BYTES + 1)) > MOST_BYTES:
+                raise UserError(f"{what} has more than {MOST_BYTES} bytes: {expected}")
+        text = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig").read()
     except FileNotFoundError:
         raise UserError(f"{what}: no such file; {expected}") from None
     except (OSError, ValueError) as error:

@@ -600,6 +600,40 @@ BREAK_OUT_SHELL |= {
     "tmux": "tmux -L $$ new-session -d 'rm -rf out'; sleep 0.1; tmux -L $$ kill-server",
 }
 
+BREAK_OUT_SHELL |= {
+    "proc_root_dots": 'cd /proc/self/cwd/../../../../../../../..; echo x > ".$P/keep.txt"; cd -P /proc/$PPID/root; echo x > ".$P/keep.txt"; cd /proc/$PPID/cwd && echo x > keep.txt',
+    "pivot_sh": 'mkdir -p $T/n && mount -t tmpfs n $T/n; unshare -Urm sh -c "mount --rbind / $T; cd $T; pivot_root . tmp; rm -rf /$P/out"',
+}
+
+BREAK_OUT_PYTHON |= {
+    "unshare_all": "[libc.unshare(f) for f in (0x20000, 0x10000000, 0x20000, 0x2000000, 0x4000000, 0x20000000, 0x40000000)]; libc.umount2(P.encode(), 2); libc.mount(b'/proc/self/root', b'empty', None, 0x5000, None); open(f'{P}/keep.txt', 'w').write('x')",
+    "handle_of_ancestors": """
+h = ctypes.create_string_buffer(136); h[0:8] = (128).to_bytes(4, 'little') + bytes(4); m = ctypes.c_int()
+for at in ('/', P, H, D, '/dev/shm', '/tmp', '/var/tmp', '/proc/self/cwd', os.environ['RUN']):
+    for flag in (0, 0x200, 0x1000):
+        h[0:4] = (128).to_bytes(4, 'little')
+        if libc.name_to_handle_at(-100, f'{P}/keep.txt'.encode(), h, ctypes.byref(m), flag & 0xfff) == 0:
+            for one in (at,):
+                try: f = libc.open_by_handle_at(os.open(one, os.O_RDONLY), h, os.O_RDWR)
+                except OSError: continue
+                if f >= 0: os.write(f, b'x')""",
+    "fsmount_overlay": "f = libc.syscall(430, b'overlay', 0); [libc.syscall(431, f, 1, k, v, 0) for k, v in ((b'lowerdir', D.encode()), (b'upperdir', f'{P}/out'.encode()), (b'workdir', f'{P}/empty'.encode()))]; libc.syscall(431, f, 6, None, None, 0); m = libc.syscall(432, f, 0, 0); m >= 0 and os.open('new', os.O_CREAT | os.O_WRONLY, dir_fd=m)",
+    "dup_all_inherited": """
+for n in range(3, 256):
+    try: t = os.readlink(f'/proc/self/fd/{n}')
+    except OSError: continue
+    if n == BEFORE: continue
+    try: os.write(n, b'x')
+    except OSError: pass
+    try: os.ftruncate(n, 0)
+    except OSError: pass""",
+    "reopen_all_inherited": """
+for n in os.listdir('/proc/self/fd'):
+    for flags in (os.O_WRONLY, os.O_RDWR | os.O_TRUNC):
+        try: os.write(os.open(f'/proc/self/fd/{n}', flags), b'')
+        except OSError: pass""",
+}
+
 PYTHON |= {
     "large_file": "f = open('model.pt', 'r+b'); f.seek(3 << 30); f.write(b'x'); f.close(); assert os.path.getsize('model.pt') > 3 << 30",
     "long_path": "os.chdir('out')\nfor _ in range(15):\n    os.mkdir('d' * 200); os.chdir('d' * 200)\nopen('x', 'w').write('x'); shutil.rmtree(f'{P}/out/checkpoint-1')",
