@@ -121,6 +121,18 @@ def test_a_script_is_tuned_as_it_is(
 
 
 @pytest.mark.slow
+def test_two_ranks_that_share_sequences_train_on_one_batch(scripts: Scripts, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(AUTO))
+    script = [str(SCRIPTS / "shared_sequences.py"), *TRAINER[:10], "--use_cpu", "--report_to", "none"]
+    found = scripts.probe(script, tmp_path, ())
+    assert (found.script.profile["sequence_ranks"], found.script.profile["batch_note"]) == (2, "")
+    assert job_of(found.script, scripts.hardware, None).global_batch_size == 2 * 2
+    outcome = scripts.measure(found, make_candidate(1, 4, 1))
+    assert outcome.measurement is not None, outcome
+    assert outcome.measurement.samples_per_second * outcome.measurement.step_seconds == pytest.approx(4)
+
+
+@pytest.mark.slow
 def test_a_grpo_training_of_trl_is_tuned(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))
     rollouts = ["--num_generations", "2", "--max_completion_length", "4", "--use_cpu", "--report_to", "none"]

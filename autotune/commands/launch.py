@@ -335,7 +335,7 @@ class Launched:
     # -- the batch ---------------------------------------------------------------------------------------------------
 
     def _about_batch(self, asked: int | str | None, config: dict[str, Any] | None) -> list[str]:
-        target, tuned = self.script.target, self.winner.rows_per_rank * self.job.ranks
+        target, tuned = self.script.target, self.winner.rows_per_rank * self.job.data_ranks
         if asked not in (None, FREE, tuned):
             raise UserError(
                 f"--global-batch-size {asked}: study {self.study} was tuned for {tuned} samples per optimizer step. Give that, "

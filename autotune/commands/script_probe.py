@@ -30,12 +30,14 @@ from autotune.script.profile import (
     BY_RANK,
     CALL,
     EARLIER,
+    EXPERTS_ELSEWHERE,
     KEPT,
     LARGEST,
     LOOPED,
     OPS,
     RAN,
     SEEDS,
+    SHARED_SEQUENCES,
     SPLIT,
     TOKENS,
     TORCHS,
@@ -49,8 +51,8 @@ from autotune.script.profile import (
     own_candidate,
 )
 from autotune.script.recorded import RecordedItem, profile_names
-from autotune.script.script import LOCAL_RANK_FLAGS, carries_knob, with_flag
-from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
+from autotune.script.script import KNOWN_FLAGS, LOCAL_RANK_FLAGS, carries_knob, with_flag
+from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since, stored_findings
 from autotune.search.certificate import Verdict, compare, floor_of_cut, same_rows, with_floor
 from autotune.util.files import write_atomically
 from autotune.util.units import format_bytes, format_duration
@@ -151,15 +153,13 @@ def probe(
         MachineError: the machine failed in the first run.
         Stopped: the user stopped the tuner.
     """
-    budget, memory = _ProbeBudget(executor, budget_seconds, spent_seconds), folder / MEMORY
+    budget = _ProbeBudget(executor, budget_seconds, spent_seconds)
     key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.limit_bytes}"
-    if memory.exists():
-        text = memory.read_text(encoding="utf-8")
-        known = json.loads(text)
+    text, known, sources = stored_findings(folder / MEMORY)
+    if known.get("key") == key and not edited_since(sources, script.cwd):
         profile = known["profile"]
         believed = not profile_names(profile) or is_granted(RecordedItem(_FIRST_RUN, text))
-        changed = edited_since(profile.get(SOURCES, {}), script.cwd)
-        if known["key"] == key and believed and not changed and not _counted_otherwise(profile):
+        if believed and not _counted_otherwise(profile):
             baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
             ran_out = Outcome.from_json(known["ran_out"]) if known.get("ran_out") else None
             return Probe(_mapped(script, profile), baseline, ran_out=ran_out)
@@ -192,11 +192,8 @@ def _first_limits(left_seconds: float) -> tuple[float, MeasureSpec]:
 
 def _unfinished(folder: Path, key: str, cwd: str | Path) -> tuple[Outcome, dict[str, Any]] | None:
     """Return the measurement and facts of a first run whose call ended before the checks; None if there is none to use."""
-    if not (folder / _UNFINISHED).exists():
-        return None
-    text = (folder / _UNFINISHED).read_text(encoding="utf-8")
-    known = json.loads(text)
-    if known["key"] != key or not is_granted(RecordedItem(_FIRST_RUN, text)) or edited_since(known[SOURCES], cwd):
+    text, known, sources = stored_findings(folder / _UNFINISHED)
+    if known.get("key") != key or not is_granted(RecordedItem(_FIRST_RUN, text)) or edited_since(sources, cwd):
         return None
     return Outcome.from_json(known["baseline"]), known["facts"]
 
@@ -572,9 +569,11 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
         )
     }
     # These are stored only if present, so that studies of earlier versions keep the same job.
-    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK)
+    own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK, EXPERTS_ELSEWHERE)
     named = ("lightning", "optimizer", "spellings", "variables", "beside", "boundary_by_hand", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
+    if (shared := facts.get(SHARED_SEQUENCES, 1)) > 1:
+        kept[SHARED_SEQUENCES] = shared
     if facts.get("evaluating"):  # transformers' layers do not checkpoint in evaluation mode
         kept |= {"checkpointing": False, "checkpointed": False, "evaluating": True}
     samples = batch["micro_batch"] * batch["accumulation"] * batch.get(BY_HAND, 1)
@@ -739,9 +738,11 @@ def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[
     seen = {**seen, **cut}
     script = dataclasses.replace(script, profile=seen)
     own = {MICRO_BATCH: seen["micro_batch"], ACCUMULATION: _accumulation(seen, facts["micros"], seen["accumulation"])}
-    wanted = [knob for knob in own if cut or not carries_knob(script, knob)]
     taken = {*dict(script.flags).values(), *LOCAL_RANK_FLAGS}
     integers = {flag: value for flag, value in _integers(script, facts).items() if flag not in taken}
+    # A flag of a known name may hold another value than the steps, such as all ranks' accumulation.
+    differs = [knob for knob, value in own.items() if integers.get(KNOWN_FLAGS[knob], value) != value]
+    wanted = [knob for knob in own if cut or knob in differs or not carries_knob(script, knob)]
     products = _Products.of(runs.executor.hardware.count, own, wanted, facts, integers)
     for options, of_products in _attempts(own, wanted, integers, products.options):
         if not runs.left:

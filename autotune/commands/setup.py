@@ -48,7 +48,7 @@ from autotune.results.trackers import check_trackers
 from autotune.script.parse_command import TypedCommand, read_command
 from autotune.script.profile import first_candidates, unknown_job
 from autotune.script.script import named_configs
-from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_since
+from autotune.script.source_digests import MEMORY, digests, edited_since, stored_findings
 from autotune.search.fingerprint import identity
 from autotune.util.bounds import MOST, display_value, whole_number
 from autotune.util.interpreter import OWN, Interpreter
@@ -761,8 +761,7 @@ def name_since_edits(name: str, runs: Path, job: Job) -> tuple[str, list[str]]:
     """
     first, changed = name, list[str]()
     while job.script is not None:
-        memory = runs / name / MEMORY
-        known = json.loads(memory.read_text(encoding="utf-8"))["profile"].get(SOURCES, {}) if memory.is_file() else {}
+        _, _, known = stored_findings(runs / name / MEMORY)
         if not (found := edited_since(known, job.script.cwd)):
             break
         texts = json.dumps([name, digests(known, job.script.cwd)], sort_keys=True)

@@ -28,7 +28,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, S
 from autotune.problem.training_trace import TrainingTrace
 from autotune.rank.ds_config import all_ops, trial_config
 from autotune.rank.step_statistics import Pace, median_spread, pace_of
-from autotune.script.profile import RAN, SEEDS
+from autotune.script.profile import RAN, SEEDS, SHARED_SEQUENCES
 from autotune.script.recorded import runs_user_code
 from autotune.script.script import heavy_imports
 from autotune.util.entry_points import MODEL_RANK, SCRIPT_RANK, SELFTEST_RANK
@@ -522,7 +522,7 @@ def measurement_of(
     pace = _pace(leading, job)
     trained = samples(job, candidate)
     if not candidate.knobs:  # a probe run of a script
-        trained = facts["micro_batch"] * facts["accumulation"] * job.data_ranks
+        trained = facts["micro_batch"] * facts["accumulation"] * (job.ranks // facts.get(SHARED_SEQUENCES, 1))
     tokens = trained * job.tokens_per_sample
     if "tokens" in results[0]:
         tokens = sum(result["tokens"] for result in results) * job.ranks / len(results)

@@ -156,7 +156,7 @@ def trace_job(
 
 def _known_late(path: Path, timeout_seconds: float) -> dict[str, Any] | None:
     """Return the cached answer of an earlier call whose trace timed out after at least as many seconds, or None."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return known if known["late_seconds"] >= timeout_seconds else None
     return None

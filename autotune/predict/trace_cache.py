@@ -81,7 +81,7 @@ def cache_path(job: Job, loss: str, device: str = "cuda", versions: Mapping[str,
 
 def cached(path: Path) -> Trace | None:
     """Return the trace in a file of the cache; None if there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         return Trace.from_json(json.loads(path.read_text(encoding="utf-8")))
     return None
 

@@ -116,7 +116,8 @@ class _Terms:
         self.states = self.stepper.state_bytes * np.where(follows, columns.state_share * narrower, 1.0)
         self.accumulated, self.sent = columns.accumulated, columns.communicated
         self.total = float(sum(trace.parameters))  # elements, like the next two
-        self.part, self.largest = self.total / self.ranks, float(trace.largest)
+        # A rank's part of an expert is one of ranks / ep_size (deepspeed 0.19.8, moe/layer.py: an expert-data-parallel group).
+        self.part, self.largest = (self.total + job.experts_elsewhere) / self.ranks, float(trace.largest)
         self.at_once = self.largest if self.stepper.loops else self.total  # elements that stage 0 steps at once
         self.whole = self.width * self.total  # bytes
         stage = columns.stage

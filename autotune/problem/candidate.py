@@ -191,7 +191,9 @@ class Candidate:
             micro_batch, accumulation = self.engine_batch(job.script)
             if job.script is not None and job.script.loop_accumulates:
                 config |= {MICRO_BATCH: micro_batch, ACCUMULATION: accumulation}
-            config["train_batch_size"] = micro_batch * accumulation * job.data_ranks
+            # Under Ulysses, Trainer counts it over all ranks and DeepSpeed over groups of them; DeepSpeed computes a missing one.
+            if job.script is None or job.data_ranks == job.ranks:
+                config["train_batch_size"] = micro_batch * accumulation * job.data_ranks
         if job.script is not None and under_lightning(job.script):
             config.pop(ACCUMULATION, None)  # Lightning raises if a config has this key; its Trainer passes the value
         for precision in ("bf16", "fp16"):

@@ -352,9 +352,15 @@ class Job:
         return 1 if self.script is not None else sequence_ranks(self.base_config)
 
     @property
+    def experts_elsewhere(self) -> int:
+        """Elements of a script's experts that only other ranks of an expert-parallel group hold (`deepspeed.moe`)."""
+        return int(self.script.profile.get("experts_elsewhere", 0)) if self.script is not None else 0
+
+    @property
     def data_ranks(self) -> int:
         """Micro-batches that all ranks train on at a time: the ranks, or their groups if they share sequences."""
-        return self.ranks // self.sequence_ranks
+        shared = self.script.profile.get("sequence_ranks", 1) if self.script is not None else self.sequence_ranks
+        return self.ranks // int(shared)
 
     @property
     def element_bytes(self) -> float:

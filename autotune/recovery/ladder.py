@@ -144,7 +144,7 @@ def _others(family: dict[str, Value]) -> dict[str, Value]:
 
 def stored_ladder(folder: Path, study: str) -> list[Rung]:
     """Return the ladder that `run` wrote into a study's folder; none if it wrote none that can be read."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return [Rung.from_json(one) for one in json.loads(ladder_path(folder, study).read_text(encoding="utf-8"))]
     return []
 

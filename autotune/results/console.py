@@ -690,7 +690,7 @@ def _closest_lines(
     if outcome.measurement is not None and (used := outcome.measurement.peak_bytes) <= hardware.capacity_bytes:
         free = math.floor(100 * (1 - used / hardware.capacity_bytes))
         share = f"{format_bytes(used)} of {format_bytes(hardware.capacity_bytes)}"
-        lines.append(f"it ran with {share}: the same command with --headroom {free}% lets it win")
+        lines.append(f"it ran with {share}: the same command with --headroom {free}% may let it win")
     candidate, changes = record.candidate, []
     if candidate.micro_batch > 1:
         changes.append(f"micro-batch {candidate.micro_batch} -> {candidate.micro_batch // 2}")

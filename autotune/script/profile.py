@@ -32,6 +32,9 @@ RAN = "ran"  # key of facts: seconds of the start and of an optimizer step so fa
 SEEDS = "seeds"  # key of a profile: by rank, seeds of the probe run, if the script names other ones in each run
 # key of a profile: by length of a data set, its largest sample under --worst-case, see `rank.hooks.worst_case`
 LARGEST = "largest"
+# key of a profile: elements of experts that other ranks of an expert-parallel group hold
+EXPERTS_ELSEWHERE = "experts_elsewhere"
+SHARED_SEQUENCES = "sequence_ranks"  # key of a profile: ranks that share each sequence (Ulysses), if more than one
 UNCOUNTED = "the sequences of the script's batches cannot be counted: no tensor is among what its model is given"
 
 _END_TO_END = "its rows are packed end to end, so its micro-batch cannot be checked"
@@ -243,7 +246,8 @@ def loops_by_hand(script: Script) -> bool:
 
 def own_samples(script: Script, ranks: int) -> int:
     """Return the samples per optimizer step over all ranks of the unmodified script; requires a profile."""
-    return int(script.profile["micro_batch"] * script.profile["accumulation"] * ranks)
+    own = script.profile
+    return int(own["micro_batch"] * own["accumulation"] * (ranks // own.get(SHARED_SEQUENCES, 1)))
 
 
 def own_candidate(script: Script) -> Candidate:
@@ -259,7 +263,7 @@ def other_batch(candidate: Candidate, job: Job) -> str:
     """Return a warning if a script's steps have another size than its own; empty otherwise."""
     if job.script is None or "micro_batch" not in job.script.profile:
         return ""
-    own, now = own_samples(job.script, job.ranks), candidate.rows_per_rank * job.ranks
+    own, now = own_samples(job.script, job.ranks), candidate.rows_per_rank * job.data_ranks
     if own == now:
         return ""
     return (

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from autotune.problem.job import Job
 
@@ -44,6 +46,16 @@ def edited(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def edited_since(before: Mapping[str, str], cwd: str | Path) -> list[str]:
     """Return the files whose digests have changed. Missing files are ignored."""
     return edited(before, digests(before, cwd))
+
+
+def stored_findings(path: Path) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """Return text, data and source digests that a probe run stored in a file; empty if there is none, or it is damaged."""
+    with suppress(OSError, ValueError, RecursionError, AttributeError):
+        text = path.read_text(encoding="utf-8")
+        known = json.loads(text)
+        sources = (known.get("profile") or known).get(SOURCES, {})
+        return text, known, {str(name): str(digest) for name, digest in sources.items()}
+    return "", {}, {}
 
 
 def sources_of(job: Job) -> dict[str, str]:

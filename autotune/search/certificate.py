@@ -135,8 +135,8 @@ def _deviation_from_line(each: Sequence[float]) -> float:
 
 
 def _builds_up(each: Sequence[float]) -> bool:
-    """Return True if differences lie closer to a line through zero than to their mean."""
-    return len(each) >= LEAST_STEPS and _deviation_from_line(each) < statistics.stdev(each)
+    """Return True if differences lie much closer to a line through zero than to their mean."""
+    return len(each) >= LEAST_STEPS and _deviation_from_line(each) < statistics.stdev(each) / 2
 
 
 def compare(

@@ -85,6 +85,10 @@ def cut_by_loop(now: Values) -> Batch:
     return now["--chunk"], now["--total_batch"] // now["--chunk"]
 
 
+def known_name_over_ranks(now: Values) -> Batch:
+    return accumulates_over_ranks({**now, "--accumulate": now["--gradient_accumulation_steps"]})
+
+
 def of_tokens(now: Values) -> Batch:
     return now["--max_tokens"] // TOKENS, 1
 
@@ -106,6 +110,12 @@ def of_tokens(now: Values) -> Batch:
             {"--batch_size": 6, "--accumulate": 8, "--workers": 4, "--heads": 8},
             {},
             {"--accumulate": 4},
+        ),
+        (
+            known_name_over_ranks,
+            {"--batch_size": 6, "--gradient_accumulation_steps": 8},
+            {},
+            {"--batch_size": 12, "--gradient_accumulation_steps": 4},
         ),
         (accumulates_over_ranks, {"--batch_size": 4, "--accumulate": 8}, {}, {"--batch_size": 8, "--accumulate": 4}),
         (per_gpu, {"--batch_size": 3, "--update_freq": 2, "--steps": 6}, {}, {"--batch_size": 6, "--update_freq": 1}),
@@ -136,7 +146,7 @@ def test_flags_of_a_rank_of_all_ranks_of_a_step_and_of_tokens_are_found(
     now = batch({**values, **{flag: int(printed[printed.index(flag) + 1]) for flag in values}})
     assert now == (other.micro_batch, other.accumulation)
     assert knob_values(known, MICRO_BATCH) in ([], [str(micro_batch)])
-    assert bool(learnt.get(TIMES)) is (batch in (over_ranks, of_tokens, accumulates_over_ranks))
+    assert bool(learnt.get(TIMES)) is (batch in (over_ranks, of_tokens, accumulates_over_ranks, known_name_over_ranks))
 
 
 @pytest.mark.parametrize("batch", [per_gpu, accumulates_over_ranks])

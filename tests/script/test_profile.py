@@ -282,6 +282,15 @@ def test_of_a_batch_that_is_held_nothing_is_written() -> None:
     assert command(held, make_candidate(1, 7, 5), "best.json") == ["train.py", "--lr", "1"]
 
 
+def test_ranks_that_share_sequences_count_a_batch_once() -> None:
+    shared = job_of(script(sequence_ranks=2), HARDWARE, None)
+    assert (shared.ranks, shared.data_ranks, shared.global_batch_size) == (4, 2, 12)
+    config = make_candidate(1, 6, 1).ds_config(shared)
+    assert "train_batch_size" not in config, "transformers and DeepSpeed count it differently"
+    assert (config[MICRO], config[STEPS]) == (6, 1)
+    assert other_batch(make_candidate(1, 6, 1), shared) == ""
+
+
 def test_a_profile_of_an_earlier_version_counted_rows() -> None:
     assert Counted.of({}) == Counted("rows", 1.0, 1.0)
     assert Counted.of({"rows_per_sample": 2}) == Counted("rows", 2, 1.0)

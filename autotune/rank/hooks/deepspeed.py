@@ -23,7 +23,7 @@ from autotune.rank.hooks.base import Context, batch_of, first_tensor, sizes_of
 from autotune.rank.hooks.config import kept_configs, merged, note_own, with_candidate
 from autotune.rank.hooks.transformers import make_folder
 from autotune.rank.versions import backward_prologue
-from autotune.script.profile import BY_RANK, EARLIER, KEPT, LARGEST, TORCHS
+from autotune.script.profile import BY_RANK, EARLIER, EXPERTS_ELSEWHERE, KEPT, LARGEST, SHARED_SEQUENCES, TORCHS
 from autotune.script.script import several_configs
 from autotune.workers import jit_ops
 from autotune.workers.jit_ops import LIVELY_SECONDS, hold_build_lock
@@ -165,17 +165,18 @@ def _take(context: Context, rival: OtherEngine) -> None:
 
 
 def _check_data_parallel(context: Context, engine: Any) -> None:
-    """Check that every rank trains on its own samples, as candidates and samples per second assume.
+    """Check that every rank, or group of ranks with one sequence, trains on its own samples, as samples per second assume.
 
     Raises:
-        Unusable: ranks share samples.
+        Unusable: ranks share samples otherwise.
     """
     ranks, among = context.job.ranks, int(engine._config.world_size)
     if among == ranks:
         among //= engine.mp_world_size  # ranks per model under AutoTP, which the config does not include
+    among *= max(1, getattr(engine, "sequence_parallel_size", 1))  # Ulysses: groups of ranks share each micro-batch
     if among != ranks:
         raise Unusable(
-            f"the script splits its samples or its model over ranks (sequence, tensor or model parallelism: {ranks} ranks "
+            f"the script splits its samples or its model over ranks (tensor or model parallelism: {ranks} ranks "
             f"train on {among} micro-batches at a time), and only data-parallel trainings are tuned"
         )
 
@@ -384,10 +385,21 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         "untested_optimizer": not _zero_supports(optimizer),
         "optimizer": kind_of(context, own),
         TORCHS: torchs_of(own),
+        EXPERTS_ELSEWHERE: sum(map(_elements_elsewhere, module.parameters())),
+        SHARED_SEQUENCES: max(1, getattr(engine, "sequence_parallel_size", 1)),
         "flags": sorted(context.flags),
         "integers": dict(context.integers),
         "spellings": dict(sorted(context.spellings.items())),
     }
+
+
+def _elements_elsewhere(parameter: Any) -> int:
+    """Return the elements of the same experts on the other ranks of the parameter's expert-parallel group (`deepspeed.moe`)."""
+    if getattr(parameter, "allreduce", True) or not hasattr(parameter, "group_name"):
+        return 0
+    from deepspeed.utils import groups
+
+    return int(parameter.numel() * (groups._get_expert_parallel_world_size(parameter.group_name) - 1))
 
 
 def _plain(module: Any) -> Any:
