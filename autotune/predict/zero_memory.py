@@ -317,7 +317,7 @@ def _resident(t: _Terms) -> tuple[Floats, Floats, Floats]:
     shared = (1 / t.ranks + second) * (np.where(t.fsdp, t.shard * t.total, t.whole) + frozen)
     parameters = np.where(t.three, np.where(t.parameters_out, 0.0, shared), t.whole + frozen)
     # Stages 1 to 3 clone 32-bit master weights even of 32-bit parameters; stage 0 needs no such clone.
-    master = np.where(t.zero0 & ~t.plain, 0.0 if t.width == 4 else 4.0, t.master)
+    master = np.where(t.zero0 & (not t.plain), 0.0 if t.width == 4 else 4.0, t.master)
     partitioned = np.where(t.out, t.stays, 1.0) * (master + t.states) * t.part
     partitioned = partitioned + np.where(t.out, 0.0, t.stepper.stray_share * t.whole)
     optimizer = np.where(t.zero0, (master + t.states) * t.total, partitioned) + t.allgathered
@@ -445,7 +445,7 @@ def _holes(t: _Terms) -> Floats:
     together (stage3.py, _create_fp16_partitions_with_defragmentation).
     """
     frozen = HOLES * t.frozen_width * t.trace.frozen / t.ranks
-    return np.where(t.three & ~t.parameters_out & (t.ranks > 1) & ~t.plain & ~t.fsdp, frozen, 0.0)
+    return np.where(t.three & ~t.parameters_out & (t.ranks > 1) & (not t.plain) & ~t.fsdp, frozen, 0.0)
 
 
 def _host(t: _Terms) -> Floats:

@@ -135,8 +135,12 @@ def test_tuner_and_tracer_leave_cuda_to_ranks(cuda: Cuda, tmp_path: Path) -> Non
     """A whole call. torch of this environment may know no CUDA: then the ranks fail, which is not what is asked here."""
     command = [sys.executable, "-m", "autotune", "run", "--model", "tiny-llama", "--device", "cuda", "--gpus", "1"]
     command += ["--seq-len", "32", "--global-batch-size", "2", "--max-trials", "1", "--budget", "90s", "--yes"]
+    (tmp_path / "space.yaml").write_text(
+        "knobs: {zero_stage: [0], train_micro_batch_size_per_gpu: [1]}"
+    )  # builds no op
+    command += ["--space", "space.yaml"]
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "AUTOTUNE_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=800)
     said = done.stdout + done.stderr
     assert "NVIDIA H100" in said, said[-3000:]
     assert list((tmp_path / "cache").rglob("*.json")), "a trace was made"
