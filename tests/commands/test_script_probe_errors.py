@@ -42,7 +42,7 @@ def test_what_is_known_is_said_in_one_line(kind: OutcomeKind, reason: str, excep
     outcome = Outcome(
         kind, Phase.INIT, reason=reason, exceptions=(exception,), source=Source.EXCEPTION, log="runs/s/1", rank=1
     )
-    said = _in_one_line(outcome, "train.py", reached=False)
+    said = _in_one_line(outcome, "train.py", "use --budget 60s", reached=False)
     assert said.startswith("train.py ")
     assert line in said
     assert "runs/s/1/rank1.log" in said
@@ -52,14 +52,16 @@ def test_what_is_known_is_said_in_one_line(kind: OutcomeKind, reason: str, excep
 def test_a_script_that_never_gets_to_deepspeed() -> None:
     for kind, source in ((OutcomeKind.INTERRUPTED, Source.BUDGET), (OutcomeKind.TIMEOUT, Source.SILENCE)):
         outcome = Outcome(kind, Phase.INIT, reason="its share of the budget ended", source=source, seconds=90.0)
-        said = _in_one_line(outcome, "train.py", reached=False)
+        said = _in_one_line(outcome, "train.py", "use --budget 60s", reached=False)
         assert said.startswith("train.py had not called deepspeed.initialize after 1m30s")
-        assert not _in_one_line(outcome, "train.py", reached=True), "then it is slow, not another sort of script"
+        assert not _in_one_line(outcome, "train.py", "use --budget 60s", reached=True), (
+            "then it is slow, not another sort of script"
+        )
 
 
 def test_any_other_error_is_the_scripts_own() -> None:
     outcome = Outcome(OutcomeKind.CRASH, Phase.INIT, reason="no such column", exceptions=("builtins.KeyError",))
-    assert not _in_one_line(outcome, "train.py", reached=False)
+    assert not _in_one_line(outcome, "train.py", "use --budget 60s", reached=False)
 
 
 @pytest.mark.parametrize(
