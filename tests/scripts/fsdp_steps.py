@@ -1,6 +1,6 @@
 """Three optimizer steps of a tiny model on CPU ranks, with FSDP2 of accelerate or with DeepSpeed; prints the losses.
 
-Arguments: micro-batch, accumulation, and a DeepSpeed config. Without the last, accelerate's variables say how to shard.
+Arguments: model, micro-batch, accumulation, and a DeepSpeed config. Without the last, accelerate's variables say how to shard.
 """
 
 import json
@@ -8,23 +8,29 @@ import sys
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, set_seed
 
 
-def made() -> torch.nn.Module:
+def made(kind: str) -> torch.nn.Module:
     set_seed(0)
-    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    return AutoModelForCausalLM.from_config(LlamaConfig(**shape, num_attention_heads=4))
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if kind == "experts":
+        return AutoModelForCausalLM.from_config(MixtralConfig(**shape, num_key_value_heads=4, num_local_experts=4))
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**shape))
+    if kind != "adapters":
+        return model
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
 def main() -> None:
-    micro_batch, accumulation = map(int, sys.argv[1:3])
-    model = made()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if len(sys.argv) > 3:
+    micro_batch, accumulation = map(int, sys.argv[2:4])
+    model = made(sys.argv[1])
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    if len(sys.argv) > 4:
         import deepspeed
 
-        model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=sys.argv[3])
+        model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=sys.argv[4])
 
         def step(loss: torch.Tensor) -> None:
             model.backward(loss)
