@@ -193,7 +193,7 @@ def test_errors_and_nearest_rows_in_words(whole: Plan) -> None:
 
 @pytest.mark.slow
 def test_large_logits_are_drawn_and_a_loss_in_chunks_is_advised() -> None:
-    (plan,) = plans(Request("qwen3-0.6b", 1, seq_len=2048, global_batch_size=8), ["rtx3090"])
+    (plan,) = plans(Request("qwen3-0.6b", 1, seq_len=4096, global_batch_size=8), ["rtx3090"])
     chunked, answer = plan.chunked, plan.best[0]
     assert chunked is not None
     assert answer.memory["logits and loss"] == pytest.approx(
