@@ -177,7 +177,7 @@ def test_positions_can_be_extended() -> None:
 def test_cards_are_compared_at_the_same_global_batch() -> None:
     (plan,) = plans(Request("llama-3.2-1b", 2, seq_len=2048), ["a100"])
     batch = plan.job.global_batch_size
-    assert batch == 256
+    assert batch == 128
     for card in plan.cards:
         for outlook in (card.fewest, card.fewest_offloading, card.best):
             assert outlook is None or outlook.job.global_batch_size == batch
@@ -269,8 +269,8 @@ def test_the_fewest_gpus_are_exactly_those() -> None:
     assert 1 < count < 8
     batch = fewest.job.global_batch_size
     assert batch is not None
-    doubled = dataclasses.replace(plan.job, global_batch_size=2 * batch)
-    assert f"; global batch {batch})" in fewest_gpus(plan.own, doubled), "it could not be split over so many"
+    other = dataclasses.replace(plan.job, global_batch_size=8 * batch)
+    assert f"; global batch {batch})" in fewest_gpus(plan.own, other), "it could not be split over so many"
     assert "global batch" not in fewest_gpus(plan.own, fewest.job)
     (exact,) = plans(Request("llama-3.1-8b", count, seq_len=2048), ["a100"])
     (fewer,) = plans(Request("llama-3.1-8b", count - 1, seq_len=2048), ["a100"])
