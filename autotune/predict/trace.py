@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -30,7 +29,7 @@ from autotune.predict.trace_data import IMPORTED, Trace
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.models import IMAGE_TEXT
-from autotune.rank.sandbox import remove
+from autotune.rank.sandbox import temporary_folder
 from autotune.util.entry_points import SANDBOX, TRACER
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import Interpreter, module_command
@@ -73,9 +72,9 @@ def _tracer(interpreter: Interpreter, *options: str, stderr: int = subprocess.PI
     Without `--sizes` it sees no GPU.
     """
     seen = {} if "--sizes" in options else _NO_GPU
-    folder = Path(tempfile.mkdtemp(prefix="autotune-"))
-    try:
-        with subprocess.Popen(
+    with (
+        temporary_folder() as folder,
+        subprocess.Popen(
             module_command(interpreter.path, SANDBOX, str(folder), TRACER, *options),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -83,10 +82,9 @@ def _tracer(interpreter: Interpreter, *options: str, stderr: int = subprocess.PI
             env={**interpreter.environment(), **seen, **_ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"},
             text=True,
             encoding="utf-8",
-        ) as tracing:
-            yield tracing
-    finally:
-        remove(folder)
+        ) as tracing,
+    ):
+        yield tracing
 
 
 def missing_packages(interpreter: Interpreter) -> list[str]:

@@ -17,12 +17,13 @@ import hashlib
 import os
 import runpy
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -43,6 +44,7 @@ _MOST_FOLDERS = 30  # in which something that can be written is looked for
 _VIEW_FOLDERS = 2000  # real folders of a view
 _ASIDE: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": 60, "check": False}
 _NOT_ENTERED = 97  # exit status of a process that the kernel refuses a sandbox
+_ATTEMPT = "protection-"  # start of the name of a folder in which `main` tries a sandbox
 
 
 class Protection(StrEnum):
@@ -181,6 +183,17 @@ def remove(folder: Path) -> None:
         shutil.rmtree(base, ignore_errors=True)
 
 
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder for `main`, and remove it at the end, with the layers on other disks that a killed process has left."""
+    folder = Path(tempfile.mkdtemp(prefix="autotune-"))
+    try:
+        yield folder
+    finally:
+        for left in [*folder.glob(f"{_ATTEMPT}*"), folder]:
+            remove(left)
+
+
 def _make_writable(folder: str | Path, opened: int | None = None) -> None:
     """Let the owner remove entries of a folder, never of one behind a link that a running script may put in its place.
 
@@ -236,39 +249,52 @@ def main() -> None:
     linux.die_with_parent(os.getppid())
     _make_cuda_device(dict(_ASIDE))
     own, (parent, *words) = os.getpid(), sys.argv[1:]
-    for protection in Protection:  # the best one first
-        sandbox = Sandbox(Path(parent, f"protection-{os.getpid()}"), Path.cwd(), protection)
+    for protection in (Protection.OVERLAY, Protection.LANDLOCK):
+        sandbox = Sandbox(Path(parent, f"{_ATTEMPT}{own}"), Path.cwd(), protection)
         try:
-            sandbox.create(Path(parent))
-            if (status := _status_of_child(sandbox, words)) != _NOT_ENTERED:
-                sys.exit(status)
-        except OSError:
-            continue
+            status = _status_of_child(sandbox, words)
         finally:
             if os.getpid() == own:
                 remove(sandbox.folder)
+        if status != _NOT_ENTERED:
+            sys.exit(status if status >= 0 else 128 - status)  # like a shell's, of a signal
+    _run(Protection.NONE, words)
 
 
 def _status_of_child(sandbox: Sandbox, words: list[str]) -> int:
-    """Return the exit status of a child that enters a sandbox, or _NOT_ENTERED if its writes stay."""
-    own, device = os.getpid(), os.stat(sandbox.folder.parent).st_dev
+    """Return the exit status of a child that enters a sandbox, or _NOT_ENTERED if it cannot, or its writes stay."""
+    own = os.getpid()
+    try:
+        sandbox.create(sandbox.folder.parent)
+        device = os.stat(sandbox.folder.parent).st_dev
+    except OSError:
+        return _NOT_ENTERED
     if child := os.fork():
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the child too
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        signal.signal(signal.SIGINT, before)
+        return status
     try:
         sandbox.enter(str(sandbox.files), os.environ)
         with suppress(PermissionError):
             Path(f"{sandbox.folder}-written").write_bytes(b"")  # touch() would pass: Landlock pretends to set times
-            if os.stat(sandbox.folder.parent).st_dev == device and sandbox.protection is not Protection.NONE:
+            if os.stat(sandbox.folder.parent).st_dev == device:
+                os.unlink(f"{sandbox.folder}-written")
                 os._exit(_NOT_ENTERED)
     except OSError:
         os._exit(_NOT_ENTERED)
-    if not words:
-        print(sandbox.protection, flush=True)
-        os._exit(0)
     linux.die_with_parent(own)
+    _run(sandbox.protection, words)
+    sys.exit()
+
+
+def _run(protection: Protection, words: list[str]) -> None:
+    """Run a module in this process, with any error of its own, or print the protection if there is none."""
+    if not words:
+        print(protection, flush=True)
+        return
     sys.argv = words
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-    sys.exit()
 
 
 class _Tree:
@@ -508,6 +534,7 @@ def _caches(environment: Mapping[str, str], cwd: str) -> Iterator[str]:
     inductor = os.path.join(tempfile.gettempdir(), f"torchinductor_{environment.get('USER', 'root')}")
     usual = {
         "HF_HUB_CACHE": f"{hub}/hub",
+        "HUGGINGFACE_HUB_CACHE": f"{hub}/hub",
         "TRANSFORMERS_CACHE": f"{hub}/hub",
         "HF_ASSETS_CACHE": f"{hub}/assets",
         "HF_XET_CACHE": f"{hub}/xet",
@@ -517,7 +544,6 @@ def _caches(environment: Mapping[str, str], cwd: str) -> Iterator[str]:
         "TORCHINDUCTOR_CACHE_DIR": inductor,
         "TRITON_CACHE_DIR": f"{environment.get('TRITON_HOME') or home}/.triton/cache",
         "CUDA_CACHE_PATH": f"{home}/.nv/ComputeCache",
-        "CUDA_MPS_PIPE_DIRECTORY": "/tmp/nvidia-mps",  # pipes of NVIDIA's daemon
         "PIP_CACHE_DIR": f"{general}/pip",
     }
     for name, path in usual.items():
@@ -526,6 +552,9 @@ def _caches(environment: Mapping[str, str], cwd: str) -> Iterator[str]:
             with suppress(OSError):
                 os.makedirs(path, exist_ok=True)
                 yield path
+    pipes = environment.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
+    if os.path.isdir(pipes):  # NVIDIA's daemon, maybe another user's, makes it
+        yield pipes
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.rank.sandbox import Protection, Sandbox, _make_cuda_device, _spare_bases, remove
+from autotune.rank.sandbox import Protection, Sandbox, _make_cuda_device, _spare_bases, remove, temporary_folder
 from autotune.util import linux
 from tests.sandbox.conftest import ORDINARY, SYSTEM_PYTHON, copy_sandbox
 
@@ -246,7 +246,35 @@ def test_the_best_protection_of_a_machine_is_found_and_confines_a_module(
     assert subprocess.check_output(words, cwd=base, text=True, env=environment).strip() == protection
     assert subprocess.call([*words, "harmful"], cwd=base, env=environment) == 0
     assert (base / "keep.txt").read_text() == left
-    assert not [name for name in os.listdir(base / "study") if "written" not in name]
+    assert not os.listdir(base / "study")
+
+
+@pytest.mark.parametrize("refused", ["", "enter_mount_namespace", "enter_mount_namespace restrict_writes"])
+def test_a_modules_own_os_error_ends_it_in_every_sandbox(base: Path, refused: str) -> None:
+    (base / "study").mkdir()
+    (base / "failing.py").write_text("print('ran', flush=True)\nraise FileNotFoundError('no such model')")
+    words = [sys.executable, "-c", REFUSED, refused, str(base / "study"), "failing"]
+    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{base}"}
+    done = subprocess.run(words, cwd=base, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout.split()) == (1, ["ran"])
+    assert "FileNotFoundError: no such model" in done.stderr
+
+
+def test_a_modules_death_by_a_signal_is_reported_as_by_a_shell(base: Path) -> None:
+    (base / "study").mkdir()
+    (base / "dying.py").write_text("import os\nos.kill(os.getpid(), 9)")
+    words = [sys.executable, "-m", "autotune.rank.sandbox", str(base / "study"), "dying"]
+    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{base}"}
+    assert subprocess.call(words, cwd=base, env=environment) == 137
+
+
+def test_the_layers_of_a_killed_process_are_removed() -> None:
+    with temporary_folder() as folder:
+        killed = folder / "protection-7"
+        left = [killed, *_spare_bases(killed)]
+        for one in left:
+            (one / "work").mkdir(parents=True, mode=0)
+    assert not any(one.exists() for one in (folder, *left))
 
 
 def test_folders_opened_before_lead_into_the_overlay(base: Path) -> None:
