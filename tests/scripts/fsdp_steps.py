@@ -14,7 +14,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, set_s
 
 def made(kind: str) -> torch.nn.Module:
     set_seed(0)
-    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     if kind == "experts":
         return AutoModelForCausalLM.from_config(MixtralConfig(**shape, num_key_value_heads=4, num_local_experts=4))
     model = AutoModelForCausalLM.from_config(LlamaConfig(**shape))
