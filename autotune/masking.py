@@ -203,10 +203,10 @@ _LINE = re.compile(
     r"""(?m)^(\s*(?:- )?([\w.-]+):[ \t]+)(?!\*\*\*|[|>&*!][-+\w]*$)('[^'\n]*'|"(?:\\.|[^"\\\n])*"|[^\s#]+)"""
 )
 _SHAPES = re.compile(
-    r"\b(?:hf|gh[pousr]|sk|glpat|github_pat)[-_][A-Za-z0-9_-]{16,}"
+    r"\b(?!hf-internal-testing\b)(?:hf|gh[pousr]|sk|glpat|github_pat)[-_][A-Za-z0-9_-]{16,}"  # an owner on the Hub
     # a short prefix of a service, then random letters of both cases with digits: npm_…, pypi-…, xoxb-…, nvapi-…
     r"|\b[a-z]{2,8}[-_](?:\d+-)*(?=(?:[A-Za-z]*\d){2})(?=[a-z\d]*[A-Z])(?=[A-Z\d]*[a-z])[A-Za-z\d]{20,}[\w-]*"
-    r"|\b(?:AKIA|ASIA)[A-Z\d]{16}\b|\bAIza[\w-]{30,}|\beyJ[\w-]+\.eyJ[\w-]+\.[\w-]+"  # AWS, Google, JSON Web Tokens
+    r"|\b(?:AKIA|ASIA)[A-Z\d]{16}\b|\bAIza[\w-]{30,}|\beyJ[\w-]{2,2000}\.eyJ[\w-]+\.[\w-]+"  # AWS, Google, JSON Web Tokens
     r"|(?i:(?<=\bbearer )[\w.~+/=-]{8,})"
 )
 _MARKS = ("://", "?", ";")  # one of them is in each text that _URLS match
