@@ -270,3 +270,7 @@ def test_no_file_and_no_line_of_a_study_holds_a_secret(
     assert not any(json.dumps(secret)[1:-1] in told for secret in (first, second, third))
     kept = dataclasses.asdict(store.job)["script"]
     assert kept["argv"] == script.argv, "a study goes on with the command as it was typed"
+
+
+def test_the_hubs_test_models_are_no_tokens() -> None:
+    assert masked("hf-internal-testing/tiny-random-gpt2") == "hf-internal-testing/tiny-random-gpt2"
