@@ -379,7 +379,7 @@ class Launched:
                 now = default or (_count(config, knob) if config is not None and not through else None)
             changed = Fraction(now, then or int(first.profile[name])) if now is not None else Fraction(1)
             unchanged += [knob] if changed == 1 else []
-            share *= changed
+            share *= changed if not first.loop_cuts else 1  # the engine's batch is a whole step's, however it is cut
             untold |= now is None and then is not None
         if config is not None and not through:
             share *= self._share_of(first.profile["config"], config, unchanged)

@@ -225,10 +225,9 @@ def _checked(
         if "micro_batch" not in facts:
             print_line("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
-    for count, largest in facts.get(LARGEST, {}).items():
-        read = f"all {count}" if str(largest["read"]) == count else f"the {largest['read']} read, of {count},"
-        is_largest = f"sample {largest['index']} is the largest" if largest["bytes"] else "none is larger than another"
-        print_line(f"--worst-case: of {read} samples of {script.name}, {is_largest}")
+    for count, one in facts.get(LARGEST, {}).items():
+        is_largest = f"sample {one['index']} is the largest" if one["bytes"] else "no sample is larger than another"
+        print_line(f"--worst-case: {is_largest} ({script.name} has {count} samples, {one['read']} were read)")
     if late := facts.get("late"):
         print_line(late)
     if named := ", ".join(sorted(facts.get("variables", {}))):
@@ -249,7 +248,8 @@ def _checked(
             f"{format_duration(runs.expected_seconds())}: each trial checks its own batch"
         )
     seeds = {SEEDS: facts[SEEDS]} if measured is not None and facts.get(SEEDS) else {}
-    seeds |= {LARGEST: facts[LARGEST]} if LARGEST in facts else {}  # every run of the script has the same batches
+    largest = {LARGEST: facts[LARGEST]} if LARGEST in facts else {}
+    seeds |= largest  # every run of the script has the same batches
     profile |= seeds
     if measured is not None:
         found = flags_found(runs, dataclasses.replace(script, profile=profile), facts)
@@ -270,6 +270,7 @@ def _checked(
     if note:
         print_line(f"{note}; its batch is kept, and everything else is tuned")
         profile = _profile(facts, _batch(facts, batch_held, own=own), own=own)  # without flags: nothing sets its batch
+        profile |= largest
         if not own:  # the script's steps were not counted
             profile |= {"held": {}, "beside": dict.fromkeys(profile.get("beside", {}), 0)}
     profile["batch_note"] = note

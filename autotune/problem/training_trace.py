@@ -42,7 +42,7 @@ class TrainingTrace:
     initial: tuple[float, ...] = ()
     # relative difference between two runs of the user's own config, by quantity; only in the trace of the probe run
     floor: dict[str, float] = field(default_factory=dict)
-    # of auxiliary engines with an optimizer, in the order in which they were made
+    # of auxiliary engines with an optimizer, in the order in which they were made; without steps if one made none
     beside: tuple[TrainingTrace, ...] = ()
 
     @property
@@ -73,9 +73,8 @@ class TrainingTrace:
             next((one["missing"] for one in told if one["missing"]), ""),
             _initial([one.get("weights", ()) for one in told]),
             beside=tuple(
-                merged
+                cls.merged(each) or cls((), 0, "fp32", 1)  # keeps the places of the next engines
                 for each in zip(*(one.get("beside", ()) for one in told), strict=False)
-                if (merged := cls.merged(each)) is not None
             ),
         )
 

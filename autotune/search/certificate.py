@@ -122,7 +122,7 @@ def with_floor(
     }
     pairs = zip(reference.beside, other.beside, strict=False)
     beside = tuple(with_floor(dataclasses.replace(a, draws=a.draws or reference.draws), b, floor) for a, b in pairs)
-    return dataclasses.replace(reference, floor=highest, beside=beside or reference.beside)
+    return dataclasses.replace(reference, floor=highest, beside=(*beside, *reference.beside[len(beside) :]))
 
 
 def _deviation_from_line(each: Sequence[float]) -> float:
@@ -156,7 +156,7 @@ def compare(
             theirs = dataclasses.replace(theirs, draws=theirs.draws or reference.draws)
             one = _compare_engine(theirs, own, mine, candidate, is_users=is_users)
             if one.verdict is Verdict.DIFFERS:
-                return dataclasses.replace(one, text=f"of engine {number} that it trains, {one.text}")
+                return dataclasses.replace(one, text=f"in engine {number}, {one.text}")
     return found
 
 
@@ -207,7 +207,7 @@ def _compare_engine(
         if loss is not None and name != LOSS and abs(loss - 1) >= 0.005:
             why += f", loss {loss:.3g}x"
         elif loss is not None and _builds_up(found[LOSS]):
-            why += " and builds up, as with a part of it or an average of weights that counts iterations of your loop"
+            why += ", more so in each step, as if a part of it or an average of weights counted iterations of your loop"
         # Weights are equal in the first step only.
         same = NORM in found and abs(found[NORM][0]) <= _least(reference, trace)
         return _different(

@@ -97,6 +97,13 @@ def test_the_same_global_batch_is_no_difference(tmp_path: Path, words: str) -> N
     assert launched(job, words).checked(None) == (job, [])
 
 
+def test_other_parts_of_a_batch_that_the_loop_cuts_are_no_other_batch(tmp_path: Path) -> None:
+    job = tuned(tmp_path, "train.py --chunk 2", through_arguments=False, loop_accumulates="cuts")
+    assert job.script is not None
+    job = replace(job, script=replace(job.script, flags=(("train_micro_batch_size_per_gpu", "--chunk"),)))
+    assert launched(job, "train.py --chunk 4").checked(None) == (job, [])
+
+
 def test_a_batch_that_the_study_was_asked_for_is_trained_by_the_command_it_was_asked_with(tmp_path: Path) -> None:
     def told(words: str) -> Launched:
         job = replace(tuned(tmp_path), global_batch_size=16)

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from autotune.commands.script_probe import SHORT_RUNS_SHARE, ShortRuns, _longer, others
+from autotune.commands import script_probe
+from autotune.commands.script_probe import SHORT_RUNS_SHARE, BatchCheck, ShortRuns, _longer, others
+from autotune.problem.job import Script
 from autotune.problem.outcome import Outcome, OutcomeKind
 from tests.conftest import make_candidate
 from tests.results.report.studies import measured
@@ -118,3 +120,24 @@ def test_trials_repeat_the_first_seeds_unless_a_measured_run_named_the_same(
         runs.executor = SimpleNamespace(session=lambda *_, job, one=session: one)  # type: ignore[assignment]
         runs.run(make_candidate(2, 4, 2), "probe-batch", None)  # type: ignore[arg-type]
     assert runs.names_same_seeds == same
+
+
+def test_a_script_whose_batch_is_kept_keeps_its_largest_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = {"9": {"index": 4, "bytes": 80, "read": 9, "tokens": 12}}
+    facts: dict[str, Any] = {"micro_batch": 2, "accumulation": 1, "micros": 1, "rows": 2, "config": {}, "widest": 8}
+    unset = (
+        "model_config precision causal model trained frozen checkpointing checkpointed through_arguments loader_prepared "
+        "relaunched client_optimizer untested_optimizer flags"
+    )
+    facts |= {"largest": largest, **dict.fromkeys(unset.split(), False)}
+    monkeypatch.setattr(script_probe, "flags_found", lambda *_: {})
+    monkeypatch.setattr(script_probe, "check_batch", lambda *_: BatchCheck("it ignores other batches"))
+    monkeypatch.setattr(script_probe, "_with_noise_floor", lambda *_: None)
+    monkeypatch.setattr(ShortRuns, "names_same_seeds", True)
+    said: list[str] = []
+    executor: Any = SimpleNamespace()
+    budget: Any = SimpleNamespace(left_seconds=600.0)
+    script = Script(("train.py",), ".")
+    found = script_probe._checked(executor, script, measured(40, 3), facts, "key", budget, said.append)
+    assert found.script.profile["largest"] == largest
+    assert said[0] == "--worst-case: sample 4 is the largest (train has 9 samples, 9 were read)"

@@ -177,7 +177,7 @@ def test_a_loss_that_builds_up_differs_before_its_gradient_does() -> None:
     )
     found = compare(own, OWN, dataclasses.replace(own, steps=grown), OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))
     assert (found.verdict, found.quantity, found.cause) == (Verdict.DIFFERS, LOSS, MICRO_BATCH)
-    assert found.text.startswith("loss is 1.003x of yours and builds up, as with a part of it or an average of weights")
+    assert found.text.startswith("loss is 1.003x of yours, more so in each step, as if a part of it or an average")
 
 
 def test_an_auxiliary_engine_that_trains_something_else_differs() -> None:
@@ -186,9 +186,7 @@ def test_an_auxiliary_engine_that_trains_something_else_differs() -> None:
     changed = dataclasses.replace(own, beside=(own.beside[0], scaled(own.beside[1], LOSS, 1.1)))
     found = compare(own, OWN, changed, other)
     assert (found.verdict, found.cause) == (Verdict.DIFFERS, MICRO_BATCH)
-    assert found.text.startswith(
-        "of engine 3 that it trains, gradient norm is 1.1x of yours, loss 1.1x: the loss depends on how"
-    )
+    assert found.text.startswith("in engine 3, gradient norm is 1.1x of yours, loss 1.1x: the loss depends on how")
     assert compare(own, OWN, own, other).verdict is Verdict.SAME
     noisy = with_floor(own, dataclasses.replace(own, beside=(own.beside[0], scaled(own.beside[1], LOSS, 1.04))))
     assert noisy.beside[0].floor[LOSS] == 0 < noisy.beside[1].floor[LOSS]
@@ -334,6 +332,17 @@ def test_ranks_add_rows_and_squares_and_average_losses() -> None:
     (found,) = merged.steps
     assert (found.rows, found.digest, found.loss, found.update, found.gradient_norm) == (8, 3.0, 3.0, 2.0, 3.0)
     assert TrainingTrace.merged([rank(), None]) is None
+
+
+def test_an_engine_without_steps_keeps_the_place_of_the_next() -> None:
+    unstepped = {**rank(), "steps": []}
+    merged = TrainingTrace.merged([{**rank(), "beside": [unstepped, rank()]}] * 2)
+    assert merged is not None
+    assert [len(one.steps) for one in merged.beside] == [0, 1]
+    own = dataclasses.replace(trace(), beside=(merged.beside[0], trace("fp32")))
+    again = dataclasses.replace(trace(), beside=(trace(loss=9.0), trace("fp32")))
+    assert compare(own, OWN, again, OWN).verdict is Verdict.SAME
+    assert len(with_floor(own, dataclasses.replace(trace(), beside=own.beside[:1])).beside) == 2
 
 
 def test_a_restarted_training_is_compared_in_what_weights_do_not_change() -> None:

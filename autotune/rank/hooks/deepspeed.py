@@ -22,6 +22,7 @@ from autotune.rank.hooks import worst_case
 from autotune.rank.hooks.base import Context, batch_of, first_tensor, sizes_of
 from autotune.rank.hooks.config import kept_configs, merged, note_own, with_candidate
 from autotune.rank.hooks.transformers import make_folder
+from autotune.rank.training_trace import TraceRecorder
 from autotune.rank.versions import backward_prologue
 from autotune.script.profile import BY_RANK, EARLIER, EXPERTS_ELSEWHERE, KEPT, LARGEST, SHARED_SEQUENCES, TORCHS
 from autotune.script.script import several_configs
@@ -530,26 +531,29 @@ def watch(context: Context, engine: Any, steps: Callable[[Any], bool], done: Cal
 
     rows = 0
     context.beside.append(engine)
-    trace = context.trace.add_auxiliary() if context.trace is not None else None
+    recorder = context.trace.add_auxiliary() if context.trace is not None else None
+
+    def recording() -> TraceRecorder | None:
+        return recorder if any(one is engine for one in context.beside) else None
 
     def forward(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         nonlocal rows
         if torch.is_grad_enabled():
             found = sizes_of(args, kwargs).rows
             rows += found
-            if trace is not None:
+            if (trace := recording()) is not None:
                 trace.forward(first_tensor(args, kwargs), found, certain=engine.module.training)
         return original(*args, **kwargs)
 
     def backward(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if trace is not None:
+        if (trace := recording()) is not None:
             loss, scaled = _loss_of(args, kwargs)
             trace.backward(engine, loss, scaled=scaled)
         return original(*args, **kwargs)
 
     def step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         nonlocal rows
-        boundary = steps(engine)
+        boundary, trace = steps(engine), recording()
         if boundary and trace is not None:
             trace.before_step(engine)
         result = original(*args, **kwargs)
