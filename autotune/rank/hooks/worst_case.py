@@ -106,7 +106,7 @@ def _scan(loader: Any, count: int) -> dict[str, int] | None:
         _index_sampler = property(lambda reader: reader.batch_sampler)  # in place of the hook's
 
     step = next(one for one in range(max(1, round(_GOLDEN * count)), count + 2) if math.gcd(one, count) == 1)
-    order = [at * step % count for at in range(count)]
+    order = (at * step % count for at in range(count))  # no list: memory-mapped tokens are billions of samples
     until = time.monotonic() + _SCAN_SECONDS
     sizes: list[tuple[int, int]] = []
     own: dict[str, Any] = {"worker_init_fn": loader.worker_init_fn, "multiprocessing_context": "fork"}
@@ -122,7 +122,7 @@ def _scan(loader: Any, count: int) -> dict[str, int] | None:
         return None
     number = max(range(len(sizes)), key=lambda at: sizes[at])
     alike = len({size for size, _ in sizes}) == 1
-    found = {"index": order[number], "bytes": 0 if alike else sizes[number][0], "read": len(sizes)}
+    found = {"index": number * step % count, "bytes": 0 if alike else sizes[number][0], "read": len(sizes)}
     return {**found, "tokens": max(tokens for _, tokens in sizes)}
 
 
