@@ -226,8 +226,8 @@ def _checked(
             print_line("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
     for count, one in facts.get(LARGEST, {}).items():
-        is_largest = f"sample {one['index']} is the largest" if one["bytes"] else "no sample is larger than another"
-        print_line(f"--worst-case: {is_largest} ({script.name} has {count} samples, {one['read']} were read)")
+        which = f"sample {one['index']} is the largest" if one["bytes"] else "no sample is larger than another"
+        print_line(f"--worst-case: {which} ({script.name} has {count} samples, {one['read']} were read)")
     if late := facts.get("late"):
         print_line(late)
     if named := ", ".join(sorted(facts.get("variables", {}))):
@@ -249,16 +249,16 @@ def _checked(
         )
     seeds = {SEEDS: facts[SEEDS]} if measured is not None and facts.get(SEEDS) else {}
     largest = {LARGEST: facts[LARGEST]} if LARGEST in facts else {}
-    seeds |= largest  # every run of the script has the same batches
-    profile |= seeds
+    repeated = seeds | largest  # what every later run of the script has in common with the first
+    profile |= repeated
     if measured is not None:
         found = flags_found(runs, dataclasses.replace(script, profile=profile), facts)
         cut = _cut_by_loop(profile, facts)
         if cut and found.get(FOUND):
-            profile = _profile(facts, cut, own=own) | seeds
+            profile = _profile(facts, cut, own=own) | repeated
         elif BY_HAND in profile and ACCUMULATION in found.get(FOUND, {}):
             facts["said"][ACCUMULATION].append(_accumulation(profile, facts["micros"], facts["accumulation"]))
-            profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own) | seeds
+            profile = _profile(facts, _batch(facts, batch_seen, own=own), own=own) | repeated
         profile |= found
         for line in _lines_of_flags(profile, _integers(script, facts)):
             print_line(line)
@@ -277,13 +277,15 @@ def _checked(
     used = facts.get(SOURCES, ())
     profile[SOURCES] = digests([*([script.path] if script.path else []), *used], script.cwd)
     if measured is not None:
-        trace = check.reference or _with_noise_floor(runs, dataclasses.replace(script, profile=seeds), measured.trace)
+        trace = check.reference or _with_noise_floor(
+            runs, dataclasses.replace(script, profile=repeated), measured.trace
+        )
         if runs.repeats_seeds:
             print_line(f"{script.name} seeds by the time or its process: trials repeat the seeds of its first run")
         if runs.names_same_seeds:
             profile.pop(SEEDS, None)
         else:
-            profile |= seeds
+            profile |= repeated
         measured = dataclasses.replace(_counted_as(measured, facts, profile), trace=trace)
     kept = {"key": key, "profile": profile, "baseline": measured.to_json() if measured else None}
     kept |= {"ran_out": ran_out.to_json()} if ran_out else {}

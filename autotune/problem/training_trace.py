@@ -43,7 +43,7 @@ class TrainingTrace:
     # relative difference between two runs of the user's own config, by quantity; only in the trace of the probe run
     floor: dict[str, float] = field(default_factory=dict)
     # of auxiliary engines with an optimizer, in the order in which they were made; without steps if one made none
-    beside: tuple[TrainingTrace, ...] = ()
+    auxiliary: tuple[TrainingTrace, ...] = ()
 
     @property
     def counted(self) -> list[TracedStep]:
@@ -72,9 +72,9 @@ class TrainingTrace:
             any(one["draws"] for one in told),
             next((one["missing"] for one in told if one["missing"]), ""),
             _initial([one.get("weights", ()) for one in told]),
-            beside=tuple(
+            auxiliary=tuple(
                 cls.merged(each) or cls((), 0, "fp32", 1)  # keeps the places of the next engines
-                for each in zip(*(one.get("beside", ()) for one in told), strict=False)
+                for each in zip(*(one.get("auxiliary", ()) for one in told), strict=False)
             ),
         )
 
@@ -84,7 +84,7 @@ class TrainingTrace:
         known = _of(cls, data)
         steps = (_of(TracedStep, step) for step in data["steps"])
         known["initial"] = tuple(known.get("initial", ()))
-        known["beside"] = tuple(map(cls.from_json, known.get("beside", ())))
+        known["auxiliary"] = tuple(map(cls.from_json, known.get("auxiliary", ())))
         return cls(**{**known, "steps": tuple(TracedStep(**{**s, "rates": tuple(s["rates"])}) for s in steps)})
 
 

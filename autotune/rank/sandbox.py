@@ -222,7 +222,8 @@ def available_protection(
     """
     try:
         words = command(SANDBOX, str(folder))
-        return Protection(subprocess.run(words, cwd=cwd, text=True, env=environment, **_ASIDE).stdout.strip())
+        said: str = subprocess.run(words, cwd=cwd, text=True, env=environment, **_ASIDE).stdout
+        return Protection((said.splitlines() or [""])[-1])  # a sitecustomize may print lines before
     except (OSError, ValueError, subprocess.SubprocessError):
         return Protection.NONE
 

@@ -31,16 +31,16 @@ class TraceRecorder:
     def __init__(self, random_state: RandomState | None = None) -> None:
         self._random = random_state or RandomState()
         self._seconds = 0.0  # spent on recording since `take_seconds`
-        self._beside: list[TraceRecorder] = []  # of auxiliary engines, in the order of `Context.beside`
+        self._auxiliary: list[TraceRecorder] = []  # of auxiliary engines, in the order of `Context.beside`
         self.restart()
 
-    def restart(self, beside: int = 0) -> None:
+    def restart(self, auxiliary: int = 0) -> None:
         """Drop all recorded steps, because another engine turned out to train.
 
         Args:
-            beside: number of auxiliary engines that are left, the last ones.
+            auxiliary: number of auxiliary engines that are left, the last ones.
         """
-        self._beside = self._beside[len(self._beside) - beside :]
+        self._auxiliary = self._auxiliary[len(self._auxiliary) - auxiliary :]
         self._steps: list[dict[str, Any]] = []
         self._step = _new_step()
         self._pending: list[tuple[int, Any]] = []  # (rows, digest) of forwards in evaluation mode
@@ -64,13 +64,13 @@ class TraceRecorder:
 
     def add_auxiliary(self) -> TraceRecorder:
         """Return a recorder for an auxiliary engine, whose steps become a part of this recorder's report."""
-        self._beside.append(TraceRecorder())
-        return self._beside[-1]
+        self._auxiliary.append(TraceRecorder())
+        return self._auxiliary[-1]
 
     def take_seconds(self) -> float:
         """Return the seconds spent on recording since the last call."""
         seconds, self._seconds = self._seconds, 0.0
-        return seconds + sum(one.take_seconds() for one in self._beside)
+        return seconds + sum(one.take_seconds() for one in self._auxiliary)
 
     def forward(self, tensor: Any, rows: int, *, certain: bool) -> None:
         """Record a forward with gradients.
@@ -196,7 +196,7 @@ class TraceRecorder:
             "weights": self._initial,
             "missing": self._missing,
             "steps": [_plain(s) for s in self._steps],
-            "beside": [one.report() for one in self._beside],
+            "auxiliary": [one.report() for one in self._auxiliary],
         }
 
     def fail(self, error: Exception) -> None:

@@ -115,14 +115,14 @@ def with_floor(
     other: TrainingTrace,
     floor: Callable[[TrainingTrace, TrainingTrace], dict[str, float]] = floor_of,
 ) -> TrainingTrace:
-    """Return the reference with its noise floor, and so its auxiliary engines; a known floor is never lowered."""
+    """Return the reference and its auxiliary engines with their noise floors; a known floor is never lowered."""
     found = floor(reference, other)
     highest = {
         name: max(each.get(name, 0.0) for each in (reference.floor, found)) for name in {*reference.floor, *found}
     }
-    pairs = zip(reference.beside, other.beside, strict=False)
-    beside = tuple(with_floor(dataclasses.replace(a, draws=a.draws or reference.draws), b, floor) for a, b in pairs)
-    return dataclasses.replace(reference, floor=highest, beside=(*beside, *reference.beside[len(beside) :]))
+    pairs = zip(reference.auxiliary, other.auxiliary, strict=False)
+    known = tuple(with_floor(dataclasses.replace(a, draws=a.draws or reference.draws), b, floor) for a, b in pairs)
+    return dataclasses.replace(reference, floor=highest, auxiliary=(*known, *reference.auxiliary[len(known) :]))
 
 
 def _deviation_from_line(each: Sequence[float]) -> float:
@@ -151,7 +151,7 @@ def compare(
         is_users: the reference is the user's own config. A named model's is another candidate.
     """
     found = _compare_engine(reference, own, trace, candidate, is_users=is_users)
-    for number, (theirs, mine) in enumerate(zip(reference.beside, trace.beside, strict=False), 2):
+    for number, (theirs, mine) in enumerate(zip(reference.auxiliary, trace.auxiliary, strict=False), 2):
         if found.verdict is Verdict.SAME:
             theirs = dataclasses.replace(theirs, draws=theirs.draws or reference.draws)
             one = _compare_engine(theirs, own, mine, candidate, is_users=is_users)

@@ -288,8 +288,8 @@ class SpeedMemoryModel:
     def _tail_of_peaks(self, sigmas: Floats) -> Floats:
         """Return the probability of an error below so many predicted standard deviations of a peak, (n,).
 
-        The true spread is known only from the errors of measured peaks, which gives Student's t: few measurements, or
-        large errors, leave a candidate a chance that is predicted not to fit.
+        The true spread is known only from the errors of measured peaks, which gives Student's t. After few measurements,
+        or large errors, a candidate that is predicted not to fit keeps a chance.
         """
         measured = len(self._peak_surprises)
         degrees = PRIOR_PEAKS + measured

@@ -116,7 +116,7 @@ def launch(folder: Path, words: list[str], size: Size, cap: int | None, restarts
 
 
 def seen_samples(folder: Path) -> dict[int, set[int]]:
-    """Samples of each step, as the attempt that kept the step saw them."""
+    """Return the samples of each step, as the attempt that kept the step saw them."""
     steps: dict[int, set[int]] = {}
     for seen in sorted(folder.glob("seen.rank*.jsonl")):
         mine: dict[int, list[int]] = {}

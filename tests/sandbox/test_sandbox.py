@@ -18,7 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from autotune.rank.sandbox import Protection, Sandbox, _make_cuda_device, _spare_bases, remove, temporary_folder
+from autotune.rank.sandbox import (
+    Protection,
+    Sandbox,
+    _make_cuda_device,
+    _spare_bases,
+    available_protection,
+    remove,
+    temporary_folder,
+)
 from autotune.util import linux
 from tests.sandbox.conftest import ORDINARY, SYSTEM_PYTHON, copy_sandbox
 
@@ -549,3 +557,8 @@ print([one.exists() for one in _spare_bases(sandbox.folder)])
     printed = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).splitlines()
     assert printed[:2] == ["x", "keep [True, False]"]
     assert printed[2] == "[False, False]"
+
+
+def test_lines_of_a_sitecustomize_hide_no_protection(tmp_path: Path) -> None:
+    command = lambda *_: [sys.executable, "-c", "print('hello\\nlandlock')"]  # noqa: E731
+    assert available_protection(tmp_path, tmp_path, command, os.environ) is Protection.LANDLOCK

@@ -182,14 +182,16 @@ def test_a_loss_that_builds_up_differs_before_its_gradient_does() -> None:
 
 def test_an_auxiliary_engine_that_trains_something_else_differs() -> None:
     other = OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1})
-    own = dataclasses.replace(trace(), beside=(trace("fp32"), trace("fp32")))
-    changed = dataclasses.replace(own, beside=(own.beside[0], scaled(own.beside[1], LOSS, 1.1)))
+    own = dataclasses.replace(trace(), auxiliary=(trace("fp32"), trace("fp32")))
+    changed = dataclasses.replace(own, auxiliary=(own.auxiliary[0], scaled(own.auxiliary[1], LOSS, 1.1)))
     found = compare(own, OWN, changed, other)
     assert (found.verdict, found.cause) == (Verdict.DIFFERS, MICRO_BATCH)
     assert found.text.startswith("in engine 3, gradient norm is 1.1x of yours, loss 1.1x: the loss depends on how")
     assert compare(own, OWN, own, other).verdict is Verdict.SAME
-    noisy = with_floor(own, dataclasses.replace(own, beside=(own.beside[0], scaled(own.beside[1], LOSS, 1.04))))
-    assert noisy.beside[0].floor[LOSS] == 0 < noisy.beside[1].floor[LOSS]
+    noisy = with_floor(
+        own, dataclasses.replace(own, auxiliary=(own.auxiliary[0], scaled(own.auxiliary[1], LOSS, 1.04)))
+    )
+    assert noisy.auxiliary[0].floor[LOSS] == 0 < noisy.auxiliary[1].floor[LOSS]
     assert compare(noisy, OWN, changed, other).verdict is Verdict.SAME
 
 
@@ -309,7 +311,7 @@ def test_nothing_is_compared_without_steps_quantities_or_with_another_global_bat
 
 
 def test_a_trace_survives_its_storage() -> None:
-    outcome = Outcome(OutcomeKind.OK, trace=dataclasses.replace(trace(), floor={LOSS: 0.1}, beside=(trace(),)))
+    outcome = Outcome(OutcomeKind.OK, trace=dataclasses.replace(trace(), floor={LOSS: 0.1}, auxiliary=(trace(),)))
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))).trace == outcome.trace
 
 
@@ -336,13 +338,13 @@ def test_ranks_add_rows_and_squares_and_average_losses() -> None:
 
 def test_an_engine_without_steps_keeps_the_place_of_the_next() -> None:
     unstepped = {**rank(), "steps": []}
-    merged = TrainingTrace.merged([{**rank(), "beside": [unstepped, rank()]}] * 2)
+    merged = TrainingTrace.merged([{**rank(), "auxiliary": [unstepped, rank()]}] * 2)
     assert merged is not None
-    assert [len(one.steps) for one in merged.beside] == [0, 1]
-    own = dataclasses.replace(trace(), beside=(merged.beside[0], trace("fp32")))
-    again = dataclasses.replace(trace(), beside=(trace(loss=9.0), trace("fp32")))
+    assert [len(one.steps) for one in merged.auxiliary] == [0, 1]
+    own = dataclasses.replace(trace(), auxiliary=(merged.auxiliary[0], trace("fp32")))
+    again = dataclasses.replace(trace(), auxiliary=(trace(loss=9.0), trace("fp32")))
     assert compare(own, OWN, again, OWN).verdict is Verdict.SAME
-    assert len(with_floor(own, dataclasses.replace(trace(), beside=own.beside[:1])).beside) == 2
+    assert len(with_floor(own, dataclasses.replace(trace(), auxiliary=own.auxiliary[:1])).auxiliary) == 2
 
 
 def test_a_restarted_training_is_compared_in_what_weights_do_not_change() -> None:
