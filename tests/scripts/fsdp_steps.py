@@ -32,7 +32,7 @@ def made(kind: str) -> torch.nn.Module:
 def main() -> None:
     micro_batch, accumulation = map(int, sys.argv[2:4])
     model = made(sys.argv[1])
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=5e-2)
     if len(sys.argv) > 4:
         import deepspeed
 

@@ -89,6 +89,7 @@ def main(args):
     os.makedirs(args.output_dir, exist_ok=True)
     create_ds_config(args)
     deepspeed.init_distributed()
+    dist.barrier()  # every rank writes the config: none may read what another has just emptied
     torch.manual_seed(0)
     np.random.seed(0)
     data = Images()
