@@ -40,6 +40,7 @@ _CLEARS = 0.02  # relative difference of the gradient norm up to which another l
 _ERRORS = 3.0  # standard errors of the mean that noise of other rows explains
 _CLOSE = 0.05  # tolerance up to which a comparison is close
 _MOST = math.log(1.4)  # no noise floor tolerates more: factors of 1.5 and 0.67 are always found
+_UNSEEN = math.log(1.5)  # a comparison that leaves this factor open says nothing
 _RATE_TOLERANCE = 0.01  # relative; a schedule's length in steps is rounded
 _ROWS_TOLERANCE = 0.25  # relative; the last batch of a data set may be smaller
 _CLAMP = 1e-3  # smallest ratio, for a quantity that is zero in one run
@@ -151,13 +152,19 @@ def compare(
         is_users: the reference is the user's own config. A named model's is another candidate.
     """
     found = _compare_engine(reference, own, trace, candidate, is_users=is_users)
-    for number, (theirs, mine) in enumerate(zip(reference.auxiliary, trace.auxiliary, strict=False), 2):
-        if found.verdict is Verdict.SAME:
-            theirs = dataclasses.replace(theirs, draws=theirs.draws or reference.draws)
-            one = _compare_engine(theirs, own, mine, candidate, is_users=is_users)
-            if one.verdict is Verdict.DIFFERS:
-                return dataclasses.replace(one, text=f"in engine {number}, {one.text}")
-    return found
+    unknown = ""
+    untraced = TrainingTrace((), 0, "fp32", 1)
+    pairs = itertools.zip_longest(reference.auxiliary, trace.auxiliary, fillvalue=untraced)
+    for number, (theirs, mine) in enumerate(pairs, 2):
+        if found.verdict is Verdict.DIFFERS:
+            return found
+        theirs = dataclasses.replace(theirs, draws=theirs.draws or reference.draws)
+        one = _compare_engine(theirs, own, mine, candidate, is_users=is_users)
+        if one.verdict is Verdict.DIFFERS:
+            return dataclasses.replace(one, text=f"in engine {number}, {one.text}")
+        if one.verdict is Verdict.NOT_COMPARED:
+            unknown += f"; engine {number} not compared: {one.text}"
+    return dataclasses.replace(found, text=found.text + unknown)
 
 
 def _compare_engine(
@@ -183,6 +190,8 @@ def _compare_engine(
         times = f"{factor:.3g}x of {yours}" if theirs else f"{mine:.3g} instead of 0"
         why = f"learning rate is {times} in optimizer step {step + 1}"
         return _different(why, RATES, factor, reference, own, trace, candidate, is_users)
+    if reference.draws and not reference.floor:  # no run has measured the noise, so the steps show it
+        reference = dataclasses.replace(reference, floor=floor_of_cut(reference, trace))
     found = {name: each for name in (LOSS, NORM, UPDATE) if (each := _differences(reference, trace, name))}
     if not found:
         why = trace.missing or reference.missing or "no loss, gradient norm or update was seen"
@@ -213,24 +222,32 @@ def _compare_engine(
         return _different(
             why, name, factor, reference, own, trace, candidate, is_users, loss_factor=loss, same_gradient=same
         )
-    apart = max(abs(_mean(name, found, reference, trace)) for name in found) > _least(reference, trace)
-    reserve = _reserve(reference, trace, max(tolerance.values())) if apart else ""
-    return Certificate(Verdict.SAME, _figures(reference, trace, found) + reserve)
+    # A loss has no effect but through its gradient.
+    open_to = {name: _unseen(name, found, reference, trace) for name in found if name != LOSS or NORM not in found}
+    name = max(open_to, key=lambda one: open_to[one])
+    if open_to[name] >= _UNSEEN:
+        factor, hidden = math.exp(statistics.fmean(found[name])), math.exp(open_to[name])
+        why = f"{name} is {factor:.3g}x of {yours} on average, and a factor of {hidden:.2g} would stay unseen"
+        return Certificate(Verdict.NOT_COMPARED, f"{why}: {_noise(reference, trace)}", name, factor)
+    reserve = f"; compared only to within {math.expm1(open_to[name]):.0%}: {_noise(reference, trace)}"
+    return Certificate(Verdict.SAME, _figures(reference, trace, found) + reserve * (open_to[name] > _CLOSE))
 
 
-def _reserve(reference: TrainingTrace, trace: TrainingTrace, tolerance: float) -> str:
-    """Return how far two runs that do not agree closely may differ unseen, and why; empty if no more than a few percent."""
-    if tolerance <= _CLOSE:
-        return ""
+def _unseen(name: str, found: dict[str, list[float]], reference: TrainingTrace, trace: TrainingTrace) -> float:
+    """Return the logarithm of the factor that a comparison leaves open: the mean difference, and errors of this mean."""
+    each = found[name]
+    moves = name == UPDATE and _is_early(reference) != _is_early(trace)  # with Adam's step counter
+    error = 0.0 if moves or len(each) < 2 else statistics.stdev(each) / math.sqrt(len(each))
+    return abs(_mean(name, found, reference, trace)) + _ERRORS * error
+
+
+def _noise(reference: TrainingTrace, trace: TrainingTrace) -> str:
+    """Return why two runs do not agree closely."""
     if not same_weights(reference, trace):
-        why = "its initial weights differ from run to run"
-    elif not same_rows(reference, trace):
-        why = "its rows differ from run to run"
-    elif reference.draws and not reference.floor:
-        why = "the noise of its random numbers was not measured"
-    else:
-        why = "the noise of its random numbers" if reference.draws else "its steps scatter with the cut of the batch"
-    return f"; compared only to within {math.expm1(tolerance):.0%}: {why}"
+        return "its initial weights differ from run to run"
+    if not same_rows(reference, trace):
+        return "its rows differ from run to run"
+    return "the noise of its random numbers" if reference.draws else "its steps scatter with the cut of the batch"
 
 
 def _rows_factor(reference: TrainingTrace, trace: TrainingTrace, *, cut: bool) -> float | None:
@@ -296,8 +313,6 @@ def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace) -> flo
     other weights (`zero.Init` draws them on the device), all noise is.
     """
     least = max(_least(reference, trace), _LEAST_OF_UPDATES if name == UPDATE else 0.0)
-    if reference.draws and not reference.floor:  # dropout of an unknown size
-        return _MOST
     floor = _FLOORS * reference.floor.get(name, 0.0)
     if not same_weights(reference, trace):
         floor = _MOST
