@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.job import Job
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
-from autotune.problem.training_trace import LEAST_STEPS, TracedStep, TrainingTrace
+from autotune.problem.training_trace import AHEAD, LEAST_STEPS, TracedStep, TrainingTrace
 from autotune.script.profile import loops_by_hand, own_candidate
 from autotune.search.trials import RESUME, Record
 from autotune.util.units import counted
@@ -42,6 +42,7 @@ _CLOSE = 0.05  # tolerance up to which a comparison is close
 _MOST = math.log(1.4)  # no noise floor tolerates more: factors of 1.5 and 0.67 are always found
 _UNSEEN = math.log(1.5)  # a comparison that leaves this factor open says nothing
 _RATE_TOLERANCE = 0.01  # relative; a schedule's length in steps is rounded
+_LATER_TOLERANCE = 0.1  # of the highest learning rate, in later steps
 _ROWS_TOLERANCE = 0.25  # relative; the last batch of a data set may be smaller
 _CLAMP = 1e-3  # smallest ratio, for a quantity that is zero in one run
 _TINY = 1e-12  # a quantity below is zero
@@ -190,6 +191,11 @@ def _compare_engine(
         times = f"{factor:.3g}x of {yours}" if theirs else f"{mine:.3g} instead of 0"
         why = f"learning rate is {times} in optimizer step {step + 1}"
         return _different(why, RATES, factor, reference, own, trace, candidate, is_users)
+    if (later := _wrong_later(reference, trace)) is not None:
+        step, theirs, mine = later
+        why = f"learning rate will be {mine:.3g} instead of {theirs:.3g} in optimizer step {step}"
+        factor = mine / theirs if theirs else math.inf
+        return _different(why, RATES, factor, reference, own, trace, candidate, is_users, later=True)
     if reference.draws and not reference.floor:  # no run has measured the noise, so the steps show it
         reference = dataclasses.replace(reference, floor=floor_of_cut(reference, trace))
     found = {name: each for name in (LOSS, NORM, UPDATE) if (each := _differences(reference, trace, name))}
@@ -271,6 +277,20 @@ def _wrong_rate(pairs: Iterable[tuple[TracedStep, TracedStep]]) -> tuple[int, fl
         for a, b in zip(one, other, strict=False):
             if max(abs(a), abs(b)) > _TINY and abs(a - b) > _RATE_TOLERANCE * max(abs(a), abs(b)):
                 return at, a, b
+    return None
+
+
+def _wrong_later(reference: TrainingTrace, trace: TrainingTrace) -> tuple[int, float, float] | None:
+    """Return (optimizer step, reference's, candidate's) of the first other learning rate that the schedules lead to.
+
+    A schedule's length is rounded, so the reference's neighbouring intervals are its rates too.
+    """
+    least = _LATER_TOLERANCE * max((high for _, high in reference.ahead), default=0.0)
+    for at, (step, (low, high), _) in enumerate(zip(AHEAD, trace.ahead, reference.ahead, strict=False)):
+        near = reference.ahead[max(0, at - 1) : at + 2]
+        lowest, highest = min(one for one, _ in near), max(one for _, one in near)
+        if low > highest + least or high < lowest - least:
+            return step, highest if low > highest else lowest, low if low > highest else high
     return None
 
 
@@ -435,13 +455,15 @@ def _different(
     *,
     loss_factor: float | None = None,
     same_gradient: bool = False,
+    later: bool = False,
 ) -> Certificate:
     cut = candidate.micro_batch != own.micro_batch
     cause, because = "", ""
     if quantity == RATES and reference.iterations != trace.iterations:
         cause = ACCUMULATION
         because = (
-            f"the schedule advances with iterations of your loop, and {trace.iterations} instead of "
+            f"the {'length of the ' * later}schedule {'counts' if later else 'advances with'} iterations of your loop, and "
+            f"{trace.iterations} instead of "
             f"{reference.iterations} of them make an optimizer step"
         )
     elif loss_factor is not None and cut:
