@@ -33,9 +33,6 @@ LEAST_TOLERANCE = {"fp32": 1e-3, "mixed": 5e-3, "bf16": 5e-3, "fp16": 5e-3}
 # stages 2 and 3 in fp32, where loss and gradient norm agree to six digits (a PPO loop on two CPU ranks).
 _LEAST_OF_UPDATES = 5e-3
 _FLOORS = 4.0  # tolerated multiples of the floor, which is itself estimated from a few steps
-# Mean difference, in standard deviations of the steps, from which it is systematic: 4.5 standard errors of five steps,
-# which noise passes in 99 % of all cases (Student's t, four degrees of freedom).
-_SYSTEMATIC = 2.0
 _CLEARS = 0.02  # relative difference of the gradient norm up to which another loss has no effect
 _ERRORS = 3.0  # standard errors of the mean that noise of other rows explains
 _CLOSE = 0.05  # tolerance up to which a comparison is close
@@ -90,9 +87,7 @@ class Certificate:
 def floor_of(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
     """Return by how much two runs of one config differ: the root mean square over the steps, by quantity."""
     return {
-        name: math.sqrt(statistics.fmean(one * one for one in each))
-        for name in (LOSS, NORM, UPDATE)
-        if (each := _differences(first, second, name))
+        name: _root_mean_square(each) for name in (LOSS, NORM, UPDATE) if (each := _differences(first, second, name))
     }
 
 
@@ -100,15 +95,15 @@ def floor_of_cut(first: TrainingTrace, second: TrainingTrace) -> dict[str, float
     """Return the noise floor by a run on another cut of the same batch: the scatter of the steps, by quantity.
 
     An effect of the cut shifts the mean, or builds up from step to step, and leaves the scatter. A script that draws no
-    random numbers has no noise: its scatter counts only if the cut shifts nothing.
+    random numbers has no noise: its scatter is an effect too, such as that of a mean over the tokens of a micro-batch.
     """
-    floor, least = floor_of(first, second), _least(first, second)
+    floor = floor_of(first, second)
     for name in floor:
         each = _differences(first, second, name)
-        if len(each) >= LEAST_STEPS:
+        if not first.draws:
+            floor[name] = 0.0
+        elif len(each) >= LEAST_STEPS:
             floor[name] = min(statistics.stdev(each), _deviation_from_line(each))
-            if not first.draws and abs(statistics.fmean(each)) > max(least, _SYSTEMATIC * floor[name]):
-                floor[name] = 0.0
     return floor
 
 
@@ -125,6 +120,10 @@ def with_floor(
     pairs = zip(reference.auxiliary, other.auxiliary, strict=False)
     known = tuple(with_floor(dataclasses.replace(a, draws=a.draws or reference.draws), b, floor) for a, b in pairs)
     return dataclasses.replace(reference, floor=highest, auxiliary=(*known, *reference.auxiliary[len(known) :]))
+
+
+def _root_mean_square(each: Sequence[float]) -> float:
+    return math.hypot(*each) / math.sqrt(len(each))
 
 
 def _deviation_from_line(each: Sequence[float]) -> float:
@@ -204,6 +203,10 @@ def _compare_engine(
         return Certificate(Verdict.NOT_COMPARED, why)
     tolerance = {name: _tolerance(name, reference, trace) for name in found}
     beyond = {name for name in found if abs(_mean(name, found, reference, trace)) > tolerance[name]}
+    # Without noise, an effect of the cut may scatter around zero. Adam's step counter scatters updates too.
+    exact = own.micro_batch != candidate.micro_batch and not reference.draws and same_rows(reference, trace)
+    scatter = {name: _root_mean_square(found[name]) for name in found if exact and name != UPDATE}
+    beyond |= {name for name in scatter if scatter[name] > tolerance[name]}
     # The loss has no effect except through its gradient, which clears it only if its own noise is small. A part of the
     # loss that grows shows in it first.
     cleared = {NORM, UPDATE} <= found.keys() and abs(_mean(NORM, found, reference, trace)) <= _CLEARS
@@ -218,6 +221,8 @@ def _compare_engine(
             much = f"runs differ by {math.expm1(reference.floor[name]):.0%} in one step, because their rows differ"
             return Certificate(Verdict.NOT_COMPARED, f"{name} is {factor:.3g}x of {yours}, and {much}")
         why = f"{name} is {factor:.{3 if abs(math.log(factor)) > 0.01 else 5}g}x of {yours}"
+        if abs(math.log(factor)) <= tolerance[name]:
+            why = f"{name} is {math.expm1(scatter[name]):.1%} off {yours} in a step, up or down"
         loss = math.exp(statistics.fmean(found[LOSS])) if LOSS in beyond else None
         if loss is not None and name != LOSS and abs(loss - 1) >= 0.005:
             why += f", loss {loss:.3g}x"
@@ -253,7 +258,7 @@ def _noise(reference: TrainingTrace, trace: TrainingTrace) -> str:
         return "its initial weights differ from run to run"
     if not same_rows(reference, trace):
         return "its rows differ from run to run"
-    return "the noise of its random numbers" if reference.draws else "its steps scatter with the cut of the batch"
+    return "the noise of its random numbers" if reference.draws else "two runs of it differ"
 
 
 def _rows_factor(reference: TrainingTrace, trace: TrainingTrace, *, cut: bool) -> float | None:

@@ -114,10 +114,11 @@ def test_scatter_of_another_cut_is_the_noise_and_its_mean_the_effect() -> None:
         changed = tuple(dataclasses.replace(one, gradient_norm=(one.gradient_norm or 0) * f) for one, f in steps)
         return dataclasses.replace(reference, steps=changed)
 
-    floor = floor_of_cut(reference, cut(tuple(1 + 0.03 * sign for sign in signs)))
+    around_zero = cut(tuple(1 + 0.03 * sign for sign in signs))
+    floor = floor_of_cut(draws, around_zero)
     assert floor[NORM] == pytest.approx(0.033, rel=0.05)
     assert floor[LOSS] == 0
-    assert floor_of_cut(reference, reference) == dict.fromkeys((LOSS, NORM, UPDATE), 0.0)
+    assert floor_of_cut(draws, reference) == dict.fromkeys((LOSS, NORM, UPDATE), 0.0)
     for factors, with_draws in (
         (tuple(1.05 + 0.01 * sign for sign in signs), Verdict.DIFFERS),
         (tuple(1.03 + 0.01 * sign for sign in signs), Verdict.SAME),
@@ -130,6 +131,11 @@ def test_scatter_of_another_cut_is_the_noise_and_its_mean_the_effect() -> None:
         for one, verdict in ((reference, Verdict.DIFFERS), (draws, with_draws)):
             known = dataclasses.replace(one, floor=floor_of_cut(one, cut(factors)))
             assert compare(known, OWN, cut(factors), OWN).verdict is verdict, (factors, one.draws)
+    summed = cut((1.03, 0.98, 0.99, 1.01, 0.99))
+    found = compare(reference, OWN, summed, OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))
+    assert (found.verdict, found.cause) == (Verdict.DIFFERS, MICRO_BATCH), "a mean over a micro-batch's own tokens"
+    assert found.text.startswith("gradient norm is 1.8% off yours in a step, up or down: micro-batch 8 instead of 2")
+    assert compare(draws, OWN, summed, OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1})).verdict is Verdict.SAME
 
 
 def noisy(factors: tuple[float, ...], **changes: Any) -> TrainingTrace:
