@@ -850,7 +850,8 @@ class _Products:
         if ACCUMULATION in missing and len(of_accumulation) == 1 and of_accumulation[0] not in products:
             carriers[ACCUMULATION] = of_accumulation[0]
         elif ACCUMULATION in missing:  # computed from a whole step, which another global batch changes
-            products = products or {flag: self.options[flag] for flag in of_step}
+            left = [flag for flag in of_step if flag not in carriers.values()]
+            products = products or {flag: self.options[flag] for flag in left}
         multiples = {knob: self.options[flag] // self.own[knob] for knob, flag in carriers.items()}
         return {FOUND: carriers, TIMES: multiples, PRODUCTS: products}
 
