@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import copy
 import gc
+import itertools
 import math
 import sys
 import time
@@ -316,7 +317,7 @@ def _rates_ahead(schedule: Any, start: float, each: float) -> list[list[float]]:
         each: counts of an optimizer step.
     """
     found = []
-    for begin, end in zip(AHEAD, AHEAD[1:], strict=False):
+    for begin, end in itertools.pairwise(AHEAD):
         rates = [max(_rates_at(schedule, int(start + each * step)), default=math.nan) for step in range(begin, end)]
         if any(map(math.isnan, rates)):
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from typing import Any
@@ -149,7 +150,11 @@ def noisy(factors: tuple[float, ...], **changes: Any) -> TrainingTrace:
     [
         ((1.0, 1.01, 1.0, 0.99, 1.0), Verdict.SAME, "5 steps"),
         ((1.2, 0.9, 1.1, 0.8, 1.05), Verdict.SAME, "compared only to within 2"),
-        ((0.5, 1.1, 0.6, 0.9, 0.7), Verdict.NOT_COMPARED, "gradient norm is 0.73x of yours on average, and a factor of"),
+        (
+            (0.5, 1.1, 0.6, 0.9, 0.7),
+            Verdict.NOT_COMPARED,
+            "gradient norm is 0.73x of yours on average, and a factor of",
+        ),
         ((0.71, 0.75, 0.74, 0.73, 0.74), Verdict.DIFFERS, "gradient norm is 0.734x of yours"),
     ],
 )
@@ -169,16 +174,28 @@ def test_noise_that_hides_a_factor_of_1_5_is_no_comparison(
 def test_a_schedule_of_another_length_differs_in_later_steps() -> None:
     def cosine(length: int) -> tuple[tuple[float, float], ...]:
         rates = [1e-3 * (1 + math.cos(math.pi * min(1.0, step / length))) for step in AHEAD]
-        return tuple((low, high) for high, low in zip(rates, rates[1:], strict=False))
+        return tuple((low, high) for high, low in itertools.pairwise(rates))
 
     own = dataclasses.replace(trace(), ahead=cosine(1000))
     other = OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1})
-    for length, differs in ((250, True), (667, True), (950, False), (1000, False), (1050, False), (1500, True), (4000, True)):
+    for length, differs in (
+        (250, True),
+        (667, True),
+        (950, False),
+        (1000, False),
+        (1050, False),
+        (1500, True),
+        (4000, True),
+    ):
         found = compare(own, OWN, dataclasses.replace(trace(micro_batches=1), ahead=cosine(length)), other)
         assert (found.verdict is Verdict.DIFFERS) is differs, (length, found)
         assert not differs or (found.quantity, found.cause) == (RATES, ACCUMULATION)
-        assert not differs or "the length of the schedule counts iterations of your loop, and 1 instead of 4" in found.text
-    assert compare(own, OWN, trace(micro_batches=1), other).verdict is Verdict.SAME, "an earlier version's trace has none"
+        assert (
+            not differs or "the length of the schedule counts iterations of your loop, and 1 instead of 4" in found.text
+        )
+    assert compare(own, OWN, trace(micro_batches=1), other).verdict is Verdict.SAME, (
+        "an earlier version's trace has none"
+    )
 
 
 def test_an_optimizer_that_uses_the_shapes_of_weights_is_named() -> None:
@@ -360,7 +377,9 @@ def test_nothing_is_compared_without_steps_quantities_or_with_another_global_bat
 
 
 def test_a_trace_survives_its_storage() -> None:
-    outcome = Outcome(OutcomeKind.OK, trace=dataclasses.replace(trace(), floor={LOSS: 0.1}, ahead=((0.1, 0.2),), auxiliary=(trace(),)))
+    outcome = Outcome(
+        OutcomeKind.OK, trace=dataclasses.replace(trace(), floor={LOSS: 0.1}, ahead=((0.1, 0.2),), auxiliary=(trace(),))
+    )
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))).trace == outcome.trace
 
 
@@ -398,7 +417,9 @@ def test_an_engine_without_steps_keeps_the_place_of_the_next() -> None:
     missing = compare(own, OWN, dataclasses.replace(trace(), auxiliary=()), OWN)
     assert missing.line.startswith("trains the same")
     assert "engine 3 not compared" in missing.text
-    doubled = dataclasses.replace(again, steps=again.steps[:2], auxiliary=(again.auxiliary[0], trace("fp32", loss=9.0, gradient_norm=9.0)))
+    doubled = dataclasses.replace(
+        again, steps=again.steps[:2], auxiliary=(again.auxiliary[0], trace("fp32", loss=9.0, gradient_norm=9.0))
+    )
     assert compare(own, OWN, doubled, OWN).text.startswith("in engine 3, gradient norm is")
     assert len(with_floor(own, dataclasses.replace(trace(), auxiliary=own.auxiliary[:1])).auxiliary) == 2
 
