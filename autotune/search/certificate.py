@@ -203,8 +203,9 @@ def _compare_engine(
         return Certificate(Verdict.NOT_COMPARED, why)
     tolerance = {name: _tolerance(name, reference, trace) for name in found}
     beyond = {name for name in found if abs(_mean(name, found, reference, trace)) > tolerance[name]}
-    # Without noise, an effect of the cut may scatter around zero. Adam's step counter scatters updates too.
-    exact = own.micro_batch != candidate.micro_batch and not reference.draws and same_rows(reference, trace)
+    # Without noise, an effect of the cut may scatter around zero. Named models average over a micro-batch's tokens.
+    exact = is_users and own.micro_batch != candidate.micro_batch and not reference.draws
+    exact = exact and same_rows(reference, trace) and same_weights(reference, trace)
     scatter = {name: _root_mean_square(found[name]) for name in found if exact and name != UPDATE}
     beyond |= {name for name in scatter if scatter[name] > tolerance[name]}
     # The loss has no effect except through its gradient, which clears it only if its own noise is small. A part of the
