@@ -292,7 +292,7 @@ def _schedule_of(engine: Any) -> Any:
 
     if getattr(engine, "lr_scheduler", None) is not None:
         return engine.lr_scheduler
-    optimizers, one = [], engine.optimizer
+    optimizers, one = list[Any](), engine.optimizer
     while one is not None and len(optimizers) < 4:  # ZeRO's optimizer, and the script's inside
         optimizers.append(one)
         one = getattr(one, "optimizer", None)
