@@ -536,7 +536,7 @@ def _summary(
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
         lines.append(f"  {counted(trials, 'trial')}{f' ({counts})' if counts else ''} in {used}; {found.ended}")
-        lines += [f"  {found.confidence.sentence}"] if found.confidence else []
+        lines += [f"  {found.confidence}"] if found.confidence else []
     elif found.interrupted:
         lines = ["stopped before anything was measured"]
     else:
