@@ -440,9 +440,8 @@ class TrialRecorder:
             return
         self.proposer.observe(candidate, outcome)
         is_unknown = self.leaderboard.why_not(candidate) in ("", NOT_VERIFIED)
-        if (
-            self.leaderboard.is_deprioritized(candidate) or not is_unknown
-        ):  # unlikely to win, or with another global batch size
+        # unlikely to win, or with another global batch size
+        if self.leaderboard.is_deprioritized(candidate) or not is_unknown:
             self.proposer.exclude(candidate)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from autotune.commands.run import parallel_executors, first_executor
+from autotune.commands.run import first_executor, parallel_executors
 from autotune.executors.local import LocalExecutor
 from autotune.problem.hardware import detect, usable_cpus
 from autotune.rank.sandbox import Sandbox

@@ -105,7 +105,9 @@ def _is_unread(a: Candidate, b: Candidate) -> bool:
 
 def _is_exported(a: Candidate, b: Candidate) -> bool:
     job = make_job(lengths=((8, 8), (32, 32)))
-    return a.ds_config(job) != b.ds_config(job) or training_changes(a, job, a.environment({})) != training_changes(b, job, b.environment({}))
+    return a.ds_config(job) != b.ds_config(job) or training_changes(a, job, a.environment({})) != training_changes(
+        b, job, b.environment({})
+    )
 
 
 def _is_ordered(a: Candidate, b: Candidate) -> bool:

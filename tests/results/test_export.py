@@ -22,8 +22,8 @@ from autotune.results.export import (
     deepspeed_config,
     hf_deepspeed_config,
     meta,
-    needs,
     training_arguments,
+    training_changes,
     usage_lines,
     write_export,
 )
