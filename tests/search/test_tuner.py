@@ -68,6 +68,8 @@ def test_it_finds_the_best_soon_and_verifies_it(whole_table: ReplayTable, seed: 
     assert sum(kind is not OutcomeKind.OK for _, _, kind in executor.log.trials) <= 3
     searched = [r.candidate for r in store.records() if r.role == SEARCH]
     assert len(searched) == len(set(searched))
+    assert result.confidence.endswith(" trials)")
+    assert store.calls()[-1].confidence == result.confidence
 
 
 @pytest.mark.parametrize("budget", [20, 45, 90, 300])
