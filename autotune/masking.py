@@ -30,70 +30,11 @@ _OF_SERVICES = frozenset(("api", "access", "private", "refresh", "ssh"))
 # Words that make `token` or `key` a term of language models: `pad_token`, `num_key_value_heads`, `prompt_key`.
 _OF_MODELS = frozenset(
     (
-        *(
-            "pad",
-            "eos",
-            "bos",
-            "unk",
-            "mask",
-            "sep",
-            "cls",
-            "special",
-            "added",
-            "image",
-            "video",
-            "audio",
-            "vision",
-            "boi",
-            "eoi",
-        ),
-        *(
-            "begin",
-            "end",
-            "start",
-            "stop",
-            "prefix",
-            "suffix",
-            "chat",
-            "think",
-            "type",
-            "types",
-            "level",
-            "class",
-            "per",
-            "max",
-        ),
-        *(
-            "classification",
-            "min",
-            "num",
-            "n",
-            "vocab",
-            "position",
-            "index",
-            "loss",
-            "drop",
-            "next",
-            "decoder",
-            "forced",
-        ),
-        *(
-            "query",
-            "value",
-            "values",
-            "padding",
-            "dim",
-            "size",
-            "head",
-            "heads",
-            "norm",
-            "layer",
-            "states",
-            "proj",
-            "bias",
-        ),
-        *("cache", "input", "output", "prompt", "label", "chosen", "rejected", "text", "response", "column"),
-    )
+        "pad eos bos unk mask sep cls special added image video audio vision boi eoi begin end start stop prefix suffix "
+        "chat think type types level class per max classification min num n vocab position index loss drop next decoder "
+        "forced query value values padding dim size head heads norm layer states proj bias cache input output prompt "
+        "label chosen rejected text response column"
+    ).split()
 )
 
 

@@ -231,7 +231,7 @@ def _run(
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
             proposer = _proposer(setup, predictor)
             begin_with_gallery(setup, store, proposer, observer.print_line)
-            beside = [kept.enter_context(closing(one)) for one in executors_beside(setup, work, cancelled)]
+            beside = [kept.enter_context(closing(one)) for one in parallel_executors(setup, work, cancelled)]
             found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set, beside, workers)
         return _summary(setup, store, found, proposer.open, predictor, observer.print_line)
 
@@ -536,7 +536,7 @@ def _summary(
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
         lines.append(f"  {counted(trials, 'trial')}{f' ({counts})' if counts else ''} in {used}; {found.ended}")
-        lines += [f"  {found.confidence.sentence}"] if found.confidence else []
+        lines += [f"  {found.confidence}"] if found.confidence else []
     elif found.interrupted:
         lines = ["stopped before anything was measured"]
     else:
@@ -675,7 +675,7 @@ def _local(
     )
 
 
-def executors_beside(setup: Setup, work: Path, cancelled: Callable[[], bool]) -> list[LocalExecutor]:
+def parallel_executors(setup: Setup, work: Path, cancelled: Callable[[], bool]) -> list[LocalExecutor]:
     """Return the executors that measure in parallel to the first, each in its own folder."""
     return [
         _local(setup, slot.hardware, work / f"beside-{number}", cancelled, slot.variables)

@@ -551,26 +551,9 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
         batch: of the observed steps.
         own: these are the script's own steps.
     """
-    kept = {
-        key: facts[key]
-        for key in (
-            "config",
-            "precision",
-            "model_config",
-            "causal",
-            "model",
-            "trained",
-            "frozen",
-            "checkpointing",
-            "checkpointed",
-            "through_arguments",
-            "loader_prepared",
-            "relaunched",
-            "client_optimizer",
-            "untested_optimizer",
-            "flags",
-        )
-    }
+    always = "config precision model_config causal model trained frozen checkpointing checkpointed through_arguments"
+    always += " loader_prepared relaunched client_optimizer untested_optimizer flags"
+    kept = {key: facts[key] for key in always.split()}
     # These are stored only if present, so that studies of earlier versions keep the same job.
     own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK, EXPERTS_ELSEWHERE)
     named = ("lightning", "optimizer", "spellings", "variables", "beside", "boundary_by_hand", *own_names)
@@ -704,20 +687,7 @@ class ShortRuns:
 _NAMED = {MICRO_BATCH: "micro-batch", ACCUMULATION: "accumulation"}
 _OWN = ("micro_batch", "accumulation")  # keys of a profile
 _MOST_FLAGS = 6  # flags that get another value at once
-_TIMES = (
-    0.5,
-    2,
-    0.25,
-    3,
-    5,
-    7,
-    11,
-    13,
-    17,
-    19,
-    23,
-    29,
-)  # of a flag's own value, of which at least one is free for each
+_TIMES = (0.5, 2, 0.25, 3, 5, 7, 11, 13, 17, 19, 23, 29)  # of a flag's own value; at least one is free for each
 
 
 def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
     if request.isolation not in ("fork", "spawn"):
         raise UserError(f"--isolation {request.isolation}: expected fork or spawn")
     batch = parse_global_batch(request.global_batch_size)
-    tuned = _what_is_tuned(request, nodes, interpreter)
+    tuned = _resolve_training(request, nodes, interpreter)
     asked_batch = FREE if request.global_batch_size == FREE else batch
     name, edits = request.study or study_name(tuned.job, tuned.hardware, asked_batch), list[str]()
     if not (request.study or request.force):
@@ -301,7 +301,7 @@ class _Tuned(NamedTuple):
     slots: Sequence[Slot] = ()
 
 
-def _what_is_tuned(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> _Tuned:
+def _resolve_training(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> _Tuned:
     kind, _, table = request.executor.partition(":")
     if kind == "replay" and request.parallel != 1:
         raise UserError("--parallel cannot be combined with --executor replay, which reads a table. Remove --parallel.")

@@ -272,14 +272,12 @@ def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Devi
     part, held = total / job.ranks, (total + trace.frozen) / job.ranks
     one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
     out, parameters_out = c.offload_optimizer > 0, three & (c.offload_param > 0)
-    leaves = np.where(
-        out, 1 - device_share_of_optimizer(c, part, float(trace.largest), float(job.ranks)), 0.0
-    )  # share that is offloaded
+    # share that is offloaded
+    leaves = np.where(out, 1 - device_share_of_optimizer(c, part, float(trace.largest), float(job.ranks)), 0.0)
     elements = np.where(c.stage == 0, total, part)
     low = c.master == 2
-    step_bytes = (
-        2 * np.where(low, 2 + states * c.state_share, 4 + states) + 4 + 2 * width
-    )  # bytes per element: master and states read and written, gradient read, weight written
+    # bytes per element: master and states read and written, gradient read, weight written
+    step_bytes = 2 * np.where(low, 2 + states * c.state_share, 4 + states) + 4 + 2 * width
     if hardware.device == "cuda" and not job.plain and not job.torch_alone:  # CPU ranks: `calibration._CPU_QUIRKS`
         step_bytes = step_bytes + np.where(c.stage == 0, _GRADIENT_BYTES[0], _GRADIENT_BYTES[1])
     host_bytes = 2 * (c.master + states * c.state_share) + 4 + width
@@ -447,36 +445,12 @@ def host_limit_bytes(hardware: Hardware) -> float:
 
 Config = dict[str, Any]
 
-# Architectures whose MLP has two matrices. All other architectures add a third as a gate.
+# Architectures and towers whose MLP has two matrices. All other architectures add a third as a gate.
 _UNGATED = frozenset(
     (
-        "gpt2",
-        "phi",
-        "gpt_neox",
-        "opt",
-        "mpt",
-        "bert",
-        "roberta",
-        "xlm-roberta",
-        "camembert",
-        "electra",
-        "deberta",
-        "deberta-v2",
-        "distilbert",
-        "albert",
-        "bart",
-        "mbart",
-        "blenderbot",
-        "pegasus",
-        "marian",
-        "m2m_100",
-        # towers
-        "clip_vision_model",
-        "siglip_vision_model",
-        "idefics3_vision",
-        "qwen2_vl",
-        "qwen3_vl",
-    )
+        "gpt2 phi gpt_neox opt mpt bert roberta xlm-roberta camembert electra deberta deberta-v2 distilbert albert bart "
+        "mbart blenderbot pegasus marian m2m_100 clip_vision_model siglip_vision_model idefics3_vision qwen2_vl qwen3_vl"
+    ).split()
 )
 # Names of the same size in different families.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "depth")

@@ -208,7 +208,7 @@ def own_memory() -> None:
     """Copy the memory shared with the fork's parent, all at once and in order.
 
     Pages that are copied one by one, on write, end up scattered over physical memory. Training is then 3 to 5 % slower than in a
-    process that imported everything itself (`docs/architecture.md`). Linux before 5.14 does not support this.
+    process that imported everything itself. Linux before 5.14 does not support this.
     """
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.executors.base import MeasureSpec
-from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
+from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
@@ -25,11 +25,6 @@ from tests.conftest import make_candidate, make_job
 from tests.results.report.studies import machine, measured, ran_out
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
-
-
-@pytest.fixture(scope="module")
-def replay_table() -> ReplayTable:
-    return load_replay_table(TABLE)
 
 
 class Torch(ReplayExecutor):

@@ -716,6 +716,7 @@ class _Switch:
     how: tuple[tuple[str, Any], ...] = ()  # arguments of `enable`
 
 
+# the second is from diffusers (models/modeling_utils.py)
 _SWITCHES = (
     _Switch(
         "gradient_checkpointing_enable",  # from transformers
@@ -724,7 +725,7 @@ _SWITCHES = (
         (("gradient_checkpointing_kwargs", {"use_reentrant": False}),),
     ),
     _Switch("enable_gradient_checkpointing", "disable_gradient_checkpointing", "_supports_gradient_checkpointing"),
-)  # the second is from diffusers (models/modeling_utils.py)
+)
 _ENABLE = (*(one.enable for one in _SWITCHES), "activation_checkpointing_enable")  # includes transformers' new name
 
 
