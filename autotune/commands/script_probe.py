@@ -819,6 +819,9 @@ class _Products:
             products = {flag: self.options[flag] for flag in of_step}
         if ACCUMULATION in missing and len(of_accumulation) == 1 and of_accumulation[0] not in products:
             carriers[ACCUMULATION] = of_accumulation[0]
+        elif ACCUMULATION in missing:  # computed from a whole step, which another global batch changes
+            left = [flag for flag in of_step if flag not in carriers.values()]
+            products = products or {flag: self.options[flag] for flag in left}
         multiples = {knob: self.options[flag] // self.own[knob] for knob, flag in carriers.items()}
         return {FOUND: carriers, TIMES: multiples, PRODUCTS: products}
 
@@ -863,7 +866,8 @@ def _lines_of_flags(profile: dict[str, Any], integers: dict[str, int]) -> Iterat
         over = f" times {times}" if times else ""
         yield f"{flag} {integers[flag]} is its {_NAMED[knob]}{over}: candidates set it (--map {knob}=--FLAG names another)"
     for flag, value in profile.get(PRODUCTS, {}).items():
-        yield f"{flag} {value} is the batch of its whole step: candidates keep it, and it decides their micro-batch"
+        decides = "" if MICRO_BATCH in profile.get(FOUND, {}) else ", and it decides their micro-batch"
+        yield f"{flag} {value} is the batch of its whole step: candidates keep it{decides}"
 
 
 def _batch_with(
