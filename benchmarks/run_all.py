@@ -45,6 +45,7 @@ FULL: dict[str, list[str]] = {
         "10",
     ],
     "published": ["predict/published/published.py"],
+    "published-jobs": ["predict/published/published.py", "--csv", str(HERE / "data/published/jobs/qlora_and_muon.csv")],
     "allocator": ["predict/allocator.py"],
     "cpu-ranks": ["predict/cpu_ranks.py"],
     "search": ["search/search.py"],
