@@ -83,6 +83,7 @@ FULL: dict[str, list[str]] = {
     "storage": ["search/storage.py"],
     "trials-cpu": ["trials/trials.py"],
     "preload-cpu": ["trials/preload.py"],
+    "variants-cpu": ["trials/job_variants.py"],
     "fidelity-cpu": ["trials/fidelity.py"],
     "scripts-cpu": ["trials/scripts.py"],
     "frameworks-cpu": ["trials/frameworks.py"],

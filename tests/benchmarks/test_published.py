@@ -8,6 +8,7 @@ import pytest
 from autotune.errors import UserError
 from autotune.predict.trace_cache import closed_form_trace
 from autotune.predict.zero_memory import optimizer_of_trials
+from autotune.problem.job import NF4, Lora
 from autotune.problem.models import ModelSpec
 from autotune.util.units import GIB
 from benchmarks.predict.published import published
@@ -241,6 +242,16 @@ def test_targets_have_the_model_s_own_names() -> None:
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("text", ["QLoRA nf4 r=8 targets=q,v", "nf4 r=8 targets=q,v", "q-lora r=8 targets=q,v"])
+def test_qlora_keeps_the_base_weights_in_4_bits(text: str, closed_form: None) -> None:
+    case, weights = only(lora=text), only(lora=text, figure_kind="weights_memory", value="4.26")
+    assert case.job.lora == Lora(8, ("q_proj", "v_proj"), quantize=NF4)
+    (held,) = uncalibrated([weights])
+    (whole,) = uncalibrated([only(lora="r=8 targets=q,v", figure_kind="weights_memory", value="4.26")])
+    assert held.low < held.predicted < held.high
+    assert held.predicted < 0.4 * whole.predicted
+
+
 def test_a_source_without_a_reader_is_read_by_its_columns() -> None:
     case = only(
         parallel="zero3",
@@ -339,7 +350,7 @@ def test_optimizers(optimizer: str, parallel: str, found: dict[str, object] | No
         ({"parallel": "tp4 dp2"}, "parallel"),
         ({"parallel": "zero++ on zero3"}, r"ZeRO\+\+"),
         ({"parallel": "fsdp hybrid_shard"}, "within a node"),
-        ({"lora": "QLoRA r=8"}, "quantised"),
+        ({"lora": "r=8 on gptq int4"}, "quantised"),
         ({"precision": "fp8"}, "quantised"),
         ({"lora": "DoRA r=8"}, "other than LoRA"),
         ({"checkpointing": "selective"}, "selective"),
