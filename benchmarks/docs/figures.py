@@ -403,6 +403,36 @@ def storage() -> str:
     )
 
 
+# -- variants of a job -------------------------------------------------------------------------------------------------
+
+
+def _variants(what: str) -> str:
+    """Steps of two variants of a job by stage, measured in turn."""
+    found = []
+    for row in result("variants-cpu"):
+        if row["what"] != what:
+            continue
+        cells = [row.get("refused") or row.get("failed") or ""] + ["—"] * 4
+        if not cells[0]:
+            ratio = f"{row['other / usual']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
+            cells = [f"{row[name]:.3f}" for name in ("usual, s", "other, s")] + [ratio, f"{row['predicted']:.2f}"]
+            cells.append(" and ".join(f"{row[name]:.0f}" for name in ("usual, MiB", "other, MiB")))
+        found.append([row["model"], str(row["stage"]), *cells])
+    names = {"loss": ("full", "chunked"), "qlora": ("16 bits", "nf4")}[what]
+    steps = [f"{name}, s" for name in names]
+    return table(["model", "stage", *steps, "ratio (least to most)", "predicted", "peaks, MiB"], found)
+
+
+def variants_loss() -> str:
+    """The whole loss and the loss in chunks."""
+    return _variants("loss")
+
+
+def variants_qlora() -> str:
+    """Adapters on 16-bit and on 4-bit base weights."""
+    return _variants("qlora")
+
+
 # -- stages ------------------------------------------------------------------------------------------------------------
 
 
@@ -533,6 +563,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "nodes": nodes,
     "node-trials": node_trials,
     "storage": storage,
+    "variants-loss": variants_loss,
+    "variants-qlora": variants_qlora,
     "stages-own": stages_own,
     "stages-published": stages_published,
     "gallery-starts": gallery_starts,

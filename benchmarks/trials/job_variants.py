@@ -73,7 +73,7 @@ def measured(what: str, jobs: tuple[Job, Job], stage: int, rounds: int, folder: 
         return {**row, "refused": why}
     steps: tuple[list[float], list[float]] = ([], [])
     peaks = [0, 0]
-    for which, job in enumerate(jobs):
+    for which in range(len(jobs)):
         (folder / str(which)).mkdir(parents=True)
     for at in range(rounds):
         for which, job in enumerate(jobs):

@@ -21,7 +21,9 @@ _SCALE = re.compile(
 )
 _DROPOUT = re.compile(r"\b(?:lora[ _-]*)?dropout\s*[=: ]\s*([\d.]+)")
 _WHOLE = re.compile(r"(?:\+|and|with)?\s*\b(?:trainable|saved|modules_to_save\s*=?)\s+([\w,.\s]+)")
-IN_4_BITS = re.compile(r"\bq-?lora\b(?:\s+nf4\b)?|\bnf4\b")  # base weights in bitsandbytes' nf4, or another one of its size
+IN_4_BITS = re.compile(
+    r"\bq-?lora\b(?:\s+nf4\b)?|\bnf4\b"
+)  # base weights in bitsandbytes' nf4, or another one of its size
 _LIST = re.compile(r"\b(?:target_modules|target modules|targets?)\b\s*(?:=|:|\s)\s*[\[({]?([^\]})]*)")
 
 
