@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import difflib
+import json
 import re
 import statistics
 import sys
@@ -181,6 +182,12 @@ def published_experts() -> str:
     """Rows of mixtures of experts."""
     mixtures = {model.name for model in known_models().values() if any("expert" in key for key in model.config)}
     rows = [row for row in result("published")["rows"] if row["model"] in mixtures]
+    return _beside(rows, lambda row: f"{row['model']}, {_config(row)}")
+
+
+def published_experts4() -> str:
+    """The same rows with transformers 4 installed."""
+    rows = json.loads((DATA / "published" / "jobs" / "experts_transformers-4.57.1.json").read_text())["rows"]
     return _beside(rows, lambda row: f"{row['model']}, {_config(row)}")
 
 
@@ -546,6 +553,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "published-kinds": published_kinds,
     "published-rows": published_count,
     "published-experts": published_experts,
+    "published-experts4": published_experts4,
     "published-sequences": published_sequences,
     "published-qlora": published_qlora,
     "published-muon": published_muon,
