@@ -1,8 +1,8 @@
-"""Seconds of a step of two variants of a job on CPU ranks, beside their prediction before any trial:
-`python benchmarks/trials/job_variants.py [--rounds 3] [--only loss|qlora] [--json FILE]`.
+"""Seconds of a step of two variants of a job on CPU ranks, next to their prediction before any trial:
+`python benchmarks/trials/job_variants.py [--rounds 7] [--only loss|qlora] [--json FILE]`.
 
 `loss`: the whole loss and the loss in chunks, of models whose head is a small and a large part of the work. `qlora`: adapters on
-16-bit and on 4-bit base weights, at each stage that is allowed (needs bitsandbytes). Trials of both variants take turns.
+16-bit and on 4-bit base weights, at each stage that is allowed (needs bitsandbytes). Both engines are up, and measured in turn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autotune.util.units import MIB
 from benchmarks.common import command_line, parse, print_table, write_json
 from benchmarks.trials.ranks import opened
 
-MEASURE_SPEC = MeasureSpec(min_steps=8, max_steps=40, min_seconds=3.0, max_seconds=10.0)
+MEASURE_SPEC = MeasureSpec(min_steps=4, max_steps=20, min_seconds=1.5, max_seconds=6.0)
 STAGES = (0, 1, 2, 3)
 LORA = Lora(8)
 
@@ -73,18 +73,17 @@ def measured(what: str, jobs: tuple[Job, Job], stage: int, rounds: int, folder: 
         return {**row, "refused": why}
     steps: tuple[list[float], list[float]] = ([], [])
     peaks = [0, 0]
-    for which in range(len(jobs)):
-        (folder / str(which)).mkdir(parents=True)
-    for at in range(rounds):
-        for which, job in enumerate(jobs):
-            with opened(job, hardware, folder / str(which), [one]) as executor:
-                session = executor.session(one, f"z{stage}-{at}")
+    with opened(jobs[0], hardware, folder, [one]) as executor:
+        sessions = [executor.session(one, str(which), job=job) for which, job in enumerate(jobs)]
+        for _ in range(rounds):
+            for which, session in enumerate(sessions):
                 outcome = session.measure(one, MEASURE_SPEC, 200.0)
-                session.close()
-            if outcome.measurement is None:
-                return {**row, "failed": outcome.reason}
-            steps[which].append(outcome.measurement.step_seconds)
-            peaks[which] = max(peaks[which], outcome.measurement.peak_bytes)
+                if outcome.measurement is None:
+                    return {**row, "failed": outcome.reason}
+                steps[which].append(outcome.measurement.step_seconds)
+                peaks[which] = max(peaks[which], outcome.measurement.peak_bytes)
+        for session in sessions:
+            session.close()
     ratios = [other / usual for usual, other in zip(*steps, strict=True)]
     predicted = [step_seconds(job, hardware, one) for job in jobs]
     return {
@@ -107,7 +106,7 @@ def step_seconds(job: Job, hardware: Hardware, one: Candidate) -> float:
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", choices=("", "loss", "qlora"), default="")
     arguments = parse(parser, rounds=1, only="loss")
     rows = []
