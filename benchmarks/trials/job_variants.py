@@ -1,5 +1,5 @@
 """Seconds of a step of two variants of a job on CPU ranks, next to their prediction before any trial:
-`python benchmarks/trials/job_variants.py [--rounds 7] [--only loss|qlora] [--json FILE]`.
+`python benchmarks/trials/job_variants.py [--rounds 5] [--only loss|qlora] [--json FILE]`.
 
 `loss`: the whole loss and the loss in chunks, of models whose head is a small and a large part of the work. `qlora`: adapters on
 16-bit and on 4-bit base weights, at each stage that is allowed (needs bitsandbytes). Both engines are up, and measured in turn.
@@ -29,7 +29,7 @@ from autotune.util.units import MIB
 from benchmarks.common import command_line, parse, print_table, write_json
 from benchmarks.trials.ranks import opened
 
-MEASURE_SPEC = MeasureSpec(min_steps=4, max_steps=20, min_seconds=1.5, max_seconds=6.0)
+MEASURE_SPEC = MeasureSpec(min_steps=3, max_steps=12, min_seconds=1.0, max_seconds=4.0)
 STAGES = (0, 1, 2, 3)
 LORA = Lora(8)
 
@@ -44,8 +44,9 @@ def with_vocabulary(name: str, size: int) -> Job:
 def pairs(only: str) -> list[tuple[str, Job, Job, tuple[int, ...]]]:
     """What is compared, the usual job, the other one, and the stages at which both are measured."""
     found = []
-    for job in (with_vocabulary("tiny-llama", 4096), with_vocabulary("tiny-llama", 32768)):
-        found.append(("loss", job, dataclasses.replace(job, loss=CHUNKED), (0, 2)))
+    for size, stages in ((4096, (0,)), (32768, (0, 2))):
+        job = with_vocabulary("tiny-llama", size)
+        found.append(("loss", job, dataclasses.replace(job, loss=CHUNKED), stages))
     usual = Job(resolve_model("tiny-llama"), 2, 128, "bf16", lora=LORA)
     quantized = dataclasses.replace(usual, lora=dataclasses.replace(LORA, quantize="nf4"))
     found.append(("qlora", usual, quantized, STAGES))
@@ -106,7 +107,7 @@ def step_seconds(job: Job, hardware: Hardware, one: Candidate) -> float:
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("", "loss", "qlora"), default="")
     arguments = parse(parser, rounds=1, only="loss")
     rows = []

@@ -330,16 +330,17 @@ def test_every_batch_is_as_long_as_all_allow(in_rank: Callable[..., Any], tmp_pa
 
 
 def matrices_of(folder: str) -> Any:
-    """What the tuner is told of GPT-2's parameters under Muon, as DeepSpeed itself groups them."""
+    """What the tuner is told of GPT-2's parameters under Muon, as DeepSpeed itself groups them.
+
+    `deepspeed.initialize` tags them so; its Muon would compile an op.
+    """
+    import deepspeed
     from transformers import GPT2Config, GPT2LMHeadModel
 
     _, watcher = set_up(folder, None)
     net = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=2, n_positions=16))
-    deepspeed_initialize(
-        model=net,
-        model_parameters=list(net.parameters()),
-        config={**CONFIG, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}},
-    )
+    deepspeed.set_optimizer_flags(SimpleNamespace(optimizer_name="muon"), net)
+    deepspeed_initialize(model=net, model_parameters=list(net.parameters()), config=CONFIG)
     return watcher.of("built")[0][0]["matrices"]
 
 
