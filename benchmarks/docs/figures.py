@@ -419,7 +419,7 @@ def _variants(what: str) -> str:
     for row in result("variants-cpu"):
         if row["what"] != what:
             continue
-        cells = [row.get("refused") or row.get("failed") or ""] + ["—"] * 4
+        cells = [str(row.get("refused") or row.get("failed") or "")] + ["—"] * 4
         if not cells[0]:
             ratio = f"{row['other / usual']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
             cells = [f"{row[name]:.3f}" for name in ("usual, s", "other, s")] + [ratio, f"{row['predicted']:.2f}"]
