@@ -419,8 +419,9 @@ def _variants(what: str) -> str:
     for row in result("variants-cpu"):
         if row["what"] != what:
             continue
-        cells = [str(row.get("refused") or row.get("failed") or "")] + ["—"] * 4
-        if not cells[0]:
+        why = str(row.get("refused") or row.get("failed") or "")
+        cells = ["—", why.rpartition(": ")[2], *["—"] * 3]
+        if not why:
             ratio = f"{row['other / usual']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
             cells = [f"{row[name]:.3f}" for name in ("usual, s", "other, s")] + [ratio, f"{row['predicted']:.2f}"]
             cells.append(" and ".join(f"{row[name]:.0f}" for name in ("usual, MiB", "other, MiB")))
