@@ -556,7 +556,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
     kept = {key: facts[key] for key in always.split()}
     # These are stored only if present, so that studies of earlier versions keep the same job.
     own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK, EXPERTS_ELSEWHERE)
-    named = ("lightning", "optimizer", "spellings", "variables", "beside", "boundary_by_hand", *own_names)
+    named = ("lightning", "optimizer", "matrices", "spellings", "variables", "beside", "boundary_by_hand", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
     if (shared := facts.get(SHARED_SEQUENCES, 1)) > 1:
         kept[SHARED_SEQUENCES] = shared
