@@ -142,6 +142,7 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
         host_assumed=setup.host_assumed,
         batch_assumed=setup.batch_assumed,
         loading_bytes=loading_bytes_per_node(setup.job, parameters, setup.hardware),
+        zero_init_bytes=loading_bytes_per_node(setup.job, parameters, setup.hardware, zero_init=True),
         chunked=_chunked_loss(predictor, candidates, best[0] if best else shown[0]),
         errors=known_errors(setup.job, counted.candidate, setup.hardware, parameters),
     )

@@ -163,15 +163,17 @@ def host_bytes_per_node(host_bytes_per_rank: float, hardware: Hardware) -> float
     return host_bytes_per_rank * hardware.per_node + own
 
 
-def loading_bytes_per_node(job: Job, parameters: int, hardware: Hardware) -> float:
-    """Return the main memory that a node needs while each of its ranks loads a full copy of the weights.
+def loading_bytes_per_node(job: Job, parameters: int, hardware: Hardware, *, zero_init: bool = False) -> float:
+    """Return the main memory that a node needs while its ranks load a checkpoint.
 
-    `from_pretrained` does so without `zero.Init`, in the model's precision, before anything moves to a GPU; the processes'
-    own memory is included. This is an upper bound: tensors of a safetensors file that need no cast stay mapped, and are not
-    copied (`benchmarks/predict/loading.py`). With zero.Init the ranks share one copy.
+    Without `zero.Init`, `from_pretrained` makes a full copy of the weights in each rank, in the model's precision, before
+    anything moves to a GPU; the processes' own memory is included. This is an upper bound: tensors of a safetensors file
+    that need no cast stay mapped, and are not copied (`benchmarks/predict/loading.py`).
 
     Args:
         parameters: elements of the model.
+        zero_init: rank 0 alone reads the checkpoint, and every rank keeps its part on its GPU (transformers 5.23,
+            integrations/deepspeed.py, `_load_state_dict_into_zero3_model`). The figure is that of rank 0's node.
 
     Returns:
         0 if the base weights are quantized: transformers puts each on the GPU as it is read (`quantizer_bnb_4bit.py` sets the
@@ -179,7 +181,7 @@ def loading_bytes_per_node(job: Job, parameters: int, hardware: Hardware) -> flo
     """
     if job.lora is not None and job.lora.quantize:
         return 0.0
-    return host_bytes_per_node(job.element_bytes * parameters, hardware)
+    return host_bytes_per_node(job.element_bytes * parameters / (hardware.per_node if zero_init else 1), hardware)
 
 
 def _families(candidates: Sequence[Candidate], table: Table) -> list[Family]:

@@ -249,9 +249,8 @@ class Plan:
     with_host: Prediction | None = None  # if nothing fits: the config that would fit with the least main memory
     host_assumed: bool = False  # main memory was neither measured nor given
     batch_assumed: bool = False  # the global batch was neither given nor in a config
-    loading_bytes: float = (
-        0.0  # main memory of a node while each rank loads a full copy of the weights; 0: no copy, or unknown
-    )
+    loading_bytes: float = 0.0  # main memory of a node while each rank loads a copy of the weights; 0: no copy is made
+    zero_init_bytes: float = 0.0  # the same if zero.Init divides one copy over the ranks
     chunked: ChunkedLoss | None = None  # None: logits and loss are small, or cannot be avoided
     own: CardPlan | None = None  # for the requested card, with an exact `fewest_gpus`
     cards: tuple[
@@ -308,6 +307,7 @@ class Plan:
             if self.chunked
             else None,
             "loading_bytes_per_node": round(self.loading_bytes),
+            "loading_bytes_with_zero_init": round(self.zero_init_bytes),
             "would_help": [vars(gain) for gain in self.gains],
             "fewest_gpus": card_json(self.own) if self.own else None,
             "cards": [card_json(card) for card in self.cards],
@@ -492,13 +492,12 @@ def measured_lines(plan: Plan) -> list[str]:
 
 
 def loading_line(plan: Plan) -> str:
-    """Format the main memory that loading a checkpoint needs, and the remedy if there is less."""
+    """Format the main memory that loading a checkpoint needs, without and with zero.Init."""
     hardware = plan.hardware
     each = f"{hardware.per_node} ranks load a full copy each" if hardware.per_node > 1 else "the weights are loaded"
-    text = f"up to {_gib(plan.loading_bytes)} of main memory a node while {each}"
-    if plan.loading_bytes <= hardware.host_memory_bytes:
-        return text
-    return f"{text}: more than there is; at ZeRO 3 zero.Init loads one copy in parts"
+    more = ", more than there is" if plan.loading_bytes > hardware.host_memory_bytes else ""
+    text = f"up to {_gib(plan.loading_bytes)} of main memory a node while {each}{more}"
+    return f"{text}; {_gib(plan.zero_init_bytes)} with zero.Init (ZeRO 3)" if hardware.count > 1 else text
 
 
 def _chance(one: Prediction) -> str:

@@ -219,11 +219,14 @@ def test_loading_a_checkpoint_needs_a_copy_per_rank() -> None:
     assert few.loading_bytes == pytest.approx(2 * weights + 4 * 2**30, rel=0.01)  # 4 GiB for the processes
     assert many.loading_bytes == pytest.approx(8 * weights + 16 * 2**30, rel=0.01)
     said = " ".join(shown(many).split())
-    assert "8 ranks load a full copy each: more than there is; at ZeRO 3 zero.Init loads one copy in parts" in said
-    assert "2 ranks load a full copy each " in " ".join(shown(few).split())
+    assert many.zero_init_bytes == pytest.approx(weights + 16 * 2**30, rel=0.01)
+    assert "8 ranks load a full copy each, more than there is; 31 GiB with zero.Init (ZeRO 3)" in said
+    assert "2 ranks load a full copy each; 19 GiB with zero.Init (ZeRO 3)" in " ".join(shown(few).split())
     quantized = dataclasses.replace(few.job, lora=parse_lora("r=8,quantize=nf4"))
     assert loading_bytes_per_node(quantized, 10**10, few.hardware) == 0, "each weight goes to the GPU as it is read"
-    assert few.to_json()["loading_bytes_per_node"] == round(few.loading_bytes)
+    told = few.to_json()
+    assert told["loading_bytes_per_node"] == round(few.loading_bytes)
+    assert told["loading_bytes_with_zero_init"] == round(few.zero_init_bytes)
 
 
 def test_small_logits_are_not_mentioned(whole: Plan) -> None:
