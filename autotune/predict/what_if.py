@@ -61,6 +61,7 @@ class OtherHardware:
     ) -> None:
         self.space, self.first, self.batch_assumed = space, predictor, batch_assumed
         self.families = _families(candidates, table)
+        self._one_trace = predictor.share_a_trace([Candidate(family) for family in self.families])
         self._known: dict[int | None, list[Candidate]] = {}  # by a rank's share of the global batch
         self._prepared: list[tuple[Job, str, Prepared]] = []  # sizes of a job's candidates, by job and device
 
@@ -116,8 +117,10 @@ class OtherHardware:
         )
         known = (one for other, device, one in self._prepared if device == hardware.device and other == job)
         like = next(known, None)
-        prepared = predictor.prepare(candidates) if like is None else predictor.prepare_like(candidates, like)
-        if like is None:
+        if like is not None and self._one_trace:
+            prepared = predictor.prepare_like(candidates[0], like)
+        else:
+            prepared = predictor.prepare(candidates)
             self._prepared.append((job, hardware.device, prepared))
         return JobPredictions(hardware, predictor, candidates, prepared, predictor.prepared_table(prepared))
 
@@ -396,14 +399,11 @@ def known_error(kind: JobKind, figure: str) -> KnownError:
 def published_widening(job: Job, hardware: Hardware, columns: Columns) -> tuple[Floats, Floats]:
     """Return (n,) factors each on the intervals of peaks and of steps; widened, each kind's hold COVERAGE of its rows."""
     devices = _devices(hardware)
-    kinds = [
-        JobKind("lora" if lora else "full", int(stage), bool(offloaded), devices)
-        for lora, stage, offloaded in zip(
-            columns.lora > 0, columns.stage, (columns.offload_optimizer > 0) | (columns.offload_param > 0), strict=True
-        )
-    ]
-    peak, step = ([known_error(kind, figure).widening for kind in kinds] for figure in FIGURES)
-    return np.array(peak), np.array(step)
+    offloaded = (columns.offload_optimizer > 0) | (columns.offload_param > 0)
+    found, at = np.unique(np.stack([columns.lora > 0, columns.stage, offloaded]), axis=1, return_inverse=True)
+    kinds = [JobKind("lora" if lora else "full", int(stage), bool(off), devices) for lora, stage, off in found.T]
+    peak, step = (np.array([known_error(kind, figure).widening for kind in kinds]) for figure in FIGURES)
+    return peak[at.ravel()], step[at.ravel()]
 
 
 @cache
