@@ -504,7 +504,7 @@ def _chance(one: Prediction) -> str:
     """Format the probability that it fits."""
     if one.sure:
         return f"; fits: {min(one.chance, 0.99):.0%}"
-    return f"; fits: only {one.chance:.0%}, and nothing is likelier: keep a smaller one at hand"
+    return f"; fits: only {one.chance:.0%}, and no config is likelier to fit"
 
 
 def nothing_fits_lines(plan: Plan) -> list[str]:
@@ -727,7 +727,7 @@ def cards_table(plan: Plan) -> PlanTable | None:
     dear = [card.gpu for card in plan.cards if card.best and card.best.price is None]
     others = f" and {len(dear) - UNPRICED} more" if len(dear) > UNPRICED else ""
     note = "GPUs: the cheapest of 1, 2, 4, 8 or whole nodes of 8 within 30 days; +cpu: with offload. "
-    note += "*: no published measurement of this card, so its speed is extrapolated. "
+    note += "*: no published measurement of this card, so its speed is extrapolated and it comes after the others. "
     note += "Prices are rough, on demand, read in the month shown"
     note += f"; none known for {', '.join(dear[:UNPRICED])}{others}" if dear else ""
     columns = ("card", "fits from", "GPUs", "tokens/s", "$ an hour", "read", "time", "cost")
@@ -746,8 +746,8 @@ def _card_row(card: CardPlan) -> tuple[str, ...]:
     usd = "" if best.usd is None else f"{format_usd(best.usd)}{_between(best.usd_interval, format_usd)}"
     return (
         card.gpu + (" *" if card.extrapolated else ""),
-        _count(card.fewest) or f"{_count(card.fewest_offloading)} +cpu",
-        _count(best),
+        _size(min(filter(None, (card.fewest or card.fewest_offloading, best)), key=lambda one: one.hardware.count)),
+        _size(best),
         rate(best.tokens_per_second),
         f"{best.usd_per_hour:.2f}" if best.usd_per_hour is not None else "",
         best.price.date if best.price else "",
@@ -767,7 +767,12 @@ def fewest_gpus(card: CardPlan, job: Job) -> str:
     if offloading and (card.fewest is None or offloading.hardware.count < card.fewest.hardware.count):
         need = _gib(offloading.host_bytes)
         parts.append(f"with offload {_count(offloading)} ({need} of main memory a node)")
-    return "; ".join(parts) or "more than 32 nodes of 8"
+    return "; ".join(parts) or "no number surely fits, up to 32 nodes of 8"
+
+
+def _size(outlook: Outlook) -> str:
+    """Format a number of GPUs; `+cpu` if the config offloads."""
+    return _count(outlook) + (" +cpu" if outlook.prediction.candidate.offloaded else "")
 
 
 def _count(outlook: Outlook | None) -> str:

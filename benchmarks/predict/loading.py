@@ -83,7 +83,7 @@ def load(rank: int, ranks: int, checkpoint: str, dtype: str, zero_init: bool, fo
 
 def _held() -> tuple[int, int]:
     """Return the bytes of this process in anonymous memory, and of files; proc(5), /proc/pid/status."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text("utf-8").splitlines())
     anonymous, files = (int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
     return anonymous, files
 

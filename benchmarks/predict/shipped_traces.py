@@ -5,8 +5,8 @@
 
 Each model is traced as `plan` would without options: its default task and sequence length, bf16, all parameters trained;
 causal models also with a loss in chunks. Traces come from the cache where it has them. A model that cannot be traced in time
-is left out, and with `--models` those in the file stay. `--time` writes nothing: it prints the seconds of `autotune plan` in fresh
-processes with an empty cache, in this environment and in one without torch, transformers and deepspeed.
+is left out, and with `--models` those in the file stay. `--time` writes nothing: it prints the seconds of `autotune plan` in
+fresh processes with an empty cache, in this environment and in one without torch, transformers and deepspeed.
 """
 
 from __future__ import annotations
