@@ -522,7 +522,8 @@ def nothing_fits_lines(plan: Plan) -> list[str]:
         need = Shortage.of(plan.closest, hardware)
         usable = f"{need.gpu_usable_bytes / GIB:.1f} may be used"
         host = f", {_gib(need.host_needed_bytes)} of main memory a node" if need.host_needed_bytes else ""
-        need_text = f"needs {need.gpu_needed_bytes / GIB:.1f} GiB a GPU ({usable}){host}: {need}"
+        expected = f"{plan.closest.peak_bytes / GIB:,.1f} expected, {usable}"
+        need_text = f"needs {_gib_number(need.gpu_needed_bytes)} GiB a GPU to fit surely ({expected}){host}: {need}"
         lines.append(f"nearest: {knobs_text(plan.closest.candidate)}: {need_text}")
     if plan.shared is not None:
         job, one = plan.shared.job, plan.shared.prediction

@@ -1,6 +1,7 @@
 import dataclasses
 import io
 import json
+import math
 import re
 
 import pytest
@@ -30,6 +31,7 @@ from autotune.results.plan import (
     Outlook,
     Plan,
     bar,
+    cards_table,
     describe_errors,
     knobs_text,
     show_comparison,
@@ -115,6 +117,18 @@ def test_cards_without_measured_rows_are_marked_and_those_without_a_price_are_no
             assert gain.what.split(" ")[0] in table
 
 
+def test_no_card_is_advised_in_fewer_gpus_than_it_fits_from(whole: Plan) -> None:
+    table = cards_table(whole)
+    assert table is not None
+    best = {card.gpu: card.best for card in whole.cards}
+    for cells, _ in table.rows:
+        fits_from, advised = (math.prod(map(int, re.findall(r"\d+", cell))) for cell in cells[1:3])
+        assert fits_from <= advised, cells
+        outlook = best[cells[0].split(" ")[0]]
+        assert outlook is not None
+        assert ("+cpu" in cells[2]) == bool(outlook.prediction.candidate.offloaded)
+
+
 def test_programs_are_told_the_same(whole: Plan) -> None:
     data = json.loads(json.dumps(whole.to_json()))
     assert (data["gpus"], data["nodes"], data["gpus_per_node"]) == (4, 2, 2)
@@ -160,7 +174,9 @@ def test_what_does_not_fit_says_what_would() -> None:
     text = " ".join(shown(plan).split())
     assert "nothing of the space is predicted to fit" in text
     found = re.search(
-        r"nearest: (z3 .*?): needs ([\d.]+) GiB a GPU \(([\d.]+) may be used\).*?: short of ([\d.]+) GiB", text
+        r"nearest: (z3 .*?): needs ([\d.]+) GiB a GPU to fit surely \([\d.]+ expected, ([\d.]+) may be used\)"
+        r".*?: short of ([\d.]+) GiB",
+        text,
     )
     assert found, text
     assert float(found[2]) - float(found[3]) == pytest.approx(float(found[4]), abs=0.11)
