@@ -146,7 +146,7 @@ EXEMPT = {
     "predict/caching_allocator.py": "imported by allocator.py",
     "run_all.py": "this file",
     "predict/published/error.py": "writes autotune/data/predictor_error.json from published.json; measures nothing",
-    "predict/shipped_traces.py": "writes autotune/data/traces.json; measures nothing",
+    "predict/shipped_traces.py": "writes autotune/data/traces.json; with --time, seconds of a plan",
     "docs/figures.py": "writes documents from results; measures nothing",
     "docs/stages.py": "imported by docs/figures.py: tables of the ZeRO stages",
     "cluster/node_grounds.py": "imported by nodes.py: nodes over ssh, Slurm and Ray, and what is killed there",

@@ -278,9 +278,9 @@ class Ops:
         if message["state"] == "waiting":
             text = f"waiting for DeepSpeed's {op}, which another process is building ({took})"
         elif message.get("going_on"):
-            text = f"going on with DeepSpeed's {op}, whose build was stopped ({took})"
+            text = f"going on with DeepSpeed's {op}, whose build was stopped ({took}; outside the budget)"
         else:
-            text = f"building DeepSpeed's {op} ({took})"
+            text = f"building DeepSpeed's {op} ({took}; outside the budget)"
         if message["state"] == "building" and self._building_since is None:
             self._building_since = time.monotonic()
         self._print_line(text)

@@ -228,8 +228,8 @@ def check_whole_model(config: dict[str, Any], file: Path | None) -> None:
         off = isinstance(section, dict) and section.get("enabled") is False
         if isinstance(size, int) and size > 1 and not off:
             raise UserError(
-                f"{file}: {key} {size} splits the model over ranks, and neither plan nor run of a named model does. Remove "
-                f"{key}, or plan for the GPUs of one group"
+                f"{file}: {key} {size} splits the model over ranks. `plan` and `run --model` give each rank the whole model. "
+                f"Remove {key}."
             )
 
 
