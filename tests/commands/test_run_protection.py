@@ -35,7 +35,7 @@ class Setup(SimpleNamespace):
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("autotune.commands.run.dataclasses.replace", lambda one, **changes: one.__replace__(**changes))
     job = replace(make_job(), script=Script(("train.py",), str(tmp_path)))
-    return Setup(job=job, runs_ranks=True, nodes=None, unprotected=False)
+    return Setup(job=job, runs_ranks=True, nodes=None)
 
 
 @pytest.mark.parametrize("protection", [Protection.OVERLAY, Protection.LANDLOCK])
@@ -60,10 +60,10 @@ def test_without_protection_it_needs_an_answer_or_the_option(
         with_agreed_protection(setup, tmp_path, None)
     with pytest.raises(UserError, match=r"^not started"):
         with_agreed_protection(setup, tmp_path, answer(False))
-    assert with_agreed_protection(setup, tmp_path, answer(True)).unprotected
+    assert with_agreed_protection(setup, tmp_path, answer(True)).job.unprotected
     assert len(asked) == 2
     assert all("may overwrite or delete" in question for question in asked)
-    setup.unprotected = True
+    setup.job = replace(setup.job, unprotected=True)
     assert with_agreed_protection(setup, tmp_path, None) is setup
 
 

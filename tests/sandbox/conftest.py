@@ -23,6 +23,7 @@ NEEDED = (
     "versions.py",
     "rank/__init__.py",
     "rank/sandbox.py",
+    "data/caches.json",
     "util/entry_points.py",
     "util/__init__.py",
     "util/linux.py",
