@@ -125,7 +125,7 @@ def trace_job(
 
     Raises:
         UserError: no installation could build a model from the configuration.
-        NotProtected: the job has its own code, and neither this machine protects the user's files nor `job.unprotected` allows it.
+        NotProtected: the job has its own code, this machine cannot protect the user's files, and `job.unprotected` is false.
     """
     if job.attention in _SIXTEEN_BITS and job.precision == "fp32":
         raise UserError(
