@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.rank.sandbox import Protection, Sandbox, _spare_bases, remove, temporary_folder
+from autotune.rank.sandbox import _CACHES, Protection, Sandbox, _caches, _spare_bases, remove, temporary_folder
 from autotune.util import linux
 from tests.sandbox.conftest import ORDINARY, SYSTEM_PYTHON, copy_sandbox
 
@@ -552,3 +553,69 @@ print([one.exists() for one in _spare_bases(sandbox.folder)])
     printed = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).splitlines()
     assert printed[:2] == ["x", "keep [True, False]"]
     assert printed[2] == "[False, False]"
+
+
+@ROOT
+@pytest.mark.parametrize("refused", ["entry", "call"])
+def test_an_odd_entry_of_proc_or_an_old_kernel_costs_root_no_overlay(base: Path, refused: str) -> None:
+    """The first is another file system's, which takes no read-only mount; the second has no mount_setattr(2)."""
+    code = f"""
+import errno, sys
+from autotune.rank.sandbox import *
+make_read_only, syscall = linux.make_read_only, linux._syscall
+def odd(at, **how):
+    if at.endswith("/proc/sys"):
+        raise PermissionError(errno.EPERM, at)
+    make_read_only(at, **how)
+def old(number, *arguments):
+    if number == linux._MOUNT_SETATTR:
+        raise OSError(errno.ENOSYS, "mount_setattr")
+    return syscall(number, *arguments)
+if {refused!r} == "entry":
+    linux.make_read_only = odd
+else:
+    linux._syscall = old
+sandbox = Sandbox(Path({str(base / "trial")!r}), Path({str(base)!r}), Protection.OVERLAY)
+sandbox.create(Path({str(base / "runs")!r}))
+sandbox.enter({str(base / "sockets")!r}, os.environ)
+Path("keep.txt").write_text("changed")
+try:
+    open("/proc/sys/vm/swappiness", "r+").close()
+    print("a setting can be changed")
+except OSError as error:
+    print(type(error).__name__, error.errno)
+"""
+    (base / "keep.txt").write_text("keep")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    printed = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert printed.split() == (["FileNotFoundError", "2"] if refused == "entry" else ["OSError", "30"])
+    assert (base / "keep.txt").read_text() == "keep"
+
+
+def test_no_view_is_made_if_the_kernel_has_no_landlock(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise OSError(errno.EOPNOTSUPP, "no Landlock")
+
+    monkeypatch.setattr(linux, "landlock_version", refuse)
+    with pytest.raises(OSError, match="no Landlock"):
+        sandbox_in(base, Protection.LANDLOCK)
+    assert not any(path.name == "view" for path in base.rglob("*"))
+
+
+def test_each_cache_has_a_source_and_a_line_in_the_document() -> None:
+    page = (Path(__file__).parents[2] / "docs/script-details.md").read_text()
+    rows = json.loads(_CACHES.read_text())
+    for name, row in rows.items():
+        assert row["source"].startswith("https://")
+        assert row["use"] == "base" or f"`{name}`" in page, name
+
+
+def test_caches_follow_their_variables_and_defaults(tmp_path: Path) -> None:
+    given = {"HOME": str(tmp_path), "HF_HOME": f"{tmp_path}/hf", "TORCH_HOME": f"{tmp_path}/weights", "USER": "me"}
+    given |= {"TMPDIR": f"{tmp_path}/t", "XDG_CACHE_HOME": f"{tmp_path}/c", "TRITON_HOME": str(tmp_path)}
+    found = {
+        os.path.relpath(one, tmp_path) for one in _caches({**given, "PIP_CACHE_DIR": str(tmp_path)}, f"{tmp_path}/p")
+    }
+    expected = {"hf/hub", "hf/datasets", "hf/assets", "hf/xet", "hf/modules", "weights", "c/torch_extensions"}
+    assert expected | {"t/torchinductor_me", ".triton/cache"} <= found
+    assert "." not in found, "the folder of the project is none"
