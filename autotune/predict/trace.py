@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from autotune.predict.trace_data import IMPORTED, Trace
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.models import IMAGE_TEXT
-from autotune.rank.sandbox import temporary_folder
+from autotune.rank.sandbox import remove
 from autotune.util.entry_points import NOT_PROTECTED, SANDBOX, TRACER, WITHOUT_SANDBOX
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import Interpreter, module_command
@@ -63,6 +64,17 @@ _NO_GPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 # The tracer forks after it has made a batch of images. A child would wait forever for OpenMP's threads, which a fork
 # loses.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder for a tracer's sandbox, and remove it at the end, with the layers that a killed tracer has left."""
+    folder = Path(tempfile.mkdtemp(prefix="autotune-"))
+    try:
+        yield folder
+    finally:
+        for left in [*folder.iterdir(), folder]:
+            remove(left)
 
 
 @contextlib.contextmanager

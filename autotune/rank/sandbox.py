@@ -24,7 +24,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -36,7 +36,7 @@ from autotune.versions import StrEnum
 
 _CACHES = Path(__file__).parents[1] / "data" / "caches.json"
 _KERNEL_FOLDERS = ("/proc", "/sys", "/dev")  # hold no user's files, except for shared memory
-_SHARED_MEMORY = "/dev/shm"
+_SHARED_MEMORY, _TERMINALS = "/dev/shm", "/dev/pts"
 _COPIED_BYTES = 1 << 20  # largest file that is copied if an overlay cannot take it
 _MOST_ENTRIES = 5000  # of a folder whose entries are looked at one by one
 _VIEW_FOLDERS = 2000  # real folders of a view
@@ -162,8 +162,7 @@ class Sandbox:
             else:  # no disk takes them
                 linux.mount("tmpfs", str(layers), 0, "tmpfs", "mode=0700")
                 tree = _Tree(layers, cwd)
-            sockets = (path for path in linux.listening_sockets() if not path.startswith(_KERNEL_FOLDERS))
-            tree.enter([*sockets, *writable])
+            tree.enter(writable)
             holder.write(str(os.getpid()))
 
 
@@ -173,17 +172,6 @@ def remove(folder: Path) -> None:
         folder.rename(folder.with_name(f"{folder.name}-{os.urandom(8).hex()}"))
     for base in (*folder.parent.glob(f"{folder.name}-*"), *_spare_bases(folder)):
         linux.remove_tree(base)
-
-
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Make a folder for `main`, and remove it at the end, with the layers on other disks that a killed process has left."""
-    folder = Path(tempfile.mkdtemp(prefix="autotune-"))
-    try:
-        yield folder
-    finally:
-        for left in [*folder.glob(f"{_ATTEMPT}*"), folder]:
-            remove(left)
 
 
 def main() -> None:
@@ -276,6 +264,9 @@ class _Tree:
             linux.mount(path, at, linux.BIND | linux.RECURSIVE)
             if path != "/proc":  # devices can be written to, but not removed
                 linux.make_read_only(at, recursive=path == "/sys")
+            for mount in self._mounts if path == "/dev" else ():
+                if _contains(path, mount) and mount != _TERMINALS:  # a file of Kubernetes, large pages
+                    linux.make_read_only(self._at(mount))
             for device in linux.machine_devices(self._mounts) if path == "/dev" else ():
                 with suppress(FileNotFoundError):  # unplugged since
                     linux.mount(device, self._at(device), linux.BIND)
@@ -387,9 +378,12 @@ class _Tree:
                 with suppress(OSError):  # it lies below another mount
                     self._show(path)
         self._overlay(_SHARED_MEMORY, self._at(_SHARED_MEMORY), self._memory)
-        for path in dict.fromkeys(writable):
+        sockets = {path for path in linux.listening_sockets() if not path.startswith(_KERNEL_FOLDERS)}
+        for path in dict.fromkeys([*sockets, *writable]):
             with suppress(OSError):
-                linux.mount(path, self._at(os.path.realpath(path)), linux.BIND | linux.RECURSIVE)
+                linux.mount(path, at := self._at(os.path.realpath(path)), linux.BIND | linux.RECURSIVE)
+                if path in sockets:  # can be connected to, but not changed
+                    linux.make_read_only(at)
         linux.change_root(self._root)
 
     def _at(self, path: str) -> str:
@@ -432,17 +426,19 @@ def _contains(folder: str, path: str) -> bool:
 
 def _caches(environment: Mapping[str, str], cwd: str) -> Iterator[str]:
     """Make and yield the caches in the table of libraries' variables. A folder that holds the user's current one is none."""
-    paths: dict[str, str] = {}
+    paths, caches = dict[str, str](), dict[str, str]()
     for name, row in json.loads(_CACHES.read_text(encoding="utf-8")).items():
         path = environment.get(name) or re.sub(r"\$(\w+)", lambda found: paths[found[1]], row["default"])
-        paths[name] = path = os.path.expanduser(path)
-        if row["use"] == "base":  # of later rows
-            continue
-        if path.startswith("/") and not _contains(os.path.realpath(path), cwd):
+        paths[name] = path = os.path.expanduser(path)  # later rows may begin with it
+        real = os.path.realpath(path)
+        made = row["use"] == "cache" or (row["use"] == "pipe" and os.path.isdir(path))  # NVIDIA's daemon makes its own
+        if made and path.startswith("/") and not _contains(real, cwd):
+            caches[path] = real
+    for path in caches:
+        # in another cache a trial can put a link to any folder in its place
+        if not {os.path.realpath(one) for one in Path(path).parents}.intersection(caches.values()):
             with suppress(OSError):
-                if row["use"] == "cache":
-                    os.makedirs(path, exist_ok=True)
-                os.stat(path)  # a daemon, maybe another user's, makes the other ones
+                os.makedirs(path, exist_ok=True)
                 yield path
 
 

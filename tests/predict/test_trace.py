@@ -466,7 +466,7 @@ def test_a_full_temporary_folder_ends_a_plan_in_one_line(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/autotune-1")
 
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr("autotune.rank.sandbox.tempfile.mkdtemp", full)
+    monkeypatch.setattr("autotune.predict.trace.tempfile.mkdtemp", full)
     monkeypatch.setattr(trace_cache, "cache_key", lambda *arguments: "none")
     code, _, err = call(monkeypatch, capsys, "plan", "--model", "tiny-llama", "--gpu", "a100-80gb")
     assert code == 4

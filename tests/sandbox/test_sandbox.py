@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from autotune.rank.sandbox import _CACHES, Protection, Sandbox, _caches, _spare_bases, remove, temporary_folder
+from autotune.predict.trace import temporary_folder
+from autotune.rank.sandbox import _CACHES, Protection, Sandbox, _caches, _spare_bases, remove
 from autotune.util import linux
 from tests.sandbox.conftest import ORDINARY, SYSTEM_PYTHON, copy_sandbox
 
@@ -619,3 +620,68 @@ def test_caches_follow_their_variables_and_defaults(tmp_path: Path) -> None:
     expected = {"hf/hub", "hf/datasets", "hf/assets", "hf/xet", "hf/modules", "weights", "c/torch_extensions"}
     assert expected | {"t/torchinductor_me", ".triton/cache"} <= found
     assert "." not in found, "the folder of the project is none"
+
+
+@BOTH
+def test_a_cache_in_another_cache_cannot_be_turned_into_a_link(base: Path, protection: Protection) -> None:
+    """A trial could put a link to any folder there, which the next one would be allowed to write to."""
+    (base / "docs").mkdir()
+    (base / "docs/keep.txt").write_text("keep")
+    (base / "hub/datasets").mkdir(parents=True)
+    project = base / "project"
+    project.mkdir()
+    caches = f"os.environ |= {{'HF_HUB_CACHE': {str(base / 'hub')!r}, 'HF_DATASETS_CACHE': {str(base / 'hub/datasets')!r}}}; "
+    plant = f"shutil.rmtree('{base}/hub/datasets'); os.symlink('{base}/docs', '{base}/hub/datasets'); print(1)"
+    write = f"open('{base}/hub/datasets/keep.txt', 'w').write('lost')"
+    code = CHILD.replace("sandbox.enter", f"import shutil; {caches}sandbox.enter")
+    for text in (plant, f"try: {write}\nexcept PermissionError: pass"):
+        sandbox = sandbox_in(project, protection, base / "trial")
+        words = [sys.executable, "-c", code, json.dumps(sandbox.to_json()), str(base / "sockets"), text]
+        subprocess.run(words, check=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    assert os.readlink(base / "hub/datasets") == f"{base}/docs", "the cache itself can be written to"
+    assert (base / "docs/keep.txt").read_text() == "keep"
+
+
+@BOTH
+def test_a_listening_socket_can_be_connected_to_but_not_changed(base: Path, protection: Protection) -> None:
+    path = base / "agent.sock"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen()
+        before = path.stat()
+        text = f"""
+import socket
+with socket.socket(socket.AF_UNIX) as client: client.connect({str(path)!r})
+for change in (lambda p: os.chmod(p, 0o777), lambda p: os.utime(p, (1, 1)), lambda p: os.chown(p, os.getuid(), 7), os.unlink):
+    try: change({str(path)!r})
+    except OSError: pass
+print("connected")
+"""
+        assert run(sandbox_in(base, protection), base / "sockets", text) == "connected"
+        after = path.stat()
+    assert (after.st_mode, after.st_gid, after.st_mtime_ns) == (before.st_mode, before.st_gid, before.st_mtime_ns)
+
+
+@ROOT
+@BOTH
+@pytest.mark.parametrize("user", [0, ORDINARY])
+def test_files_of_mounts_in_dev_are_not_changed(base: Path, protection: Protection, user: int) -> None:
+    """Kubernetes mounts /dev/termination-log, and users mount hugetlbfs."""
+    mounts = """
+(project / "log").write_text("keep"); (project / "log").chmod(0o666)
+subprocess.check_call(["mount", "-t", "tmpfs", "-o", "mode=1777", "mine", "/dev/mqueue"])
+Path("/dev/mqueue/pages").write_text("keep"); Path("/dev/mqueue/pages").chmod(0o666)
+subprocess.check_call(["mount", "--bind", str(project / "log"), "/dev/full"])
+"""
+    script = """
+        for path in ("/dev/full", "/dev/mqueue/pages"):
+            try: Path(path).write_text("lost")
+            except OSError: pass
+        pty = os.openpty(); os.write(pty[1], b"x"); Path("/dev/null").write_text("x"); print("ran")
+"""
+    project = base / "project"
+    project.mkdir()
+    kept = '("log", "/dev/mqueue/pages")'
+    found = run_mounted(base, str(project), user, protection, mounts, script.strip(), kept)
+    if protection is Protection.OVERLAY:
+        assert found == ["ran", "left [('/dev/mqueue/pages', 'keep'), ('log', 'keep')] False"]
