@@ -14,16 +14,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import json
 import os
-import re
 import runpy
 import shutil
 import signal
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -31,13 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from autotune.util import linux
+from autotune.util.caches import library_caches
 from autotune.util.entry_points import NOT_PROTECTED, WITHOUT_SANDBOX
 from autotune.versions import StrEnum
 
-_CACHES = Path(__file__).parents[1] / "data" / "caches.json"
 _KERNEL_FOLDERS = ("/proc", "/sys", "/dev")  # hold no user's files, except for shared memory
 _SHARED_MEMORY, _TERMINALS = "/dev/shm", "/dev/pts"
 _COPIED_BYTES = 1 << 20  # largest file that is copied if an overlay cannot take it
+_MOST_FOLDERS = 30  # in which something that can be written is looked for
 _MOST_ENTRIES = 5000  # of a folder whose entries are looked at one by one
 _VIEW_FOLDERS = 2000  # real folders of a view
 _NOT_ENTERED = 97  # exit status of a process that the kernel refuses a sandbox
@@ -126,7 +125,7 @@ class Sandbox:
         """
         if len(os.listdir("/proc/self/task")) > 1:
             raise OSError(errno.EBUSY, "A process with several threads cannot enter a sandbox")
-        writable = [home, *self.writable, *_caches(environment, os.path.realpath(self.cwd))]
+        writable = [home, *self.writable, *library_caches(environment, os.path.realpath(self.cwd))]
         if self.protection is Protection.OVERLAY:
             self._enter_overlay(writable)
             with suppress(OSError):  # a second wall: the first has no known way around it
@@ -299,7 +298,7 @@ class _Tree:
 
         If the user can write there, an overlay of names and copies of small files lies below them, in memory.
         """
-        writable, shared = os.access(path, os.W_OK), os.stat(path).st_mode & stat.S_ISVTX
+        writable, shared = os.access(path, os.W_OK), bool(os.stat(path).st_mode & stat.S_ISVTX)
         opened = os.open(at, os.O_PATH)  # shows the folder read-only, also when an overlay is above it
         if writable:
             self._adopt(path, names := tempfile.mkdtemp(dir=self._memory), everything=True)
@@ -307,13 +306,29 @@ class _Tree:
             self._overlay(names, at)
         for entry in islice(os.scandir(path), _MOST_ENTRIES):
             with suppress(FileNotFoundError):  # another process has removed it
-                known = not shared or any(_contains(entry.path, one) for one in self._known)
-                if entry.is_dir(follow_symlinks=False) and (known or os.access(entry.path, os.W_OK)):
+                folder = entry.is_dir(follow_symlinks=False)
+                if folder and (entry.path in _KERNEL_FOLDERS or not self._is_fixed(entry.path, shared=shared)):
                     self._show(entry.path, shown=not writable)
                 elif writable and os.access(entry.path, os.R_OK) and not self._is_copied(entry):
                     source = f"/proc/self/fd/{opened}/{entry.name}"
                     linux.mount(source, self._at(entry.path), linux.BIND | linux.RECURSIVE)
         os.close(opened)
+
+    def _is_fixed(self, path: str, *, shared: bool) -> bool:
+        """Return whether an ordinary user can write to no folder in a folder, as far as _MOST_FOLDERS show it.
+
+        A folder of another user in a shared one, such as /tmp, is not looked into.
+        """
+        if any(_contains(path, one) for one in self._known) or os.access(path, os.W_OK):
+            return False
+        waiting = [] if shared else [path]
+        for folder in islice(waiting, _MOST_FOLDERS):  # grows
+            with suppress(OSError):
+                inner = [one.path for one in os.scandir(folder) if one.is_dir(follow_symlinks=False)]
+                if any(os.access(one, os.W_OK) for one in inner):
+                    return False
+                waiting += inner
+        return True
 
     def _overlay(self, path: str, at: str, base: str | None = None) -> bool:
         """Mount an overlay of a folder whose layers are in the base; return whether the kernel takes it."""
@@ -422,24 +437,6 @@ def _create_view(view: str, cwd: str, hidden: set[str]) -> None:
 def _contains(folder: str, path: str) -> bool:
     """Return whether a path is this folder or lies below it."""
     return f"{path}/".startswith(f"{folder.rstrip('/')}/")
-
-
-def _caches(environment: Mapping[str, str], cwd: str) -> Iterator[str]:
-    """Make and yield the caches in the table of libraries' variables. A folder that holds the user's current one is none."""
-    paths, caches = dict[str, str](), dict[str, str]()
-    for name, row in json.loads(_CACHES.read_text(encoding="utf-8")).items():
-        path = environment.get(name) or re.sub(r"\$(\w+)", lambda found: paths[found[1]], row["default"])
-        paths[name] = path = os.path.expanduser(path)  # later rows may begin with it
-        real = os.path.realpath(path)
-        made = row["use"] == "cache" or (row["use"] == "pipe" and os.path.isdir(path))  # NVIDIA's daemon makes its own
-        if made and path.startswith("/") and not _contains(real, cwd):
-            caches[path] = real
-    for path in caches:
-        # in another cache a trial can put a link to any folder in its place
-        if not {os.path.realpath(one) for one in Path(path).parents}.intersection(caches.values()):
-            with suppress(OSError):
-                os.makedirs(path, exist_ok=True)
-                yield path
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ NEEDED = (
     "data/caches.json",
     "util/entry_points.py",
     "util/__init__.py",
+    "util/caches.py",
     "util/linux.py",
 )
 

@@ -20,8 +20,9 @@ from pathlib import Path
 import pytest
 
 from autotune.predict.trace import temporary_folder
-from autotune.rank.sandbox import _CACHES, Protection, Sandbox, _caches, _spare_bases, remove
+from autotune.rank.sandbox import Protection, Sandbox, _spare_bases, remove
 from autotune.util import linux
+from autotune.util.caches import TABLE, library_caches
 from tests.sandbox.conftest import ORDINARY, SYSTEM_PYTHON, copy_sandbox
 
 CHILD = """
@@ -605,7 +606,7 @@ def test_no_view_is_made_if_the_kernel_has_no_landlock(base: Path, monkeypatch: 
 
 def test_each_cache_has_a_source_and_a_line_in_the_document() -> None:
     page = (Path(__file__).parents[2] / "docs/script-details.md").read_text()
-    rows = json.loads(_CACHES.read_text())
+    rows = json.loads(TABLE.read_text())
     for name, row in rows.items():
         assert row["source"].startswith("https://")
         assert row["use"] == "base" or f"`{name}`" in page, name
@@ -615,7 +616,8 @@ def test_caches_follow_their_variables_and_defaults(tmp_path: Path) -> None:
     given = {"HOME": str(tmp_path), "HF_HOME": f"{tmp_path}/hf", "TORCH_HOME": f"{tmp_path}/weights", "USER": "me"}
     given |= {"TMPDIR": f"{tmp_path}/t", "XDG_CACHE_HOME": f"{tmp_path}/c", "TRITON_HOME": str(tmp_path)}
     found = {
-        os.path.relpath(one, tmp_path) for one in _caches({**given, "PIP_CACHE_DIR": str(tmp_path)}, f"{tmp_path}/p")
+        os.path.relpath(one, tmp_path)
+        for one in library_caches({**given, "PIP_CACHE_DIR": str(tmp_path)}, f"{tmp_path}/p")
     }
     expected = {"hf/hub", "hf/datasets", "hf/assets", "hf/xet", "hf/modules", "weights", "c/torch_extensions"}
     assert expected | {"t/torchinductor_me", ".triton/cache"} <= found
