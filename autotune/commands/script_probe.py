@@ -43,6 +43,7 @@ from autotune.script.profile import (
     TORCHS,
     UNCOUNTED,
     UNCOUNTED_BESIDE,
+    UNREAD,
     ZERO_INIT,
     Counted,
     batch_held,
@@ -225,9 +226,11 @@ def _checked(
         if "micro_batch" not in facts:
             print_line("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
-    for count, one in facts.get(LARGEST, {}).items():
+    for one in facts.get(LARGEST, {}).values():
         which = f"sample {one['index']} is the largest" if one["bytes"] else "no sample is larger than another"
-        print_line(f"--worst-case: {which} ({script.name} has {count} samples, {one['read']} were read)")
+        print_line(f"--worst-case: {which} ({script.name} has {one['samples']} samples, {one['read']} were read)")
+    if facts.get(LARGEST) == {}:
+        print_line(f"--worst-case: no sample could be read by number ({facts[UNREAD]}); batches are only padded")
     if late := facts.get("late"):
         print_line(late)
     if named := ", ".join(sorted(facts.get("variables", {}))):
@@ -906,7 +909,9 @@ def _batch_with(
     for flag in flags.keys() - tried.keys():
         argv = with_flag(argv, flag, flags[flag])
     named = with_declared_files(dataclasses.replace(script, flags=(*script.flags, *((name, name) for name in tried))))
-    typed = dataclasses.replace(script, argv=tuple(argv), files=named.files, profile={TRIED: tried} if tried else {})
+    profile = {name: script.profile[name] for name in (LARGEST,) if name in script.profile}
+    profile |= {TRIED: tried} if tried else {}
+    typed = dataclasses.replace(script, argv=tuple(argv), files=named.files, profile=profile)
     job = dataclasses.replace(runs.executor.job, script=typed)
     outcome, now = runs.run(Candidate(()), "probe-flags", _TWO_STEPS, job)
     if not outcome.ok or not now.get("rows") or not now.get("micros"):
