@@ -4,8 +4,8 @@ What the predictor's memory is held against: two models, one and two ranks, ever
 fp32 and bf16; says how far predictions for the installed DeepSpeed are off. With `--own-keys` instead one model under
 keys that people set in their own DeepSpeed config, with `--lora` models of which only adapters are trained, with `--knobs` one
 under each knob of autotune/problem/knobs.py that CPU ranks can turn, with `--muon` models whose matrices Muon steps, with
-`--loss` models whose loss is computed whole and in chunks, with `--images` a vision-language model. Every engine measures two micro-batches; operators are slowed by
-counting, so speed is not recorded.
+`--loss` models whose loss is computed whole and in chunks, with `--images` a vision-language model. Every engine measures two
+micro-batches; operators are slowed by counting, so speed is not recorded.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def test_arithmetic_and_optimizer(changes: dict, element_bytes: float, optimizer
         ),
         ({"script": SCRIPT}, "tiny-llama, 32 tokens, fp32, its own optimizer, batch free"),
         (
-            {"script": replace(SCRIPT, profile={"sequence_ranks": 4}), "ranks": 8},
+            {"script": dataclasses.replace(SCRIPT, profile={"sequence_ranks": 4}), "ranks": 8},
             "tiny-llama, 128 tokens, fp32, sequences split over 4 ranks, its own optimizer, batch free",
         ),
         (
@@ -135,7 +135,7 @@ def test_tokens_of_a_sequence() -> None:
     lengths = ((5, 2), (9, 1))
     assert make_job(seq_len=9).tokens_per_sample == 9
     assert make_job(seq_len=9, lengths=lengths).tokens_per_sample == pytest.approx(19 / 3)
-    seen = dataclasses.replace(SCRIPT, profile={"tokens_per_sample": 7})
+    seen = dataclasses.dataclasses.replace(SCRIPT, profile={"tokens_per_sample": 7})
     assert make_job(seq_len=9, lengths=lengths, script=seen).tokens_per_sample == 7
     assert make_job(seq_len=9, script=SCRIPT).tokens_per_sample == 9
     assert make_job(seq_len=9, lengths=lengths).samples_per_row == 1
