@@ -135,7 +135,7 @@ def test_tokens_of_a_sequence() -> None:
     lengths = ((5, 2), (9, 1))
     assert make_job(seq_len=9).tokens_per_sample == 9
     assert make_job(seq_len=9, lengths=lengths).tokens_per_sample == pytest.approx(19 / 3)
-    seen = dataclasses.dataclasses.replace(SCRIPT, profile={"tokens_per_sample": 7})
+    seen = dataclasses.replace(SCRIPT, profile={"tokens_per_sample": 7})
     assert make_job(seq_len=9, lengths=lengths, script=seen).tokens_per_sample == 7
     assert make_job(seq_len=9, script=SCRIPT).tokens_per_sample == 9
     assert make_job(seq_len=9, lengths=lengths).samples_per_row == 1
