@@ -57,7 +57,7 @@ from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_sinc
 from autotune.search.certificate import Verdict, compare, floor_of_cut, same_rows, with_floor
 from autotune.util.files import write_atomically
 from autotune.util.units import format_bytes, format_duration
-from autotune.workers.failure_classifier import log_tail
+from autotune.workers.failure_classifier import UNEQUAL_COLLECTIVES, log_tail
 
 # -- probe run ---------------------------------------------------------------------------------------------------------
 #
@@ -529,6 +529,8 @@ def _in_one_line(outcome: Outcome, target: str, longer: str, reached: bool) -> s
             f"{target} opens a port that is taken, by itself, another of its ranks or another process: open it once, on one "
             f"rank alone, or a free one (port 0) on each ({outcome.reason}; {log})"
         )
+    if UNEQUAL_COLLECTIVES in outcome.reason:
+        return f"{target} fails by itself, before anything is tuned: {outcome.reason} ({log})"
     if "builtins.FileNotFoundError" in raised:
         return f"{target} reads what is not there, as seen from the folder in which you call autotune ({outcome.reason}; {log})"
     if any(map(_UNREACHED.match, raised)):
