@@ -29,6 +29,7 @@ WRONG = (
 # Name of the result -> the command and its options. The first writes what the second reads.
 FULL: dict[str, list[str]] = {
     "live_tensors_cpu": ["predict/live_tensors.py"],
+    "live_tensors_images_cpu": ["predict/live_tensors.py", "--images"],
     "live_tensors_keys_cpu": ["predict/live_tensors.py", "--own-keys"],
     "live_tensors_knobs_cpu": ["predict/live_tensors.py", "--knobs"],
     "live_tensors_lora_cpu": ["predict/live_tensors.py", "--lora"],

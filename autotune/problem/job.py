@@ -368,8 +368,12 @@ class Job:
     @property
     def data_ranks(self) -> int:
         """Micro-batches that all ranks train on at a time: the ranks, or their groups if they share sequences."""
-        shared = self.script.profile.get("sequence_ranks", 1) if self.script is not None else self.sequence_ranks
-        return self.ranks // int(shared)
+        return self.ranks // self.ranks_per_sequence
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        """Ranks that share each sequence (Ulysses), of a script by its first run. A script's `seq_len` is a rank's part of it."""
+        return int(self.script.profile.get("sequence_ranks", 1)) if self.script is not None else self.sequence_ranks
 
     @property
     def element_bytes(self) -> float:
@@ -444,8 +448,9 @@ class Job:
         extras += [f"LoRA of rank {self.lora.rank}"] if self.lora else []
         extras += [self.attention] if self.attention else []
         extras += ["compiled"] if self.compiled else []
-        extras += [f"sequences split over {self.sequence_ranks} ranks"] if self.sequence_ranks > 1 else []
-        tokens = f"{self.seq_len} tokens"
+        shared = self.ranks_per_sequence
+        extras += [f"sequences split over {shared} ranks"] if shared > 1 else []
+        tokens = f"{self.seq_len * shared // self.sequence_ranks} tokens"
         if self.lengths:
             packed = f"packed to {self.seq_len}" if self.packed else f"{self.seq_len} at most"
             tokens = f"{self.tokens_per_sample:.0f} tokens on average, {packed}"

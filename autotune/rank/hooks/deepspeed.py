@@ -24,7 +24,7 @@ from autotune.rank.hooks.config import kept_configs, merged, note_own, with_cand
 from autotune.rank.hooks.transformers import make_folder
 from autotune.rank.training_trace import TraceRecorder
 from autotune.rank.versions import backward_prologue
-from autotune.script.profile import BY_RANK, EARLIER, EXPERTS_ELSEWHERE, KEPT, LARGEST, SHARED_SEQUENCES, TORCHS
+from autotune.script.profile import BY_RANK, EARLIER, EXPERTS_ELSEWHERE, KEPT, LARGEST, SHARED_SEQUENCES, TORCHS, UNREAD
 from autotune.script.script import several_configs
 from autotune.workers import jit_ops
 from autotune.workers.jit_ops import LIVELY_SECONDS, hold_build_lock
@@ -419,7 +419,7 @@ def late_facts(context: Context) -> dict[str, Any]:
         "checkpointed": is_on(module),
         "loader_prepared": context.loader_prepared,
         "loader_split": context.loader_split,
-        **({LARGEST: context.largest} if context.largest else {}),
+        **({LARGEST: context.largest, UNREAD: context.unread} if context.script.worst_case else {}),
     }
 
 
