@@ -50,9 +50,8 @@ KNOWN_FLAGS = {
 }
 LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")  # flags that the `deepspeed` launcher passes to every rank
 _NEGATED_FLAGS = tuple(f"--{name}" for one in FRAMEWORKS for name in one.negated.values())
-FLAGS = frozenset(
-    (*KNOWN_FLAGS.values(), *_NEGATED_FLAGS, CONFIG_FLAG, *LOCAL_RANK_FLAGS)
-)  # flags to look for in the script's parser
+# flags to look for in the script's parser
+FLAGS = frozenset((*KNOWN_FLAGS.values(), *_NEGATED_FLAGS, CONFIG_FLAG, *LOCAL_RANK_FLAGS))
 
 
 # Slow imports (seconds) that the fork server does once for all trials, if the script's text mentions the package.
