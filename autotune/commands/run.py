@@ -23,11 +23,11 @@ from autotune.commands.script_probe import Probe, after_probe, probe, remember
 from autotune.commands.setup import Setup, run_setup
 from autotune.commands.study_output import write_study
 from autotune.commands.trust import Ask, accepted_table, grant, named_by, remembered_python
-from autotune.errors import NothingFits, Stopped, UserError, one_line, readable
+from autotune.errors import UNPROTECTED, NothingFits, Stopped, UserError, one_line, readable
 from autotune.executors.base import Executor
 from autotune.executors.cluster.transports import hostfile_of, hostfile_text
 from autotune.executors.local import LocalExecutor, SliceExtrapolator
-from autotune.executors.machine import UNPROTECTED, protection_of
+from autotune.executors.machine import protection_of
 from autotune.executors.replay import ReplayExecutor
 from autotune.gallery.warm_start import rates_for, shipped_entries, start_from
 from autotune.masking import hide_password
@@ -629,17 +629,18 @@ def with_agreed_protection(setup: Setup, work: Path, confirm: Callable[[str], bo
     Raises:
         UserError: this machine offers no protection of the user's files, and the user has not agreed to go without.
     """
-    if not (setup.runs_ranks and runs_user_code(setup.job)) or setup.nodes is not None:  # each node answers for itself
+    starts = setup.runs_ranks and setup.nodes is None and runs_user_code(setup.job)  # each node answers for itself
+    if not starts and not setup.job.has_own_code:  # which is traced here
         return setup
     cwd = Path(setup.job.script.cwd) if setup.job.script is not None else Path.cwd()
     found = protection_of(
-        cwd, work, unprotected=setup.unprotected or confirm is not None, interpreter=setup.job.interpreter
+        cwd, work, unprotected=setup.job.unprotected or confirm is not None, interpreter=setup.job.interpreter
     )
-    if found is not Protection.NONE or setup.unprotected or confirm is None:
+    if found is not Protection.NONE or setup.job.unprotected or confirm is None:
         return setup
     if not confirm(f"{UNPROTECTED}. Go on?"):
         raise UserError("not started: this machine cannot protect your files; run it on a copy of the folder")
-    return dataclasses.replace(setup, unprotected=True)
+    return dataclasses.replace(setup, job=dataclasses.replace(setup.job, unprotected=True))
 
 
 def first_executor(
@@ -671,7 +672,6 @@ def _local(
         target=setup.nodes,
         variables=variables,
         study=setup.folder,
-        unprotected=setup.unprotected,
     )
 
 

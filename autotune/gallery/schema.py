@@ -25,6 +25,7 @@ from autotune.problem.outcome import Outcome, OutcomeKind, Phase
 from autotune.problem.space import DS_TOP_LEVEL, DS_ZERO_KEYS
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, VERIFY, Record
+from autotune.util.bounds import bounded_bytes
 from autotune.util.units import GIB
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -375,8 +376,7 @@ def read_entry(path: Path) -> Entry:
         UserError: the file cannot be read, or breaks the schema; the message names the field.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+        data = bounded_bytes(path, MOST_BYTES)
     except FileNotFoundError:
         raise UserError(f"no gallery entry {path}: `autotune share STUDY` writes one") from None
     except OSError as error:

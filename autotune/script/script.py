@@ -253,7 +253,7 @@ def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ran
             line = dataclasses.replace(line, launcher=(*line.launcher, "--use_deepspeed"))
     known = {**(file.data.get("deepspeed_config") or {} if file else {}), **line.options}
     if line.kind == ACCELERATE and ACCUMULATION in known and not script.holds_batch:
-        wanted[f"--{ACCUMULATION}"] = str(candidate.accumulation)
+        wanted[f"--{ACCUMULATION}"] = str(candidate.engine_batch(script)[1])
     for name, value in wanted.items():
         line = dataclasses.replace(line, launcher=tuple(with_option(line, name, value)))
     return list(line.launcher)

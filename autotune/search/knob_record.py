@@ -157,6 +157,21 @@ class KnobRecord:
                 found.append(KnobTurn(self._names[knob], at, settled))
         return found
 
+    def unmeasured_sigma(self) -> Floats:
+        """Return the standard deviation of each log speed by second-order choices that no trial has measured, (n,).
+
+        The predicted effects of such values are a belief that nothing has tested, at any setting of the other knobs.
+        """
+        variance = np.zeros(len(self._codes))
+        measured = self._codes[list(self._measured)]
+        for knob, name in enumerate(self._names):
+            if self._is_size[knob] or knob in self._first:
+                continue
+            codes = self._codes[:, knob]
+            untested = (codes >= 0) & ~np.isin(codes, measured[:, knob])
+            variance[untested] += self.sigma(name) ** 2
+        return np.asarray(np.sqrt(variance))
+
     def _values(self, knob: int, best: int, mine: NDArray[np.intp]) -> list[int]:
         """Return the values of a choice, or the next smaller and the next larger one of a size."""
         values, own = sorted(set(self._codes[mine, knob].tolist())), int(self._codes[best, knob])

@@ -308,6 +308,7 @@ class Proposer:
         """
         forecast = self._model.forecast()
         ahead, sigma = self._ahead(forecast)
+        sigma = np.hypot(sigma, self.knobs.unmeasured_sigma())
         best = self._index.get(max(self.speed, key=self.speed.__getitem__))
         if best is not None:
             for way in self.knobs.turns(best, self._open, forecast.logs):

@@ -188,8 +188,8 @@ def _check_file(path: Path, shown: str, reading: bool) -> None:
     """Raise a UserError if a file cannot be opened, or cannot be created there and is needed for writing."""
     if not path.parent.is_dir():
         raise UserError(f"{shown}: there is no folder {path.parent}; make it, or choose another")
-    if path.is_dir():
-        raise UserError(f"{shown} is a folder; expected a file")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{shown} is a folder, a device or a pipe; expected a file")
     if reading:
         if not path.exists():
             raise UserError(f"{shown}: there is no such file")

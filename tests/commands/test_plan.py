@@ -19,7 +19,7 @@ from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.problem.space import parse_space
 from autotune.results.plan import Plan, fewest_gpus
-from autotune.util.interpreter import OtherInterpreter
+from autotune.util.interpreter import OWN, OtherInterpreter
 from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
 
@@ -170,6 +170,17 @@ def test_the_header_names_the_optimizer_of_the_config_and_what_is_not_modelled(t
     text = " ".join(done.output.split())
     assert "fp16, muon, global batch" in text
     assert "activation_checkpointing.cpu_checkpointing is not modelled: intervals are wider" in text
+
+
+@pytest.mark.parametrize("by", ["option", "config"])
+def test_muon_needs_a_deepspeed_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    (tmp_path / "ds.json").write_text('{"optimizer": {"type": "Muon"}}')
+    own = {"optimizer": "muon"} if by == "option" else {"ds_config": tmp_path / "ds.json"}
+    request = Request("tiny-llama", **own)  # type: ignore[arg-type]
+    assert plans(request, ["h100"])
+    monkeypatch.setattr(type(OWN), "origin", lambda self, module: str(tmp_path / "deepspeed" / "__init__.py"))
+    with pytest.raises(UserError, match="Muon is not an optimizer of the installed DeepSpeed"):
+        plans(request, ["h100"])
 
 
 def test_positions_can_be_extended() -> None:

@@ -70,14 +70,7 @@ def test_slots_have_sandboxes_of_their_own(tmp_path: Path) -> None:
     study, hardware = tmp_path / "runs" / "s", detect("cpu", 1)
     job = replace(make_job(1), script=Script(("train.py",), str(tmp_path)))
     place: Any = SimpleNamespace(hardware=hardware, variables={})
-    about = {
-        "candidates": (),
-        "isolation": "fork",
-        "seed": 0,
-        "nodes": None,
-        "replay_table": None,
-        "unprotected": False,
-    }
+    about = {"candidates": (), "isolation": "fork", "seed": 0, "nodes": None, "replay_table": None}
     setup: Any = SimpleNamespace(job=job, hardware=hardware, folder=study, slots=(place, place), **about)
     first = first_executor(setup, study / "tuner-2", lambda: False)
     assert isinstance(first, LocalExecutor)

@@ -115,3 +115,17 @@ def test_pair_without_a_prediction_is_no_error() -> None:
     study.record.observe(place(), measured(10.0), None)
     study.record.observe(place(overlap=False), measured(12.0), None)
     assert not study.record.errors[OVERLAP]
+
+
+def test_choices_that_no_trial_measured_are_uncertain_at_every_setting() -> None:
+    study = Study(sigma=0.05)
+    study.measure(place(), 10.0)
+    unsure = study.record.unmeasured_sigma()
+    assert [unsure[place(stage=2, batch=8, overlap=overlap)] for overlap in (True, False)] == [0.0, pytest.approx(0.05)]
+    assert unsure[place(bucket=100)] == 0.0, "sizes, and first-order knobs, are left to the surrogate"
+    study.record.observe(place(overlap=False), None, None)
+    assert study.record.unmeasured_sigma()[place(overlap=False)] == pytest.approx(0.05), (
+        "a failed trial measured nothing"
+    )
+    study.measure(place(stage=2, overlap=False), 9.0)
+    assert not study.record.unmeasured_sigma().any()

@@ -142,6 +142,15 @@ def references(replay_table: ReplayTable, budget: float = 900, **changes: Any) -
     return found, told.said
 
 
+def test_a_reference_of_a_compiled_winner_is_compiled(replay_table: ReplayTable) -> None:
+    found, said = references(replay_table)
+    for stage, name in ((0, "plain DDP"), (3, "FSDP2")):
+        chosen = found._chosen(stage, name, make_candidate(2, 4, compile=True))
+        assert chosen is not None
+        assert chosen.get("compile") is True
+    assert not said
+
+
 @pytest.mark.parametrize(
     ("knob", "why"),
     [
