@@ -29,6 +29,7 @@ WRONG = (
 # Name of the result -> the command and its options. The first writes what the second reads.
 FULL: dict[str, list[str]] = {
     "live_tensors_cpu": ["predict/live_tensors.py"],
+    "live_tensors_images_cpu": ["predict/live_tensors.py", "--images"],
     "live_tensors_keys_cpu": ["predict/live_tensors.py", "--own-keys"],
     "live_tensors_knobs_cpu": ["predict/live_tensors.py", "--knobs"],
     "live_tensors_lora_cpu": ["predict/live_tensors.py", "--lora"],
@@ -45,6 +46,7 @@ FULL: dict[str, list[str]] = {
         "10",
     ],
     "published": ["predict/published/published.py"],
+    "published-jobs": ["predict/published/published.py", "--csv", str(HERE / "data/published/jobs/qlora_and_muon.csv")],
     "allocator": ["predict/allocator.py"],
     "cpu-ranks": ["predict/cpu_ranks.py"],
     "search": ["search/search.py"],
@@ -82,6 +84,7 @@ FULL: dict[str, list[str]] = {
     "storage": ["search/storage.py"],
     "trials-cpu": ["trials/trials.py"],
     "preload-cpu": ["trials/preload.py"],
+    "variants-cpu": ["trials/job_variants.py"],
     "fidelity-cpu": ["trials/fidelity.py"],
     "scripts-cpu": ["trials/scripts.py"],
     "frameworks-cpu": ["trials/frameworks.py"],
@@ -103,6 +106,7 @@ SMALL: dict[str, list[str]] = {
 # Of what is not in results/. Older DeepSpeeds' beside them come from environments with these (docs/versions.md):
 # `python benchmarks/predict/live_tensors.py --only tiny-llama,2,bf16 --json FILE`, FILE
 # `benchmarks/data/live_tensors_deepspeed-VERSION_cpu.json`.
+# `benchmarks/data/published/jobs/experts_transformers-4.57.1.json` comes from `published.py --csv` beside it, see docs/published.md.
 PLACES = {name: HERE / "data" for name in FULL if name.startswith("live_tensors")}
 # Files that have no result here, and why.
 EXEMPT = {

@@ -132,6 +132,29 @@ def test_two_ranks_that_share_sequences_train_on_one_batch(scripts: Scripts, tmp
     assert outcome.measurement.samples_per_second * outcome.measurement.step_seconds == pytest.approx(4)
 
 
+IMAGES = [str(SCRIPTS / "images.py"), *TRAINER[:10], "--use_cpu", "--report_to", "none"]
+
+
+@pytest.mark.slow
+def test_a_rank_without_an_image_at_stage_3_is_named_as_the_cause(scripts: Scripts, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({**AUTO, "zero_optimization": {"stage": 3}}))
+    with pytest.raises(UserError, match="the batch of a rank has no image"):
+        scripts.probe([*IMAGES, "--images_of_first_rank"], tmp_path, ())
+
+
+@pytest.mark.slow
+def test_samples_with_more_images_are_the_worst_case_of_a_vision_language_model(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(AUTO))
+    found = scripts.probe_script(Script(tuple(IMAGES), str(tmp_path), worst_case=True))
+    (largest,) = found.script.profile["largest"].values()
+    assert largest["index"] % 2 == 1, "of two images"
+    outcome = scripts.measure(found, make_candidate(3, 4, 1))
+    assert outcome.measurement is not None, outcome
+    assert outcome.measurement.samples_per_second * outcome.measurement.step_seconds == pytest.approx(2 * 4)
+
+
 @pytest.mark.slow
 def test_a_grpo_training_of_trl_is_tuned(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))

@@ -217,16 +217,12 @@ def _chunked_loss(predictor: Predictor, candidates: list[Candidate], before: Pre
     trace = trace_job(job, loss="chunked", device=hardware.device)
     if not trace.exact or not predictor.trace.exact:
         return None  # the closed form of the logits is the same
-    least_memory_candidate = Predictor(job, hardware, trace, widening=predictor.widening)
+    in_chunks = Predictor(job, hardware, trace, widening=predictor.widening)
     whole = [one for one in candidates if not (one.get(LIGER) or ATTENTION in one.as_dict or LOSS in one.as_dict)]
     if before.candidate not in whole:
         return None  # its way of building the model has another trace
-    table = least_memory_candidate.table(whole)
-    fastest = least_memory_candidate.ranked(table)[:1]
-    same, then = (
-        least_memory_candidate.predict(before.candidate),
-        least_memory_candidate.predict(whole[fastest[0]]) if fastest else None,
-    )
+    fastest = in_chunks.ranked(in_chunks.table(whole))[:1]
+    same, then = in_chunks.predict(before.candidate), in_chunks.predict(whole[fastest[0]]) if fastest else None
     saves = same.peak_bytes < (1 - WORTH) * before.peak_bytes  # the peak may be elsewhere without the logits
     faster = then is not None and then.samples_per_second > (1 + WORTH) * before.samples_per_second
     return ChunkedLoss(same, then) if saves or faster else None

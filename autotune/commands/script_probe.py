@@ -43,6 +43,7 @@ from autotune.script.profile import (
     TORCHS,
     UNCOUNTED,
     UNCOUNTED_BESIDE,
+    UNREAD,
     ZERO_INIT,
     Counted,
     batch_held,
@@ -56,7 +57,7 @@ from autotune.script.source_digests import MEMORY, SOURCES, digests, edited_sinc
 from autotune.search.certificate import Verdict, compare, floor_of_cut, same_rows, with_floor
 from autotune.util.files import write_atomically
 from autotune.util.units import format_bytes, format_duration
-from autotune.workers.failure_classifier import log_tail
+from autotune.workers.failure_classifier import UNEQUAL_COLLECTIVES, log_tail
 
 # -- probe run ---------------------------------------------------------------------------------------------------------
 #
@@ -225,9 +226,11 @@ def _checked(
         if "micro_batch" not in facts:
             print_line("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
-    for count, one in facts.get(LARGEST, {}).items():
+    for one in facts.get(LARGEST, {}).values():
         which = f"sample {one['index']} is the largest" if one["bytes"] else "no sample is larger than another"
-        print_line(f"--worst-case: {which} ({script.name} has {count} samples, {one['read']} were read)")
+        print_line(f"--worst-case: {which} ({script.name} has {one['samples']} samples, {one['read']} were read)")
+    if facts.get(LARGEST) == {}:
+        print_line(f"--worst-case: no sample could be read by number ({facts[UNREAD]}); batches are only padded")
     if late := facts.get("late"):
         print_line(late)
     if named := ", ".join(sorted(facts.get("variables", {}))):
@@ -526,6 +529,8 @@ def _in_one_line(outcome: Outcome, target: str, longer: str, reached: bool) -> s
             f"{target} opens a port that is taken, by itself, another of its ranks or another process: open it once, on one "
             f"rank alone, or a free one (port 0) on each ({outcome.reason}; {log})"
         )
+    if UNEQUAL_COLLECTIVES in outcome.reason:
+        return f"{target} fails by itself, before anything is tuned: {outcome.reason} ({log})"
     if "builtins.FileNotFoundError" in raised:
         return f"{target} reads what is not there, as seen from the folder in which you call autotune ({outcome.reason}; {log})"
     if any(map(_UNREACHED.match, raised)):
@@ -551,29 +556,12 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
         batch: of the observed steps.
         own: these are the script's own steps.
     """
-    kept = {
-        key: facts[key]
-        for key in (
-            "config",
-            "precision",
-            "model_config",
-            "causal",
-            "model",
-            "trained",
-            "frozen",
-            "checkpointing",
-            "checkpointed",
-            "through_arguments",
-            "loader_prepared",
-            "relaunched",
-            "client_optimizer",
-            "untested_optimizer",
-            "flags",
-        )
-    }
+    always = "config precision model_config causal model trained frozen checkpointing checkpointed through_arguments"
+    always += " loader_prepared relaunched client_optimizer untested_optimizer flags"
+    kept = {key: facts[key] for key in always.split()}
     # These are stored only if present, so that studies of earlier versions keep the same job.
     own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK, EXPERTS_ELSEWHERE)
-    named = ("lightning", "optimizer", "spellings", "variables", "beside", "boundary_by_hand", *own_names)
+    named = ("lightning", "optimizer", "matrices", "spellings", "variables", "beside", "boundary_by_hand", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
     if (shared := facts.get(SHARED_SEQUENCES, 1)) > 1:
         kept[SHARED_SEQUENCES] = shared
@@ -704,20 +692,7 @@ class ShortRuns:
 _NAMED = {MICRO_BATCH: "micro-batch", ACCUMULATION: "accumulation"}
 _OWN = ("micro_batch", "accumulation")  # keys of a profile
 _MOST_FLAGS = 6  # flags that get another value at once
-_TIMES = (
-    0.5,
-    2,
-    0.25,
-    3,
-    5,
-    7,
-    11,
-    13,
-    17,
-    19,
-    23,
-    29,
-)  # of a flag's own value, of which at least one is free for each
+_TIMES = (0.5, 2, 0.25, 3, 5, 7, 11, 13, 17, 19, 23, 29)  # of a flag's own value; at least one is free for each
 
 
 def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[str, Any]:
@@ -849,6 +824,9 @@ class _Products:
             products = {flag: self.options[flag] for flag in of_step}
         if ACCUMULATION in missing and len(of_accumulation) == 1 and of_accumulation[0] not in products:
             carriers[ACCUMULATION] = of_accumulation[0]
+        elif ACCUMULATION in missing:  # computed from a whole step, which another global batch changes
+            left = [flag for flag in of_step if flag not in carriers.values()]
+            products = products or {flag: self.options[flag] for flag in left}
         multiples = {knob: self.options[flag] // self.own[knob] for knob, flag in carriers.items()}
         return {FOUND: carriers, TIMES: multiples, PRODUCTS: products}
 
@@ -893,7 +871,8 @@ def _lines_of_flags(profile: dict[str, Any], integers: dict[str, int]) -> Iterat
         over = f" times {times}" if times else ""
         yield f"{flag} {integers[flag]} is its {_NAMED[knob]}{over}: candidates set it (--map {knob}=--FLAG names another)"
     for flag, value in profile.get(PRODUCTS, {}).items():
-        yield f"{flag} {value} is the batch of its whole step: candidates keep it, and it decides their micro-batch"
+        decides = "" if MICRO_BATCH in profile.get(FOUND, {}) else ", and it decides their micro-batch"
+        yield f"{flag} {value} is the batch of its whole step: candidates keep it{decides}"
 
 
 def _batch_with(
@@ -906,7 +885,9 @@ def _batch_with(
     for flag in flags.keys() - tried.keys():
         argv = with_flag(argv, flag, flags[flag])
     named = with_declared_files(dataclasses.replace(script, flags=(*script.flags, *((name, name) for name in tried))))
-    typed = dataclasses.replace(script, argv=tuple(argv), files=named.files, profile={TRIED: tried} if tried else {})
+    profile = {name: script.profile[name] for name in (LARGEST,) if name in script.profile}
+    profile |= {TRIED: tried} if tried else {}
+    typed = dataclasses.replace(script, argv=tuple(argv), files=named.files, profile=profile)
     job = dataclasses.replace(runs.executor.job, script=typed)
     outcome, now = runs.run(Candidate(()), "probe-flags", _TWO_STEPS, job)
     if not outcome.ok or not now.get("rows") or not now.get("micros"):

@@ -13,7 +13,7 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.problem.job import counted_ranks, sequence_ranks
 from autotune.problem.knobs import ACCUMULATION, KNOBS, MICRO_BATCH, ZERO, Knob, knob_value
-from autotune.util.bounds import check_data, read_text
+from autotune.util.bounds import bounded_bytes, check_data, read_text
 
 # -- DeepSpeed config files --------------------------------------------------------------------------------------------
 #
@@ -61,7 +61,7 @@ def read_config(path: Path) -> Any:
         OSError, UnicodeDecodeError: it cannot be read.
         json.JSONDecodeError: it does not parse.
     """
-    return parsed_config(path.read_text(encoding="utf-8"))
+    return parsed_config(bounded_bytes(path).decode())
 
 
 def in_new_names(config: dict[str, Any]) -> dict[str, Any]:

@@ -148,6 +148,7 @@ def _config_facts(config: Mapping[str, Any]) -> dict[str, Any]:
         "offloads": devices != ["none", "none"],
         "overlap_comm": stage == 3 if overlap is None else overlap,  # DeepSpeed's default by stage
         "contiguous_gradients": zero.get("contiguous_gradients", True),
+        "reduce_scatter": zero.get("reduce_scatter", True),
         "deepcompile": compiler.get("deepcompile", False),
         **_optimizer_facts(optimizer, devices[0]),
     }
@@ -178,13 +179,20 @@ def _optimizer_facts(optimizer: Mapping[str, Any], place: str) -> dict[str, Any]
 
 def job_facts(job: Job) -> dict[str, Any]:
     """Return the facts of all trainings of a job: a model's, or a script's after its probe run."""
-    found: dict[str, Any] = {"precision": job.precision, "compiled": job.compiled}
+    found: dict[str, Any] = {
+        "precision": job.precision,
+        "compiled": job.compiled,
+        "sequence_ranks": job.ranks_per_sequence,
+    }
     if job.script is None:  # the tuner's own loop
         if "type" not in job.own_optimizer:
             found |= {"optimizer": job.optimizer, "fused_optimizer": job.optimizer == "fused_adam"}
         return {**found, "backwards_per_step": 1, "grad_changed_by_hand": False, "boundary_by_hand": False}
     seen = job.script.profile
     found["compiled"] = None  # a script may compile its model itself
+    found["gathered_loss"] = (
+        seen.get("through_arguments") or None
+    )  # transformers, integrations: deepspeed_sp_compute_loss
     if seen.get("client_optimizer") and (kind := str(seen.get("optimizer", "")).lower()):
         found |= {"optimizer": "muon" if "muon" in kind else kind, "fused_optimizer": kind.startswith("fused")}
     found |= {name: seen[name] for name in ("zero_init", "boundary_by_hand") if name in seen}

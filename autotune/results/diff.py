@@ -87,6 +87,8 @@ class StudyDiff:
         fits = Counter((pair.first.ok, pair.second.ok) for pair in self.pairs)
         common = f"{counted(len(self.pairs), 'candidate')} in common" if self.pairs else "no candidate in common"
         lines = [f"{common}, of {self.tried[0]} in {one} and {self.tried[1]} in {other}"]
+        if not self.pairs and all(self.tried):
+            lines.append("nothing can be compared: tune one of them again with the other's --space")
         if self.pairs:
             lines[0] += (
                 f": {fits[True, True]} measured in both, {fits[True, False]} in {one} only, {fits[False, True]} in {other} "
@@ -103,7 +105,7 @@ class StudyDiff:
         lines += self._causes()
         for name, winner, index in zip(self.names, self.winners, (1, 0), strict=True):
             if winner is None:
-                lines.append(f"{name} has no winner yet")
+                lines.append(f"{name} has no {'winner' if self.tried[1 - index] else 'measured candidate'} yet")
                 continue
             pair = next((pair for pair in self.pairs if pair.candidate == winner), None)
             ended = outcome_line((pair.first, pair.second)[index]) if pair else "not tried"
@@ -142,7 +144,9 @@ def _moved(before: int, after: int) -> bool:
 
 
 def _spread(percents: Sequence[float]) -> str:
-    """Return the median of percentages with the smallest and the largest."""
+    """Return the median of percentages with the smallest and the largest, or the only one."""
+    if len(percents) == 1:
+        return f"{percents[0]:+.1f} %"
     return f"median {statistics.median(percents):+.1f} % ({min(percents):+.1f} to {max(percents):+.1f})"
 
 

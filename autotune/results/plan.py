@@ -238,9 +238,8 @@ class Plan:
     job: Job
     hardware: Hardware
     best: list[Prediction]
-    ways: tuple[
-        WayPlan, ...
-    ]  # by stage: plain, with checkpointing, with offload, with both, as far as the space has them
+    # by stage: plain, with checkpointing, with offload, with both, as far as the space has them
+    ways: tuple[WayPlan, ...]
     note: str
     tokens: float = TOKENS
     price: Price | None = None
@@ -253,9 +252,8 @@ class Plan:
     zero_init_bytes: float = 0.0  # the same if zero.Init divides one copy over the ranks
     chunked: ChunkedLoss | None = None  # None: logits and loss are small, or cannot be avoided
     own: CardPlan | None = None  # for the requested card, with an exact `fewest_gpus`
-    cards: tuple[
-        CardPlan, ...
-    ] = ()  # cheapest first, those with measured rows before others; those without a price last
+    # cheapest first, those with measured rows before others; those without a price last
+    cards: tuple[CardPlan, ...] = ()
     gains: tuple[PlannedGain, ...] = ()  # best first
     errors: KnownErrors | None = None  # for the fastest, or for the smallest that does not fit
 

@@ -30,8 +30,10 @@ BY_RANK = "averages_by_rank"  # key of a profile: Trainer averages a loss over e
 OPS = "ops"  # key of a profile: builders of DeepSpeed's ops that were first seen in the probe run
 RAN = "ran"  # key of facts: seconds of the start and of an optimizer step so far, of a run that ended before its measurement
 SEEDS = "seeds"  # key of a profile: by rank, seeds of the probe run, if the script names other ones in each run
-# key of a profile: by length of a data set, its largest sample under --worst-case, see `rank.hooks.worst_case`
+# key of a profile: by key of a data set, its largest sample under --worst-case, see `rank.hooks.worst_case`; empty if the
+# samples cannot be read, for the reason that the facts name as UNREAD
 LARGEST = "largest"
+UNREAD = "unread"
 # key of a profile: elements of experts that other ranks of an expert-parallel group hold
 EXPERTS_ELSEWHERE = "experts_elsewhere"
 SHARED_SEQUENCES = "sequence_ranks"  # key of a profile: ranks that share each sequence (Ulysses), if more than one

@@ -63,6 +63,15 @@ _TRACEBACK_CHARACTERS = 4000  # length of its end
 _SAVING = re.compile(r", in \w*save\w*$", re.MULTILINE)  # a frame of a traceback
 _ABORT = re.compile(r"terminate called after throwing an instance of '[^'\n]*'\s+what\(\):\s*(.{1,2000})", re.DOTALL)
 
+# Known causes of a forward or backward in which every rank waits in a collective, at ZeRO stage 3 for the most part.
+# `set_z3_leaf_modules` is DeepSpeed's remedy; Mixtral, Qwen2-MoE and Qwen3-MoE have it by default (0.19.8,
+# runtime/zero/leaf_module_config.py). gloo ends a rank that receives another size, NCCL waits.
+UNEQUAL_COLLECTIVES = (
+    "ranks may run unequal collectives: tokens of a rank choose other experts (deepspeed.utils.set_z3_leaf_modules with the "
+    "class of the MoE block), or the batch of a rank has no image (give each rank one, or a blank one), or its code branches"
+)
+_MISMATCH = "collective mismatch"  # gloo's words
+
 
 def classify_failure(evidence: FailureEvidence) -> FailureVerdict:
     """Return the class of a failed trial, and the evidence that decided it."""
@@ -165,7 +174,7 @@ def _classify_error(error: dict[str, Any], evidence: FailureEvidence) -> Failure
         kind, why = _unless_gpu_contention(kind, why, snapshot, evidence.peaks)
     if counted := str(MemorySnapshot.of("", error.get("numbers"))):
         why = f"{why}; {counted}"
-    reason = f"{name.split('.')[-1]}: {_first_line(text) or name}"
+    reason = f"{name.split('.')[-1]}: {_first_line(text) or name}{f' ({UNEQUAL_COLLECTIVES})' * (_MISMATCH in text)}"
     if kind is OutcomeKind.INFRASTRUCTURE and error.get("full_disk"):  # some libraries' texts do not reveal a full disk
         reason = f"{reason} (the disk of {error['full_disk']} is full)"
     missing = MemorySnapshot.of(text).missing if kind.is_oom else None  # later figures describe another state
@@ -241,6 +250,8 @@ def _classify_signal(rank: int, number: int, evidence: FailureEvidence) -> Failu
     found = classify_text(log, _context(evidence))
     if found and found[0].is_oom:
         return verdict(found[0], f"died by {name} after running out of memory", f"{name}, log text {found[1]!r}")
+    if _MISMATCH in log:
+        return verdict(OutcomeKind.CRASH, f"died by {name}: {UNEQUAL_COLLECTIVES}", f"{name}, log text {_MISMATCH!r}")
     if (last_words := _ABORT.search(log)) and (found := classify_text(last_words[1], _context(evidence))):
         return verdict(found[0], f"died by {name}: {_first_line(last_words[1])}", f"{name}, log text {found[1]!r}")
     return verdict(OutcomeKind.CRASH, f"died by {name}", name)
@@ -506,9 +517,8 @@ def _lost(context: FailureContext) -> OutcomeKind | None:
 class FailurePattern:
     """Pattern of one failure text."""
 
-    points_to: (
-        OutcomeKind | Callable[[FailureContext], OutcomeKind | None]
-    )  # None makes the search continue with the next pattern
+    # None makes the search continue with the next pattern
+    points_to: OutcomeKind | Callable[[FailureContext], OutcomeKind | None]
     text: re.Pattern[str]
     frames: re.Pattern[str] | None = None  # an innermost frame must match too: file, function, source
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from autotune.problem.hardware import Hardware
 from autotune.problem.outcome import Phase
 from autotune.versions import StrEnum
-from autotune.workers.failure_classifier import FailureEvidence, is_secondary
+from autotune.workers.failure_classifier import UNEQUAL_COLLECTIVES, FailureEvidence, is_secondary
 from autotune.workers.gpu_memory import attribute_hidden_usage
 from autotune.workers.host_workers import HostWorkers, LocalWorkers, MultiHostLaunch
 from autotune.workers.launchers import Launcher
@@ -32,14 +32,6 @@ from autotune.workers.protocol import Message
 T = TypeVar("T")
 
 _STATUS_SECONDS = 1.0  # longest wait for the exit status of a rank that sent no error
-# Known causes of a forward or backward in which every rank waits in a collective, at ZeRO stage 3 for the most part.
-# `set_z3_leaf_modules` is DeepSpeed's remedy; Mixtral, Qwen2-MoE and Qwen3-MoE have it by default (0.19.8,
-# runtime/zero/leaf_module_config.py).
-_UNEQUAL_COLLECTIVES = (
-    "; every rank waits in a collective, so that ranks may run unequal ones: tokens of a rank choose other experts "
-    "(deepspeed.utils.set_z3_leaf_modules with the class of the MoE block), or the batch of a rank has no image "
-    "(give each rank one, or a blank one), or its code branches; a network that fails looks the same"
-)
 _LOOK_SECONDS = 5.0  # maximum interval between checks of silent ranks
 
 
@@ -132,9 +124,8 @@ class WorkerGroup:
             numbers = range(at * share, (at + 1) * share)
             host.launch(entry, numbers, deadline=deadline, cancelled=self._cancelled)
         stop = self.watch(lambda: self.greeted, deadline)
-        if (
-            stop is not WatchEnd.ARRIVED
-        ):  # the socket stays open, because a refused rank would die of it and hide the cause
+        # the socket stays open, because a refused rank would die of it and hide the cause
+        if stop is not WatchEnd.ARRIVED:
             return stop
         common = {**spec, "world": world}
         if len(self._hosts) > 1:
@@ -188,9 +179,8 @@ class WorkerGroup:
                 self.failed_at = timer.now
                 self.silence = f"{self.phase.value}: no sign of life for {patience:.0f} s{self._positions_text()}"
                 return WatchEnd.SILENT
-            if (
-                self._receive(0.1) and self.greeted
-            ):  # hellos count only together, so a slow one does not extend the wait
+            # hellos count only together, so a slow one does not extend the wait
+            if self._receive(0.1) and self.greeted:
                 timer.last_alive = time.monotonic()
             if not self.errors and until():
                 return WatchEnd.ARRIVED
@@ -219,7 +209,9 @@ class WorkerGroup:
         order = sorted(self._positions, key=lambda rank: (rank in self._waiting, rank))
         text = "".join(f"; rank {rank} in {self._positions[rank]}" for rank in order[:2])
         all_wait = self._world > 1 and self._waiting.issuperset(range(self._world))
-        return text + _UNEQUAL_COLLECTIVES * (all_wait and self.phase in (Phase.FORWARD, Phase.BACKWARD))
+        if not all_wait or self.phase not in (Phase.FORWARD, Phase.BACKWARD):
+            return text
+        return f"{text}; every rank waits in a collective, so that {UNEQUAL_COLLECTIVES}; a network that fails looks the same"
 
     def _has_lost_rank(self) -> bool:
         """Return True if a rank has ended that should still run."""

@@ -4,8 +4,8 @@ What the predictor's memory is held against: two models, one and two ranks, ever
 fp32 and bf16; says how far predictions for the installed DeepSpeed are off. With `--own-keys` instead one model under
 keys that people set in their own DeepSpeed config, with `--lora` models of which only adapters are trained, with `--knobs` one
 under each knob of autotune/problem/knobs.py that CPU ranks can turn, with `--muon` models whose matrices Muon steps, with
-`--loss` models whose loss is computed whole and in chunks. Every engine measures two micro-batches; operators are slowed by
-counting, so speed is not recorded.
+`--loss` models whose loss is computed whole and in chunks, with `--images` a vision-language model. Every engine measures two
+micro-batches; operators are slowed by counting, so speed is not recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autotune.predict.features import installed_deepspeed
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import detect
 from autotune.problem.job import CHUNKED, FULL, Job, parse_lora
-from autotune.problem.models import CAUSAL, SEQ2SEQ, resolve_model
+from autotune.problem.models import CAUSAL, IMAGE_TEXT, SEQ2SEQ, resolve_model
 from autotune.util.units import MIB
 from autotune.versions import installed
 from benchmarks.common import command_line, parse, print_table, write_json
@@ -241,6 +241,20 @@ def measure_loss(most: int | None) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_images(most: int | None) -> list[dict[str, Any]]:
+    """Measure a vision-language model at every stage, with and without checkpointing, whole and with adapters."""
+    tried: Tries = [(stage, 1, {}) for stage in (0, 1, 2, 3)]  # the second number is the micro-batch
+    tried += [(stage, 4, knobs) for stage in (0, 1, 2, 3) for knobs in ({}, {"activation_checkpointing": True})]
+    found = [{"zero_stage": stage, "train_micro_batch_size_per_gpu": batch, **knobs} for stage, batch, knobs in tried]
+    rows = []
+    for precision, lora in (("bf16", ""), ("fp32", ""), ("bf16", "r=4")):
+        given = {"lora": parse_lora(lora)} if lora else {}
+        job = Job(resolve_model("tiny-llava"), 2, 64, precision, task=IMAGE_TEXT, **given)
+        groups = [[Candidate.of({**SMALL, "gradient_accumulation_steps": 1, **knobs})] for knobs in found[:most]]
+        rows += measured(job, groups, {"task": IMAGE_TEXT, **({"lora": lora} if lora else {})})
+    return rows
+
+
 Rungs = list[tuple[int, int]]  # micro-batch and accumulation
 
 
@@ -303,6 +317,7 @@ def main() -> None:
         ("--lora", "adapters only, also of 4-bit weights (needs bitsandbytes)"),
         ("--muon", "Muon at every stage, at micro-batch 1"),
         ("--loss", "the whole loss and the chunked one"),
+        ("--images", "a vision-language model, also of which only adapters are trained"),
     ):
         parser.add_argument(option, action="store_true", help=about)
     arguments = parse(parser, only="tiny-llama,2,bf16")
@@ -312,6 +327,7 @@ def main() -> None:
         (arguments.lora, measure_lora),
         (arguments.muon, measure_muon),
         (arguments.loss, measure_loss),
+        (arguments.images, measure_images),
     ):
         if chosen:
             told(arguments.json, measure_set(2 if arguments.small else None))

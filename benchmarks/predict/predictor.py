@@ -68,6 +68,7 @@ def live_tensors(amount: Amount, measure: bool) -> list[dict[str, Any]]:
     rows = [row for row in json.loads(path.read_text())["rows"] if row["live"]][: amount.live_rows]
     own_keys = json.loads((DATA / "live_tensors_keys_cpu.json").read_text())["rows"][: amount.live_rows]
     adapters = json.loads((DATA / "live_tensors_lora_cpu.json").read_text())["rows"][: amount.live_rows]
+    images = json.loads((DATA / "live_tensors_images_cpu.json").read_text())["rows"][: amount.live_rows]
     ours, deepspeed, accelerate = [], [], []
     for row in rows:
         job = Job(resolve_model(row["model"]), row["ranks"], row["seq_len"], row["precision"])
@@ -78,6 +79,7 @@ def live_tensors(amount: Amount, measure: bool) -> list[dict[str, Any]]:
         accelerate.append(abs(accelerate_says(trace, job) / real - 1))
     under_keys = [abs(live_error(row)) for row in own_keys]
     of_adapters = [abs(live_error(row)) for row in adapters]
+    of_images = [abs(live_error(row)) for row in images]
     on_same = [e for e, row in zip(ours, rows, strict=True) if Candidate.of(row["candidate"]).stage >= 2]
     return [
         *about(
@@ -94,6 +96,11 @@ def live_tensors(amount: Amount, measure: bool) -> list[dict[str, Any]]:
             f"the same of which only adapters are trained, {len(adapters)} candidates",
             at_most("live bytes at peak, median error", statistics.median(of_adapters), 0.02),
             at_most("live bytes at peak, worst error", max(of_adapters), 0.08),
+        ),
+        *about(
+            f"the same of a vision-language model, {len(images)} candidates",
+            at_most("live bytes at peak, mean error", statistics.fmean(of_images), 0.087),  # arXiv 2512.07853, of LLaVA
+            at_most("live bytes at peak, worst error", max(of_images), 0.087),
         ),
         *older_deepspeed(amount),
         *about(f"DeepSpeed's estimate_zero2/3, {len(on_same)} of those rows", five_times(deepspeed, on_same)),

@@ -47,3 +47,13 @@ def test_a_loss_in_chunks_takes_as_much_less_as_is_predicted() -> None:
         loss: [max(row["live"].values()) for row in rows if row["loss"] == loss] for loss in LOSSES
     }
     assert max(whole / chunked for whole, chunked in zip(peaks["full"], peaks["chunked"], strict=True)) > 1.5
+
+
+def test_a_loss_in_chunks_costs_no_more_than_is_predicted() -> None:
+    """Measured in turn on CPU ranks, where slices of the logits stay in the cache (benchmarks/trials/job_variants.py)."""
+    rows = json.loads((DATA.parent / "results" / "variants-cpu.json").read_text())
+    losses = [row for row in rows if row["what"] == "loss"]
+    assert {row["stage"] for row in losses} == {0, 2}
+    for row in losses:
+        assert 0.5 < row["other / usual"] < row["predicted"] < 4 / 3, "the head's products grow by a third at most"
+        assert row["other, MiB"] < row["usual, MiB"]

@@ -83,7 +83,7 @@ def test_a_named_model_of_this_deepspeed_loses_no_candidate() -> None:
 
 
 def test_every_row_is_complete_and_its_conditions_are_facts_that_exist() -> None:
-    job = job_with(zero_init=True, boundary_by_hand=True)
+    job = job_with(zero_init=True, boundary_by_hand=True, through_arguments=True)
     known = set(facts_of({"data_types": {"grad_accum_dtype": "fp32"}}, job)) | {"compiled"}
     for fault in known_faults():
         assert fault.setting
@@ -94,6 +94,17 @@ def test_every_row_is_complete_and_its_conditions_are_facts_that_exist() -> None
         assert set(fault.when) - known <= unseen, fault.setting
     assert "optimizer" in known
     assert "fused_optimizer" in known
+
+
+def test_ulysses_of_trainer_at_stage_2_is_a_warning_and_its_stages_are_left_out_at_stage_3() -> None:
+    shared = {"sequence_ranks": 2, "through_arguments": True, "micros_per_accumulation": 1.0}
+    left, (line,) = left_of(job_with(**shared), READ)
+    assert left == {3}
+    assert line.startswith("stages 0 to 2 under Ulysses")
+    at_two = job_with(**shared, config={"zero_optimization": {"stage": 2}})
+    (line,) = warnings(own_facts(at_two), READ)
+    assert "gradients are multiplied by the number of these ranks" in line
+    assert left_of(job_with(**{**shared, "through_arguments": False}), READ) == ({0, 1, 2, 3}, [])
 
 
 def test_an_unknown_fact_neither_excludes_nor_acquits() -> None:
@@ -114,13 +125,15 @@ INSTALLED = release(metadata.version("deepspeed"))
 ON_CPU = {
     *("stage", "precision", "accumulation", "offload_optimizer", "grad_accum_dtype", "backwards_per_step"),
     *("grad_changed_by_hand", "boundary_by_hand", "module_reused", "fused_optimizer", "backward_of_one_output"),
+    *("sequence_ranks", "gathered_loss", "reduce_scatter"),
 }
 NEAR = 0.1  # bf16 rounds an update of some percent of a weight
 
 
 def settings_of(fault: Fault) -> list[dict[str, object]]:
     """Return the trainings that the fault's condition names."""
-    each = {name: [max(2, 4)] if isinstance(wanted, dict) else wanted for name, wanted in fault.when.items()}
+    few = {"sequence_ranks": 2}  # as many ranks as there are
+    each = {name: [few.get(name, 4)] if isinstance(wanted, dict) else wanted for name, wanted in fault.when.items()}
     return [dict(zip(each, values, strict=True)) for values in product(*each.values())]
 
 
@@ -140,6 +153,7 @@ def test_the_table_agrees_with_the_installed_deepspeed() -> None:
     faults = [(fault, setting) for fault, setting in faults if setting.get("offload_optimizer") != "nvme"]
     right = [{"stage": stage, "backwards_per_step": times} for stage, times in [(0, 4), (3, 4), (1, 1), (2, 1)]]
     right.append({"stage": 0, "grad_changed_by_hand": True})
+    right += [{"stage": stage, "sequence_ranks": 2, "gathered_loss": stage == 3} for stage in range(4)]
     apart = apart_on_two_ranks([*(setting for _, setting in faults), *right])
     bf16_at_0 = {"stage": 0, "precision": "bf16", "fused_optimizer": False}
     for (fault, setting), distance in zip(faults, apart, strict=False):

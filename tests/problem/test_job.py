@@ -114,6 +114,10 @@ def test_arithmetic_and_optimizer(changes: dict, element_bytes: float, optimizer
         ),
         ({"script": SCRIPT}, "tiny-llama, 32 tokens, fp32, its own optimizer, batch free"),
         (
+            {"script": dataclasses.replace(SCRIPT, profile={"sequence_ranks": 4}), "ranks": 8},
+            "tiny-llama, 128 tokens, fp32, sequences split over 4 ranks, its own optimizer, batch free",
+        ),
+        (
             {"seq_len": 9, "lengths": ((5, 2), (9, 1))},
             "tiny-llama, 6 tokens on average, 9 at most, fp32, adamw, batch free",
         ),

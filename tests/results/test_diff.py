@@ -124,5 +124,15 @@ def test_an_empty_study_and_one_without_a_winner_are_compared(tmp_path: Path) ->
     assert diff_studies(some, none).lines() == [
         "no candidate in common, of 1 in a and 0 in b",
         "a has no winner yet",
-        "b has no winner yet",
+        "b has no measured candidate yet",
     ]
+
+
+def test_disjoint_studies_say_how_to_compare_and_one_pair_has_no_median(tmp_path: Path) -> None:
+    one, other = make_candidate(1, 2), make_candidate(2, 2)
+    first, second, third = (
+        study(tmp_path, name, "2.9.0", [(candidate, ok(seconds, 300), SEARCH)])
+        for name, candidate, seconds in (("a", one, 1), ("b", other, 1), ("c", one, 2))
+    )
+    assert "tune one of them again with the other's --space" in diff_studies(first, second).lines()[1]
+    assert diff_studies(first, third).lines()[1:3] == ["peak in c: +0.0 %", "speed in c: -50.0 %; 1 of 1 beyond noise"]

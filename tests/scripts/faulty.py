@@ -11,6 +11,9 @@ import sys
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.utils import groups
 
 MICRO_BATCH = 4
 # DeepSpeed builds this op at its first use; gloo alone suffices, and a lock that a killed build left would stop the ranks.
@@ -33,7 +36,7 @@ class Model(torch.nn.Module):
 
 
 def config_of(facts: dict) -> dict:
-    zero = {"stage": facts["stage"]}
+    zero = {"stage": facts["stage"], "reduce_scatter": facts.get("reduce_scatter", True)}
     if facts.get("offload_optimizer", "none") != "none":
         zero["offload_optimizer"] = {"device": facts["offload_optimizer"]}
     found = {
@@ -80,12 +83,21 @@ def apart(facts: dict) -> float:
         p.grad *= scale
     own.step()
 
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config_of(facts))
+    shares = facts.get("sequence_ranks", 1) > 1  # each rank's rows are its part of the sequences (Ulysses)
+    groups.mpu = None
+    if shares and parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
+        parallel_state_sp.initialize_sequence_parallel(ranks)
+    made = {"model": model, "optimizer": optimizer_of(model), "mpu": parallel_state_sp if shares else None}
+    engine, *_ = deepspeed.initialize(**made, config=config_of(facts))
     for number, rows in enumerate(data, 1):
         if facts.get("boundary_by_hand"):
             engine.set_gradient_accumulation_boundary(number == passes)
         x = rows[rank].to(next(model.parameters()).dtype)
         loss = engine(x)[0] / parts
+        if facts.get("gathered_loss"):  # as `deepspeed_sp_compute_loss` of transformers does
+            loss = torch.stack(differentiable.all_gather(loss)).mean()
+        elif shares:
+            loss = loss / ranks
         loss.backward() if facts.get("backward_of_one_output") else engine.backward(loss)
         if facts.get("grad_changed_by_hand"):
             for p in engine.parameters():

@@ -1,4 +1,7 @@
-"""A Trainer script whose two ranks share each sequence, by accelerate's Ulysses."""
+"""A Trainer script whose two ranks share each sequence, by accelerate's Ulysses.
+
+On CPU ranks it needs autotune: under plain torchrun accelerate 1.15 prepares Ulysses before DeepSpeed's communication is started.
+"""
 
 import torch
 import torch.distributed

@@ -7,7 +7,13 @@ import pytest
 
 from autotune.problem.outcome import OutcomeKind, Phase, Source
 from autotune.util.units import GIB, MIB
-from autotune.workers.failure_classifier import FailureEvidence, FailureVerdict, classify_failure, log_tail
+from autotune.workers.failure_classifier import (
+    UNEQUAL_COLLECTIVES,
+    FailureEvidence,
+    FailureVerdict,
+    classify_failure,
+    log_tail,
+)
 from autotune.workers.memory_monitor import MemoryPeaks
 from tests.workers.test_failure_classifier import CPU_OOM, CUDA_OOM, error
 
@@ -58,6 +64,15 @@ from tests.workers.test_failure_classifier import CPU_OOM, CUDA_OOM, error
             OutcomeKind.INFRASTRUCTURE,
             "died by SIGABRT: [Rank 3] NCCL watchdog thread terminated with exception: CUDA error: uncorrectable ECC error",
             "SIGABRT, log text 'uncorrectable ECC'",
+        ),
+        (
+            signal.SIGABRT,  # a vision-language model at stage 3 whose second rank has no image
+            MemoryPeaks(),
+            "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  op.preamble.length <= op.nbytes. "
+            "37632 vs 4096. Received data size doesn't match expected size. Is there a distributed collective mismatch in your",
+            OutcomeKind.CRASH,
+            f"died by SIGABRT: {UNEQUAL_COLLECTIVES}",
+            "SIGABRT, log text 'collective mismatch'",
         ),
         (99, MemoryPeaks(), "", OutcomeKind.CRASH, "died by signal 99", "signal 99"),
         (

@@ -2,13 +2,15 @@
 
 The size of a sample is the memory of its tensors once the script's own collator has made a batch of it alone. The hook
 knows nothing of texts or images: more pixels and more images give larger tensors. The first run reads the sizes, and
-trials reuse what it found.
+trials reuse what it found for data that begin alike. All ranks use what the first rank to finish has found.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,12 +19,13 @@ from autotune.rank.hooks.base import Context, leaves
 from autotune.rank.versions import import_or_none
 from autotune.script.profile import LARGEST
 
-_SCAN_SECONDS = 20.0  # of one data set, at most
+_SCAN_SECONDS = 20.0  # of one data set, at most; also the longest wait for one sample
+_COMPARED = 4  # samples by whose sizes a data set is recognized
 _GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it spread evenly, wherever the scan ends
 _UNLIMITED_TOKENS = 10**6  # a tokenizer without a limit names a far larger number
 _FILLERS = {"labels": -100, "attention_mask": 1}  # padding is attended to, without a loss; others take 0
 
-_STREAM = "--worst-case: the script's samples cannot be read by number (a stream)"
+_UNREAD = "--worst-case: the script's samples cannot be read by number ({})"
 
 
 def install(context: Context) -> None:
@@ -72,24 +75,59 @@ class _LargestOnly:
 
 def _largest(context: Context, loader: Any) -> int | None:
     """Return the index of the largest sample; None if all are alike, or none can be read."""
+    if loader not in context.scanned:
+        context.scanned[loader] = found = _finding(context, loader)
+        if found is not None:
+            context.largest[found.pop("key")] = found
+    found = context.scanned[loader]
+    return int(found["index"]) if found and found["bytes"] else None
+
+
+def _finding(context: Context, loader: Any) -> dict[str, Any] | None:
+    """Return index, bytes (0 if all are alike) and key of the largest sample, and the longest sequence of the data.
+
+    The key is the number of samples and the sizes of the first that are read. A finding of the first run, or of another
+    rank, is used for data with its key. None if the samples cannot be read, or could not in the first run.
+    """
+    recorded = context.script.profile.get(LARGEST)
     try:
         count = len(loader.dataset)
-    except TypeError:  # a stream
+    except TypeError:
+        return None  # a stream
+    if recorded == {}:
         return None
-    if context.script.profile:
-        found = context.script.profile.get(LARGEST, {}).get(str(count))
-    else:
-        found = context.largest.get(str(count)) or _scan(loader, count)
-    if found is None:
+    step = next(one for one in range(max(1, round(_GOLDEN * count)), count + 2) if math.gcd(one, count) == 1)
+    until = time.monotonic() + _SCAN_SECONDS
+    sizes: list[tuple[int, int]] = []
+    key = ""
+    try:
+        for size in _sizes(
+            loader, (at * step % count for at in range(count))
+        ):  # no list: it may be billions of samples
+            sizes.append(size)
+            if len(sizes) == min(count, _COMPARED):
+                key = f"{count}-{zlib.crc32(repr(sizes).encode()):08x}"
+                if known := (recorded or {}).get(key) or context.largest.get(key) or _shared(key):
+                    return {**known, "key": key}
+            if key and time.monotonic() > until:
+                break
+    except Exception as error:  # a stream with a length, a collator that needs several samples, a worker that hangs
+        context.unread = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    if not key:
         return None
-    context.largest[str(count)] = found
-    return int(found["index"]) if found["bytes"] else None
+    number = max(range(len(sizes)), key=lambda at: sizes[at])
+    alike = len({size for size, _ in sizes}) == 1
+    found = {"index": number * step % count, "bytes": 0 if alike else sizes[number][0], "read": len(sizes)}
+    found |= {"tokens": max(tokens for _, tokens in sizes), "samples": count}
+    return {**(_shared(key, found) or found), "key": key}
 
 
-def _scan(loader: Any, count: int) -> dict[str, int] | None:
-    """Return index, bytes (0 if all are alike), number of samples read, and longest sequence of a data set.
+def _sizes(loader: Any, order: Iterator[int]) -> Iterator[tuple[int, int]]:
+    """Yield bytes and tokens of a data set's samples. A worker process reads them, so no state of the script's own changes.
 
-    A worker process reads the samples, so that no state of the script's own changes. None if it cannot.
+    Raises:
+        Exception: a sample cannot be read, or takes longer than `_SCAN_SECONDS`: a lock that another thread of this
+            process holds stays locked in the worker.
     """
     import torch
     from torch.utils.data import DataLoader
@@ -105,25 +143,27 @@ def _scan(loader: Any, count: int) -> dict[str, int] | None:
     class Reader(DataLoader[Any]):
         _index_sampler = property(lambda reader: reader.batch_sampler)  # in place of the hook's
 
-    step = next(one for one in range(max(1, round(_GOLDEN * count)), count + 2) if math.gcd(one, count) == 1)
-    order = (at * step % count for at in range(count))  # no list: memory-mapped tokens are billions of samples
-    until = time.monotonic() + _SCAN_SECONDS
-    sizes: list[tuple[int, int]] = []
     own: dict[str, Any] = {"worker_init_fn": loader.worker_init_fn, "multiprocessing_context": "fork"}
     own["generator"] = torch.Generator()  # the global one's state would advance
-    try:
-        for one in Reader(loader.dataset, 1, sampler=order, collate_fn=size_of, num_workers=1, **own):
-            sizes.append(one)
-            if time.monotonic() > until:
-                break
-    except Exception:  # a stream with a length, or a collator that needs several samples
+    own["timeout"] = _SCAN_SECONDS
+    yield from Reader(loader.dataset, 1, sampler=order, collate_fn=size_of, num_workers=1, **own)
+
+
+def _shared(key: str, found: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """Return the finding that a rank has shared under this key; share `found` if none has, and return it.
+
+    No rank waits for another one, because not all of them may read the data.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_backend() == "fake":  # ranks of a slice have no store in common
         return None
-    if not sizes:
-        return None
-    number = max(range(len(sizes)), key=lambda at: sizes[at])
-    alike = len({size for size, _ in sizes}) == 1
-    found = {"index": number * step % count, "bytes": 0 if alike else sizes[number][0], "read": len(sizes)}
-    return {**found, "tokens": max(tokens for _, tokens in sizes)}
+    store, name = dist.distributed_c10d._get_default_store(), f"autotune/largest/{key}"
+    if found is not None:
+        shared = store.compare_set(name, "", json.dumps(found))
+    else:
+        shared = store.get(name) if store.check([name]) else b""
+    return json.loads(shared) if shared else None
 
 
 def longest(context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -140,9 +180,9 @@ def longest(context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if context.largest:
         limits = limits if context.allowed_tokens else [max(one["tokens"] for one in context.largest.values())]
     elif any(map(_is_image, kwargs.values())):
-        raise Unusable(f"{_STREAM}, so its largest image is unknown: leave it out")
+        raise Unusable(f"{_UNREAD.format(context.unread)}, so its largest image is unknown: leave it out")
     try:
-        return pad_to(args, kwargs, min(limits, default=0))
+        return pad_to(args, kwargs, min(limits, default=0), context.unread)
     except Unusable:
         if context.largest:
             return kwargs
@@ -153,10 +193,16 @@ def _is_image(value: Any) -> bool:
     return getattr(value, "dim", int)() > 1 and value.is_floating_point()
 
 
-def pad_to(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int) -> dict[str, Any]:
+def pad_to(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int, unread: str) -> dict[str, Any]:
     """Return a forward's arguments with all (rows, tokens) tensors padded to `longest` tokens.
 
     Padding is computed like all other tokens.
+
+    Args:
+        args: positional arguments of the forward.
+        kwargs: its arguments by name.
+        longest: number of tokens.
+        unread: reason for not reading the samples, for the error.
 
     Raises:
         Unusable: `longest` is 0 (the maximum length is unknown), or the batch cannot be padded.
@@ -166,7 +212,7 @@ def pad_to(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int) -> dict[
     ids = kwargs.get("input_ids")
     if args or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or "position_ids" in kwargs:
         raise Unusable(
-            f"{_STREAM}, and its batches cannot be padded "
+            f"{_UNREAD.format(unread)}, and its batches cannot be padded "
             "(expected input_ids of two dimensions, given by name, not packed): leave it out"
         )
     if not longest:

@@ -1,4 +1,8 @@
-from collections.abc import Callable
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -41,7 +45,7 @@ def test_undone_nothing_is_noted(context: Callable) -> None:
 
 def test_padding_is_computed_and_not_learnt() -> None:
     batch = {"input_ids": IDS, "labels": IDS, "attention_mask": 0 * IDS, "weight": torch.ones(3), "name": "x"}
-    found = pad_to((), batch, 9)
+    found = pad_to((), batch, 9, "a stream")
     assert {name: found[name][0, 7:].tolist() for name in ("input_ids", "labels", "attention_mask")} == {
         "input_ids": [0, 0],
         "labels": [-100, -100],
@@ -49,7 +53,7 @@ def test_padding_is_computed_and_not_learnt() -> None:
     }
     assert (found["input_ids"][:, :7] == IDS).all()
     assert found["weight"] is batch["weight"]
-    assert pad_to((), batch, 7) == pad_to((), batch, 5) == batch, "as long as it is, or longer"
+    assert pad_to((), batch, 7, "a stream") == pad_to((), batch, 5, "a stream") == batch, "as long as it is, or longer"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +68,7 @@ def test_padding_is_computed_and_not_learnt() -> None:
 )
 def test_what_cannot_be_padded(args: tuple[Any, ...], kwargs: dict[str, Any], longest: int, says: str) -> None:
     with pytest.raises(Unusable, match=says):
-        pad_to(args, kwargs, longest)
+        pad_to(args, kwargs, longest, "a stream")
 
 
 class Pictures(Dataset[Any]):
@@ -99,12 +103,92 @@ def test_every_row_is_the_sample_with_most_pixels_over_all_its_images(context: C
     torch.manual_seed(0)
     assert numbers(loader) == [[5]] * len(loader) == [[5]] * 3
     assert pictures.read == (0 if workers else 8), "the script's own data set was not read to find it"
-    assert made.largest["8"] == {"index": 5, "bytes": 4 * 3 * 2 * 49, "read": 8, "tokens": 0}
-    trial, _ = context(worst_case=True, profile={LARGEST: {"8": {**made.largest["8"], "index": 3}}})
+    ((key, found),) = made.largest.items()
+    assert found == {"index": 5, "bytes": 4 * 3 * 2 * 49, "read": 8, "tokens": 0, "samples": 8}
     made.patches.undo()
     assert len(numbers(DataLoader(pictures, batch_size=3, collate_fn=collate))) == 3
+    trial, _ = context(worst_case=True, profile={LARGEST: {key: {**found, "index": 3}}})
     worst_case.install(trial)
     assert numbers(loader) == [[3]] * 3, "what the first run found"
+
+
+class Few(Pictures):
+    """As many samples as `Pictures` has, with another largest one."""
+
+    def __getitem__(self, at: int) -> list[torch.Tensor]:
+        return [torch.full((3, at + 1, 1), float(at))]
+
+
+def test_other_data_of_the_same_length_have_their_own_largest_sample(context: Callable) -> None:
+    made, _ = context(worst_case=True)
+    worst_case.install(made)
+    train, evaluation = (DataLoader(data, 4, collate_fn=collate) for data in (Pictures(), Few()))
+    assert (numbers(train), numbers(evaluation)) == ([[5]] * 2, [[7]] * 2)
+    made.patches.undo()
+    trial, _ = context(worst_case=True, profile={LARGEST: dict(list(made.largest.items())[:1])})
+    worst_case.install(trial)
+    assert numbers(DataLoader(Few(), 4, collate_fn=collate)) == [[7]] * 2, "the data have changed since the first run"
+
+
+@pytest.mark.parametrize(("profile", "seen"), [({"micro_batch": 4}, [5]), ({LARGEST: {}}, [1, 3, 5, 7])])
+def test_a_study_without_largest_samples_reads_them_unless_the_first_run_could_not(
+    context: Callable, profile: dict[str, Any], seen: list[int]
+) -> None:
+    made, _ = context(worst_case=True, profile=profile)
+    worst_case.install(made)
+    found = numbers(DataLoader(Pictures(), 4, collate_fn=collate))
+    assert sorted({one for batch in found for one in batch}) == seen
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.distributed_c10d._get_default_store()
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_use_the_sample_that_the_first_of_them_has_found(context: Callable, store: Any) -> None:
+    first, _ = context(worst_case=True)
+    worst_case.install(first)
+    assert numbers(DataLoader(Pictures(), 4, collate_fn=collate)) == [[5]] * 2
+    first.patches.undo()
+    ((key, found),) = first.largest.items()
+    store.set(f"autotune/largest/{key}", json.dumps({**found, "index": 1}))  # as if it had read less in its time
+    second, _ = context(worst_case=True)
+    worst_case.install(second)
+    assert numbers(DataLoader(Pictures(), 4, collate_fn=collate)) == [[1]] * 2
+    assert second.largest == {key: {**found, "index": 1}}
+
+
+class Stuck(Pictures):
+    """Sample 5 takes a lock that this process holds: a forked worker waits for it for ever, or it ends its process."""
+
+    def __init__(self, ends: bool) -> None:
+        super().__init__()
+        self.ends, self.lock, self.pid = ends, threading.Lock(), os.getpid()
+
+    def __getitem__(self, at: int) -> list[torch.Tensor]:
+        if at == 5 and os.getpid() != self.pid:
+            if self.ends:
+                os._exit(1)
+            self.lock.acquire()
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize(("ends", "why"), [(True, "exited unexpectedly"), (False, "timed out")])
+def test_a_worker_that_dies_or_hangs_ends_the_reading(
+    context: Callable, monkeypatch: pytest.MonkeyPatch, ends: bool, why: str
+) -> None:
+    monkeypatch.setattr(worst_case, "_SCAN_SECONDS", 1.0)
+    made, _ = context(worst_case=True)
+    worst_case.install(made)
+    data = Stuck(ends)
+    data.lock.acquire()
+    began = time.monotonic()
+    numbers(DataLoader(data, 4, collate_fn=collate))
+    assert time.monotonic() - began < 30
+    assert why in made.unread
+    assert made.largest == {}
 
 
 class Stream(IterableDataset[Any]):
@@ -117,15 +201,15 @@ class Alike(Pictures):
         return [torch.full((1, 1, 1), float(at))]
 
 
-@pytest.mark.parametrize(("data", "seen", "known"), [(Stream(), [1, 3, 5, 7], []), (Alike(), [*range(8)], ["8"])])
+@pytest.mark.parametrize(("data", "seen", "known"), [(Stream(), [1, 3, 5, 7], []), (Alike(), [*range(8)], [8])])
 def test_a_stream_and_samples_alike_stay_as_they_are(
-    context: Callable, data: Any, seen: list[int], known: list[str]
+    context: Callable, data: Any, seen: list[int], known: list[int]
 ) -> None:
     made, _ = context(worst_case=True)
     worst_case.install(made)
     found = numbers(DataLoader(data, batch_size=2, collate_fn=collate))
     assert sorted({one for batch in found for one in batch}) == seen
-    assert list(made.largest) == known
+    assert [one["samples"] for one in made.largest.values()] == known
     made.engine = torch.nn.Identity()
     made.engine.module = made.engine
     images = {"pixel_values": torch.ones(2)}
