@@ -101,7 +101,8 @@ def cold_plans(rounds: int) -> list[dict[str, Any]]:
             if package.name.partition("-")[0] not in RANKS_ONLY and package.suffix != ".pth":
                 Path(folder, package.name).symlink_to(package)
         # -S leaves out this environment's packages
-        ways = {"with torch": ([], str(repository)), "without torch": (["-S"], f"{repository}{os.pathsep}{folder}")}
+        none: list[str] = []
+        ways = {"with torch": (none, str(repository)), "without torch": (["-S"], f"{repository}{os.pathsep}{folder}")}
         for _ in range(rounds):
             for name, (options, path) in ways.items():
                 with tempfile.TemporaryDirectory() as cache:
