@@ -78,6 +78,21 @@ class Unusable(UserError):
         self.cause = cause
 
 
+UNPROTECTED = (
+    "this machine cannot keep a script's writes from your files (neither overlayfs nor Landlock): a trial may overwrite or "
+    "delete what your script overwrites or deletes"
+)
+
+
+class NotProtected(UserError):
+    """User code on a machine that cannot protect the user's files, without the user's consent."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"{UNPROTECTED}. Copy the folder and pass --unprotected, or use a machine whose kernel has one of them"
+        )
+
+
 class NothingFits(DisplayedError):
     """Search without a feasible candidate."""
 

@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -30,70 +31,11 @@ _OF_SERVICES = frozenset(("api", "access", "private", "refresh", "ssh"))
 # Words that make `token` or `key` a term of language models: `pad_token`, `num_key_value_heads`, `prompt_key`.
 _OF_MODELS = frozenset(
     (
-        *(
-            "pad",
-            "eos",
-            "bos",
-            "unk",
-            "mask",
-            "sep",
-            "cls",
-            "special",
-            "added",
-            "image",
-            "video",
-            "audio",
-            "vision",
-            "boi",
-            "eoi",
-        ),
-        *(
-            "begin",
-            "end",
-            "start",
-            "stop",
-            "prefix",
-            "suffix",
-            "chat",
-            "think",
-            "type",
-            "types",
-            "level",
-            "class",
-            "per",
-            "max",
-        ),
-        *(
-            "classification",
-            "min",
-            "num",
-            "n",
-            "vocab",
-            "position",
-            "index",
-            "loss",
-            "drop",
-            "next",
-            "decoder",
-            "forced",
-        ),
-        *(
-            "query",
-            "value",
-            "values",
-            "padding",
-            "dim",
-            "size",
-            "head",
-            "heads",
-            "norm",
-            "layer",
-            "states",
-            "proj",
-            "bias",
-        ),
-        *("cache", "input", "output", "prompt", "label", "chosen", "rejected", "text", "response", "column"),
-    )
+        "pad eos bos unk mask sep cls special added image video audio vision boi eoi begin end start stop prefix suffix "
+        "chat think type types level class per max classification min num n vocab position index loss drop next decoder "
+        "forced query value values padding dim size head heads norm layer states proj bias cache input output prompt "
+        "label chosen rejected text response column"
+    ).split()
 )
 
 
@@ -115,6 +57,7 @@ _PLAIN = re.compile(r"(?i)true|false|yes|no|on|off|none|null|auto|\*\*\*.*")
 _PLACEHOLDER = re.compile(
     r"\$\{?\w+.*|(?:YOUR_?|MY_?)?(?:VALUE|PASSWORD|TOKEN|KEY|SECRET)|<[\w -]+>|\[[\w -]+\]|\.\.\.|…"
 )
+_PASSWORD = "-p"
 _learnt: set[str] = set()
 _pattern: re.Pattern[str] | None = None
 
@@ -129,6 +72,13 @@ def _telling(value: str) -> bool:
     if value.isalpha() and value.isascii():
         return len(value) >= 8
     return len(value) >= (10 if re.fullmatch(r"[-+.\d]+", value) else 4) and not os.path.exists(value)
+
+
+def _is_password(flag: str, value: str) -> bool:
+    """Check that `-p VALUE` is a password, as for mysql and sshpass: neither a number, a path nor a short word."""
+    return (
+        flag == _PASSWORD and _is_value(value) and len(value) >= 6 and _telling(value) and not re.search("[/,]", value)
+    )
 
 
 def learn(value: str) -> None:
@@ -202,11 +152,21 @@ _QUOTED = re.compile(r"""((\\?["'])([\w .-]{1,80})\2\s*:\s*)((\\?["'])(?!\*\*\*)
 _LINE = re.compile(
     r"""(?m)^(\s*(?:- )?([\w.-]+):[ \t]+)(?!\*\*\*|[|>&*!][-+\w]*$)('[^'\n]*'|"(?:\\.|[^"\\\n])*"|[^\s#]+)"""
 )
-_SHAPES = re.compile(
+# The most frequent pairs of letters in English, three of four in a text (P. Norvig, https://norvig.com/mayzner.html). Random
+# letters have one of seven.
+_PAIRS = (
+    "th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le ve co me de hi ri ro ic ne ea "
+    "ra ce li ch ll be ma si om ur ca el ta la ns di fo ho pe ec pr no ct us ac ot il tr ly nc et ut ss so rs un lo wa ge ie "
+    "wh ee wi em ad ol rt po we na ul ni ts mo ow pa im mi ai sh"
+)
+_OF_PAIRS, _OF_ALL = 0.4, 0.22  # least shares of frequent pairs, of all pairs and of all characters, in words
+_TOKENS = re.compile(
     r"\b(?:hf_|gh[pousr]_|sk[-_]|glpat-|github_pat_)[A-Za-z0-9_-]{16,}"
     # a short prefix of a service, then random letters of both cases with digits: npm_…, pypi-…, xoxb-…, nvapi-…
     r"|\b[a-z]{2,8}[-_](?:\d+-)*(?=(?:[A-Za-z]*\d){2})(?=[a-z\d]*[A-Z])(?=[A-Z\d]*[a-z])[A-Za-z\d]{20,}[\w-]*"
-    r"|\b(?:AKIA|ASIA)[A-Z\d]{16}\b|\bAIza[\w-]{30,}|\beyJ[\w-]{2,2000}\.eyJ[\w-]+\.[\w-]+"  # AWS, Google, JSON Web Tokens
+)
+_SHAPES = re.compile(
+    r"\b(?:AKIA|ASIA)[A-Z\d]{16}\b|\bAIza[\w-]{30,}|\beyJ[\w-]{2,2000}\.eyJ[\w-]+\.[\w-]+"  # AWS, Google, JSON Web Tokens
     r"|(?i:(?<=\bbearer )[\w.~+/=-]{8,})"
 )
 _MARKS = ("://", "?", ";")  # one of them is in each text that _URLS match
@@ -253,8 +213,17 @@ def without_secrets(text: str, url: str) -> str:
     return masked(text)
 
 
+def _mask_random(found: re.Match[str]) -> str:
+    """Return a mask of a token, or the text itself if what follows its first word reads as words."""
+    rest = re.split("[-_]", found[0], maxsplit=1)[1].lower()
+    pairs = [pair for run in re.findall(r"[a-z]+", rest) for pair in map("".join, pairwise(run))]
+    frequent = sum(pair in _PAIRS for pair in pairs)
+    return found[0] if frequent > max(_OF_PAIRS * len(pairs), _OF_ALL * len(rest)) else MASK
+
+
 def _named(found: re.Match[str]) -> str:
-    return f"{found[1]}{found[2]}{MASK}" if names_secret(found[1]) and _is_value(found[3]) else found[0]
+    secret = names_secret(found[1]) and _is_value(found[3])
+    return f"{found[1]}{found[2]}{MASK}" if secret or _is_password(found[1], found[3]) else found[0]
 
 
 def _quoted(found: re.Match[str]) -> str:
@@ -296,7 +265,7 @@ def masked(text: str) -> str:
     Masked are known values, `--name value`, `NAME=value`, `"name": "value"`, a line `name: value`, passwords in URLs, and tokens
     of well-known forms.
     """
-    text = _SHAPES.sub(MASK, masked_values(text))
+    text = _TOKENS.sub(_mask_random, _SHAPES.sub(MASK, masked_values(text)))
     if any(mark in text for mark in _MARKS):
         text = hide_password(text)
     if "=" in text or "-" in text:
@@ -316,7 +285,8 @@ def secret_parts(words: Sequence[str]) -> list[tuple[str, str, str | None]]:
     for word in words:
         name, is_assigned, value = word.partition("=")
         plain = re.fullmatch(r"(?:--?|\+{1,2})?[A-Za-z_][\w.-]*", name) is not None
-        if flag and not re.match(r"--?[A-Za-z]", word) and _is_value(word):
+        secret = _is_value(word) if names_secret(flag) else _is_password(flag, word)
+        if secret and not re.match(r"--?[A-Za-z]", word):
             parts.append(("", flag.lstrip("-"), word))
         elif is_assigned and plain and names_secret(name) and _is_value(value):
             parts.append((f"{name}=", name.lstrip("-+"), value))
@@ -324,8 +294,7 @@ def secret_parts(words: Sequence[str]) -> list[tuple[str, str, str | None]]:
             parts.append(("", "", word))
         else:
             parts.append((word, "", None))
-        is_flag = re.fullmatch(r"--?[A-Za-z][\w.-]*", word) is not None
-        flag = word if is_flag and names_secret(word) else ""
+        flag = word if re.fullmatch(r"--?[A-Za-z][\w.-]*", word) else ""
     return parts
 
 

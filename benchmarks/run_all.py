@@ -46,6 +46,7 @@ FULL: dict[str, list[str]] = {
         "10",
     ],
     "published": ["predict/published/published.py"],
+    "published-jobs": ["predict/published/published.py", "--csv", str(HERE / "data/published/jobs/qlora_and_muon.csv")],
     "allocator": ["predict/allocator.py"],
     "cpu-ranks": ["predict/cpu_ranks.py"],
     "search": ["search/search.py"],
@@ -83,6 +84,7 @@ FULL: dict[str, list[str]] = {
     "storage": ["search/storage.py"],
     "trials-cpu": ["trials/trials.py"],
     "preload-cpu": ["trials/preload.py"],
+    "variants-cpu": ["trials/job_variants.py"],
     "fidelity-cpu": ["trials/fidelity.py"],
     "scripts-cpu": ["trials/scripts.py"],
     "frameworks-cpu": ["trials/frameworks.py"],
@@ -104,6 +106,7 @@ SMALL: dict[str, list[str]] = {
 # Of what is not in results/. Older DeepSpeeds' beside them come from environments with these (docs/versions.md):
 # `python benchmarks/predict/live_tensors.py --only tiny-llama,2,bf16 --json FILE`, FILE
 # `benchmarks/data/live_tensors_deepspeed-VERSION_cpu.json`.
+# `benchmarks/data/published/jobs/experts_transformers-4.57.1.json` comes from `published.py --csv` beside it, see docs/published.md.
 PLACES = {name: HERE / "data" for name in FULL if name.startswith("live_tensors")}
 # Files that have no result here, and why.
 EXEMPT = {
@@ -144,7 +147,7 @@ EXEMPT = {
     "predict/caching_allocator.py": "imported by allocator.py",
     "run_all.py": "this file",
     "predict/published/error.py": "writes autotune/data/predictor_error.json from published.json; measures nothing",
-    "predict/shipped_traces.py": "writes autotune/data/traces.json; measures nothing",
+    "predict/shipped_traces.py": "writes autotune/data/traces.json; with --time, seconds of a plan",
     "docs/figures.py": "writes documents from results; measures nothing",
     "docs/stages.py": "imported by docs/figures.py: tables of the ZeRO stages",
     "cluster/node_grounds.py": "imported by nodes.py: nodes over ssh, Slurm and Ray, and what is killed there",

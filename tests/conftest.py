@@ -124,7 +124,7 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
 }
 
 # Hypothesis fails a test by seconds on a clock; machines are shared and slow at times.
-settings.register_profile("quick", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
+settings.register_profile("quick", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=25)
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=150)
 settings.register_profile(  # `make mutants`: thousands of short runs that must not differ by chance
     "mutants", settings.get_profile("quick"), derandomize=True, max_examples=25, database=None

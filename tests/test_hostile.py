@@ -35,11 +35,11 @@ READING = [
     ("show", "s"),
     ("report", "s"),
     ("export", "s"),
-    ("record", "s"),
-    ("share", "s"),
     *(
         pytest.param(words, marks=SLOW)
         for words in (
+            ("record", "s"),
+            ("share", "s"),
             ("show", "s", "--json"),
             ("export", "s", "--format", "accelerate"),
             ("export", "s", "--format", "hf"),
@@ -71,16 +71,11 @@ def test_reading_a_hostile_study_runs_nothing_and_prints_no_control_character(
         if path.suffix == ".html":
             assert list(live(path.read_text())) == []
             assert "has no trace of its model" in path.read_text()
+            assert "&lt;img src=x onerror=owned()&gt;" in path.read_text()
+            assert "\\u001b]0;owned" in path.read_text()
 
 
 _REFUSED = ("share",)  # a name with tags is none for the gallery
-
-
-def test_the_page_shows_the_tags_as_text(trap: Trap) -> None:
-    trap.call("report", "s", "--out", "shown.html")
-    html = (trap.folder / "shown.html").read_text()
-    assert "&lt;img src=x onerror=owned()&gt;" in html
-    assert "\\u001b]0;owned" in html
 
 
 def test_a_terminal_with_colours_gets_none_of_the_studys(trap: Trap) -> None:

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import os
+import random
 import shlex
 import sqlite3
+import string
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -98,6 +100,8 @@ NO_TOKENS = (
     *("Qwen3MoeForSequenceClassification", "model_Qwen3MoeForCausalLM", "TinyLlama-1.1B-intermediate-step-1431k-3T"),
     *("8f6cd22b1a4f5f0c4f4b1f7e3f0a9d8c7b6a5948", "run-20261127T034500Z", "meta-llama/Llama-3.2-11B-Vision-Instruct"),
     *("out/exp_lr3e4_bs64_warmup2000_seed42", "GPU-76ab1085-0000-0000-0000-bcfcb8b136c0"),
+    *("sk_buff_allocation_failure", "exp_LoRA16Alpha32Dropout05Llama3", "sk-learn-linear-regression-model"),
+    *("hf_model_checkpoint_path_v2", "run_Qwen3MoE30BA3BInstruct2507FP8", "sft_SmolLM2135MUltraChat200kSeed11"),
 )
 
 
@@ -116,6 +120,9 @@ NO_TOKENS = (
         ("--use_auth_token true --bf16", "--use_auth_token true --bf16"),
         ("postgresql://USER:PASSWORD@HOST/DB", "postgresql://USER:PASSWORD@HOST/DB"),
         ("Bearer abcdefghijk", "Bearer ***"),
+        ("mysql -u me -p hunter2 -h db", "mysql -u me -p *** -h db"),
+        ("srun -p gpu train.py -p 0.9 -p 8080 -p bf16", "srun -p gpu train.py -p 0.9 -p 8080 -p bf16"),
+        ("-p out/model.safetensors -p --bf16", "-p out/model.safetensors -p --bf16"),
         ("unknown key: foo", "unknown key: foo"),
         ("Server=x;Uid=me;Pwd=abc1;", "Server=x;Uid=me;Pwd=***"),
         ("https://s3/x?X-Amz-Signature=ab1&b=2", "https://s3/x?X-Amz-Signature=***&b=2"),
@@ -129,9 +136,28 @@ def test_texts(text: str, shown: str) -> None:
     assert masked(shown) == shown
 
 
+@pytest.mark.parametrize(
+    ("start", "signs", "length"),
+    [
+        ("hf_", string.ascii_letters, 34),
+        ("ghp_", string.ascii_letters + string.digits, 36),
+        ("sk-", string.ascii_letters + string.digits + "_-", 48),
+        ("glpat-", string.ascii_letters + string.digits + "_-", 20),
+        ("sk-", string.hexdigits[:16], 32),
+    ],
+)
+def test_random_tokens_of_every_alphabet_are_masked(start: str, signs: str, length: int) -> None:
+    draw = random.Random(0)
+    tokens = [start + "".join(draw.choices(signs, k=length)) for _ in range(500)]
+    shown = [token for token in tokens if MASK not in masked(token)]
+    assert len(shown) <= 0.03 * len(tokens), shown[:3]
+
+
 def test_words_follow_their_flags() -> None:
     words = ["train.py", "--key", "abc", "--lr", "1", "db_password=x", "--auth=y", "--flag_token", "--bf16"]
     assert masked_words(words) == ["train.py", "--key", MASK, "--lr", "1", "db_password=***", "--auth=***", *words[-2:]]
+    words = ["train.py", "-p", "hunter2", "-p", "8080", "-p", "--bf16", "--p", "hunter22"]
+    assert masked_words(words) == ["train.py", "-p", MASK, *words[3:]]
 
 
 def test_data_keep_their_shape() -> None:

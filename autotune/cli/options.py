@@ -221,12 +221,8 @@ def completer(kind: str) -> Callable[[str], list[str]]:
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-_VALUES: dict[Any, str] = {
-    int: "NUMBER",
-    float: "NUMBER",
-    str: "TEXT",
-    Path: "PATH",
-}  # words of options without a metavar
+# words of options without a metavar
+_VALUES: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 def option(help: str, *names: str, metavar: str = "") -> Any:

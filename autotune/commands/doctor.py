@@ -16,8 +16,8 @@ from typing import Any
 
 from autotune._version import install_command
 from autotune.commands.environment import check_versions, versions_of
-from autotune.errors import UserError
-from autotune.executors.machine import UNPROTECTED, protection_of
+from autotune.errors import UNPROTECTED, UserError
+from autotune.executors.machine import protection_of
 from autotune.problem.faults import known_faults
 from autotune.problem.hardware import facts_for, usable_cpus
 from autotune.problem.host_memory import host_available_bytes, host_total_bytes

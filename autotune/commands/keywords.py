@@ -99,6 +99,7 @@ class PlanOptions(TypedDict, total=False):
     task: str | float | PurePath | None
     tokens: str | float | PurePath | None
     trust_remote_code: bool | None
+    unprotected: bool | None
     workload: str | float | PurePath | None
     runs: str | PurePath | None
 

@@ -263,6 +263,7 @@ def ladder_of(store: StudyStore, job: Job, top: Candidate, convert: bool) -> lis
 
 def make_ladder(store: StudyStore, job: Job, top: Candidate, convert: bool = False) -> list[Rung]:
     """Build a ladder from a study's measurements, and from predictions that its outcomes have calibrated."""
+    job = dataclasses.replace(job, unprotected=True)  # as the training itself, whose code was accepted
     predictor = traced_predictor(job, store.hardware)
     for record in store.records():
         if record.outcome is not None:

@@ -16,6 +16,7 @@ from autotune.commands.environment import NAMED_MODEL, ranks_python
 from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup, plan_setups
 from autotune.errors import UserError
+from autotune.predict.calibration import TIME
 from autotune.predict.predictor import SURE_SIGMAS, Prediction, Predictor, Table
 from autotune.predict.step_time import cores_of
 from autotune.predict.trace import missing_packages, trace_job, traced_predictor
@@ -142,6 +143,7 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
         host_assumed=setup.host_assumed,
         batch_assumed=setup.batch_assumed,
         loading_bytes=loading_bytes_per_node(setup.job, parameters, setup.hardware),
+        zero_init_bytes=loading_bytes_per_node(setup.job, parameters, setup.hardware, zero_init=True),
         chunked=_chunked_loss(predictor, candidates, best[0] if best else shown[0]),
         errors=known_errors(setup.job, counted.candidate, setup.hardware, parameters),
     )
@@ -172,9 +174,10 @@ def _advice(job: Job, hardware: Hardware, candidate: Candidate) -> Iterator[str]
         )
     if candidate.offload_optimizer == "cpu" and hardware.device == "cuda" and cores_of(hardware) is None:
         yield (
-            "an offloaded optimizer steps on CPU threads, unknown here: published steps took 0.6 to 20 times as long as main "
-            "memory allows, as torchrun gives each rank one thread unless OMP_NUM_THREADS is set. A first trial narrows the "
-            "speed: autotune run gives each rank its share of the cores"
+            f"an offloaded optimizer steps on CPU threads, whose number is unknown here. Its time is taken as "
+            f"{math.exp(TIME['cpu_adam'].mean):.1f} times what main memory allows; published steps took 0.6 to 20 times, as "
+            "torchrun gives each rank one thread unless OMP_NUM_THREADS is set. `autotune run` gives each rank its share of "
+            "the cores"
         )
 
 
@@ -214,16 +217,12 @@ def _chunked_loss(predictor: Predictor, candidates: list[Candidate], before: Pre
     trace = trace_job(job, loss="chunked", device=hardware.device)
     if not trace.exact or not predictor.trace.exact:
         return None  # the closed form of the logits is the same
-    least_memory_candidate = Predictor(job, hardware, trace, widening=predictor.widening)
+    in_chunks = Predictor(job, hardware, trace, widening=predictor.widening)
     whole = [one for one in candidates if not (one.get(LIGER) or ATTENTION in one.as_dict or LOSS in one.as_dict)]
     if before.candidate not in whole:
         return None  # its way of building the model has another trace
-    table = least_memory_candidate.table(whole)
-    fastest = least_memory_candidate.ranked(table)[:1]
-    same, then = (
-        least_memory_candidate.predict(before.candidate),
-        least_memory_candidate.predict(whole[fastest[0]]) if fastest else None,
-    )
+    fastest = in_chunks.ranked(in_chunks.table(whole))[:1]
+    same, then = in_chunks.predict(before.candidate), in_chunks.predict(whole[fastest[0]]) if fastest else None
     saves = same.peak_bytes < (1 - WORTH) * before.peak_bytes  # the peak may be elsewhere without the logits
     faster = then is not None and then.samples_per_second > (1 + WORTH) * before.samples_per_second
     return ChunkedLoss(same, then) if saves or faster else None

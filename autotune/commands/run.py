@@ -23,11 +23,11 @@ from autotune.commands.script_probe import Probe, after_probe, probe, remember
 from autotune.commands.setup import Setup, run_setup
 from autotune.commands.study_output import write_study
 from autotune.commands.trust import Ask, accepted_table, grant, named_by, remembered_python
-from autotune.errors import NothingFits, Stopped, UserError, one_line, readable
+from autotune.errors import UNPROTECTED, NothingFits, Stopped, UserError, one_line, readable
 from autotune.executors.base import Executor
 from autotune.executors.cluster.transports import hostfile_of, hostfile_text
 from autotune.executors.local import LocalExecutor, SliceExtrapolator
-from autotune.executors.machine import UNPROTECTED, protection_of
+from autotune.executors.machine import protection_of
 from autotune.executors.replay import ReplayExecutor
 from autotune.gallery.warm_start import rates_for, shipped_entries, start_from
 from autotune.masking import hide_password
@@ -231,7 +231,7 @@ def _run(
             setup = dataclasses.replace(setup, candidates=tuple(candidates))
             proposer = _proposer(setup, predictor)
             begin_with_gallery(setup, store, proposer, observer.print_line)
-            beside = [kept.enter_context(closing(one)) for one in executors_beside(setup, work, cancelled)]
+            beside = [kept.enter_context(closing(one)) for one in parallel_executors(setup, work, cancelled)]
             found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set, beside, workers)
         return _summary(setup, store, found, proposer.open, predictor, observer.print_line)
 
@@ -536,7 +536,7 @@ def _summary(
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
         lines.append(f"  {counted(trials, 'trial')}{f' ({counts})' if counts else ''} in {used}; {found.ended}")
-        lines += [f"  {found.confidence.sentence}"] if found.confidence else []
+        lines += [f"  {found.confidence}"] if found.confidence else []
     elif found.interrupted:
         lines = ["stopped before anything was measured"]
     else:
@@ -629,17 +629,18 @@ def with_agreed_protection(setup: Setup, work: Path, confirm: Callable[[str], bo
     Raises:
         UserError: this machine offers no protection of the user's files, and the user has not agreed to go without.
     """
-    if not (setup.runs_ranks and runs_user_code(setup.job)) or setup.nodes is not None:  # each node answers for itself
+    starts = setup.runs_ranks and setup.nodes is None and runs_user_code(setup.job)  # each node answers for itself
+    if not starts and not setup.job.has_own_code:  # which is traced here
         return setup
     cwd = Path(setup.job.script.cwd) if setup.job.script is not None else Path.cwd()
     found = protection_of(
-        cwd, work, unprotected=setup.unprotected or confirm is not None, interpreter=setup.job.interpreter
+        cwd, work, unprotected=setup.job.unprotected or confirm is not None, interpreter=setup.job.interpreter
     )
-    if found is not Protection.NONE or setup.unprotected or confirm is None:
+    if found is not Protection.NONE or setup.job.unprotected or confirm is None:
         return setup
     if not confirm(f"{UNPROTECTED}. Go on?"):
         raise UserError("not started: this machine cannot protect your files; run it on a copy of the folder")
-    return dataclasses.replace(setup, unprotected=True)
+    return dataclasses.replace(setup, job=dataclasses.replace(setup.job, unprotected=True))
 
 
 def first_executor(
@@ -671,11 +672,10 @@ def _local(
         target=setup.nodes,
         variables=variables,
         study=setup.folder,
-        unprotected=setup.unprotected,
     )
 
 
-def executors_beside(setup: Setup, work: Path, cancelled: Callable[[], bool]) -> list[LocalExecutor]:
+def parallel_executors(setup: Setup, work: Path, cancelled: Callable[[], bool]) -> list[LocalExecutor]:
     """Return the executors that measure in parallel to the first, each in its own folder."""
     return [
         _local(setup, slot.hardware, work / f"beside-{number}", cancelled, slot.variables)

@@ -556,29 +556,12 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
         batch: of the observed steps.
         own: these are the script's own steps.
     """
-    kept = {
-        key: facts[key]
-        for key in (
-            "config",
-            "precision",
-            "model_config",
-            "causal",
-            "model",
-            "trained",
-            "frozen",
-            "checkpointing",
-            "checkpointed",
-            "through_arguments",
-            "loader_prepared",
-            "relaunched",
-            "client_optimizer",
-            "untested_optimizer",
-            "flags",
-        )
-    }
+    always = "config precision model_config causal model trained frozen checkpointing checkpointed through_arguments"
+    always += " loader_prepared relaunched client_optimizer untested_optimizer flags"
+    kept = {key: facts[key] for key in always.split()}
     # These are stored only if present, so that studies of earlier versions keep the same job.
     own_names = (SPLIT, ZERO_INIT, CALL, EARLIER, KEPT, TORCHS, OPS, BY_RANK, EXPERTS_ELSEWHERE)
-    named = ("lightning", "optimizer", "spellings", "variables", "beside", "boundary_by_hand", *own_names)
+    named = ("lightning", "optimizer", "matrices", "spellings", "variables", "beside", "boundary_by_hand", *own_names)
     kept |= {key: facts[key] for key in named if facts.get(key)}
     if (shared := facts.get(SHARED_SEQUENCES, 1)) > 1:
         kept[SHARED_SEQUENCES] = shared
@@ -709,20 +692,7 @@ class ShortRuns:
 _NAMED = {MICRO_BATCH: "micro-batch", ACCUMULATION: "accumulation"}
 _OWN = ("micro_batch", "accumulation")  # keys of a profile
 _MOST_FLAGS = 6  # flags that get another value at once
-_TIMES = (
-    0.5,
-    2,
-    0.25,
-    3,
-    5,
-    7,
-    11,
-    13,
-    17,
-    19,
-    23,
-    29,
-)  # of a flag's own value, of which at least one is free for each
+_TIMES = (0.5, 2, 0.25, 3, 5, 7, 11, 13, 17, 19, 23, 29)  # of a flag's own value; at least one is free for each
 
 
 def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[str, Any]:
@@ -854,6 +824,9 @@ class _Products:
             products = {flag: self.options[flag] for flag in of_step}
         if ACCUMULATION in missing and len(of_accumulation) == 1 and of_accumulation[0] not in products:
             carriers[ACCUMULATION] = of_accumulation[0]
+        elif ACCUMULATION in missing:  # computed from a whole step, which another global batch changes
+            left = [flag for flag in of_step if flag not in carriers.values()]
+            products = products or {flag: self.options[flag] for flag in left}
         multiples = {knob: self.options[flag] // self.own[knob] for knob, flag in carriers.items()}
         return {FOUND: carriers, TIMES: multiples, PRODUCTS: products}
 
@@ -898,7 +871,8 @@ def _lines_of_flags(profile: dict[str, Any], integers: dict[str, int]) -> Iterat
         over = f" times {times}" if times else ""
         yield f"{flag} {integers[flag]} is its {_NAMED[knob]}{over}: candidates set it (--map {knob}=--FLAG names another)"
     for flag, value in profile.get(PRODUCTS, {}).items():
-        yield f"{flag} {value} is the batch of its whole step: candidates keep it, and it decides their micro-batch"
+        decides = "" if MICRO_BATCH in profile.get(FOUND, {}) else ", and it decides their micro-batch"
+        yield f"{flag} {value} is the batch of its whole step: candidates keep it{decides}"
 
 
 def _batch_with(

@@ -107,7 +107,6 @@ class Setup:
     isolation: str
     seed: int
     force: bool
-    unprotected: bool = False  # user code runs without a sandbox on machines that offer none
     gallery: bool = True  # the search may start from the gallery
     references: bool = True  # DDP and FSDP2 are measured for comparison
     command: str = ""  # as typed, to repeat the call; empty if nothing was typed
@@ -163,13 +162,13 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
     if request.isolation not in ("fork", "spawn"):
         raise UserError(f"--isolation {request.isolation}: expected fork or spawn")
     batch = parse_global_batch(request.global_batch_size)
-    tuned = _what_is_tuned(request, nodes, interpreter)
+    tuned = _resolve_training(request, nodes, interpreter)
     asked_batch = FREE if request.global_batch_size == FREE else batch
     name, edits = request.study or study_name(tuned.job, tuned.hardware, asked_batch), list[str]()
     if not (request.study or request.force):
         name, edits = name_since_edits(name, request.runs, tuned.job)
     return Setup(
-        job=tuned.job,
+        job=dataclasses.replace(tuned.job, unprotected=request.unprotected),
         hardware=tuned.hardware,
         space=tuned.space,
         candidates=tuple(tuned.candidates),
@@ -196,7 +195,6 @@ def run_setup(request: Request, nodes: Nodes | None = None, interpreter: Interpr
         isolation=request.isolation,
         seed=request.seed,
         force=request.force,
-        unprotected=request.unprotected,
         references=not request.no_references,
         gallery=not request.no_gallery and tuned.replay_table is None,  # an entry may be from the same table
     )
@@ -301,7 +299,7 @@ class _Tuned(NamedTuple):
     slots: Sequence[Slot] = ()
 
 
-def _what_is_tuned(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> _Tuned:
+def _resolve_training(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> _Tuned:
     kind, _, table = request.executor.partition(":")
     if kind == "replay" and request.parallel != 1:
         raise UserError("--parallel cannot be combined with --executor replay, which reads a table. Remove --parallel.")
@@ -472,6 +470,7 @@ def _named_job(request: Request, hardware: Hardware, interpreter: Interpreter) -
         workload=request.workload,
         task=task,
         image_size=image_size_of(model.config, task, request.image_size, model.name),
+        unprotected=request.unprotected,
         interpreter=interpreter,
     )
     installed = interpreter.origin("deepspeed") if job.optimizer_kind == "muon" else None
@@ -520,7 +519,12 @@ def _model(request: Request, interpreter: Interpreter) -> ModelSpec:
         _refuse(request, _OF_A_MODEL, "cannot be combined with --workload, whose function makes model and batches")
         return workload_spec(request.workload, interpreter)
     if request.model:
-        found = resolve_model(request.model, trust_remote_code=request.trust_remote_code, interpreter=interpreter)
+        found = resolve_model(
+            request.model,
+            trust_remote_code=request.trust_remote_code,
+            unprotected=request.unprotected,
+            interpreter=interpreter,
+        )
         return found if request.max_positions is None else with_positions(found, request.max_positions)
     others = "a folder, or a Hub id; or --workload, or your script after `--`"
     raise UserError(f"--model is missing: give a shipped name (`autotune models`), {others}")

@@ -141,9 +141,8 @@ def submit(
     script, output, code = (stem.with_suffix(end) for end in (".sbatch", ".log", ".code"))
     secrets: dict[str, tuple[str, str]] = {}
     shell_text(words, secrets, _PREFIX)
-    os.environ.update(
-        {name: value for name, (_, value) in secrets.items()}
-    )  # sbatch passes them on; the script is stored in a file
+    # sbatch passes them on; the script is stored in a file
+    os.environ.update({name: value for name, (_, value) in secrets.items()})
     write_atomically(script, batch_script(words, code, needs))
     job = slurm_output(
         "sbatch", "--parsable", f"--output={output}", "--job-name=autotune", *options, str(script)

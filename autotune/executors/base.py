@@ -2,8 +2,8 @@
 
 To add an executor, implement `Executor` and `Session`; `executors/replay.py` is the shortest example.
 
-1. Accept its name in `_what_is_tuned` (`commands/setup.py`), and keep what it needs in `Setup`.
-2. Create it in `first_executor` (`commands/run.py`). `--parallel` creates only local executors (`executors_beside`).
+1. Accept its name in `_resolve_training` (`commands/setup.py`), and keep what it needs in `Setup`.
+2. Create it in `first_executor` (`commands/run.py`). `--parallel` creates only local executors (`parallel_executors`).
 3. Without rank processes, let `Setup.runs_ranks` (`commands/setup.py`) be false, and `local` in `run_study` (`commands/run.py`).
 4. Name it in the help of `Request.executor` (`commands/request.py`).
 

@@ -87,7 +87,6 @@ class LocalExecutor:
         target: LaunchTarget | None = None,
         variables: Mapping[str, str] | None = None,
         study: Path | None = None,
-        unprotected: bool = False,
         kept: Sequence[Path] = (),
     ) -> None:
         self.job, self.hardware, self.folder, self.seed = job, hardware, folder, seed
@@ -97,7 +96,7 @@ class LocalExecutor:
         self.complete: Callable[[Candidate, Outcome], Outcome] = lambda _, outcome: outcome
         self.count_live_tensors = count_live_tensors
         self.isolation, self._variables = isolation, variables or {}
-        self.study, self.unprotected, self.kept = study or folder, unprotected, tuple(kept)
+        self.study, self.kept = study or folder, tuple(kept)
         self._first_candidates, self.tried_ops = list(candidates), dict[str, None]()  # builders, in order
         self.print_line: Callable[[str], None] = lambda text: None
         self.is_local = target is None
@@ -416,7 +415,7 @@ class LocalSession:
         if runs_user_code(job):
             kept = [str(one) for one in executor.kept]
             kept += [str((self._folder / CHECKPOINT).resolve())] if executor.resumes else []
-            how: dict[str, Any] = {"unprotected": executor.unprotected, "kept": kept}
+            how: dict[str, Any] = {"unprotected": job.unprotected, "kept": kept}
             what |= {**how, "sandbox": None}  # a node creates its own sandbox
             if executor.is_local:
                 what["sandbox"] = trial_sandbox(executor.folder, job, candidate, executor.study, **how).to_json()

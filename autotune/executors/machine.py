@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from autotune.errors import UserError
+from autotune.errors import NotProtected, UserError
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, threads_per_rank, usable_cpus
 from autotune.problem.job import Job
 from autotune.problem.nvml import ARCHITECTURES, unreadable_architectures, visible_gpus
 from autotune.rank.ds_config import DISPENSABLE, needed_ops
-from autotune.rank.sandbox import Protection, Sandbox, available_protection, remove
+from autotune.rank.sandbox import Protection, Sandbox, remove
 from autotune.script.argument_files import output_folder
 from autotune.script.argument_writer import output_folders, write_trial_files
+from autotune.util.entry_points import SANDBOX
 from autotune.util.interpreter import OWN, Interpreter, bound_command
 from autotune.util.units import counted, format_duration
 from autotune.workers.jit_ops import FOLDER, is_built, own_folder
@@ -278,9 +280,9 @@ class Ops:
         if message["state"] == "waiting":
             text = f"waiting for DeepSpeed's {op}, which another process is building ({took})"
         elif message.get("going_on"):
-            text = f"going on with DeepSpeed's {op}, whose build was stopped ({took})"
+            text = f"going on with DeepSpeed's {op}, whose build was stopped ({took}; outside the budget)"
         else:
-            text = f"building DeepSpeed's {op} ({took})"
+            text = f"building DeepSpeed's {op} ({took}; outside the budget)"
         if message["state"] == "building" and self._building_since is None:
             self._building_since = time.monotonic()
         self._print_line(text)
@@ -399,10 +401,6 @@ def _too_many(parallel: int, there: str, ranks: int, most: int, threads: int = 1
 # Sandboxes of trials: the machine's protection, and the files that a script finds in its sandbox.
 
 _SCRATCH = "scratch"
-UNPROTECTED = (
-    "this machine cannot keep a script's writes from your files (neither overlayfs nor Landlock): a trial may overwrite or "
-    "delete what your script overwrites or deletes"
-)
 
 
 def protection_of(cwd: Path, folder: Path, *, unprotected: bool, interpreter: Interpreter = OWN) -> Protection:
@@ -414,21 +412,32 @@ def protection_of(cwd: Path, folder: Path, *, unprotected: bool, interpreter: In
         interpreter: of the trials' ranks.
 
     Raises:
-        UserError: the machine has none, and `unprotected` is false.
+        NotProtected: the machine has none, and `unprotected` is false.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = _available(cwd, folder.resolve(), interpreter)
     if found is Protection.NONE and not unprotected:
-        raise UserError(
-            f"{UNPROTECTED}. Copy the folder and pass --unprotected, or use a machine whose kernel has one of them"
-        )
+        raise NotProtected
     return found
 
 
 @cache
 def _available(cwd: Path, folder: Path, interpreter: Interpreter) -> Protection:
-    command = lambda module, *words: bound_command(interpreter.path, module, *words)  # noqa: E731
-    return available_protection(cwd, folder, command, interpreter.environment())
+    """Return the best mechanism that this machine offers, by entering a sandbox in a separate process."""
+    words, aside = bound_command(interpreter.path, SANDBOX, str(folder)), subprocess.DEVNULL
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
+        done = subprocess.run(
+            words,
+            cwd=cwd,
+            env=interpreter.environment(),
+            stdin=aside,
+            stdout=subprocess.PIPE,
+            stderr=aside,
+            text=True,
+            timeout=60,
+        )
+        return Protection((done.stdout.splitlines() or [""])[-1])  # a sitecustomize may print lines before
+    return Protection.NONE
 
 
 def trial_sandbox(
@@ -445,7 +454,7 @@ def trial_sandbox(
         kept: folders whose content outlives the trial; created if missing.
 
     Raises:
-        UserError: this machine offers no protection, and `unprotected` is false.
+        NotProtected: this machine offers no protection, and `unprotected` is false.
         OSError: the disk is full, or the folder cannot be written.
     """
     cwd = Path(job.script.cwd if job.script else os.getcwd())

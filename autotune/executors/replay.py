@@ -29,7 +29,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, S
 from autotune.problem.space import Domain, SearchSpace
 from autotune.rank.step_statistics import MAX_TIMED_MICRO_BATCHES
 from autotune.script.recorded import recorded_job
-from autotune.util.bounds import parse_json, read_text
+from autotune.util.bounds import MOST_BYTES, parse_json, read_text
 from autotune.util.files import cannot_write, remove_file, write_atomically
 from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import GIB
@@ -163,13 +163,16 @@ def load_replay_table(path: Path) -> ReplayTable:
         facts = parse_json(read_text(about, str(about), _FACTS), str(about), _FACTS)
         if not isinstance(facts, dict):
             raise UserError(f"{about}: {_FACTS}")
-        text = (gzip.decompress(table.read_bytes()) if table.suffix == ".gz" else table.read_bytes()).decode()
+        with gzip.open(table) if table.suffix == ".gz" else table.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise UserError(f"{table} has more than {MOST_BYTES} bytes: record a smaller study")
         missing = [
             key for key in ("model", "seq_len", "gpu", "gpu_memory_gib", "n_gpus", "precision") if key not in facts
         ]
         if missing:
             raise UserError(f"{about}: no {missing[0]!r}; expected the job and machine of the table")
-        rows = dict(_rows(text, table))
+        rows = dict(_rows(data.decode(), table))
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{table} or its JSON cannot be read: {error}") from None
     if not any(row.kind is OutcomeKind.OK for row in rows.values()):

@@ -25,6 +25,7 @@ from autotune.problem.outcome import Outcome, OutcomeKind, Phase
 from autotune.problem.space import DS_TOP_LEVEL, DS_ZERO_KEYS
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, VERIFY, Record
+from autotune.util.bounds import bounded_bytes
 from autotune.util.units import GIB
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -34,21 +35,10 @@ from autotune.util.units import GIB
 # Names of layers in public architectures. A LoRA on other layers is recorded as one on all layers.
 PUBLIC_TARGETS = frozenset(
     (
-        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens"),
-        *(
-            "c_attn",
-            "c_proj",
-            "c_fc",
-            "wte",
-            "query_key_value",
-            "dense",
-            "dense_h_to_4h",
-            "dense_4h_to_h",
-            "fc1",
-            "fc2",
-        ),
-        *("query", "key", "value", "q", "k", "v", "o", "wi", "wo", "wi_0", "wi_1", "out_proj", "all-linear", "score"),
-    )
+        "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj lm_head embed_tokens c_attn c_proj c_fc wte "
+        "query_key_value dense dense_h_to_4h dense_4h_to_h fc1 fc2 query key value q k v o wi wo wi_0 wi_1 out_proj "
+        "all-linear score"
+    ).split()
 )
 MOST_NUMBER = 2**63  # DeepSpeed's "no limit" is one less
 
@@ -200,10 +190,11 @@ class Origin(EntryPart):
 
     # study: shared by a user; recorded: by the project; published: in a public place
     kind: Literal["study", "recorded", "published"]
+    # address of published figures, without https://
     source: (
         Annotated[str, Field(pattern=r"^(github\.com|gist\.github\.com|arxiv\.org|huggingface\.co)/[\w./-]{1,120}$")]
         | None
-    ) = None  # address of published figures, without https://
+    ) = None
     date: Annotated[str, Field(pattern=r"^20\d\d(-(0[1-9]|1[0-2]))?$")] | None = None  # month or year of the figures
     autotune: Annotated[str, Field(pattern=VERSION)] | None = None  # version that wrote the entry
 
@@ -342,9 +333,8 @@ class Entry(EntryPart):
     machine: Machine
     job: Trained
     versions: Versions = Versions()
-    space: Annotated[
-        dict[str, list[bool | int | float | str]], AfterValidator(known_domains)
-    ] = {}  # knobs and the values tried
+    # knobs and the values tried
+    space: Annotated[dict[str, list[bool | int | float | str]], AfterValidator(known_domains)] = {}
     candidates: Annotated[list[Tried], Field(min_length=1, max_length=5000)]
     winner: Annotated[int, Field(ge=0)] | None = None  # index among the candidates
     verified: bool = False  # in a fresh process
@@ -386,8 +376,7 @@ def read_entry(path: Path) -> Entry:
         UserError: the file cannot be read, or breaks the schema; the message names the field.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+        data = bounded_bytes(path, MOST_BYTES)
     except FileNotFoundError:
         raise UserError(f"no gallery entry {path}: `autotune share STUDY` writes one") from None
     except OSError as error:

@@ -144,9 +144,8 @@ class CalibrationEvidence:
     """Information that observations gave about constants, without any priors. Small enough for a file."""
 
     mean: list[float]  # (constants,) after the fit
-    information: list[
-        list[float]
-    ]  # (rows, constants); their squares are what observations added to the priors' precision
+    # (rows, constants); their squares are what observations added to the priors' precision
+    information: list[list[float]]
 
     @classmethod
     def of(cls, priors: Sequence[Prior], posterior: Posterior) -> CalibrationEvidence:

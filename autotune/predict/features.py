@@ -96,9 +96,10 @@ def unknown_newer(interpreter: Interpreter) -> list[str]:
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Places = NDArray[np.intp]  # indices of candidates
+# bytes of DeepSpeed's names of dtypes (runtime/config.py, DtypeEnum)
 _WIDTHS = {"fp32": 4.0, "float32": 4.0, "float": 4.0, "fp16": 2.0, "float16": 2.0, "half": 2.0} | dict.fromkeys(
     ("bf16", "bfloat16"), 2.0
-)  # bytes of DeepSpeed's names of dtypes (runtime/config.py, DtypeEnum)
+)
 SEQUENCE_GRADIENTS = "seq_parallel_communication_data_type"
 PLACES = {"none": 0.0, "cpu": 1.0, "nvme": 2.0}
 

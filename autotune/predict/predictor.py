@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,6 +75,7 @@ __all__ = ["SIGMAS", "SURE_SIGMAS", "Prediction", "Predictor", "Prepared", "Tabl
 # Similar candidates share what the fit leaves unexplained. More neighbours add little and cost much.
 _LATEST = slice(-128, None)
 _MOST_OBSERVATIONS = 512  # latest ones; the constants are known by then
+_CACHED = 1024  # candidates whose arrays for all constants fit a processor's cache
 
 
 class Tracer(Protocol):
@@ -329,13 +330,17 @@ class Predictor:
         parts = [self._prepare(self._traces[way], [candidates[i] for i in at]) for way, at in ways.items()]
         return Prepared.joined(parts, list(ways.values()))
 
-    def prepare_like(self, candidates: Sequence[Candidate], like: Prepared) -> Prepared:
-        """Prepare candidates with the sizes of `like`: the same ones of the same job on another machine of this device."""
-        ways = {_way(self.job, candidate): candidate for candidate in candidates}
-        traces = [self._trace(way, candidate) for way, candidate in ways.items()]
-        if len(traces) != 1:
-            return self.prepare(candidates)
-        return like.on(self.job, self.hardware, traces[0])
+    def share_a_trace(self, candidates: Iterable[Candidate]) -> bool:
+        """Return True if the model is made in one way for all candidates."""
+        return len({_way(self.job, candidate) for candidate in candidates}) == 1
+
+    def prepare_like(self, candidate: Candidate, like: Prepared) -> Prepared:
+        """Prepare the candidates of `like`, of the same job on another machine of this device.
+
+        Args:
+            candidate: one of them; they share its trace.
+        """
+        return like.on(self.job, self.hardware, self._trace(_way(self.job, candidate), candidate))
 
     def _prepare(self, trace: Trace, candidates: Sequence[Candidate]) -> Prepared:
         guessed = self.trace.exact and not trace.exact
@@ -380,10 +385,7 @@ class Predictor:
         self.calibrate()
         memory = self._memory_table(prepared)
         log_step = self._log_step(prepared, self._time.mean)
-        # The constants vary in turn, so that the arrays of ten thousand candidates stay in the cache.
-        rates = jacobian_of(
-            lambda many: np.array([np.log(self._spent(prepared, k).step) for k in many]), self._time.mean[: len(TIME)]
-        )
+        rates = jacobian_of(lambda many: self._log_spent(prepared, many), self._time.mean[: len(TIME)])
         by_constants = np.hstack([rates, prepared.quirks])
         shift, log_sigma = _corrected(self._time, by_constants, self._time_near, prepared.features)
         log_step = log_step + shift
@@ -478,6 +480,14 @@ class Predictor:
 
     def _spent(self, p: Prepared, constants: Floats) -> StepSeconds:
         return spend(p.work, p.columns, self._time_constants(constants))
+
+    def _log_spent(self, p: Prepared, constants: Floats) -> Floats:
+        """Return (m, n) logarithms of a step's seconds without quirks, at constants (m, constants).
+
+        For many candidates the constants vary in turn, so that the arrays stay in the processor's cache.
+        """
+        parts = [constants] if len(p.columns) <= _CACHED else constants
+        return np.vstack([np.log(self._spent(p, k).step) for k in parts])
 
     def _log_step(self, p: Prepared, constants: Floats) -> Floats:
         """Return (..., n) logarithms of a step's seconds at constants (..., constants)."""

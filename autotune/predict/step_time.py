@@ -22,7 +22,16 @@ from autotune.predict.zero_memory import (
 from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import GpuFacts, Hardware, threads_per_rank, usable_cpus
 from autotune.problem.job import Job
-from autotune.problem.models import CAUSAL, DECODED, IMAGE_TEXT, MASKED, SEQ2SEQ, attention_heads, declared_image_size
+from autotune.problem.models import (
+    CAUSAL,
+    DECODED,
+    IMAGE_TEXT,
+    MASKED,
+    SEQ2SEQ,
+    attention_heads,
+    declared_image_size,
+    has_expert_modules,
+)
 from autotune.util.units import GIB
 
 # -- roofline ----------------------------------------------------------------------------------------------------------
@@ -161,7 +170,7 @@ class StepWork:
     loop: Floats
     hides: Floats  # 1 if communication overlaps computation
     adam_beside: Floats  # 1 if the host's Adam overlaps computation
-    queued: Floats  # 1 if kernels start while earlier ones run; a CPU rank does both itself
+    queued: Floats  # share of the passes whose kernels start while earlier ones run; a CPU rank does both itself
 
 
 def step_work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> StepWork:
@@ -196,11 +205,22 @@ def step_work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> StepWor
         step_starts=_step_operators(job, hardware, trace, c) * rates.operator_seconds,
         loop=c.accumulation * MICRO_SECONDS,
         hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage; otherwise both use one stream
-        queued=np.full(len(c), float(hardware.device == "cuda")),
+        queued=_queued(job, hardware, c),
         exchange_micro=_exchanged(job, hardware, c, rates),
         **_sent(job, hardware, trace, c, rates),
         **_stepped(job, hardware, trace, c, rates),
     )
+
+
+def _queued(job: Job, hardware: Hardware, c: Columns) -> Floats:
+    """Return the share of the passes in which the host starts kernels ahead of the GPU.
+
+    A forward through separate experts waits for the GPU at each of them, to read which tokens chose it (`nonzero`: transformers
+    4.57, modeling_qwen3_moe.py, Qwen3MoeSparseMoeBlock.forward). A backward does not.
+    """
+    waits = has_expert_modules(job.model.config, job.interpreter.version("transformers"))
+    passes = np.where(c.checkpointing > 0, 3.0, 2.0)
+    return np.where(waits, 1 / passes, 1.0) * float(hardware.device == "cuda")
 
 
 def _share(part: float, whole: float) -> float:
@@ -272,14 +292,12 @@ def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Devi
     part, held = total / job.ranks, (total + trace.frozen) / job.ranks
     one, two, three = c.stage == 1, c.stage == 2, c.stage == 3
     out, parameters_out = c.offload_optimizer > 0, three & (c.offload_param > 0)
-    leaves = np.where(
-        out, 1 - device_share_of_optimizer(c, part, float(trace.largest), float(job.ranks)), 0.0
-    )  # share that is offloaded
+    # share that is offloaded
+    leaves = np.where(out, 1 - device_share_of_optimizer(c, part, float(trace.largest), float(job.ranks)), 0.0)
     elements = np.where(c.stage == 0, total, part)
     low = c.master == 2
-    step_bytes = (
-        2 * np.where(low, 2 + states * c.state_share, 4 + states) + 4 + 2 * width
-    )  # bytes per element: master and states read and written, gradient read, weight written
+    # bytes per element: master and states read and written, gradient read, weight written
+    step_bytes = 2 * np.where(low, 2 + states * c.state_share, 4 + states) + 4 + 2 * width
     if hardware.device == "cuda" and not job.plain and not job.torch_alone:  # CPU ranks: `calibration._CPU_QUIRKS`
         step_bytes = step_bytes + np.where(c.stage == 0, _GRADIENT_BYTES[0], _GRADIENT_BYTES[1])
     host_bytes = 2 * (c.master + states * c.state_share) + 4 + width
@@ -397,7 +415,7 @@ def spend(w: StepWork, c: Columns, k: Mapping[str, float | Floats]) -> StepSecon
     hidden = k["hidden"] * w.hides
 
     def started(running: Floats) -> Floats:
-        return np.where(w.queued > 0, _larger(running, starts), running + starts)
+        return w.queued * _larger(running, starts) + (1 - w.queued) * (running + starts)
 
     compute = started(gpu)
     # The GPU waits for this communication instead of computing. A processor slower than both hides it.
@@ -447,36 +465,12 @@ def host_limit_bytes(hardware: Hardware) -> float:
 
 Config = dict[str, Any]
 
-# Architectures whose MLP has two matrices. All other architectures add a third as a gate.
+# Architectures and towers whose MLP has two matrices. All other architectures add a third as a gate.
 _UNGATED = frozenset(
     (
-        "gpt2",
-        "phi",
-        "gpt_neox",
-        "opt",
-        "mpt",
-        "bert",
-        "roberta",
-        "xlm-roberta",
-        "camembert",
-        "electra",
-        "deberta",
-        "deberta-v2",
-        "distilbert",
-        "albert",
-        "bart",
-        "mbart",
-        "blenderbot",
-        "pegasus",
-        "marian",
-        "m2m_100",
-        # towers
-        "clip_vision_model",
-        "siglip_vision_model",
-        "idefics3_vision",
-        "qwen2_vl",
-        "qwen3_vl",
-    )
+        "gpt2 phi gpt_neox opt mpt bert roberta xlm-roberta camembert electra deberta deberta-v2 distilbert albert bart "
+        "mbart blenderbot pegasus marian m2m_100 clip_vision_model siglip_vision_model idefics3_vision qwen2_vl qwen3_vl"
+    ).split()
 )
 # Names of the same size in different families.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "depth")

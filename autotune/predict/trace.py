@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from autotune.errors import UserError
+from autotune.errors import NotProtected, UserError
 from autotune.predict.predictor import Predictor, Widening
 from autotune.predict.trace_cache import (
     RUNS_IT,
@@ -29,8 +30,8 @@ from autotune.predict.trace_data import IMPORTED, Trace
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.models import IMAGE_TEXT
-from autotune.rank.sandbox import temporary_folder
-from autotune.util.entry_points import SANDBOX, TRACER
+from autotune.rank.sandbox import remove
+from autotune.util.entry_points import NOT_PROTECTED, SANDBOX, TRACER, WITHOUT_SANDBOX
 from autotune.util.files import write_atomically
 from autotune.util.interpreter import Interpreter, module_command
 from autotune.workers.launchers import IMPORT_SECONDS
@@ -66,16 +67,36 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @contextlib.contextmanager
-def _tracer(interpreter: Interpreter, *options: str, stderr: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder for a tracer's sandbox, and remove it at the end, with the layers that a killed tracer has left."""
+    folder = Path(tempfile.mkdtemp(prefix="autotune-"))
+    try:
+        yield folder
+    finally:
+        for left in [*folder.iterdir(), folder]:
+            remove(left)
+
+
+@contextlib.contextmanager
+def _tracer(
+    interpreter: Interpreter, *options: str, agreed: bool, stderr: int = subprocess.PIPE
+) -> Iterator[subprocess.Popen[str]]:
     """Run a tracer in a sandbox: it calls the user's `--workload`, or code of the model's repository.
 
     Without `--sizes` it sees no GPU.
+
+    Args:
+        agreed: run it without a sandbox on a machine that offers none.
+
+    Raises:
+        NotProtected: the machine offers none, and `agreed` is false.
     """
+    words = [WITHOUT_SANDBOX] if agreed else []
     seen = {} if "--sizes" in options else _NO_GPU
     with (
         temporary_folder() as folder,
         subprocess.Popen(
-            module_command(interpreter.path, SANDBOX, str(folder), TRACER, *options),
+            module_command(interpreter.path, SANDBOX, str(folder), *words, TRACER, *options),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -85,6 +106,8 @@ def _tracer(interpreter: Interpreter, *options: str, stderr: int = subprocess.PI
         ) as tracing,
     ):
         yield tracing
+    if tracing.returncode == NOT_PROTECTED:
+        raise NotProtected
 
 
 def missing_packages(interpreter: Interpreter) -> list[str]:
@@ -114,6 +137,7 @@ def trace_job(
 
     Raises:
         UserError: no installation could build a model from the configuration.
+        NotProtected: the job has its own code, this machine cannot protect the user's files, and `job.unprotected` is false.
     """
     if job.attention in _SIXTEEN_BITS and job.precision == "fp32":
         raise UserError(
@@ -177,7 +201,8 @@ def trace_jobs(jobs: Sequence[tuple[Job, str]], on_traced: Callable[[int, int], 
     if not missing:
         return
     paths, interpreter = list(missing), jobs[0][0].interpreter  # one tracer serves all
-    with _tracer(interpreter, "--many", stderr=subprocess.DEVNULL) as tracing:
+    agreed = all(job.unprotected or not job.has_own_code for job, _ in jobs)
+    with _tracer(interpreter, "--many", agreed=agreed, stderr=subprocess.DEVNULL) as tracing:
         assert tracing.stdin
         assert tracing.stdout
         tracing.stdin.write(json.dumps(list(missing.values())))
@@ -211,7 +236,8 @@ def _ask_tracer(job: Job, options: list[str], timeout_seconds: float, cancelled:
     are requested, as some models do not load without one.
     """
     try:
-        said, complaint = _run_tracer(options, json.dumps(job.order()), timeout_seconds, cancelled, job.interpreter)
+        asked, agreed = json.dumps(job.order()), job.unprotected or not job.has_own_code
+        said, complaint = _run_tracer(options, asked, timeout_seconds, cancelled, job.interpreter, agreed)
     except _TooLong as error:
         late = {"late_seconds": timeout_seconds} if error.worked else {}
         return {"untraceable": str(error), **late, **_last_answer(error.said)}
@@ -233,14 +259,19 @@ def _last_answer(said: str) -> dict[str, Any]:
 
 
 def _run_tracer(
-    options: list[str], asked: str, timeout_seconds: float, cancelled: Callable[[], bool], interpreter: Interpreter
+    options: list[str],
+    asked: str,
+    timeout_seconds: float,
+    cancelled: Callable[[], bool],
+    interpreter: Interpreter,
+    agreed: bool,
 ) -> tuple[str, str]:
-    """Run a tracer with these options and a job, and return its stdout and stderr.
+    """Run a tracer with these options and a job, and return its stdout and stderr; `agreed` as in `_tracer`.
 
     Raises:
         TimeoutError: it does not end, or the caller cancelled; the message is one line.
     """
-    with _tracer(interpreter, *options) as tracing:
+    with _tracer(interpreter, *options, agreed=agreed) as tracing:
         try:
             return _outputs(tracing, asked, timeout_seconds, cancelled)
         finally:

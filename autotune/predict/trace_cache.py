@@ -296,6 +296,7 @@ def profile_trace(job: Job) -> Trace:
     saved = float(seen.get("saved_bytes_per_sample") or _saved_by(sum(trained, seen["frozen"]), tokens))
     note = "the script's model is not traced: predicted from what its first steps showed"
     made = _of_sizes(job, trained, seen["frozen"], tokens, saved, note)
+    made = dataclasses.replace(made, matrices=seen.get("matrices"))
     return dataclasses.replace(made, plain=made.of(True)) if seen.get("checkpointed") else made
 
 

@@ -96,9 +96,8 @@ class Trace:
     note: str = ""
     counted: bool = True  # False: the parameters' sizes are estimated, too
     largest: int = field(default=0)  # elements of the largest trainable parameter
-    frozen_sizes: list[int] = field(
-        default_factory=list
-    )  # elements of each frozen parameter; empty if only their sum is known
+    # elements of each frozen parameter; empty if only their sum is known
+    frozen_sizes: list[int] = field(default_factory=list)
     # elements of each trainable matrix that DeepSpeed gives to Muon; None if only sizes are known
     matrices: list[int] | None = None
 

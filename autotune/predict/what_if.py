@@ -61,6 +61,7 @@ class OtherHardware:
     ) -> None:
         self.space, self.first, self.batch_assumed = space, predictor, batch_assumed
         self.families = _families(candidates, table)
+        self._one_trace = predictor.share_a_trace([Candidate(family) for family in self.families])
         self._known: dict[int | None, list[Candidate]] = {}  # by a rank's share of the global batch
         self._prepared: list[tuple[Job, str, Prepared]] = []  # sizes of a job's candidates, by job and device
 
@@ -116,8 +117,10 @@ class OtherHardware:
         )
         known = (one for other, device, one in self._prepared if device == hardware.device and other == job)
         like = next(known, None)
-        prepared = predictor.prepare(candidates) if like is None else predictor.prepare_like(candidates, like)
-        if like is None:
+        if like is not None and self._one_trace:
+            prepared = predictor.prepare_like(candidates[0], like)
+        else:
+            prepared = predictor.prepare(candidates)
             self._prepared.append((job, hardware.device, prepared))
         return JobPredictions(hardware, predictor, candidates, prepared, predictor.prepared_table(prepared))
 
@@ -163,15 +166,17 @@ def host_bytes_per_node(host_bytes_per_rank: float, hardware: Hardware) -> float
     return host_bytes_per_rank * hardware.per_node + own
 
 
-def loading_bytes_per_node(job: Job, parameters: int, hardware: Hardware) -> float:
-    """Return the main memory that a node needs while each of its ranks loads a full copy of the weights.
+def loading_bytes_per_node(job: Job, parameters: int, hardware: Hardware, *, zero_init: bool = False) -> float:
+    """Return the main memory that a node needs while its ranks load a checkpoint.
 
-    `from_pretrained` does so without `zero.Init`, in the model's precision, before anything moves to a GPU; the processes'
-    own memory is included. This is an upper bound: tensors of a safetensors file that need no cast stay mapped, and are not
-    copied (`benchmarks/predict/loading.py`). With zero.Init the ranks share one copy.
+    Without `zero.Init`, `from_pretrained` makes a full copy of the weights in each rank, in the model's precision, before
+    anything moves to a GPU; the processes' own memory is included. This is an upper bound: tensors of a safetensors file
+    that need no cast stay mapped, and are not copied (`benchmarks/predict/loading.py`).
 
     Args:
         parameters: elements of the model.
+        zero_init: rank 0 alone reads the checkpoint, and every rank keeps its part on its GPU (transformers 5.23,
+            integrations/deepspeed.py, `_load_state_dict_into_zero3_model`). The figure is that of rank 0's node.
 
     Returns:
         0 if the base weights are quantized: transformers puts each on the GPU as it is read (`quantizer_bnb_4bit.py` sets the
@@ -179,7 +184,7 @@ def loading_bytes_per_node(job: Job, parameters: int, hardware: Hardware) -> flo
     """
     if job.lora is not None and job.lora.quantize:
         return 0.0
-    return host_bytes_per_node(job.element_bytes * parameters, hardware)
+    return host_bytes_per_node(job.element_bytes * parameters / (hardware.per_node if zero_init else 1), hardware)
 
 
 def _families(candidates: Sequence[Candidate], table: Table) -> list[Family]:
@@ -394,14 +399,11 @@ def known_error(kind: JobKind, figure: str) -> KnownError:
 def published_widening(job: Job, hardware: Hardware, columns: Columns) -> tuple[Floats, Floats]:
     """Return (n,) factors each on the intervals of peaks and of steps; widened, each kind's hold COVERAGE of its rows."""
     devices = _devices(hardware)
-    kinds = [
-        JobKind("lora" if lora else "full", int(stage), bool(offloaded), devices)
-        for lora, stage, offloaded in zip(
-            columns.lora > 0, columns.stage, (columns.offload_optimizer > 0) | (columns.offload_param > 0), strict=True
-        )
-    ]
-    peak, step = ([known_error(kind, figure).widening for kind in kinds] for figure in FIGURES)
-    return np.array(peak), np.array(step)
+    offloaded = (columns.offload_optimizer > 0) | (columns.offload_param > 0)
+    found, at = np.unique(np.stack([columns.lora > 0, columns.stage, offloaded]), axis=1, return_inverse=True)
+    kinds = [JobKind("lora" if lora else "full", int(stage), bool(off), devices) for lora, stage, off in found.T]
+    peak, step = (np.array([known_error(kind, figure).widening for kind in kinds]) for figure in FIGURES)
+    return peak[at.ravel()], step[at.ravel()]
 
 
 @cache

@@ -40,13 +40,8 @@ REDUCE_ELEMENTS = 5e8  # most elements of a flat copy in which stage 0 reduces (
 
 # fields of a MemoryEstimate with one entry per candidate
 SUMS = ("parameters", "gradients", "optimizer", "host", "left", "holes", "flat", "cast", "norm")
-TABLES = (
-    "buckets",
-    "gathered",
-    "temporaries",
-    "activations",
-    "sent",
-)  # fields of a MemoryEstimate of (moments, candidates)
+# fields of a MemoryEstimate of (moments, candidates)
+TABLES = ("buckets", "gathered", "temporaries", "activations", "sent")
 
 
 @dataclass(frozen=True)
@@ -775,39 +770,20 @@ def _of_script(job: Job) -> tuple[float, bool, bool] | None:
 # Predictions are less certain if such a key is set, and report it.
 
 # Keys of `zero_optimization` that the formulas read, or that hardly change memory (deepspeed 0.19.8,
-# runtime/zero/config.py). Any other key, also of a newer DeepSpeed, counts as unread.
-_READ = {
-    "stage",
-    "contiguous_gradients",
-    "reduce_scatter",
-    "reduce_bucket_size",
-    "use_multi_rank_bucket_allreduce",
-    "allgather_partitions",
-    "allgather_bucket_size",
-    "overlap_comm",
-    "compute_grad_norm",
-    "load_from_fp32_weights",
-    "elastic_checkpoint",
-    "offload_param",
-    "offload_optimizer",
-    "sub_group_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_param_persistence_threshold",
-    "stage3_model_persistence_threshold",
-    "stage3_gather_16bit_weights_on_model_save",
-    "stage3_gather_fp16_weights_on_model_save",
-    "ignore_unused_parameters",
-    "round_robin_gradients",
-    "parameter_alignment",  # 16 bytes per parameter
-    "zero_hpz_partition_size",
-    "memory_efficient_linear",
-    "pipeline_loading_checkpoint",
-    "override_module_apply",
-    "log_trace_cache_warnings",
-    "enable_sanity_checks",
-}
+# runtime/zero/config.py; `parameter_alignment` is 16 bytes per parameter). Any other key, also of a newer DeepSpeed,
+# counts as unread.
+_READ = set(
+    (
+        "stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
+        "allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights "
+        "elastic_checkpoint offload_param offload_optimizer sub_group_size stage3_prefetch_bucket_size "
+        "stage3_max_live_parameters stage3_max_reuse_distance stage3_param_persistence_threshold "
+        "stage3_model_persistence_threshold stage3_gather_16bit_weights_on_model_save "
+        "stage3_gather_fp16_weights_on_model_save ignore_unused_parameters round_robin_gradients parameter_alignment "
+        "zero_hpz_partition_size memory_efficient_linear pipeline_loading_checkpoint override_module_apply "
+        "log_trace_cache_warnings enable_sanity_checks"
+    ).split()
+)
 _READ_OFFLOAD = {"device", "nvme_path", "pin_memory", "ratio", "buffer_count", "buffer_size", "max_in_cpu", "fast_init"}
 _READ_OFFLOAD |= {"pipeline", "pipeline_read", "pipeline_write"}
 # Other sections that change what is kept of a model, an activation or a state.

@@ -13,7 +13,7 @@ from typing import Any
 from autotune.errors import UserError
 from autotune.problem.job import counted_ranks, sequence_ranks
 from autotune.problem.knobs import ACCUMULATION, KNOBS, MICRO_BATCH, ZERO, Knob, knob_value
-from autotune.util.bounds import check_data, read_text
+from autotune.util.bounds import bounded_bytes, check_data, read_text
 
 # -- DeepSpeed config files --------------------------------------------------------------------------------------------
 #
@@ -61,7 +61,7 @@ def read_config(path: Path) -> Any:
         OSError, UnicodeDecodeError: it cannot be read.
         json.JSONDecodeError: it does not parse.
     """
-    return parsed_config(path.read_text(encoding="utf-8"))
+    return parsed_config(bounded_bytes(path).decode())
 
 
 def in_new_names(config: dict[str, Any]) -> dict[str, Any]:
@@ -228,8 +228,8 @@ def check_whole_model(config: dict[str, Any], file: Path | None) -> None:
         off = isinstance(section, dict) and section.get("enabled") is False
         if isinstance(size, int) and size > 1 and not off:
             raise UserError(
-                f"{file}: {key} {size} splits the model over ranks, and neither plan nor run of a named model does. Remove "
-                f"{key}, or plan for the GPUs of one group"
+                f"{file}: {key} {size} splits the model over ranks. `plan` and `run --model` give each rank the whole model. "
+                f"Remove {key}."
             )
 
 

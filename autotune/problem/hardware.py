@@ -84,9 +84,8 @@ class Hardware:
     rates: dict[str, Any] | None = None  # GpuFacts given directly, if no row of the table applies
     taken_bytes: int = 0  # bytes of one device that the driver and other processes held at detection
     gpus: tuple[str, ...] = ()  # UUIDs of the devices, by rank; empty for CPU ranks and named GPUs
-    environment: dict[str, str] = field(
-        default_factory=dict
-    )  # variables that a training needs to run as the trials did
+    # variables that a training needs to run as the trials did
+    environment: dict[str, str] = field(default_factory=dict)
     nodes: int = 1
     threads: int | None = None  # CPU threads per rank, as reported by the nodes; None: a share of this machine's
     unified: bool = False  # GPU memory is main memory, so that offloading to the CPU frees nothing

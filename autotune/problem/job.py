@@ -253,7 +253,9 @@ class Job:
     image_size: int | None = None  # pixels of an image's height and width, if the configuration does not give them
     # plain torch without DeepSpeed: stage 0 is DistributedDataParallel, stage 3 FullyShardedDataParallel
     torch_alone: bool = False
-    interpreter: Interpreter = field(default=OWN, repr=False)  # of the ranks and of the tracer; not part of the JSON
+    # not part of the JSON: the Python of ranks and tracer, and consent to run user code on machines that offer no sandbox
+    interpreter: Interpreter = field(default=OWN, repr=False)
+    unprotected: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         learn_data(self.base_config)
@@ -317,7 +319,7 @@ class Job:
     def to_json(self) -> dict[str, Any]:
         """Return the job as JSON data, without unused fields."""
         data = dataclasses.asdict(self)
-        del data["interpreter"]
+        del data["interpreter"], data["unprotected"]
         unused = "script workload lora attention compiled lengths packed liger image_size torch_alone"
         for name in unused.split():
             if not data[name]:
@@ -340,13 +342,18 @@ class Job:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:
         """Return the job of JSON data, in the reader's own interpreter; ignore unknown keys."""
-        known = {f.name for f in dataclasses.fields(cls)} - {"interpreter"}
+        known = {f.name for f in dataclasses.fields(cls)} - {"interpreter", "unprotected"}
         values = {key: value for key, value in data.items() if key in known}
         script = Script.from_json(values["script"]) if values.get("script") else None
         lora = Lora.from_json(values["lora"]) if values.get("lora") else None
         lengths = tuple((tokens, count) for tokens, count in values.get("lengths", ()))
         model = ModelSpec(**values["model"])
         return cls(**{**values, "model": model, "script": script, "lora": lora, "lengths": lengths})
+
+    @property
+    def has_own_code(self) -> bool:
+        """Return whether building the model calls a workload, or code of the model's repository."""
+        return self.workload is not None or self.model.trust_remote_code
 
     @property
     def sequence_ranks(self) -> int:

@@ -26,7 +26,8 @@ from autotune.versions import dotted, release
 
 # -- requirements ------------------------------------------------------------------------------------------------------
 #
-# Requirements of knobs' settings on the job and the machine. Each function returns a short text about what is missing.
+# Requirements of knobs' settings on the job and the machine. Each function returns a short text about what is missing,
+# or an empty one. The first line of its docstring names the requirement without commas, for people too (`requirement_text`).
 
 Value = bool | int | float | str
 Release = tuple[int, ...]
@@ -56,6 +57,11 @@ class RequirementInputs:
 Need = Callable[[Value, RequirementInputs], str]  # returns what is missing, or an empty text
 
 
+def requirement_text(need: Need) -> str:
+    """Return what a need requires, by the first line of its docstring."""
+    return (need.__doc__ or "").partition("\n")[0].removeprefix("Require ").removesuffix(".")
+
+
 def not_quantized(config: Mapping[str, Any]) -> str:
     """Return why bitsandbytes cannot quantize most of a model; empty if it can."""
     experts = any("experts" in key for key in config)
@@ -65,7 +71,7 @@ def not_quantized(config: Mapping[str, Any]) -> str:
 
 
 def whole_if_quantized(value: Value, c: RequirementInputs) -> str:
-    """Refuse stage 3 for 4-bit weights.
+    """Require weights of at least 16 bits for stage 3.
 
     zero.Init partitions weights while the model is made, and bitsandbytes quantizes whole ones. transformers has a path through
     `from_pretrained` with a 16-bit storage type, which a model with random weights does not take.
@@ -76,7 +82,9 @@ def whole_if_quantized(value: Value, c: RequirementInputs) -> str:
 
 
 def unscattered_for_muon(value: Value, c: RequirementInputs) -> str:
-    """Refuse stage 3 if the user's config asks for what Muon does not support there; candidates turn `reduce_scatter` off.
+    """Require no `reduce_scatter` and no quantized gradients in the user's config if Muon runs at stage 3.
+
+    Candidates turn `reduce_scatter` off.
 
     Source: deepspeed 0.19.8, stage3.py, `Muon and reduce scatter cannot be used together`, and the same of all2all groups.
     """
@@ -87,7 +95,7 @@ def unscattered_for_muon(value: Value, c: RequirementInputs) -> str:
 
 
 def unquantized_for_muon(value: Value, c: RequirementInputs) -> str:
-    """Refuse quantized gradients for Muon, see `unscattered_for_muon`."""
+    """Require another optimizer than Muon."""
     return "is refused by DeepSpeed's Muon" * bool(value and c.job.optimizer_kind == "muon")
 
 
@@ -99,12 +107,12 @@ def _quantized_refused(knobs: Knobs) -> str:
 
 
 def cuda(value: Value, c: RequirementInputs) -> str:
-    """Require CUDA devices. Return the reason of a refusal, else an empty text."""
+    """Require CUDA devices."""
     return "" if c.hardware.device == "cuda" else "is for CUDA alone"
 
 
 def own_allocator(value: Value, c: RequirementInputs) -> str:
-    """A variable that the script's code sets stays set, whatever the command line sets."""
+    """Require a script that sets no allocator variable."""
     set_by_it = settings_in(script_text(c.job.script) or "") if c.job.script is not None else []
     seen = c.job.script.variables if c.job.script is not None else {}
     names = [*(one.name for one in set_by_it if not one.default), *seen]
@@ -113,12 +121,12 @@ def own_allocator(value: Value, c: RequirementInputs) -> str:
 
 
 def several_ranks(value: Value, c: RequirementInputs) -> str:
-    """Require several ranks. Return the reason of a refusal, else an empty text."""
+    """Require several ranks."""
     return "" if c.job.ranks > 1 else "needs more than one rank"
 
 
 def several_nodes(value: Value, c: RequirementInputs) -> str:
-    """Require several nodes for hpZ.
+    """Require several nodes whose ranks the value divides.
 
     The second partition of hpZ lies within a node. On a single node it would hold the memory that ZeRO-3 saves, without a
     gain.
@@ -131,23 +139,26 @@ def several_nodes(value: Value, c: RequirementInputs) -> str:
 
 
 def bf16(value: Value, c: RequirementInputs) -> str:
-    """Require bf16. Return the reason of a refusal, else an empty text."""
+    """Require --precision bf16."""
     return "" if c.job.precision == "bf16" else f"needs --precision bf16, not {c.job.precision}"
 
 
 def fp16(value: Value, c: RequirementInputs) -> str:
-    """Require fp16. Return the reason of a refusal, else an empty text."""
+    """Require --precision fp16."""
     return "" if c.job.precision == "fp16" else f"needs --precision fp16, not {c.job.precision}"
 
 
 def adam(value: Value, c: RequirementInputs) -> str:
-    """DeepSpeed's CPU Adam, checked by type (stage3.py, `Hybrid Optimizer Only Supports DeepSpeedCPUAdam`)."""
+    """Require DeepSpeed's Adam.
+
+    Source: stage3.py, `Hybrid Optimizer Only Supports DeepSpeedCPUAdam`.
+    """
     kind = c.job.optimizer_kind
     return "" if kind in ADAMS else f"needs DeepSpeed's Adam, not {kind}"
 
 
 def place_of_its_optimizer(value: Value, c: RequirementInputs) -> str:
-    """Return why a script's own optimizer cannot step on this device.
+    """Require a device on which the script's own optimizer can step.
 
     Only DeepSpeed's and apex's optimizers are limited. Fused ones accept only GPU tensors (`expected input to be on cuda`), CPU
     ones only tensors in main memory (ops/adam/cpu_adam.py, `CPUAdam param is on`).
@@ -162,7 +173,7 @@ def place_of_its_optimizer(value: Value, c: RequirementInputs) -> str:
 
 
 def sharded_for_its_optimizer(value: Value, c: RequirementInputs) -> str:
-    """Stage 0 offloads nothing."""
+    """Require an optimizer of the script that can step without offloading."""
     return place_of_its_optimizer("none", c) if value == 0 else ""
 
 
@@ -172,25 +183,28 @@ def steps_on_gpu(optimizer: str) -> bool:
 
 
 def no_clipping(value: Value, c: RequirementInputs) -> str:
-    """DeepSpeed clips at 1.0 by default (runtime/constants.py, GRADIENT_CLIPPING_DEFAULT)."""
+    """Require `gradient_clipping: 0` in the user's config.
+
+    DeepSpeed clips at 1.0 by default (runtime/constants.py, GRADIENT_CLIPPING_DEFAULT).
+    """
     own = c.job.base_config.get("gradient_clipping")
     return "" if own == 0 and not isinstance(own, bool) else "needs gradient_clipping: 0 in your own config"
 
 
 def no_narrower_than_the_model(value: Value, c: RequirementInputs) -> str:
-    """Sums in a narrower dtype give different results."""
+    """Require a dtype that is no narrower than the model's or a lossy space."""
     own = WIDTHS.get(c.job.precision, 4)
     narrower = WIDTHS.get(str(value), own) < own and not c.lossy
     return f"is narrower than {c.job.precision}, so that losses may differ: it needs a `lossy: true` space" * narrower
 
 
 def memory_of_its_own(value: Value, c: RequirementInputs) -> str:
-    """On a GPU that shares main memory, offloading to the CPU frees nothing."""
+    """Require a GPU with its own memory for offloading to the CPU."""
     return "frees nothing here, where the GPU's memory is main memory" * (c.hardware.unified and value == "cpu")
 
 
 def a_compiler(value: Value, c: RequirementInputs) -> str:
-    """Return what torch.compile lacks to build its kernels."""
+    """Require triton on GPUs and a C++ compiler on CPU ranks."""
     if c.hardware.device == "cuda":
         return "" if c.job.interpreter.has("triton") else "needs the package triton, which is not installed"
     return (
@@ -201,19 +215,22 @@ def a_compiler(value: Value, c: RequirementInputs) -> str:
 
 
 def a_script(value: Value, c: RequirementInputs) -> str:
-    """ZenFlow decides itself when a step ends (runtime/zenflow/engine.py); a trial of a model sets that explicitly."""
+    """Require a training script.
+
+    ZenFlow decides itself when a step ends (runtime/zenflow/engine.py). A trial of a model sets that explicitly.
+    """
     if c.job.script is not None:
         return ""
     return "needs a training script: the step boundary of a named model is fixed"
 
 
 def mics_init(value: Value, c: RequirementInputs) -> str:
-    """Refuse MiCS, whose model must be built in its own context. Return the reason."""
+    """Require a model that is built under deepspeed.zero.MiCS_Init."""
     return "needs a model made under deepspeed.zero.MiCS_Init, which neither transformers nor the tuner does"
 
 
 def its_package(value: Value, c: RequirementInputs) -> str:
-    """Return the missing package of an attention kernel or of adapters."""
+    """Require the package of the attention kernel or of the adapters."""
     package = missing_package(value, c.job.interpreter)
     return f"needs the package {package}, which is not installed" if package else ""
 
@@ -229,7 +246,7 @@ def missing_package(choice: object, interpreter: Interpreter = OWN) -> str | Non
 
 
 def liger_kernel(value: Value, c: RequirementInputs) -> str:
-    """Check for the package in a version that supports the model's type, and a transformers with which it can be imported."""
+    """Require the package liger_kernel in a version for the model's type and the installed transformers."""
     own, theirs = (c.job.interpreter.version(package) for package in ("liger_kernel", "transformers"))
     if not c.job.interpreter.has("liger_kernel"):
         return "needs the package liger_kernel, which is not installed"
@@ -245,7 +262,7 @@ def liger_kernel(value: Value, c: RequirementInputs) -> str:
 
 
 def liger_model(value: Value, c: RequirementInputs) -> str:
-    """Check that Liger knows the model and that the task has a language-model head.
+    """Require a task with a language-model head and a model that Liger knows.
 
     Liger replaces the forward of any head by that of a language model.
     """
@@ -258,7 +275,10 @@ def liger_model(value: Value, c: RequirementInputs) -> str:
 
 
 def loss_possible(value: Value, c: RequirementInputs) -> str:
-    """Return why the job's loss cannot be computed without its logits. The model's structure is checked when it is built."""
+    """Require a task and adapters whose loss can be computed without logits.
+
+    The model's structure is checked when it is built.
+    """
     if value == LIGER_LOSS:
         return next((why for need in (cuda, liger_model, liger_kernel) if (why := need(value, c))), "")
     if c.job.task != CAUSAL:
@@ -267,7 +287,10 @@ def loss_possible(value: Value, c: RequirementInputs) -> str:
 
 
 def engine_compile(value: Value, c: RequirementInputs) -> str:
-    """Only `engine.compile()` reads it, and a script's call of that is not visible from outside."""
+    """Require --compile or the knob compile.
+
+    Only `engine.compile()` reads it, and a script's call of that is not visible from outside.
+    """
     if c.job.script is not None:
         return "needs a script that calls engine.compile(), which autotune cannot see"
     return "" if c.compiles or c.job.compiled else "needs --compile, or the knob compile"
@@ -676,7 +699,7 @@ def facts(knob: Knob) -> dict[str, str]:
         "values": kind,
         "read at": knob.read.where,
         "changes nothing at": "" if knob.off is None else str(knob.off).lower(),
-        "needs": ", ".join(need.__name__.replace("_", " ") for need in knob.needs),
+        "needs": ", ".join(map(requirement_text, knob.needs)),
         "since deepspeed": dotted(knob.since),
         "until deepspeed": dotted(knob.until),
         "changes what is computed": knob.lossy,

@@ -14,9 +14,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import UserError, did_you_mean
+from autotune.errors import NotProtected, UserError, did_you_mean
 from autotune.util.bounds import display_value, parse_json, read_text
-from autotune.util.entry_points import HUB_READER, SANDBOX
+from autotune.util.entry_points import HUB_READER, NOT_PROTECTED, SANDBOX, WITHOUT_SANDBOX
 from autotune.util.interpreter import OWN, Interpreter, module_command
 from autotune.versions import release
 
@@ -48,8 +48,13 @@ def shipped_models() -> dict[str, ModelSpec]:
     return dict(sorted(found.items()))
 
 
-def resolve_model(name: str, *, trust_remote_code: bool = False, interpreter: Interpreter = OWN) -> ModelSpec:
+def resolve_model(
+    name: str, *, trust_remote_code: bool = False, unprotected: bool = False, interpreter: Interpreter = OWN
+) -> ModelSpec:
     """Resolve a shipped name, a folder with `config.json`, a `config.json`, or a Hub id.
+
+    Args:
+        unprotected: run the model's own code without a sandbox on a machine that offers none.
 
     Raises:
         UserError: there is no such model, or its configuration cannot be read.
@@ -69,7 +74,7 @@ def resolve_model(name: str, *, trust_remote_code: bool = False, interpreter: In
         return by_source[name.lower()]
     if "/" not in name:
         raise UserError(f"unknown model {name!r}{did_you_mean(name, shipped)} (`autotune models` lists the names)")
-    return _from_hub(name, trust_remote_code, interpreter)
+    return _from_hub(name, trust_remote_code, unprotected, interpreter)
 
 
 def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
@@ -91,13 +96,16 @@ def _from_path(path: Path, trust_remote_code: bool) -> ModelSpec:
     return ModelSpec(name, config, str(file.resolve()), trust_remote_code=trust_remote_code)
 
 
-def _from_hub(name: str, trust_remote_code: bool, interpreter: Interpreter) -> ModelSpec:
+def _from_hub(name: str, trust_remote_code: bool, unprotected: bool, interpreter: Interpreter) -> ModelSpec:
     """Read the configuration in a subprocess: this process never imports transformers."""
     flags = ["--trust-remote-code"] if trust_remote_code else []
     with tempfile.TemporaryDirectory(prefix="autotune-") as folder:  # takes what remote code writes
-        command = module_command(interpreter.path, SANDBOX, folder, HUB_READER, *flags, name)
+        agreed = [WITHOUT_SANDBOX] if unprotected or not trust_remote_code else []
+        command = module_command(interpreter.path, SANDBOX, folder, *agreed, HUB_READER, *flags, name)
         environment = interpreter.environment()
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, encoding="utf-8")
+    if done.returncode == NOT_PROTECTED:
+        raise NotProtected
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):

@@ -11,6 +11,8 @@ from typing import Any
 
 LEAST_STEPS = 3  # traced optimizer steps that a comparison needs
 MOST_STEPS = 5  # traced optimizer steps; a search trial runs two warm-up steps and at least three measured ones
+# optimizer steps at which the intervals begin whose learning rates are read from the schedule, each 1.1 times the last
+AHEAD = tuple(round(16 * 1.1**at) for at in range(60))
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class TrainingTrace:
     missing: str = ""  # why a quantity was not seen
     # projections of sampled weights before the first step, divided by the root of their sum of squares; empty if unknown
     initial: tuple[float, ...] = ()
+    ahead: tuple[tuple[float, float], ...] = ()  # lowest and highest learning rate in the intervals of `AHEAD`
     # relative difference between two runs of the user's own config, by quantity; only in the trace of the probe run
     floor: dict[str, float] = field(default_factory=dict)
     # of auxiliary engines with an optimizer, in the order in which they were made; without steps if one made none
@@ -72,6 +75,7 @@ class TrainingTrace:
             any(one["draws"] for one in told),
             next((one["missing"] for one in told if one["missing"]), ""),
             _initial([one.get("weights", ()) for one in told]),
+            tuple((low, high) for low, high in first.get("ahead", ())),
             auxiliary=tuple(
                 cls.merged(each) or cls((), 0, "fp32", 1)  # keeps the places of the next engines
                 for each in zip(*(one.get("auxiliary", ()) for one in told), strict=False)
@@ -84,6 +88,7 @@ class TrainingTrace:
         known = _of(cls, data)
         steps = (_of(TracedStep, step) for step in data["steps"])
         known["initial"] = tuple(known.get("initial", ()))
+        known["ahead"] = tuple((low, high) for low, high in known.get("ahead", ()))
         known["auxiliary"] = tuple(map(cls.from_json, known.get("auxiliary", ())))
         return cls(**{**known, "steps": tuple(TracedStep(**{**s, "rates": tuple(s["rates"])}) for s in steps)})
 

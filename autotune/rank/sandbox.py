@@ -19,30 +19,26 @@ import runpy
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from autotune.util import linux
-from autotune.util.entry_points import SANDBOX
+from autotune.util.caches import library_caches
+from autotune.util.entry_points import NOT_PROTECTED, WITHOUT_SANDBOX
 from autotune.versions import StrEnum
 
-# capabilities(7) of root: those that a container has by default (moby, oci/caps/defaults.go) without mknod, and those to
-# pin memory and to raise limits
-_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 14, 18, 24, 29, 31)
 _KERNEL_FOLDERS = ("/proc", "/sys", "/dev")  # hold no user's files, except for shared memory
-_SHARED_MEMORY = "/dev/shm"
+_SHARED_MEMORY, _TERMINALS = "/dev/shm", "/dev/pts"
 _COPIED_BYTES = 1 << 20  # largest file that is copied if an overlay cannot take it
-_MOST_ENTRIES = 5000  # of a folder whose entries are looked at one by one
 _MOST_FOLDERS = 30  # in which something that can be written is looked for
+_MOST_ENTRIES = 5000  # of a folder whose entries are looked at one by one
 _VIEW_FOLDERS = 2000  # real folders of a view
-_ASIDE: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": 60, "check": False}
 _NOT_ENTERED = 97  # exit status of a process that the kernel refuses a sandbox
 _ATTEMPT = "protection-"  # start of the name of a folder in which `main` tries a sandbox
 
@@ -61,7 +57,7 @@ class Sandbox:
 
     Args:
         folder: the trial's, which takes all that the script writes and is removed with the trial.
-        protection: see `available_protection`.
+        protection: see `main`.
         writable: paths whose writes outlive the trial, such as checkpoints that a later group of ranks loads.
     """
 
@@ -87,8 +83,10 @@ class Sandbox:
             hidden: the study's folder, which a view leaves out.
 
         Raises:
-            OSError: the disk is full, or the folder cannot be written.
+            OSError: the disk is full, the folder cannot be written, or the kernel has no Landlock.
         """
+        if self.protection is Protection.LANDLOCK:
+            linux.landlock_version()  # before a view of thousands of folders is made
         remove(self.folder)
         self.files.mkdir(parents=True)
         if self.protection is not Protection.OVERLAY:
@@ -123,23 +121,25 @@ class Sandbox:
             environment: names the caches, which stay writable too.
 
         Raises:
-            OSError: the kernel refuses what `available_protection` has found, or this process has several threads.
+            OSError: the kernel refuses what `main` has found, or this process has several threads.
         """
         if len(os.listdir("/proc/self/task")) > 1:
             raise OSError(errno.EBUSY, "A process with several threads cannot enter a sandbox")
-        writable = [home, *self.writable, *_caches(environment, os.path.realpath(self.cwd))]
+        writable = [home, *self.writable, *library_caches(environment, os.path.realpath(self.cwd))]
         if self.protection is Protection.OVERLAY:
             self._enter_overlay(writable)
             with suppress(OSError):  # a second wall: the first has no known way around it
                 linux.restrict_writes(["/"])
             if linux.in_user_namespace():
-                os.rename, os.replace = _copying_rename(os.rename), _copying_rename(os.replace)
-            linux.keep_capabilities(() if linux.in_user_namespace() else _CAPABILITIES)
+                os.rename, os.replace = linux.copying_rename(os.rename), linux.copying_rename(os.replace)
+            linux.keep_capabilities(() if linux.in_user_namespace() else linux.CONTAINER_CAPABILITIES)
         elif self.protection is Protection.LANDLOCK:
             os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tmp-", dir=home)  # short: sockets
             own = "/proc" if linux.in_user_namespace() or os.getuid() else "/proc/self"  # root may change settings
-            linux.restrict_writes([*writable, str(self.folder), _SHARED_MEMORY], files_in=[*_devices(), own])
-            linux.keep_capabilities(_CAPABILITIES)
+            linux.restrict_writes(
+                [*writable, str(self.folder), _SHARED_MEMORY], files_in=[*linux.training_devices(), own]
+            )
+            linux.keep_capabilities(linux.CONTAINER_CAPABILITIES)
             linux.ignore_attribute_changes()
         os.chdir(self.script_cwd)
 
@@ -161,109 +161,53 @@ class Sandbox:
             else:  # no disk takes them
                 linux.mount("tmpfs", str(layers), 0, "tmpfs", "mode=0700")
                 tree = _Tree(layers, cwd)
-            sockets = (path for path in linux.listening_sockets() if not path.startswith(_KERNEL_FOLDERS))
-            tree.enter([*sockets, *writable])
+            tree.enter(writable)
             holder.write(str(os.getpid()))
 
 
 def remove(folder: Path) -> None:
-    """Remove a trial's folder and its layers, whatever modes a script has left in them.
-
-    Folders that cannot be removed yet (a network disk keeps open files) are renamed, and the next call tries again.
-    """
+    """Remove a trial's folder and its layers. A network disk keeps open files: they are renamed for the next call."""
     with suppress(FileNotFoundError):
         folder.rename(folder.with_name(f"{folder.name}-{os.urandom(8).hex()}"))
     for base in (*folder.parent.glob(f"{folder.name}-*"), *_spare_bases(folder)):
-        with suppress(OSError):  # another process removes it too
-            _make_writable(base)
-            for _, names, _, opened in os.fwalk(base):
-                for name in names:
-                    with suppress(OSError):
-                        _make_writable(name, opened)
-        shutil.rmtree(base, ignore_errors=True)
-
-
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """Make a folder for `main`, and remove it at the end, with the layers on other disks that a killed process has left."""
-    folder = Path(tempfile.mkdtemp(prefix="autotune-"))
-    try:
-        yield folder
-    finally:
-        for left in [*folder.glob(f"{_ATTEMPT}*"), folder]:
-            remove(left)
-
-
-def _make_writable(folder: str | Path, opened: int | None = None) -> None:
-    """Let the owner remove entries of a folder, never of one behind a link that a running script may put in its place.
-
-    Args:
-        folder: path, or name in the folder `opened`.
-
-    Raises:
-        OSError: it is no folder, or another user's.
-    """
-    handle = os.open(folder, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=opened)
-    try:
-        os.chmod(f"/proc/self/fd/{handle}", 0o700)
-    finally:
-        os.close(handle)
-
-
-def available_protection(
-    cwd: Path, folder: Path, command: Callable[..., list[str]], environment: Mapping[str, str]
-) -> Protection:
-    """Return the best mechanism that this machine offers, by entering a sandbox in a separate process.
-
-    Args:
-        folder: existing folder in which trials have theirs.
-        command: makes the command line that runs a module, see `interpreter.bound_command`.
-        environment: of that process.
-    """
-    try:
-        words = command(SANDBOX, str(folder))
-        said: str = subprocess.run(words, cwd=cwd, text=True, env=environment, **_ASIDE).stdout
-        return Protection((said.splitlines() or [""])[-1])  # a sitecustomize may print lines before
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return Protection.NONE
-
-
-def _make_cuda_device(how: dict[str, Any], devices: str = "/dev") -> None:
-    """Load the driver's module for CUDA if no process has used CUDA since the machine has started.
-
-    CUDA itself starts this program at its first use, and no process may load a module or make a device file in a sandbox.
-
-    Args:
-        how: arguments of `subprocess.run`.
-        devices: folder of the device files.
-    """
-    if os.path.exists(f"{devices}/nvidiactl") and not os.path.exists(f"{devices}/nvidia-uvm"):
-        with suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(["nvidia-modprobe", "-u", "-c=0"], **how)
+        linux.remove_tree(base)
 
 
 def main() -> None:
     """Run a module with its arguments in the best sandbox that this machine offers, or print that sandbox's protection.
 
-    `python -m autotune.rank.sandbox FOLDER [MODULE WORD…]`; FOLDER takes what the module writes.
+    `python -m autotune.rank.sandbox FOLDER [--unprotected] [MODULE WORD…]`; FOLDER takes what the module writes. Where there is
+    no protection, a module runs only if `--unprotected` allows it; otherwise the exit status is NOT_PROTECTED.
     """
     linux.die_with_parent(os.getppid())
-    _make_cuda_device(dict(_ASIDE))
+    linux.make_cuda_device()
     own, (parent, *words) = os.getpid(), sys.argv[1:]
-    for protection in (Protection.OVERLAY, Protection.LANDLOCK):
+    agreed = words[:1] == [WITHOUT_SANDBOX]
+    words = words[agreed:]
+    for protection in Protection:
+        if protection is Protection.NONE:
+            break
         sandbox = Sandbox(Path(parent, f"{_ATTEMPT}{own}"), Path.cwd(), protection)
         try:
-            status = _status_of_child(sandbox, words)
+            status = _status_of_child(sandbox)
         finally:
             if os.getpid() == own:
                 remove(sandbox.folder)
+        if status is None:
+            break  # this is the child
         if status != _NOT_ENTERED:
             sys.exit(status if status >= 0 else 128 - status)  # like a shell's, of a signal
-    _run(Protection.NONE, words)
+    if not words:
+        print(protection, flush=True)
+    elif protection is Protection.NONE and not agreed:
+        sys.exit(NOT_PROTECTED)
+    else:
+        sys.argv = words
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
-def _status_of_child(sandbox: Sandbox, words: list[str]) -> int:
-    """Return the exit status of a child that enters a sandbox, or _NOT_ENTERED if it cannot, or its writes stay."""
+def _status_of_child(sandbox: Sandbox) -> int | None:
+    """Fork a child that enters the sandbox, and return None in it, or its exit status: _NOT_ENTERED if its writes stay."""
     own = os.getpid()
     try:
         sandbox.create(sandbox.folder.parent)
@@ -285,17 +229,7 @@ def _status_of_child(sandbox: Sandbox, words: list[str]) -> int:
     except OSError:
         os._exit(_NOT_ENTERED)
     linux.die_with_parent(own)
-    _run(sandbox.protection, words)
-    sys.exit()
-
-
-def _run(protection: Protection, words: list[str]) -> None:
-    """Run a module in this process, with any error of its own, or print the protection if there is none."""
-    if not words:
-        print(protection, flush=True)
-        return
-    sys.argv = words
-    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    return None
 
 
 class _Tree:
@@ -329,6 +263,9 @@ class _Tree:
             linux.mount(path, at, linux.BIND | linux.RECURSIVE)
             if path != "/proc":  # devices can be written to, but not removed
                 linux.make_read_only(at, recursive=path == "/sys")
+            for mount in self._mounts if path == "/dev" else ():
+                if _contains(path, mount) and mount != _TERMINALS:  # a file of Kubernetes, large pages
+                    linux.make_read_only(self._at(mount))
             for device in linux.machine_devices(self._mounts) if path == "/dev" else ():
                 with suppress(FileNotFoundError):  # unplugged since
                     linux.mount(device, self._at(device), linux.BIND)
@@ -337,8 +274,7 @@ class _Tree:
                 with suppress(OSError):  # not in this kernel
                     linux.mount("mqueue", f"{at}/mqueue", 0, "mqueue")
             for setting in linux.machine_settings() if path == "/proc" and not self._ordinary else ():
-                linux.mount(self._at(setting), self._at(setting), linux.BIND | linux.RECURSIVE)
-                linux.make_read_only(self._at(setting), recursive=True)
+                self._freeze(self._at(setting))
             return
         split = self._ordinary and any(_contains(path, one) and one != path for one in self._mounts)
         if split or self._mounts.get(path) or not self._overlay(path, at):
@@ -348,12 +284,21 @@ class _Tree:
             if split and os.access(path, os.R_OK | os.X_OK):
                 self._show_entries(path, at)
 
-    def _show_entries(self, path: str, at: str) -> None:
-        """Show the entries of a folder with mount points, of which an ordinary user can make no overlay.
+    def _freeze(self, at: str) -> None:
+        """Make a path of the kernel read-only, or hide it if it lies on a file system that takes no such mount."""
+        try:
+            linux.mount(at, at, linux.BIND | linux.RECURSIVE)
+            linux.make_read_only(at, recursive=True)
+        except OSError:
+            folder = os.path.isdir(at)
+            linux.mount(*(("tmpfs", at, linux.READ_ONLY, "tmpfs") if folder else (os.devnull, at, linux.BIND)))
 
-        An overlay of their names and of copies of small files, made in memory, lies below them if the user can write here.
+    def _show_entries(self, path: str, at: str) -> None:
+        """Show the entries of a folder with mount points one by one: an ordinary user can make no overlay of it.
+
+        If the user can write there, an overlay of names and copies of small files lies below them, in memory.
         """
-        writable, sticky = os.access(path, os.W_OK), bool(os.stat(path).st_mode & stat.S_ISVTX)
+        writable, shared = os.access(path, os.W_OK), bool(os.stat(path).st_mode & stat.S_ISVTX)
         opened = os.open(at, os.O_PATH)  # shows the folder read-only, also when an overlay is above it
         if writable:
             self._adopt(path, names := tempfile.mkdtemp(dir=self._memory), everything=True)
@@ -362,21 +307,21 @@ class _Tree:
         for entry in islice(os.scandir(path), _MOST_ENTRIES):
             with suppress(FileNotFoundError):  # another process has removed it
                 folder = entry.is_dir(follow_symlinks=False)
-                if folder and (entry.path in _KERNEL_FOLDERS or not self._is_fixed(entry.path, sticky=sticky)):
+                if folder and (entry.path in _KERNEL_FOLDERS or not self._is_fixed(entry.path, shared=shared)):
                     self._show(entry.path, shown=not writable)
                 elif writable and os.access(entry.path, os.R_OK) and not self._is_copied(entry):
                     source = f"/proc/self/fd/{opened}/{entry.name}"
                     linux.mount(source, self._at(entry.path), linux.BIND | linux.RECURSIVE)
         os.close(opened)
 
-    def _is_fixed(self, path: str, *, sticky: bool) -> bool:
+    def _is_fixed(self, path: str, *, shared: bool) -> bool:
         """Return whether an ordinary user can write to no folder in a folder, as far as _MOST_FOLDERS show it.
 
-        A folder of another user in a sticky one, such as /tmp, is not looked into.
+        A folder of another user in a shared one, such as /tmp, is not looked into.
         """
         if any(_contains(path, one) for one in self._known) or os.access(path, os.W_OK):
             return False
-        waiting = [] if sticky else [path]
+        waiting = [] if shared else [path]
         for folder in islice(waiting, _MOST_FOLDERS):  # grows
             with suppress(OSError):
                 inner = [one.path for one in os.scandir(folder) if one.is_dir(follow_symlinks=False)]
@@ -448,25 +393,16 @@ class _Tree:
                 with suppress(OSError):  # it lies below another mount
                     self._show(path)
         self._overlay(_SHARED_MEMORY, self._at(_SHARED_MEMORY), self._memory)
-        for path in dict.fromkeys(writable):
+        sockets = {path for path in linux.listening_sockets() if not path.startswith(_KERNEL_FOLDERS)}
+        for path in dict.fromkeys([*sockets, *writable]):
             with suppress(OSError):
-                linux.mount(path, self._at(os.path.realpath(path)), linux.BIND | linux.RECURSIVE)
+                linux.mount(path, at := self._at(os.path.realpath(path)), linux.BIND | linux.RECURSIVE)
+                if path in sockets:  # can be connected to, but not changed
+                    linux.make_read_only(at)
         linux.change_root(self._root)
 
     def _at(self, path: str) -> str:
         return self._root + path.rstrip("/")
-
-
-def _devices() -> list[str]:
-    """Return paths that hold all devices except for those of the machine that this process may write to."""
-    machine = linux.machine_devices(linux.mount_points())
-
-    def others(folder: str) -> Iterator[str]:
-        for entry in os.scandir(folder):
-            if not entry.is_symlink() and entry.path not in machine:
-                yield from others(entry.path) if any(_contains(entry.path, one) for one in machine) else [entry.path]
-
-    return [*others("/dev")] if machine else ["/dev"]
 
 
 def _make_alike(path: str, made: str) -> None:
@@ -481,27 +417,6 @@ def _spare_bases(folder: Path) -> list[Path]:
     """Folders on local disks for the layers of a trial whose own folder lies on a network disk."""
     name = f"autotune-layers-{os.getuid()}-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]}"
     return [Path(base, name) for base in dict.fromkeys(("/var/tmp", tempfile.gettempdir()))]
-
-
-def _copying_rename(rename: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `os.rename` so that it copies between two overlays, and folders from below an ordinary user's overlay."""
-
-    def renamed(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
-        try:
-            rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
-        except OSError as error:
-            if error.errno != errno.EXDEV or not src_dir_fd is dst_dir_fd is None:
-                raise
-            folder = os.path.isdir(src) and not os.path.islink(src)
-            copied = f"{os.path.abspath(os.fsdecode(dst))}.{os.urandom(8).hex()}"
-            if folder:
-                shutil.copytree(src, copied, symlinks=True)
-            else:
-                shutil.copy2(src, copied, follow_symlinks=False)
-            rename(copied, dst)
-            (shutil.rmtree if folder else os.unlink)(src)
-
-    return renamed
 
 
 def _create_view(view: str, cwd: str, hidden: set[str]) -> None:
@@ -522,40 +437,6 @@ def _create_view(view: str, cwd: str, hidden: set[str]) -> None:
 def _contains(folder: str, path: str) -> bool:
     """Return whether a path is this folder or lies below it."""
     return f"{path}/".startswith(f"{folder.rstrip('/')}/")
-
-
-def _caches(environment: Mapping[str, str], cwd: str) -> Iterator[str]:
-    """Make and name the caches that libraries keep between runs, by the variables that they document.
-
-    A folder that holds the user's current one is none.
-    """
-    home = os.path.expanduser("~")
-    general = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
-    hub = environment.get("HF_HOME") or f"{general}/huggingface"
-    inductor = os.path.join(tempfile.gettempdir(), f"torchinductor_{environment.get('USER', 'root')}")
-    usual = {
-        "HF_HUB_CACHE": f"{hub}/hub",
-        "HUGGINGFACE_HUB_CACHE": f"{hub}/hub",
-        "TRANSFORMERS_CACHE": f"{hub}/hub",
-        "HF_ASSETS_CACHE": f"{hub}/assets",
-        "HF_XET_CACHE": f"{hub}/xet",
-        "HF_MODULES_CACHE": f"{hub}/modules",
-        "HF_DATASETS_CACHE": f"{hub}/datasets",
-        "TORCH_EXTENSIONS_DIR": f"{general}/torch_extensions",
-        "TORCHINDUCTOR_CACHE_DIR": inductor,
-        "TRITON_CACHE_DIR": f"{environment.get('TRITON_HOME') or home}/.triton/cache",
-        "CUDA_CACHE_PATH": f"{home}/.nv/ComputeCache",
-        "PIP_CACHE_DIR": f"{general}/pip",
-    }
-    for name, path in usual.items():
-        path = os.path.expanduser(environment.get(name) or path)
-        if path.startswith("/") and not f"{cwd}/".startswith(f"{os.path.realpath(path)}/"):
-            with suppress(OSError):
-                os.makedirs(path, exist_ok=True)
-                yield path
-    pipes = environment.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
-    if os.path.isdir(pipes):  # NVIDIA's daemon, maybe another user's, makes it
-        yield pipes
 
 
 if __name__ == "__main__":

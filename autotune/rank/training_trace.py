@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
+import copy
+import gc
+import itertools
 import math
 import sys
 import time
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autotune.problem.training_trace import LEAST_STEPS, MOST_STEPS
+from autotune.problem.training_trace import AHEAD, LEAST_STEPS, MOST_STEPS
 from autotune.rank.random_state import RandomState
 
 _SAMPLED = 16  # parameters, evenly spaced over the model's trained ones
@@ -50,6 +55,9 @@ class TraceRecorder:
         self._before: list[tuple[Any, Any] | None] | None = None
         self._initial: list[float] = []  # projections of the sampled weights before the first step, see `_projected`
         self._own_norm: Any = None
+        self._schedule: Any = None
+        self._schedule_began = 0.0  # its count before the first step
+        self._ahead: list[list[float]] = []
         self._skipped = 0
         self._marked = False  # the generators' states at the first forward are known
         self._draws = False
@@ -142,7 +150,12 @@ class TraceRecorder:
                     "precision": self._precision(engine),
                     "accumulation": int(engine.gradient_accumulation_steps()),
                 }
+                self._schedule = _schedule_of(engine)
+                self._schedule_began = _count_of(self._schedule)
             self._skipped = int(getattr(engine, "skipped_steps", 0))
+            if self._schedule is not None and len(self._steps) == MOST_STEPS - 1:
+                each = (_count_of(self._schedule) - self._schedule_began) / len(self._steps)
+                self._ahead = _rates_ahead(self._schedule, self._schedule_began, each)
             self._step["rates"] = [float(group["lr"]) for group in engine.optimizer.param_groups]
             self._own_norm = None
             known = sum(step["norm"] is not None and not step["skipped"] for step in self._steps)
@@ -196,6 +209,7 @@ class TraceRecorder:
             "weights": self._initial,
             "missing": self._missing,
             "steps": [_plain(s) for s in self._steps],
+            "ahead": self._ahead if not any(step["skipped"] for step in self._steps) else [],
             "auxiliary": [one.report() for one in self._auxiliary],
         }
 
@@ -264,6 +278,66 @@ def _plain(step: Mapping[str, Any]) -> dict[str, Any]:
 
 def _finite(value: float) -> float:
     return value if math.isfinite(value) else _LARGEST
+
+
+# -- schedule ----------------------------------------------------------------------------------------------------------
+
+
+def _schedule_of(engine: Any) -> Any:
+    """Return the learning-rate schedule of an engine's optimizer, which the engine or the script advances.
+
+    None: it has none, several, or one that does not depend on the count of steps.
+    """
+    import torch
+
+    if getattr(engine, "lr_scheduler", None) is not None:
+        return engine.lr_scheduler
+    optimizers, one = list[Any](), engine.optimizer
+    while one is not None and len(optimizers) < 4:  # ZeRO's optimizer, and the script's inside
+        optimizers.append(one)
+        one = getattr(one, "optimizer", None)
+    kind = torch.optim.lr_scheduler.LRScheduler
+    known = [one for one in gc.get_objects() if issubclass(type(one), kind)]
+    found = [one for one in known if any(getattr(one, "optimizer", None) is of for of in optimizers)]
+    parts = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
+    whole = [one for one in found if id(one) not in parts]
+    return whole[0] if len(whole) == 1 else None
+
+
+def _count_of(schedule: Any) -> float:
+    return float(getattr(schedule, "last_epoch", getattr(schedule, "last_batch_iteration", 0)))
+
+
+def _rates_ahead(schedule: Any, start: float, each: float) -> list[list[float]]:
+    """Return [lowest, highest] learning rate of the group with the highest, between the optimizer steps `AHEAD`.
+
+    Args:
+        schedule: of torch or DeepSpeed. A copy is asked, so that nothing advances.
+        start: its count in the first optimizer step.
+        each: counts of an optimizer step.
+    """
+    found = []
+    for begin, end in itertools.pairwise(AHEAD):
+        rates = [max(_rates_at(schedule, int(start + each * step)), default=math.nan) for step in range(begin, end)]
+        if any(map(math.isnan, rates)):
+            break
+        found.append([float(f"{one:.4g}") for one in (min(rates), max(rates))])
+    return found
+
+
+def _rates_at(schedule: Any, count: int) -> list[float]:
+    """Return the learning rates at a count of the schedule; none after its end, or if it is no function of the count."""
+    if milestones := getattr(schedule, "_milestones", None):  # torch's SequentialLR
+        at = bisect.bisect_right(milestones, count)
+        return _rates_at(schedule._schedulers[at], count - milestones[at - 1] if at else count)
+    asked = copy.copy(schedule)
+    groups = [{key: one for key, one in group.items() if key != "params"} for group in schedule.optimizer.param_groups]
+    asked.optimizer, asked._get_lr_called_within_step = types.SimpleNamespace(param_groups=groups), True
+    setattr(asked, "last_epoch" if hasattr(asked, "last_epoch") else "last_batch_iteration", count)
+    try:
+        return [float(one) for one in getattr(asked, "_get_closed_form_lr", asked.get_lr)()]
+    except Exception:  # OneCycleLR after its last step; ReduceLROnPlateau
+        return []
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

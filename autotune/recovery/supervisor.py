@@ -442,9 +442,8 @@ class AttemptMessages:
     resumed_from: str = ""
     origin: str = ""
     strayed: bool = False
-    earlier: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # fields of `rank.checkpoints.CheckpointLedger` by output folder
+    # fields of `rank.checkpoints.CheckpointLedger` by output folder
+    earlier: dict[str, dict[str, Any]] = field(default_factory=dict)
     begun: set[str] = field(default_factory=set)  # output folders of Trainer's arguments
     traces: dict[int, dict[str, Any]] = field(default_factory=dict)  # first steps, by rank
 

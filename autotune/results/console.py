@@ -346,8 +346,8 @@ def show_study(store: StudyStore, out: Console) -> None:
             f"{counted(len(calls), 'call')}, the last {format_duration(last.used_seconds)} of "
             f"{format_duration(last.budget_seconds)} ({last.ended or 'not ended'})"
         )
-    for line in verdict_lines(facts, records, store.job, store.hardware):
-        print(line)
+    left = [f"  {calls[-1].confidence}"] if calls and calls[-1].confidence else []
+    print(*verdict_lines(facts, records, store.job, store.hardware), *left, sep="\n")
 
 
 def trial_lines(store: StudyStore, record: Record) -> list[str]:

@@ -284,7 +284,7 @@ def without_zero_init(candidate: Candidate, job: Job) -> str:
     )
 
 
-def needs(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[str]:
+def training_changes(candidate: Candidate, job: Job, variables: Mapping[str, str]) -> list[str]:
     """List the changes a training needs that a DeepSpeed config cannot carry, one per line.
 
     Args:
@@ -398,7 +398,7 @@ def meta(
         "threads_per_rank": threads,
         "environment": variables,
         "resume_peak_bytes": resume_peak_bytes,
-        "your_training_must": needs(candidate, job, variables),
+        "your_training_must": training_changes(candidate, job, variables),
         "measured_with_optimizer": job.own_optimizer.get("type", job.optimizer),
         "fingerprint": fingerprint,
     }

@@ -238,9 +238,8 @@ class Plan:
     job: Job
     hardware: Hardware
     best: list[Prediction]
-    ways: tuple[
-        WayPlan, ...
-    ]  # by stage: plain, with checkpointing, with offload, with both, as far as the space has them
+    # by stage: plain, with checkpointing, with offload, with both, as far as the space has them
+    ways: tuple[WayPlan, ...]
     note: str
     tokens: float = TOKENS
     price: Price | None = None
@@ -249,14 +248,12 @@ class Plan:
     with_host: Prediction | None = None  # if nothing fits: the config that would fit with the least main memory
     host_assumed: bool = False  # main memory was neither measured nor given
     batch_assumed: bool = False  # the global batch was neither given nor in a config
-    loading_bytes: float = (
-        0.0  # main memory of a node while each rank loads a full copy of the weights; 0: no copy, or unknown
-    )
+    loading_bytes: float = 0.0  # main memory of a node while each rank loads a copy of the weights; 0: no copy is made
+    zero_init_bytes: float = 0.0  # the same if zero.Init divides one copy over the ranks
     chunked: ChunkedLoss | None = None  # None: logits and loss are small, or cannot be avoided
     own: CardPlan | None = None  # for the requested card, with an exact `fewest_gpus`
-    cards: tuple[
-        CardPlan, ...
-    ] = ()  # cheapest first, those with measured rows before others; those without a price last
+    # cheapest first, those with measured rows before others; those without a price last
+    cards: tuple[CardPlan, ...] = ()
     gains: tuple[PlannedGain, ...] = ()  # best first
     errors: KnownErrors | None = None  # for the fastest, or for the smallest that does not fit
 
@@ -308,6 +305,7 @@ class Plan:
             if self.chunked
             else None,
             "loading_bytes_per_node": round(self.loading_bytes),
+            "loading_bytes_with_zero_init": round(self.zero_init_bytes),
             "would_help": [vars(gain) for gain in self.gains],
             "fewest_gpus": card_json(self.own) if self.own else None,
             "cards": [card_json(card) for card in self.cards],
@@ -492,20 +490,19 @@ def measured_lines(plan: Plan) -> list[str]:
 
 
 def loading_line(plan: Plan) -> str:
-    """Format the main memory that loading a checkpoint needs, and the remedy if there is less."""
+    """Format the main memory that loading a checkpoint needs, without and with zero.Init."""
     hardware = plan.hardware
     each = f"{hardware.per_node} ranks load a full copy each" if hardware.per_node > 1 else "the weights are loaded"
-    text = f"up to {_gib(plan.loading_bytes)} of main memory a node while {each}"
-    if plan.loading_bytes <= hardware.host_memory_bytes:
-        return text
-    return f"{text}: more than there is; at ZeRO 3 zero.Init loads one copy in parts"
+    more = ", more than there is" if plan.loading_bytes > hardware.host_memory_bytes else ""
+    text = f"up to {_gib(plan.loading_bytes)} of main memory a node while {each}{more}"
+    return f"{text}; {_gib(plan.zero_init_bytes)} with zero.Init (ZeRO 3)" if hardware.count > 1 else text
 
 
 def _chance(one: Prediction) -> str:
     """Format the probability that it fits."""
     if one.sure:
         return f"; fits: {min(one.chance, 0.99):.0%}"
-    return f"; fits: only {one.chance:.0%}, and nothing is likelier: keep a smaller one at hand"
+    return f"; fits: only {one.chance:.0%}, and no config is likelier to fit"
 
 
 def nothing_fits_lines(plan: Plan) -> list[str]:
@@ -523,7 +520,8 @@ def nothing_fits_lines(plan: Plan) -> list[str]:
         need = Shortage.of(plan.closest, hardware)
         usable = f"{need.gpu_usable_bytes / GIB:.1f} may be used"
         host = f", {_gib(need.host_needed_bytes)} of main memory a node" if need.host_needed_bytes else ""
-        need_text = f"needs {need.gpu_needed_bytes / GIB:.1f} GiB a GPU ({usable}){host}: {need}"
+        expected = f"{plan.closest.peak_bytes / GIB:,.1f} expected, {usable}"
+        need_text = f"needs {_gib_number(need.gpu_needed_bytes)} GiB a GPU to fit surely ({expected}){host}: {need}"
         lines.append(f"nearest: {knobs_text(plan.closest.candidate)}: {need_text}")
     if plan.shared is not None:
         job, one = plan.shared.job, plan.shared.prediction
@@ -728,7 +726,7 @@ def cards_table(plan: Plan) -> PlanTable | None:
     dear = [card.gpu for card in plan.cards if card.best and card.best.price is None]
     others = f" and {len(dear) - UNPRICED} more" if len(dear) > UNPRICED else ""
     note = "GPUs: the cheapest of 1, 2, 4, 8 or whole nodes of 8 within 30 days; +cpu: with offload. "
-    note += "*: no published measurement of this card, so its speed is extrapolated. "
+    note += "*: no published measurement of this card, so its speed is extrapolated and it comes after the others. "
     note += "Prices are rough, on demand, read in the month shown"
     note += f"; none known for {', '.join(dear[:UNPRICED])}{others}" if dear else ""
     columns = ("card", "fits from", "GPUs", "tokens/s", "$ an hour", "read", "time", "cost")
@@ -747,8 +745,8 @@ def _card_row(card: CardPlan) -> tuple[str, ...]:
     usd = "" if best.usd is None else f"{format_usd(best.usd)}{_between(best.usd_interval, format_usd)}"
     return (
         card.gpu + (" *" if card.extrapolated else ""),
-        _count(card.fewest) or f"{_count(card.fewest_offloading)} +cpu",
-        _count(best),
+        _size(min(filter(None, (card.fewest or card.fewest_offloading, best)), key=lambda one: one.hardware.count)),
+        _size(best),
         rate(best.tokens_per_second),
         f"{best.usd_per_hour:.2f}" if best.usd_per_hour is not None else "",
         best.price.date if best.price else "",
@@ -768,7 +766,12 @@ def fewest_gpus(card: CardPlan, job: Job) -> str:
     if offloading and (card.fewest is None or offloading.hardware.count < card.fewest.hardware.count):
         need = _gib(offloading.host_bytes)
         parts.append(f"with offload {_count(offloading)} ({need} of main memory a node)")
-    return "; ".join(parts) or "more than 32 nodes of 8"
+    return "; ".join(parts) or "no number surely fits, up to 32 nodes of 8"
+
+
+def _size(outlook: Outlook) -> str:
+    """Format a number of GPUs; `+cpu` if the config offloads."""
+    return _count(outlook) + (" +cpu" if outlook.prediction.candidate.offloaded else "")
 
 
 def _count(outlook: Outlook | None) -> str:

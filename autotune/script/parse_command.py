@@ -327,20 +327,8 @@ def _other(interpreter: str, python: str) -> bool:
 _SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish"}
 _MOST_BYTES = 1 << 20
 _LONGEST = 500  # characters of a quoted line
-_BEFORE = {
-    "exec",
-    "nohup",
-    "time",
-    "then",
-    "do",
-    "else",
-    "srun",
-    "mpirun",
-    "mpiexec",
-    "uv",
-    "conda",
-    "{",
-}  # words in front of a command
+# words in front of a command
+_BEFORE = set("exec nohup time then do else srun mpirun mpiexec uv conda {".split())
 _BETWEEN = re.compile(r"\s*(?:&&|\|\||;)\s*")
 _QUOTED = re.compile(r"\b(?:ba|da|z|k)?sh\s+-\w*c\s+(['\"])(.*)\1")
 _AFTER = re.compile(r"\s+(?:\||\d?>|&|#).*")  # pipes, redirections and comments after a command

@@ -50,9 +50,8 @@ KNOWN_FLAGS = {
 }
 LOCAL_RANK_FLAGS = ("--local_rank", "--local-rank")  # flags that the `deepspeed` launcher passes to every rank
 _NEGATED_FLAGS = tuple(f"--{name}" for one in FRAMEWORKS for name in one.negated.values())
-FLAGS = frozenset(
-    (*KNOWN_FLAGS.values(), *_NEGATED_FLAGS, CONFIG_FLAG, *LOCAL_RANK_FLAGS)
-)  # flags to look for in the script's parser
+# flags to look for in the script's parser
+FLAGS = frozenset((*KNOWN_FLAGS.values(), *_NEGATED_FLAGS, CONFIG_FLAG, *LOCAL_RANK_FLAGS))
 
 
 # Slow imports (seconds) that the fork server does once for all trials, if the script's text mentions the package.
@@ -254,7 +253,7 @@ def _launcher_words(script: Script, candidate: Candidate, line: CommandLine, ran
             line = dataclasses.replace(line, launcher=(*line.launcher, "--use_deepspeed"))
     known = {**(file.data.get("deepspeed_config") or {} if file else {}), **line.options}
     if line.kind == ACCELERATE and ACCUMULATION in known and not script.holds_batch:
-        wanted[f"--{ACCUMULATION}"] = str(candidate.accumulation)
+        wanted[f"--{ACCUMULATION}"] = str(candidate.engine_batch(script)[1])
     for name, value in wanted.items():
         line = dataclasses.replace(line, launcher=tuple(with_option(line, name, value)))
     return list(line.launcher)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.job import Job
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
-from autotune.problem.training_trace import LEAST_STEPS, TracedStep, TrainingTrace
+from autotune.problem.training_trace import AHEAD, LEAST_STEPS, TracedStep, TrainingTrace
 from autotune.script.profile import loops_by_hand, own_candidate
 from autotune.search.trials import RESUME, Record
 from autotune.util.units import counted
@@ -33,14 +33,13 @@ LEAST_TOLERANCE = {"fp32": 1e-3, "mixed": 5e-3, "bf16": 5e-3, "fp16": 5e-3}
 # stages 2 and 3 in fp32, where loss and gradient norm agree to six digits (a PPO loop on two CPU ranks).
 _LEAST_OF_UPDATES = 5e-3
 _FLOORS = 4.0  # tolerated multiples of the floor, which is itself estimated from a few steps
-# Mean difference, in standard deviations of the steps, from which it is systematic: 4.5 standard errors of five steps,
-# which noise passes in 99 % of all cases (Student's t, four degrees of freedom).
-_SYSTEMATIC = 2.0
 _CLEARS = 0.02  # relative difference of the gradient norm up to which another loss has no effect
 _ERRORS = 3.0  # standard errors of the mean that noise of other rows explains
 _CLOSE = 0.05  # tolerance up to which a comparison is close
 _MOST = math.log(1.4)  # no noise floor tolerates more: factors of 1.5 and 0.67 are always found
+_UNSEEN = math.log(1.5)  # a comparison that leaves this factor open says nothing
 _RATE_TOLERANCE = 0.01  # relative; a schedule's length in steps is rounded
+_LATER_TOLERANCE = 0.1  # of the highest learning rate, in later steps
 _ROWS_TOLERANCE = 0.25  # relative; the last batch of a data set may be smaller
 _CLAMP = 1e-3  # smallest ratio, for a quantity that is zero in one run
 _TINY = 1e-12  # a quantity below is zero
@@ -88,9 +87,7 @@ class Certificate:
 def floor_of(first: TrainingTrace, second: TrainingTrace) -> dict[str, float]:
     """Return by how much two runs of one config differ: the root mean square over the steps, by quantity."""
     return {
-        name: math.sqrt(statistics.fmean(one * one for one in each))
-        for name in (LOSS, NORM, UPDATE)
-        if (each := _differences(first, second, name))
+        name: _root_mean_square(each) for name in (LOSS, NORM, UPDATE) if (each := _differences(first, second, name))
     }
 
 
@@ -98,15 +95,15 @@ def floor_of_cut(first: TrainingTrace, second: TrainingTrace) -> dict[str, float
     """Return the noise floor by a run on another cut of the same batch: the scatter of the steps, by quantity.
 
     An effect of the cut shifts the mean, or builds up from step to step, and leaves the scatter. A script that draws no
-    random numbers has no noise: its scatter counts only if the cut shifts nothing.
+    random numbers has no noise: its scatter is an effect too, such as that of a mean over the tokens of a micro-batch.
     """
-    floor, least = floor_of(first, second), _least(first, second)
+    floor = floor_of(first, second)
     for name in floor:
         each = _differences(first, second, name)
-        if len(each) >= LEAST_STEPS:
+        if not first.draws:
+            floor[name] = 0.0
+        elif len(each) >= LEAST_STEPS:
             floor[name] = min(statistics.stdev(each), _deviation_from_line(each))
-            if not first.draws and abs(statistics.fmean(each)) > max(least, _SYSTEMATIC * floor[name]):
-                floor[name] = 0.0
     return floor
 
 
@@ -123,6 +120,10 @@ def with_floor(
     pairs = zip(reference.auxiliary, other.auxiliary, strict=False)
     known = tuple(with_floor(dataclasses.replace(a, draws=a.draws or reference.draws), b, floor) for a, b in pairs)
     return dataclasses.replace(reference, floor=highest, auxiliary=(*known, *reference.auxiliary[len(known) :]))
+
+
+def _root_mean_square(each: Sequence[float]) -> float:
+    return math.hypot(*each) / math.sqrt(len(each))
 
 
 def _deviation_from_line(each: Sequence[float]) -> float:
@@ -151,13 +152,19 @@ def compare(
         is_users: the reference is the user's own config. A named model's is another candidate.
     """
     found = _compare_engine(reference, own, trace, candidate, is_users=is_users)
-    for number, (theirs, mine) in enumerate(zip(reference.auxiliary, trace.auxiliary, strict=False), 2):
-        if found.verdict is Verdict.SAME:
-            theirs = dataclasses.replace(theirs, draws=theirs.draws or reference.draws)
-            one = _compare_engine(theirs, own, mine, candidate, is_users=is_users)
-            if one.verdict is Verdict.DIFFERS:
-                return dataclasses.replace(one, text=f"in engine {number}, {one.text}")
-    return found
+    unknown = ""
+    untraced = TrainingTrace((), 0, "fp32", 1)
+    pairs = itertools.zip_longest(reference.auxiliary, trace.auxiliary, fillvalue=untraced)
+    for number, (theirs, mine) in enumerate(pairs, 2):
+        if found.verdict is Verdict.DIFFERS:
+            return found
+        theirs = dataclasses.replace(theirs, draws=theirs.draws or reference.draws)
+        one = _compare_engine(theirs, own, mine, candidate, is_users=is_users)
+        if one.verdict is Verdict.DIFFERS:
+            return dataclasses.replace(one, text=f"in engine {number}, {one.text}")
+        if one.verdict is Verdict.NOT_COMPARED:
+            unknown += f"; engine {number} not compared: {one.text}"
+    return dataclasses.replace(found, text=found.text + unknown)
 
 
 def _compare_engine(
@@ -183,12 +190,24 @@ def _compare_engine(
         times = f"{factor:.3g}x of {yours}" if theirs else f"{mine:.3g} instead of 0"
         why = f"learning rate is {times} in optimizer step {step + 1}"
         return _different(why, RATES, factor, reference, own, trace, candidate, is_users)
+    if (later := _wrong_later(reference, trace)) is not None:
+        step, theirs, mine = later
+        why = f"learning rate will be {mine:.3g} instead of {theirs:.3g} in optimizer step {step}"
+        factor = mine / theirs if theirs else math.inf
+        return _different(why, RATES, factor, reference, own, trace, candidate, is_users, later=True)
+    if reference.draws and not reference.floor:  # no run has measured the noise, so the steps show it
+        reference = dataclasses.replace(reference, floor=floor_of_cut(reference, trace))
     found = {name: each for name in (LOSS, NORM, UPDATE) if (each := _differences(reference, trace, name))}
     if not found:
         why = trace.missing or reference.missing or "no loss, gradient norm or update was seen"
         return Certificate(Verdict.NOT_COMPARED, why)
     tolerance = {name: _tolerance(name, reference, trace) for name in found}
     beyond = {name for name in found if abs(_mean(name, found, reference, trace)) > tolerance[name]}
+    # Without noise, an effect of the cut may scatter around zero. Named models average over a micro-batch's tokens.
+    exact = is_users and own.micro_batch != candidate.micro_batch and not reference.draws
+    exact = exact and same_rows(reference, trace) and same_weights(reference, trace)
+    scatter = {name: _root_mean_square(found[name]) for name in found if exact and name != UPDATE}
+    beyond |= {name for name in scatter if scatter[name] > tolerance[name]}
     # The loss has no effect except through its gradient, which clears it only if its own noise is small. A part of the
     # loss that grows shows in it first.
     cleared = {NORM, UPDATE} <= found.keys() and abs(_mean(NORM, found, reference, trace)) <= _CLEARS
@@ -203,6 +222,8 @@ def _compare_engine(
             much = f"runs differ by {math.expm1(reference.floor[name]):.0%} in one step, because their rows differ"
             return Certificate(Verdict.NOT_COMPARED, f"{name} is {factor:.3g}x of {yours}, and {much}")
         why = f"{name} is {factor:.{3 if abs(math.log(factor)) > 0.01 else 5}g}x of {yours}"
+        if abs(math.log(factor)) <= tolerance[name]:
+            why = f"{name} is {math.expm1(scatter[name]):.1%} off {yours} in a step, up or down"
         loss = math.exp(statistics.fmean(found[LOSS])) if LOSS in beyond else None
         if loss is not None and name != LOSS and abs(loss - 1) >= 0.005:
             why += f", loss {loss:.3g}x"
@@ -213,24 +234,32 @@ def _compare_engine(
         return _different(
             why, name, factor, reference, own, trace, candidate, is_users, loss_factor=loss, same_gradient=same
         )
-    apart = max(abs(_mean(name, found, reference, trace)) for name in found) > _least(reference, trace)
-    reserve = _reserve(reference, trace, max(tolerance.values())) if apart else ""
-    return Certificate(Verdict.SAME, _figures(reference, trace, found) + reserve)
+    # A loss has no effect but through its gradient.
+    open_to = {name: _unseen(name, found, reference, trace) for name in found if name != LOSS or NORM not in found}
+    name = max(open_to, key=lambda one: open_to[one])
+    if open_to[name] >= _UNSEEN:
+        factor, hidden = math.exp(statistics.fmean(found[name])), math.exp(open_to[name])
+        why = f"{name} is {factor:.3g}x of {yours} on average, and a factor of {hidden:.2g} would stay unseen"
+        return Certificate(Verdict.NOT_COMPARED, f"{why}: {_noise(reference, trace)}", name, factor)
+    reserve = f"; compared only to within {math.expm1(open_to[name]):.0%}: {_noise(reference, trace)}"
+    return Certificate(Verdict.SAME, _figures(reference, trace, found) + reserve * (open_to[name] > _CLOSE))
 
 
-def _reserve(reference: TrainingTrace, trace: TrainingTrace, tolerance: float) -> str:
-    """Return how far two runs that do not agree closely may differ unseen, and why; empty if no more than a few percent."""
-    if tolerance <= _CLOSE:
-        return ""
+def _unseen(name: str, found: dict[str, list[float]], reference: TrainingTrace, trace: TrainingTrace) -> float:
+    """Return the logarithm of the factor that a comparison leaves open: the mean difference, and errors of this mean."""
+    each = found[name]
+    moves = name == UPDATE and _is_early(reference) != _is_early(trace)  # with Adam's step counter
+    error = 0.0 if moves or len(each) < 2 else statistics.stdev(each) / math.sqrt(len(each))
+    return abs(_mean(name, found, reference, trace)) + _ERRORS * error
+
+
+def _noise(reference: TrainingTrace, trace: TrainingTrace) -> str:
+    """Return why two runs do not agree closely."""
     if not same_weights(reference, trace):
-        why = "its initial weights differ from run to run"
-    elif not same_rows(reference, trace):
-        why = "its rows differ from run to run"
-    elif reference.draws and not reference.floor:
-        why = "the noise of its random numbers was not measured"
-    else:
-        why = "the noise of its random numbers" if reference.draws else "its steps scatter with the cut of the batch"
-    return f"; compared only to within {math.expm1(tolerance):.0%}: {why}"
+        return "its initial weights differ from run to run"
+    if not same_rows(reference, trace):
+        return "its rows differ from run to run"
+    return "the noise of its random numbers" if reference.draws else "two runs of it differ"
 
 
 def _rows_factor(reference: TrainingTrace, trace: TrainingTrace, *, cut: bool) -> float | None:
@@ -254,6 +283,20 @@ def _wrong_rate(pairs: Iterable[tuple[TracedStep, TracedStep]]) -> tuple[int, fl
         for a, b in zip(one, other, strict=False):
             if max(abs(a), abs(b)) > _TINY and abs(a - b) > _RATE_TOLERANCE * max(abs(a), abs(b)):
                 return at, a, b
+    return None
+
+
+def _wrong_later(reference: TrainingTrace, trace: TrainingTrace) -> tuple[int, float, float] | None:
+    """Return (optimizer step, reference's, candidate's) of the first other learning rate that the schedules lead to.
+
+    A schedule's length is rounded, so the reference's neighbouring intervals are its rates too.
+    """
+    least = _LATER_TOLERANCE * max((high for _, high in reference.ahead), default=0.0)
+    for at, (step, (low, high), _) in enumerate(zip(AHEAD, trace.ahead, reference.ahead, strict=False)):
+        near = reference.ahead[max(0, at - 1) : at + 2]
+        lowest, highest = min(one for one, _ in near), max(one for _, one in near)
+        if low > highest + least or high < lowest - least:
+            return step, highest if low > highest else lowest, low if low > highest else high
     return None
 
 
@@ -296,8 +339,6 @@ def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace) -> flo
     other weights (`zero.Init` draws them on the device), all noise is.
     """
     least = max(_least(reference, trace), _LEAST_OF_UPDATES if name == UPDATE else 0.0)
-    if reference.draws and not reference.floor:  # dropout of an unknown size
-        return _MOST
     floor = _FLOORS * reference.floor.get(name, 0.0)
     if not same_weights(reference, trace):
         floor = _MOST
@@ -420,13 +461,15 @@ def _different(
     *,
     loss_factor: float | None = None,
     same_gradient: bool = False,
+    later: bool = False,
 ) -> Certificate:
     cut = candidate.micro_batch != own.micro_batch
     cause, because = "", ""
     if quantity == RATES and reference.iterations != trace.iterations:
         cause = ACCUMULATION
         because = (
-            f"the schedule advances with iterations of your loop, and {trace.iterations} instead of "
+            f"the {'length of the ' * later}schedule {'counts' if later else 'advances with'} iterations of your loop, and "
+            f"{trace.iterations} instead of "
             f"{reference.iterations} of them make an optimizer step"
         )
     elif loss_factor is not None and cut:

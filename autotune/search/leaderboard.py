@@ -66,9 +66,8 @@ class Leaderboard:
                 self.set_aside.add(candidate)
         if role == RESUME:
             self.resumed[candidate] = outcome
-            if (
-                outcome.kind.is_oom
-            ):  # an OOM would also end a resumed training; other failures may be errors of the save itself
+            # an OOM would also end a resumed training; other failures may be errors of the save itself
+            if outcome.kind.is_oom:
                 self.reject(candidate, f"it does not resume from a checkpoint: {outcome.reason}")
             return
         if outcome.measurement is None:
@@ -480,9 +479,8 @@ class StudyFacts:
     own: Record | None  # trial of the script's own config
     own_ratio: SpeedRatio | None  # the winner's speed divided by that of the script's own config
     closest: Record | None  # the config closest to fitting, if memory is why nothing can win
-    failures: tuple[
-        tuple[str, int], ...
-    ]  # (kind and reason of a trial without a measurement, count), most frequent first
+    # (kind and reason of a trial without a measurement, count), most frequent first
+    failures: tuple[tuple[str, int], ...]
     trials: int  # ended trials
     cut_short: bool  # nothing was measured, and the budget ended a trial
     stop_reason: str  # empty while the study runs, or after a SIGKILL

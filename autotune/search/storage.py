@@ -47,9 +47,8 @@ _SQLITE, _JOURNAL = "sqlite:///", "journal:"  # URL prefixes
 DATABASES = ("study.db", "study.journal")  # files in a study's folder, by precedence
 BUSY_SECONDS = 60.0  # seconds; SQLite waits for another process's write, then the call ends
 _DISK_FAILS = re.compile("disk I/O error|is full")  # SQLite's messages
-_JOURNAL_MAGIC = bytes.fromhex(
-    "d9d505f920a163d7"
-)  # first bytes of a rollback journal, and also its last bytes if it names a super-journal
+# first bytes of a rollback journal, and also its last bytes if it names a super-journal
+_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
 _CACHE_KIB = 256  # pages of a database in memory; SQLite's 2000 make a tuner grow by 4 KiB a trial until they are full
 _FOUNDERS = 4  # tuners that may create the tables of a new database at once
 
@@ -189,8 +188,8 @@ def _check_file(path: Path, shown: str, reading: bool) -> None:
     """Raise a UserError if a file cannot be opened, or cannot be created there and is needed for writing."""
     if not path.parent.is_dir():
         raise UserError(f"{shown}: there is no folder {path.parent}; make it, or choose another")
-    if path.is_dir():
-        raise UserError(f"{shown} is a folder; expected a file")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{shown} is a folder, a device or a pipe; expected a file")
     if reading:
         if not path.exists():
             raise UserError(f"{shown}: there is no such file")

@@ -425,11 +425,11 @@ class StudyStore:
         self._call = key, {"started": now(), "budget_seconds": budget_seconds, "used_seconds": 0.0, "ended": ""}
         self._set(*self._call)
 
-    def update_call(self, used_seconds: float, ended: str = "") -> None:
-        """Store the seconds that the current call used, and the reason of its end."""
+    def update_call(self, used_seconds: float, ended: str = "", confidence: str = "") -> None:
+        """Store the seconds that the current call used, the reason of its end, and the sentence of its `Confidence`."""
         if self._call is not None:
             key, call = self._call
-            call |= {"used_seconds": round(used_seconds, 1), "ended": ended}
+            call |= {"used_seconds": round(used_seconds, 1), "ended": ended, "confidence": confidence}
             self._set(key, call)
 
     def calls(self) -> list[Call]:
@@ -560,6 +560,7 @@ class Call:
     budget_seconds: float
     used_seconds: float
     ended: str = ""  # reason; empty while the call runs, or after a SIGKILL
+    confidence: str = ""  # sentence that bounds the speed of untried candidates; empty without a measurement
 
 
 def name_of_call(before: int, tuner: str) -> str:

@@ -40,7 +40,7 @@ from autotune.search.certificate import Certifier
 from autotune.search.concurrency import PeerTrials, SearchWorkers
 from autotune.search.leaderboard import NOT_VERIFIED, Leaderboard, Measured, first_of_calls, held_bytes, reference_name
 from autotune.search.proposer import TRIAL_SHARE, Proposal, Proposer
-from autotune.search.stopping import Confidence, Stop, StopReason
+from autotune.search.stopping import Stop, StopReason
 from autotune.search.study import StudyStore
 from autotune.search.surrogate import HOPELESS_SIGMAS
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, set_attribute
@@ -66,7 +66,7 @@ class SearchSummary:
     used_seconds: float
     measured: int = 0
     by_kind: Counter[str] = field(default_factory=Counter)
-    confidence: Confidence | None = None  # bound of the speed that is left; None without a measurement
+    confidence: str = ""  # sentence of `Confidence`; empty without a measurement
 
 
 class Tuner:
@@ -142,10 +142,11 @@ class Tuner:
         if self.cancelled():
             ended = StopReason.INTERRUPTED.stop()
         self.store.note_skips(self.proposer.skips())
-        self.trials.save_call(ended.sentence)
+        left = self.proposer.confidence()
+        confidence = left.sentence if left is not None else ""
+        self.trials.save_call(ended.sentence, confidence)
         counts = self.store.finished
         used, measured = self.clock.used_seconds, counts[OutcomeKind.OK.value]
-        confidence = self.proposer.confidence()
         return SearchSummary(winner, verified, ended.sentence, self.cancelled(), used, measured, counts, confidence)
 
     def _search_and_verify(self) -> tuple[Stop, Record | None, bool]:
@@ -370,9 +371,9 @@ class TrialRecorder:
         self.leaderboard.begin_call()
         self.proposer.begin_call()
 
-    def save_call(self, ended: str = "") -> None:
-        """Store the seconds used, and how the call ended."""
-        self.store.update_call(self.clock.used_seconds, ended)
+    def save_call(self, ended: str = "", confidence: str = "") -> None:
+        """Store the seconds used, how the call ended, and the sentence that bounds the speed of untried candidates."""
+        self.store.update_call(self.clock.used_seconds, ended, confidence)
         self.observer.clock(self.clock.used_seconds, self.clock.budget_seconds)
 
     def poll_peers(self) -> None:
@@ -439,9 +440,8 @@ class TrialRecorder:
             return
         self.proposer.observe(candidate, outcome)
         is_unknown = self.leaderboard.why_not(candidate) in ("", NOT_VERIFIED)
-        if (
-            self.leaderboard.is_deprioritized(candidate) or not is_unknown
-        ):  # unlikely to win, or with another global batch size
+        # unlikely to win, or with another global batch size
+        if self.leaderboard.is_deprioritized(candidate) or not is_unknown:
             self.proposer.exclude(candidate)
 
 

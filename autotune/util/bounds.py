@@ -6,10 +6,15 @@ before it is used.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
+import os
+import select
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,8 @@ MOST = 2**63 - 1  # the largest integer of DeepSpeed and torch; "no limit" in a 
 MOST_RANKS = 65_536  # of one training
 MOST_TEXT = 65_536  # characters of one text
 MOST_BYTES = 64 * 2**20  # of a text file
+PIPE_SECONDS = 60.0  # for the writers of a pipe
+_READ_BYTES = 2**20  # at a time
 _MOST_DEPTH = 200
 _SHOWN = 60  # characters of a value in a message
 
@@ -93,6 +100,8 @@ def _leaves(data: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 def read_text(path: Path, what: str, expected: str) -> str:
     """Return a file's text, which is UTF-8 with or without a byte order mark.
 
+    A pipe, such as `<(command)` of a shell, is read until its writers close it, for at most PIPE_SECONDS.
+
     Args:
         what: name of the file in the message, like `--lengths FILE`.
         expected: end of the message.
@@ -101,9 +110,8 @@ def read_text(path: Path, what: str, expected: str) -> str:
         UserError: the file cannot be read, is no text, or is too large.
     """
     try:
-        with path.open("rb") as file:  # a device or a pipe may have no end
-            if len(data := file.read(MOST_BYTES + 1)) > MOST_BYTES:
-                raise UserError(f"{what} has more than {MOST_BYTES} bytes: {expected}")
+        if len(data := bounded_bytes(path, MOST_BYTES)) > MOST_BYTES:
+            raise UserError(f"{what} has more than {MOST_BYTES} bytes: {expected}")
         text = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig").read()
     except FileNotFoundError:
         raise UserError(f"{what}: no such file; {expected}") from None
@@ -113,6 +121,28 @@ def read_text(path: Path, what: str, expected: str) -> str:
     if "\0" in text:
         raise UserError(f"{what} cannot be read (it holds NUL characters): {expected}")
     return text
+
+
+def bounded_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return what a file holds, or one byte more than `most_bytes` of a longer one: a device may have no end.
+
+    Raises:
+        OSError: the file cannot be read, or the writers of a pipe have not closed it within PIPE_SECONDS.
+    """
+    data, until, poll = bytearray(), time.monotonic() + PIPE_SECONDS, select.poll()
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        poll.register(opened, select.POLLIN)
+        while len(data) <= most_bytes:
+            if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+                raise TimeoutError(errno.ETIMEDOUT, f"nothing more was written to it within {PIPE_SECONDS:.0f} s")
+            with suppress(BlockingIOError):
+                if not (read := os.read(opened, min(_READ_BYTES, most_bytes + 1 - len(data)))):
+                    break
+                data += read
+    finally:
+        os.close(opened)
+    return bytes(data)
 
 
 def parse_json(text: str, where: str, expected: str) -> Any:

@@ -7,11 +7,13 @@ import errno
 import functools
 import os
 import platform
+import shutil
 import signal
 import stat
 import struct
+import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -208,7 +210,7 @@ def own_memory() -> None:
     """Copy the memory shared with the fork's parent, all at once and in order.
 
     Pages that are copied one by one, on write, end up scattered over physical memory. Training is then 3 to 5 % slower than in a
-    process that imported everything itself (`docs/architecture.md`). Linux before 5.14 does not support this.
+    process that imported everything itself. Linux before 5.14 does not support this.
     """
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -236,10 +238,10 @@ def _shared_with_parent() -> list[tuple[int, int]]:
 #
 # Bindings of system calls that Python's standard library lacks. Each raises OSError with the kernel's reason.
 
-BIND, RECURSIVE = 0x1000, 0x4000  # mount(2)
-_PRIVATE, _DETACH = 0x40000, 2  # mount(2), umount2(2)
+BIND, RECURSIVE, READ_ONLY = 0x1000, 0x4000, 1  # mount(2)
+_NO_DEVICE, _REMOUNT, _PRIVATE, _DETACH = 4, 32, 0x40000, 2  # mount(2), umount2(2)
 _NEW_MOUNTS, _NEW_IPC, _NEW_USER = 0x00020000, 0x08000000, 0x10000000  # unshare(2)
-_MOUNT_SETATTR, _AT_RECURSIVE, _ATTR_READ_ONLY, _ATTR_NO_DEVICE = 442, 0x8000, 1, 4  # mount_setattr(2)
+_MOUNT_SETATTR, _AT_RECURSIVE = 442, 0x8000  # mount_setattr(2), which has mount's flags
 _SECCOMP, _DROP_BOUND, _NO_NEW_PRIVILEGES = 22, 24, 38  # prctl(2)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -266,16 +268,22 @@ def unmount(at: str) -> None:
 
 
 def make_read_only(at: str, *, recursive: bool = False, devices: bool = True) -> None:
-    """Make the mount at a path read-only. mount_setattr(2).
+    """Make the mount at a path read-only. mount_setattr(2), or mount(2) before Linux 5.12.
 
     Args:
         at: the path.
         recursive: include all mounts below it.
         devices: devices can be opened, and written to.
     """
-    set_, flags = _ATTR_READ_ONLY | (0 if devices else _ATTR_NO_DEVICE), _AT_RECURSIVE if recursive else 0
+    set_, flags = READ_ONLY | (0 if devices else _NO_DEVICE), _AT_RECURSIVE if recursive else 0
     attributes = struct.pack("=4Q", set_, 0, 0, 0)
-    _syscall(_MOUNT_SETATTR, -100, os.fsencode(at), flags, attributes, ctypes.c_size_t(len(attributes)))
+    try:
+        _syscall(_MOUNT_SETATTR, -100, os.fsencode(at), flags, attributes, ctypes.c_size_t(len(attributes)))
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        for path in [at, *(one for one in mount_points() if recursive and one.startswith(f"{at}/"))]:
+            mount(None, path, _REMOUNT | BIND | set_)
 
 
 def mount_points() -> dict[str, bool]:
@@ -284,6 +292,54 @@ def mount_points() -> dict[str, bool]:
     fields = [line.split(b" ")[4:6] for line in lines]  # a space in a path is \040
     paths = [os.fsdecode(path.decode("unicode_escape").encode("latin-1")) for path, _ in fields]
     return {path: b"ro" in options.split(b",") for path, (_, options) in zip(paths, fields, strict=True) if path != "/"}
+
+
+def copying_rename(rename: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `os.rename` so that it copies between two overlays, and folders from below an ordinary user's overlay."""
+
+    def renamed(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+        try:
+            rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        except OSError as error:
+            if error.errno != errno.EXDEV or not src_dir_fd is dst_dir_fd is None:
+                raise
+            folder = os.path.isdir(src) and not os.path.islink(src)
+            copied = f"{os.path.abspath(os.fsdecode(dst))}.{os.urandom(8).hex()}"
+            if folder:
+                shutil.copytree(src, copied, symlinks=True)
+            else:
+                shutil.copy2(src, copied, follow_symlinks=False)
+            rename(copied, dst)
+            (shutil.rmtree if folder else os.unlink)(src)
+
+    return renamed
+
+
+def remove_tree(folder: str | Path) -> None:
+    """Remove a folder with what this user may remove of it, whatever modes a script has left in it."""
+    with suppress(OSError):  # another process removes it too
+        _make_writable(folder)
+        for _, names, _, opened in os.fwalk(folder):
+            for name in names:
+                with suppress(OSError):
+                    _make_writable(name, opened)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_writable(folder: str | Path, opened: int | None = None) -> None:
+    """Let the owner remove entries of a folder, never of one behind a link that a running script may put in its place.
+
+    Args:
+        folder: path, or name in the folder `opened`.
+
+    Raises:
+        OSError: it is no folder, or another user's.
+    """
+    handle = os.open(folder, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=opened)
+    try:
+        os.chmod(f"/proc/self/fd/{handle}", 0o700)
+    finally:
+        os.close(handle)
 
 
 def change_root(folder: str) -> None:
@@ -346,10 +402,15 @@ def in_user_namespace() -> bool:
 
 def machine_settings() -> list[str]:
     """Return the paths in /proc that belong to no process and may lead to a setting of the machine: proc(5)."""
-    entries = [one for one in os.scandir("/proc") if not one.name.isdigit() and not one.is_symlink()]
-    return [
-        one.path for one in entries if one.is_dir() or one.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH)
-    ]
+    found = []
+    for one in os.scandir("/proc"):
+        with suppress(
+            OSError
+        ):  # it cannot be opened either: another file system's, such as lxcfs, whose server is gone
+            settable = one.is_dir() or one.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH)
+            if settable and not one.name.isdigit() and not one.is_symlink():
+                found.append(one.path)
+    return found
 
 
 def machine_devices(mounts: Collection[str], folder: str = "/dev") -> list[str]:
@@ -375,6 +436,39 @@ def machine_devices(mounts: Collection[str], folder: str = "/dev") -> list[str]:
     return [one for one, state in found.items() if stat.S_ISBLK(state.st_mode) or not state.st_mode & writers[one]]
 
 
+def training_devices() -> list[str]:
+    """Return paths that hold all devices except for the `machine_devices`."""
+    machine = machine_devices(mount_points())
+
+    def others(folder: str) -> Iterator[str]:
+        for entry in os.scandir(folder):
+            if not entry.is_symlink() and entry.path not in machine:
+                holds = any(path.startswith(f"{entry.path}/") for path in machine)
+                yield from others(entry.path) if holds else [entry.path]
+
+    return [*others("/dev")] if machine else ["/dev"]
+
+
+def make_cuda_device(devices: str = "/dev") -> None:
+    """Load the driver's module for CUDA if no process has used CUDA since the machine has started.
+
+    CUDA itself starts this program at its first use, and no process may load a module or make a device file in a sandbox.
+
+    Args:
+        devices: folder of the device files.
+    """
+    if os.path.exists(f"{devices}/nvidiactl") and not os.path.exists(f"{devices}/nvidia-uvm"):
+        with suppress(OSError, subprocess.SubprocessError):
+            words, null = ["nvidia-modprobe", "-u", "-c=0"], subprocess.DEVNULL
+            subprocess.run(words, stdin=null, stdout=null, stderr=null, timeout=60, check=False)
+
+
+# capabilities(7) that root keeps: chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap, net_bind_service, net_raw,
+# sys_chroot, audit_write, setfcap, as in a container (moby, oci/caps/defaults.go, without mknod), and ipc_lock and
+# sys_resource, to pin memory and to raise limits. A kernel's new ones are not among them.
+CONTAINER_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 29, 31, 14, 24)
+
+
 def keep_capabilities(numbers: Collection[int]) -> None:
     """Take all other capabilities from this process and its children. capabilities(7)."""
     for one in set(range(64)).difference(numbers):
@@ -396,6 +490,17 @@ _TRUNCATE_ABI = 3  # covers truncation, and lets files be moved between folders:
 _SCOPE_ABI, _SCOPE_SIGNALS = 6, 2  # LANDLOCK_SCOPE_SIGNAL: Linux 6.12
 
 
+def landlock_version() -> int:
+    """Return the version of the kernel's Landlock.
+
+    Raises:
+        OSError: the kernel has none that covers truncation.
+    """
+    if (version := _syscall(_LANDLOCK_CREATE, None, 0, 1)) < _TRUNCATE_ABI:
+        raise OSError(errno.EOPNOTSUPP, "Landlock does not cover truncation")
+    return version
+
+
 def restrict_writes(paths: Iterable[str], files_in: Iterable[str] = ()) -> None:
     """Have Landlock refuse this process and its children every change outside of these paths, and signals to other processes.
 
@@ -406,11 +511,10 @@ def restrict_writes(paths: Iterable[str], files_in: Iterable[str] = ()) -> None:
         files_in: folders whose files can be written to, but neither made nor removed.
 
     Raises:
-        OSError: the kernel has no Landlock that covers truncation.
+        OSError: see `landlock_version`.
     """
     _call("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    if (version := _syscall(_LANDLOCK_CREATE, None, 0, 1)) < _TRUNCATE_ABI:
-        raise OSError(errno.EOPNOTSUPP, "Landlock does not cover truncation")
+    version = landlock_version()
     handled = struct.pack("=3Q", _WRITES, 0, _SCOPE_SIGNALS if version >= _SCOPE_ABI else 0)
     rules = _syscall(_LANDLOCK_CREATE, handled, ctypes.c_size_t(len(handled) if version >= _SCOPE_ABI else 8), 0)
     for path, allowed in [*((one, _WRITES) for one in paths), *((one, _WRITES_OF_FILES) for one in files_in)]:

@@ -517,9 +517,8 @@ def _lost(context: FailureContext) -> OutcomeKind | None:
 class FailurePattern:
     """Pattern of one failure text."""
 
-    points_to: (
-        OutcomeKind | Callable[[FailureContext], OutcomeKind | None]
-    )  # None makes the search continue with the next pattern
+    # None makes the search continue with the next pattern
+    points_to: OutcomeKind | Callable[[FailureContext], OutcomeKind | None]
     text: re.Pattern[str]
     frames: re.Pattern[str] | None = None  # an innermost frame must match too: file, function, source
 

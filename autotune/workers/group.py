@@ -124,9 +124,8 @@ class WorkerGroup:
             numbers = range(at * share, (at + 1) * share)
             host.launch(entry, numbers, deadline=deadline, cancelled=self._cancelled)
         stop = self.watch(lambda: self.greeted, deadline)
-        if (
-            stop is not WatchEnd.ARRIVED
-        ):  # the socket stays open, because a refused rank would die of it and hide the cause
+        # the socket stays open, because a refused rank would die of it and hide the cause
+        if stop is not WatchEnd.ARRIVED:
             return stop
         common = {**spec, "world": world}
         if len(self._hosts) > 1:
@@ -180,9 +179,8 @@ class WorkerGroup:
                 self.failed_at = timer.now
                 self.silence = f"{self.phase.value}: no sign of life for {patience:.0f} s{self._positions_text()}"
                 return WatchEnd.SILENT
-            if (
-                self._receive(0.1) and self.greeted
-            ):  # hellos count only together, so a slow one does not extend the wait
+            # hellos count only together, so a slow one does not extend the wait
+            if self._receive(0.1) and self.greeted:
                 timer.last_alive = time.monotonic()
             if not self.errors and until():
                 return WatchEnd.ARRIVED

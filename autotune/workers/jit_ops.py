@@ -55,7 +55,8 @@ def load_ops(names: list[str], report: ProgressCallback = lambda **said: None) -
             built = _load(name, builder, folder, report)
             report(op=name, state="done", built=built, seconds=time.monotonic() - began)
         except Exception as error:
-            failed[name] = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            failed[name] = why[:300].removesuffix(" None")  # DeepSpeed appends its error log, which may be None
             report(op=name, state="failed", seconds=time.monotonic() - began)
     return failed
 

@@ -49,9 +49,8 @@ def merged(parts: list[MemoryPeaks]) -> MemoryPeaks:
         if part.foreign > whole.foreign:
             whole.foreign, whole.neighbours = part.foreign, part.neighbours
         whole.lost = whole.lost or part.lost
-        whole.clocks |= {
-            f"machine {number}, {gpu}": samples for gpu, samples in part.clocks.items()
-        }  # each machine has a GPU 0
+        # each machine has a GPU 0
+        whole.clocks |= {f"machine {number}, {gpu}": samples for gpu, samples in part.clocks.items()}
         whole.clock_reasons |= part.clock_reasons
         whole.host_low = min(whole.host_low, part.host_low)
         whole.oom_kills += part.oom_kills

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import difflib
+import json
 import re
 import statistics
 import sys
@@ -160,21 +161,72 @@ def published_targets() -> str:
     return table(["measure", "ours", "target"], rows)
 
 
+def _beside(rows: list[dict[str, Any]], of: Callable[[dict[str, Any]], str]) -> str:
+    """Rows one by one beside their predictions before any trial; a decision is `runs` or `OOM`."""
+    found = []
+    for row in rows:
+        figures = [row["measured"], row["predicted"], *row["interval"]]
+        texts = [f"{one:.3g} s" if row["figure"] == "step" else f"{one / GIB:.3g} GiB" for one in figures]
+        texts = ["runs" if one else "OOM" for one in figures[:2]] + ["—"] if row["figure"] == "decision" else texts
+        off = "—" if row["figure"] == "decision" else f"{row['predicted'] / row['measured'] - 1:+.0%}"
+        where = f"{row['gpus']} x {row['gpu']}, {row['seq_len']} tokens"
+        found.append([f"{row['source']}, {row['id']}", of(row), where, texts[0], texts[1], off, " to ".join(texts[2:])])
+    return table(["source, row", "trained", "on", "published", "predicted", "off by", "95 %"], found)
+
+
+def _config(row: dict[str, Any]) -> str:
+    return str(row["candidate"]).split(" contig")[0].split(" overlap")[0]
+
+
 def published_experts() -> str:
-    """Rows of mixtures of experts; a decision is `runs` or `OOM`."""
-    models = known_models().values()
-    mixtures = {model.name for model in models if any("expert" in key for key in model.config)}
-    rows = []
+    """Rows of mixtures of experts."""
+    mixtures = {model.name for model in known_models().values() if any("expert" in key for key in model.config)}
+    rows = [row for row in result("published")["rows"] if row["model"] in mixtures]
+    return _beside(rows, lambda row: f"{row['model']}, {_config(row)}")
+
+
+def published_experts4() -> str:
+    """The same rows with transformers 4 installed."""
+    rows = json.loads((DATA / "published" / "jobs" / "experts_transformers-4.57.1.json").read_text())["rows"]
+    return _beside(rows, lambda row: f"{row['model']}, {_config(row)}")
+
+
+def published_sequences() -> str:
+    """Rows whose sequences are shared by ranks."""
+    rows = [row for row in result("published")["rows"] if row["sequence_ranks"] > 1]
+    return _beside(rows, lambda row: f"{row['model']}, {_config(row)}, {row['sequence_ranks']} ranks a sequence")
+
+
+def published_qlora() -> str:
+    """Rows of adapters on 4-bit weights; `weights` are those of inference."""
+    rows = [row for row in result("published-jobs")["rows"] if "quantize" in row["trains"]]
+    ranks = {row["id"]: re.findall(r"r=\d+", row["trains"])[0] for row in rows}
+    return _beside(rows, lambda row: f"{row['model']}, {ranks[row['id']]}, {row['quantity']}")
+
+
+def published_muon() -> str:
+    """Rows of the post on Muon."""
+    rows = [row for row in result("published-jobs")["rows"] if row["id"] in ("711", "712")]
+    return _beside(rows, lambda row: f"{row['model']}, {row['trains']}, {_config(row)}")
+
+
+def published_references() -> str:
+    """Rows of torch alone on several GPUs, by source and figure: DDP, and FSDP of either version."""
+    with (DATA / "published" / "gpu_published.csv").open() as file:
+        ways = {row["id"]: re.match("ddp|fsdp", row["parallel"].lower()) for row in csv.DictReader(file)}
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in result("published")["rows"]:
-        if row["model"] in mixtures:
-            figures = (row["measured"], row["predicted"])
-            cells = ["runs" if one else "OOM" for one in figures] if row["figure"] == "decision" else []
-            cells = cells or [f"{one:.3g} s" if row["figure"] == "step" else f"{one / GIB:.3g} GiB" for one in figures]
-            where = f"{row['gpus']} x {row['gpu']}, {row['seq_len']} tokens"
-            rows.append(
-                [f"{row['source']}, {row['id']}", row["model"], where, row["candidate"].split(" contig")[0], *cells]
-            )
-    return table(["source, row", "model", "on", "config", "published", "predicted"], rows)
+        if (way := ways.get(row["id"])) and row["gpus"] > 1:
+            groups.setdefault((way.group().upper(), row["source"], row["figure"]), []).append(row)
+    found = []
+    for key, rows in sorted(groups.items()):
+        held = sum(row["interval"][0] <= row["measured"] <= row["interval"][1] for row in rows)
+        told = ["—", f"{sum(row['measured'] == row['predicted'] for row in rows)} of {len(rows)} right"]
+        if key[2] != "decision":
+            error = statistics.median(row["predicted"] / row["measured"] - 1 for row in rows)
+            told = [f"{error:+.0%}", f"{held} of {len(rows)} inside 95 %"]
+        found.append([*key, ", ".join(row["id"] for row in rows), *told])
+    return table(["trained by", "source", "figure", "rows", "median error", "held"], found)
 
 
 # -- GPUs ------------------------------------------------------------------------------------------------------------
@@ -358,6 +410,37 @@ def storage() -> str:
     )
 
 
+# -- variants of a job -------------------------------------------------------------------------------------------------
+
+
+def _variants(what: str) -> str:
+    """Steps of two variants of a job by stage, measured in turn."""
+    found = []
+    for row in result("variants-cpu"):
+        if row["what"] != what:
+            continue
+        why = str(row.get("refused") or row.get("failed") or "")
+        cells = ["—", why.rpartition(": ")[2], *["—"] * 3]
+        if not why:
+            ratio = f"{row['other / usual']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
+            cells = [f"{row[name]:.3f}" for name in ("usual, s", "other, s")] + [ratio, f"{row['predicted']:.2f}"]
+            cells.append(" and ".join(f"{row[name]:.0f}" for name in ("usual, MiB", "other, MiB")))
+        found.append([row["model"], str(row["stage"]), *cells])
+    names = {"loss": ("full", "chunked"), "qlora": ("16 bits", "nf4")}[what]
+    steps = [f"{name}, s" for name in names]
+    return table(["model", "stage", *steps, "ratio (least to most)", "predicted", "peaks, MiB"], found)
+
+
+def variants_loss() -> str:
+    """The whole loss and the loss in chunks."""
+    return _variants("loss")
+
+
+def variants_qlora() -> str:
+    """Adapters on 16-bit and on 4-bit base weights."""
+    return _variants("qlora")
+
+
 # -- stages ------------------------------------------------------------------------------------------------------------
 
 
@@ -471,6 +554,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "published-kinds": published_kinds,
     "published-rows": published_count,
     "published-experts": published_experts,
+    "published-experts4": published_experts4,
+    "published-sequences": published_sequences,
+    "published-qlora": published_qlora,
+    "published-muon": published_muon,
+    "published-references": published_references,
     "published-leaning": published_leaning,
     **docs_search.FIGURES,
     "gpu-machines": gpu_machines,
@@ -484,6 +572,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "nodes": nodes,
     "node-trials": node_trials,
     "storage": storage,
+    "variants-loss": variants_loss,
+    "variants-qlora": variants_qlora,
     "stages-own": stages_own,
     "stages-published": stages_published,
     "gallery-starts": gallery_starts,

@@ -1,10 +1,10 @@
-"""Measures the private memory of processes that load a checkpoint, next to the prediction of `plan`.
+"""Measures the memory of ranks that load a checkpoint, next to the prediction of `plan`.
 
-    python benchmarks/predict/loading.py [--checkpoint FOLDER] [--dtype bfloat16] [--ranks 2 [--zero-init]]
+    python benchmarks/predict/loading.py [--checkpoint FOLDER] [--dtype bfloat16] [--ranks 2]
 
-Without a folder a llama of 222 million parameters is written in 32 bits. Private memory is USS: mapped pages of the file that
-other ranks share, or that the kernel may drop, do not count once another rank maps them. With `--zero-init` the ranks load under
-DeepSpeed's stage 3, as `from_pretrained` does while an HfDeepSpeedConfig lives.
+Without a folder a llama of 222 million parameters is written in 32 bits. The ranks load it twice: plainly, and under DeepSpeed's
+stage 3, as `from_pretrained` does while an HfDeepSpeedConfig lives. `copied` is anonymous memory, which the kernel can only
+kill for; `mapped` are pages of the file, which ranks share and the kernel may drop.
 """
 
 from __future__ import annotations
@@ -12,51 +12,57 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
-import psutil
+if not __package__:  # started by its path: benchmarks import each other from the repository's root
+    sys.path[0] = str(Path(__file__).parents[2])
+
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from autotune.util.units import MIB
+from benchmarks.common import print_table
 
 
 def main() -> None:
-    """Print predicted and measured MiB of each rank."""
+    """Print predicted and measured MiB of each rank and of all together."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--zero-init", action="store_true")
+    parser.add_argument("--ranks", type=int, default=2)
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        if asked.checkpoint is None:
-            shape = LlamaConfig(vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hidden_layers=16)
-            AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
-        arguments = (asked.ranks, asked.checkpoint or folder, asked.dtype, asked.zero_init, folder)
-        context = multiprocessing.get_context("spawn")
-        ranks = [context.Process(target=load, args=(rank, *arguments)) for rank in range(asked.ranks)]
-        for one in ranks:
-            one.start()
-        for one in ranks:
-            one.join()
-        raise SystemExit(max(one.exitcode or 0 for one in ranks))
+    rows = []
+    for zero_init in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            if asked.checkpoint is None:
+                shape = LlamaConfig(vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hidden_layers=16)
+                AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+            jobs = [
+                (rank, asked.ranks, asked.checkpoint or folder, asked.dtype, zero_init, folder)
+                for rank in range(asked.ranks)
+            ]
+            with multiprocessing.get_context("spawn").Pool(asked.ranks, maxtasksperchild=1) as pool:
+                found = pool.starmap(load, jobs, chunksize=1)
+        whole = {name: sum(one[name] for one in found) for name in found[0]}
+        for rank, one in [*enumerate(found), ("all", whole)]:
+            way = "zero.Init" if zero_init else "a copy each"
+            rows.append({"way": way, "rank": rank, **{name: f"{size / MIB:.0f}" for name, size in one.items()}})
+    print_table(f"MiB of ranks that load a checkpoint in {asked.dtype}", rows, keys=2)
 
 
-def load(rank: int, ranks: int, checkpoint: str, dtype: str, zero_init: bool, folder: str) -> None:
-    """Load the checkpoint in this rank, and print what it held."""
-    config = None
-    if zero_init:
-        config = _stage_3(rank, ranks, dtype, Path(folder, "rendezvous"))
-    process, ended = psutil.Process(), threading.Event()
-    before, peak = process.memory_full_info().uss, [0]
+def load(rank: int, ranks: int, checkpoint: str, dtype: str, zero_init: bool, folder: str) -> dict[str, float]:
+    """Load the checkpoint in this rank; return bytes of a copy as predicted, and of what was held."""
+    config = _stage_3(rank, ranks, dtype, Path(folder, "rendezvous")) if zero_init else None
+    ended, before = threading.Event(), _held()
+    peaks = [0, 0]
 
     def watch() -> None:
-        while not ended.wait(0.02):
-            peak[0] = max(peak[0], process.memory_full_info().uss)
+        while not ended.wait(0.01):
+            peaks[:] = map(max, peaks, _held())
 
     watching = threading.Thread(target=watch)
     watching.start()
@@ -64,12 +70,22 @@ def load(rank: int, ranks: int, checkpoint: str, dtype: str, zero_init: bool, fo
     time.sleep(0.1)
     ended.set()
     watching.join()
-    after = process.memory_full_info().uss
+    after = _held()
     elements = sum(getattr(one, "ds_numel", one.numel()) for one in model.parameters())
-    copied = elements * next(model.parameters()).element_size()
-    found = {"full copy (predicted)": copied, "held after": after - before, "highest": peak[0] - before}
-    way = "zero.Init" if config is not None else "no zero.Init"
-    print(f"rank {rank}, {dtype}, {way}: {', '.join(f'{name} {size / MIB:.0f} MiB' for name, size in found.items())}")
+    copy = elements * next(model.parameters()).element_size() / (1 if config is None else ranks)
+    return {
+        "predicted": copy,
+        "copied, at most": peaks[0] - before[0],
+        "copied, after": after[0] - before[0],
+        "mapped, at most": peaks[1] - before[1],
+    }
+
+
+def _held() -> tuple[int, int]:
+    """Return the bytes of this process in anonymous memory, and of files; proc(5), /proc/pid/status."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text("utf-8").splitlines())
+    anonymous, files = (int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
+    return anonymous, files
 
 
 def _stage_3(rank: int, ranks: int, dtype: str, store: Path) -> object:

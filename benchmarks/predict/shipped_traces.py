@@ -1,10 +1,12 @@
 """Writes `autotune/data/traces.json`: the traces of the shipped models, so that `autotune plan` answers without torch.
 
     python benchmarks/predict/shipped_traces.py [--models NAME,NAME] [--write FILE]
+    python benchmarks/predict/shipped_traces.py --time 5
 
 Each model is traced as `plan` would without options: its default task and sequence length, bf16, all parameters trained;
 causal models also with a loss in chunks. Traces come from the cache where it has them. A model that cannot be traced in time
-is left out, and with `--models` those in the file stay.
+is left out, and with `--models` those in the file stay. `--time` writes nothing: it prints the seconds of `autotune plan` in
+fresh processes with an empty cache, in this environment and in one without torch, transformers and deepspeed.
 """
 
 from __future__ import annotations
@@ -12,7 +14,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import resource
+import statistics
+import subprocess
 import sys
+import sysconfig
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +39,7 @@ from autotune.predict.zero_memory import muon_sizes
 from autotune.problem.job import Job
 from autotune.problem.models import CAUSAL, shipped_models
 from autotune.util.interpreter import OWN
+from benchmarks.common import print_table
 
 SHIPPED = Path(__file__).parents[2] / "autotune" / "data" / "traces.json"
 CARD = "h100"  # any card with bf16: a trace does not depend on it
@@ -78,6 +88,38 @@ def _rounded(data: Any) -> Any:
     return data
 
 
+PLAN = ("-m", "autotune", "plan", "--model", "llama-3.1-8b", "--gpu", CARD, "--gpus", "8")
+RANKS_ONLY = ("torch", "transformers", "deepspeed")
+
+
+def cold_plans(rounds: int) -> list[dict[str, Any]]:
+    """Wall and CPU seconds of a plan in fresh processes with an empty cache, with torch and without it, in turns."""
+    repository = Path(__file__).parents[2]
+    found: dict[str, list[tuple[float, float]]] = {"with torch": [], "without torch": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for package in Path(sysconfig.get_path("purelib")).iterdir():
+            if package.name.partition("-")[0] not in RANKS_ONLY and package.suffix != ".pth":
+                Path(folder, package.name).symlink_to(package)
+        # -S leaves out this environment's packages
+        ways = {"with torch": ([], str(repository)), "without torch": (["-S"], f"{repository}{os.pathsep}{folder}")}
+        for _ in range(rounds):
+            for name, (options, path) in ways.items():
+                with tempfile.TemporaryDirectory() as cache:
+                    variables = {**os.environ, "AUTOTUNE_CACHE": cache, "PYTHONPATH": path}
+                    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+                    command = [sys.executable, *options, *PLAN]
+                    subprocess.run(command, env=variables, cwd=cache, check=True, stdout=subprocess.DEVNULL)
+                    wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+                used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+                found[name].append((wall, used))
+    rows = []
+    for name, times in found.items():
+        wall, used = zip(*times, strict=True)
+        row = {"plan": name, "wall s, median": statistics.median(wall), "least": min(wall), "most": max(wall)}
+        rows.append({**row, "CPU s, median": statistics.median(used)})
+    return [{key: f"{one:.2f}" if isinstance(one, float) else one for key, one in row.items()} for row in rows]
+
+
 def _told(made: int, of: int) -> None:
     print(f"traced {made} of {of}", file=sys.stderr, flush=True)
 
@@ -86,7 +128,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(shipped_models()), metavar="NAME,NAME", help="default: all")
     parser.add_argument("--write", type=Path, default=SHIPPED, metavar="FILE", help="where it goes")
+    parser.add_argument("--time", type=int, default=0, metavar="N", help="only time N plans of each kind")
     arguments = parser.parse_args()
+    if arguments.time:
+        print_table(f"seconds of `autotune {' '.join(PLAN[2:])}`", cold_plans(arguments.time))
+        return
     kept = json.loads(SHIPPED.read_text())
     made = shipped(arguments.models.split(","), kept)
     head = f'{{"version": {made["version"]}, "versions": {json.dumps(made["versions"])}, "traces": {{\n'

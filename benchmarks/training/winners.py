@@ -123,6 +123,12 @@ STYLES = {
     "packed_stream": Style("stream packed end to end", "styles.py packed_stream"),
     "gan": Style("generator and discriminator", "styles.py gan"),
     "accelerated": Style("accelerate, accumulate(), clipping", "styles.py accelerated"),
+    "label_sum": Style("sum over the micro-batch, divided by its flag", "styles.py label_sum"),
+    "token_mean": Style("mean over a micro-batch's own tokens", "styles.py token_mean"),
+    "contrastive": Style("negatives gathered from all ranks", "styles.py contrastive"),
+    "one_cycle": Style("schedule over the loader's optimizer steps", "styles.py one_cycle"),
+    "cosine_of_loader": Style("schedule over the loader's micro-batches", "styles.py cosine_of_loader"),
+    "lora_by_hand": Style("LoRA without a library, two learning rates", "styles.py lora_by_hand"),
     "fabric": Style("Lightning Fabric", "styles.py fabric", needs="lightning"),
     "hydra": Style("Hydra", "styles.py hydra data.batch_size=4", {"conf.yaml": _HYDRA}, needs="hydra"),
 }

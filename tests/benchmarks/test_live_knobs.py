@@ -57,3 +57,13 @@ def test_a_vision_language_model_is_met_better_than_the_published_error() -> Non
     assert len(errors) > 30
     assert statistics.fmean(errors) < 0.087
     assert max(errors) < 0.12
+
+
+def test_a_loss_in_chunks_costs_no_more_than_is_predicted() -> None:
+    """Measured in turn on CPU ranks, where slices of the logits stay in the cache (benchmarks/trials/job_variants.py)."""
+    rows = json.loads((DATA.parent / "results" / "variants-cpu.json").read_text())
+    losses = [row for row in rows if row["what"] == "loss"]
+    assert {row["stage"] for row in losses} == {0, 2}
+    for row in losses:
+        assert 0.5 < row["other / usual"] < row["predicted"] < 4 / 3, "the head's products grow by a third at most"
+        assert row["other, MiB"] < row["usual, MiB"]

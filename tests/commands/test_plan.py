@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autotune.cli.app import app
+from autotune.commands import plan as plan_command
 from autotune.commands.plan import LONGEST_SECONDS, _advice, make_plan, plans
 from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup
@@ -18,13 +19,22 @@ from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.problem.space import parse_space
 from autotune.results.plan import Plan, fewest_gpus
-from autotune.util.interpreter import OtherInterpreter
+from autotune.util.interpreter import OWN, OtherInterpreter
 from autotune.util.units import GIB
 from tests.conftest import make_candidate, make_job
 
+FEW = ("t4", "rtx3090", "rtx4090", "a100-80gb", "h100")
+
+
+@pytest.fixture(autouse=True)
+def few_cards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other machines are predicted for five cards, and for every card of the table in tests that are slow."""
+    if "slow" not in request.keywords:
+        monkeypatch.setattr(plan_command, "gpu_table", lambda: {name: gpu_table()[name] for name in FEW})
+
 
 def test_a_plan_shows_what_fits_by_way_of_training() -> None:
-    (plan,) = plans(Request("gemma-2-2b", 4, seq_len=768), ["rtx3090"])
+    (plan,) = plans(Request("gemma-2-2b", 4, seq_len=2048), ["rtx3090"])
     assert plan.best
     assert all(one.fits for one in plan.best)
     speeds = [one.samples_per_second for one in plan.best]
@@ -85,7 +95,7 @@ def test_too_little_main_memory_is_a_condition_and_not_a_verdict(capsys: pytest.
 
 
 def test_the_nearest_config_is_the_thriftiest_and_its_shortage_adds_up() -> None:
-    request = Request("llama-3.1-70b", 1, seq_len=65536, host_memory="64GiB")
+    request = Request("llama-3.1-70b", 1, seq_len=2048, host_memory="64GiB")
     (plan,) = plans(request, ["a100-80gb"])
     assert not plan.best
     assert plan.closest is not None
@@ -162,13 +172,24 @@ def test_the_header_names_the_optimizer_of_the_config_and_what_is_not_modelled(t
     assert "activation_checkpointing.cpu_checkpointing is not modelled: intervals are wider" in text
 
 
+@pytest.mark.parametrize("by", ["option", "config"])
+def test_muon_needs_a_deepspeed_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    (tmp_path / "ds.json").write_text('{"optimizer": {"type": "Muon"}}')
+    own = {"optimizer": "muon"} if by == "option" else {"ds_config": tmp_path / "ds.json"}
+    request = Request("tiny-llama", **own)  # type: ignore[arg-type]
+    assert plans(request, ["h100"])
+    monkeypatch.setattr(type(OWN), "origin", lambda self, module: str(tmp_path / "deepspeed" / "__init__.py"))
+    with pytest.raises(UserError, match="Muon is not an optimizer of the installed DeepSpeed"):
+        plans(request, ["h100"])
+
+
 def test_positions_can_be_extended() -> None:
-    request = Request("gemma-2-2b", 8, seq_len=16384, max_positions=32768, global_batch_size=8)
+    request = Request("tiny-gemma-2", 8, seq_len=2048, max_positions=4096, global_batch_size=8)
     (plan, _) = plans(request, ["h100", "h200"])
-    assert plan.job.seq_len == 16384
-    for positions, said in ((8192, "takes at most 8192 tokens"), (0, "--max-positions")):
+    assert plan.job.seq_len == 2048
+    for positions, said in ((1024, "takes at most 1024 tokens"), (0, "--max-positions")):
         with pytest.raises(UserError, match=said):
-            plans(Request("gemma-2-2b", 8, seq_len=16384, max_positions=positions), ["h100"])
+            plans(Request("tiny-gemma-2", 8, seq_len=2048, max_positions=positions), ["h100"])
     with pytest.raises(UserError, match="has no limit to extend"):
         plans(Request("t5-small", 1, max_positions=4096), ["h100"])
 

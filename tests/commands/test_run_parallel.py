@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from autotune.commands.run import executors_beside, first_executor
+from autotune.commands.run import first_executor, parallel_executors
 from autotune.executors.local import LocalExecutor
 from autotune.problem.hardware import detect, usable_cpus
 from autotune.rank.sandbox import Sandbox
@@ -70,18 +70,11 @@ def test_slots_have_sandboxes_of_their_own(tmp_path: Path) -> None:
     study, hardware = tmp_path / "runs" / "s", detect("cpu", 1)
     job = replace(make_job(1), script=Script(("train.py",), str(tmp_path)))
     place: Any = SimpleNamespace(hardware=hardware, variables={})
-    about = {
-        "candidates": (),
-        "isolation": "fork",
-        "seed": 0,
-        "nodes": None,
-        "replay_table": None,
-        "unprotected": False,
-    }
+    about = {"candidates": (), "isolation": "fork", "seed": 0, "nodes": None, "replay_table": None}
     setup: Any = SimpleNamespace(job=job, hardware=hardware, folder=study, slots=(place, place), **about)
     first = first_executor(setup, study / "tuner-2", lambda: False)
     assert isinstance(first, LocalExecutor)
-    (second,) = executors_beside(setup, study / "tuner-2", lambda: False)
+    (second,) = parallel_executors(setup, study / "tuner-2", lambda: False)
     sandboxes = [
         Sandbox.from_json(executor.session(make_candidate(), "1")._spec()["sandbox"]) for executor in (first, second)
     ]

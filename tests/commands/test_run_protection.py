@@ -1,9 +1,8 @@
 """Agreement to run a script on a machine that cannot protect the user's files."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from autotune.commands.doctor import _protection
 from autotune.commands.run import with_agreed_protection
 from autotune.errors import UserError
 from autotune.executors import machine
-from autotune.problem.job import Script
+from autotune.problem.job import Job, Script
 from autotune.rank.sandbox import Protection
 from autotune.util.interpreter import OWN
 from tests.conftest import make_job
@@ -24,18 +23,19 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Protection], None]:
     return lambda protection: monkeypatch.setattr(machine, "_available", lambda *_: protection)
 
 
-class Setup(SimpleNamespace):
+@dataclass
+class Setup:
     """The fields of a Setup that matter here."""
 
-    def __replace__(self, **changes: Any) -> "Setup":
-        return Setup(**{**vars(self), **changes})
+    job: Job
+    runs_ranks: bool = True
+    nodes: None = None
 
 
 @pytest.fixture
-def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("autotune.commands.run.dataclasses.replace", lambda one, **changes: one.__replace__(**changes))
+def setup(tmp_path: Path) -> Any:
     job = replace(make_job(), script=Script(("train.py",), str(tmp_path)))
-    return Setup(job=job, runs_ranks=True, nodes=None, unprotected=False)
+    return Setup(job)
 
 
 @pytest.mark.parametrize("protection", [Protection.OVERLAY, Protection.LANDLOCK])
@@ -60,10 +60,10 @@ def test_without_protection_it_needs_an_answer_or_the_option(
         with_agreed_protection(setup, tmp_path, None)
     with pytest.raises(UserError, match=r"^not started"):
         with_agreed_protection(setup, tmp_path, answer(False))
-    assert with_agreed_protection(setup, tmp_path, answer(True)).unprotected
+    assert with_agreed_protection(setup, tmp_path, answer(True)).job.unprotected
     assert len(asked) == 2
     assert all("may overwrite or delete" in question for question in asked)
-    setup.unprotected = True
+    setup.job = replace(setup.job, unprotected=True)
     assert with_agreed_protection(setup, tmp_path, None) is setup
 
 
@@ -71,11 +71,13 @@ def test_a_named_model_and_a_replay_need_none_but_remote_code_does(
     setup: Any, tmp_path: Path, offer: Callable[[Protection], None]
 ) -> None:
     offer(Protection.NONE)
-    for harmless in (Setup(**{**vars(setup), "job": make_job()}), Setup(**{**vars(setup), "runs_ranks": False})):
+    for harmless in (Setup(make_job()), replace(setup, runs_ranks=False)):
         assert with_agreed_protection(harmless, tmp_path, None) is harmless
     remote = replace(make_job(), model=replace(make_job().model, trust_remote_code=True))
     with pytest.raises(UserError, match="--unprotected"):
-        with_agreed_protection(Setup(**{**vars(setup), "job": remote}), tmp_path, None)
+        with_agreed_protection(Setup(remote), tmp_path, None)
+    with pytest.raises(UserError, match="--unprotected"):  # it is traced here
+        with_agreed_protection(Setup(remote, runs_ranks=False), tmp_path, None)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from autotune.commands.study_output import record_study
 from autotune.errors import UserError
 from autotune.executors.replay import load_replay_table
 from autotune.problem.candidate import Candidate
-from autotune.results.export import needs
+from autotune.results.export import training_changes
 from autotune.search.study import StudyStore
 from tests.conftest import make_job
 
@@ -87,5 +87,8 @@ def test_a_study_of_an_encoder(tmp_path: Path) -> None:
 
 def test_what_the_training_must_do() -> None:
     candidate = Candidate.of({"zero_stage": 0})
-    assert any("head for seq2seq" in line for line in needs(candidate, make_job(model="tiny-t5", task="seq2seq"), {}))
-    assert not any("head for" in line for line in needs(candidate, make_job(), {}))
+    assert any(
+        "head for seq2seq" in line
+        for line in training_changes(candidate, make_job(model="tiny-t5", task="seq2seq"), {})
+    )
+    assert not any("head for" in line for line in training_changes(candidate, make_job(), {}))

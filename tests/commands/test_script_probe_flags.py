@@ -100,10 +100,20 @@ def of_tokens(now: Values) -> Batch:
         (over_ranks, {"--batch-size": 8, "--iter-size": 4, "--workers": 4}, {}, {"--batch-size": 16, "--iter-size": 2}),
         (over_ranks, {"--batch-size": 8, "--iter-size": 1}, {}, {"--batch-size": 32}),
         (of_a_step, {"--global_batch_size": 32, "--accum": 4}, {"--global_batch_size": 32}, {"--accum": 2}),
-        (derived, {"--train_batch_size": 32, "--micro_train_batch_size": 4}, {}, {"--micro_train_batch_size": 8}),
+        (
+            derived,
+            {"--train_batch_size": 32, "--micro_train_batch_size": 4},
+            {"--train_batch_size": 32},
+            {"--micro_train_batch_size": 8},
+        ),
         (of_tokens, {"--max_tokens": 256, "--warmup": 64}, {}, {"--max_tokens": 1024}),
         (over_ranks, {"--batch-size": 8, "--iter-size": 4, "--workers": 4, "--threads": 4}, {}, {"--batch-size": 16}),
-        (derived, {"--train_batch_size": 32, "--micro_train_batch_size": 4, "--workers": 4}, {}, {}),
+        (
+            derived,
+            {"--train_batch_size": 32, "--micro_train_batch_size": 4, "--workers": 4},
+            {"--train_batch_size": 32},
+            {},
+        ),
         (accumulates_over_ranks, {"--batch_size": 6, "--accumulate": 8}, {}, {"--batch_size": 12, "--accumulate": 4}),
         (
             accumulates_over_ranks,
@@ -145,6 +155,9 @@ def test_flags_of_a_rank_of_all_ranks_of_a_step_and_of_tokens_are_found(
     assert carries_knob(known, MICRO_BATCH)
     now = batch({**values, **{flag: int(printed[printed.index(flag) + 1]) for flag in values}})
     assert now == (other.micro_batch, other.accumulation)
+    if found:  # another global batch changes the whole step
+        larger = make_candidate(1, micro_batch, 2 * accumulation)
+        assert batch({**values, **settings(known, larger)}) == (larger.micro_batch, larger.accumulation)  # type: ignore[dict-item]
     assert knob_values(known, MICRO_BATCH) in ([], [str(micro_batch)])
     assert bool(learnt.get(TIMES)) is (batch in (over_ranks, of_tokens, accumulates_over_ranks, known_name_over_ranks))
 
@@ -187,6 +200,8 @@ def test_a_flag_of_a_loop_that_cuts_its_engines_batch_is_found(tmp_path: Path) -
     assert (cut["micro_batch"], cut["accumulation"]) == (4, 4)
     known, other = _mapped(script, {**profile, **cut, **learnt}), make_candidate(1, 8, 2)
     assert cut_by_loop({**values, **settings(known, other)}) == (8, 2)  # type: ignore[dict-item]
+    larger = settings(known, make_candidate(1, 4, 8))
+    assert cut_by_loop({**values, **larger}) == (4, 8), "another global batch"  # type: ignore[dict-item]
     config = other.ds_config(make_job(script=known))
     assert [config[key] for key in BATCH_KEYS] == [16 * RANKS, 16, 1], "the engine's batch stays a whole step's"
     for changed in ({"micros": 1}, {"rows": 32}, {"micros": 3}):

@@ -36,10 +36,13 @@ def op(state: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("said", "line"),
     [
-        ([op("building"), op("done", built=True)], "building DeepSpeed's CPUAdam (it took 1m30s the last time)"),
+        (
+            [op("building"), op("done", built=True)],
+            "building DeepSpeed's CPUAdam (it took 1m30s the last time; outside the budget)",
+        ),
         (
             [op("building", last_seconds=None)],
-            "building DeepSpeed's CPUAdam (once for this environment, maybe minutes)",
+            "building DeepSpeed's CPUAdam (once for this environment, maybe minutes; outside the budget)",
         ),
         ([op("building", going_on=True)], "going on with DeepSpeed's CPUAdam, whose build was stopped"),
         ([op("waiting"), op("loading")], "waiting for DeepSpeed's CPUAdam, which another process is building"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,3 +115,9 @@ def test_this_machine_has_a_protection(tmp_path: Path) -> None:
     if os.getuid() == 0 and Path("/proc/filesystems").read_text().count("overlay"):
         assert found is Protection.OVERLAY
     assert os.listdir(tmp_path / "study") == []
+
+
+def test_lines_of_a_sitecustomize_hide_no_protection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [sys.executable, "-c", "print('hello\\nlandlock')"]
+    monkeypatch.setattr(machine, "bound_command", lambda *_: words)
+    assert protection_of(tmp_path, tmp_path / "study", unprotected=False) is Protection.LANDLOCK

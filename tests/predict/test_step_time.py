@@ -17,6 +17,7 @@ from autotune.problem.candidate import Candidate
 from autotune.problem.hardware import Hardware, detect, gpu_table, named_hardware
 from autotune.problem.job import Job, Lora
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
+from autotune.util.interpreter import OWN
 from autotune.util.units import GIB
 from tests.conftest import make_job
 from tests.predict.passes import PASS
@@ -43,8 +44,8 @@ def host_seconds(knobs: dict, hardware: Hardware, **changes: object) -> float:
     return float(found.starts[0] + found.hooks[0])
 
 
-def spent_of(knobs: dict, hardware: Hardware) -> StepSeconds:
-    job = job_of(hardware.count)
+def spent_of(knobs: dict, hardware: Hardware, **changes: object) -> StepSeconds:
+    job = job_of(hardware.count, **changes)
     batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     c = columns_of([Candidate.of({**batch, **knobs})], job)
     k = {name: float(np.exp(prior.mean)) for name, prior in TIME.items()}
@@ -239,3 +240,18 @@ def test_stage_3_is_less_certain_where_its_hooks_take_the_time() -> None:
 
     assert sigma(3, 1) > sigma(2, 1) + 0.05
     assert sigma(3, 256) == pytest.approx(sigma(2, 256), abs=0.03), "products hide the hooks"
+
+
+def test_the_host_waits_at_each_separate_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers before 5 asks the GPU which tokens chose an expert; a backward does not."""
+    card, knobs = named_hardware("a100", 2), {"zero_stage": 3}
+    checkpointed = {**knobs, "activation_checkpointing": True}
+    assert work_of(checkpointed, card, model="tiny-mixtral").queued[0] == 1.0
+    usual = spent_of(knobs, card)
+    monkeypatch.setattr(type(OWN), "version", lambda self, package: "4.57.1")
+    assert work_of(knobs, card).queued[0] == 1.0, "a dense model"
+    assert work_of(knobs, card, model="tiny-mixtral").queued[0] == 1 / 2
+    assert work_of(checkpointed, card, model="tiny-mixtral").queued[0] == 1 / 3
+    assert work_of(checkpointed, detect("cpu", 2), model="tiny-mixtral").queued[0] == 0.0
+    waits = spent_of(knobs, card, model="tiny-mixtral")
+    assert usual.step[0] < waits.step[0] < 2 * usual.step[0]

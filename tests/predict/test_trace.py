@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from autotune.predict.tracer import Untraceable, trace_model
 from autotune.problem.job import parse_lora
 from autotune.problem.models import ModelSpec, resolve_model
 from autotune.rank.model_builder import task_model, transformers_config
+from tests.cli_call import call
 from tests.conftest import make_job, wait_until
 from tests.predict.recorded import SEQ_LEN, recorded_trace
 
@@ -414,3 +416,59 @@ def test_a_workload_that_insists_on_a_gpu_is_asked_again_with_it(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UserError, match=r"model build cannot be built here \(RuntimeError: 0 active drivers\)"):
         trace_job(job)
+
+
+REFUSED = """
+import errno
+from autotune.rank import sandbox
+from autotune.util import linux
+def refuse(*arguments):
+    raise PermissionError(errno.EPERM, "not in this container")
+linux.enter_mount_namespace = linux.landlock_version = refuse
+sandbox.main()
+"""
+
+
+@pytest.fixture
+def no_protection(monkeypatch: pytest.MonkeyPatch, tracer_process: None) -> None:
+    """The kernel offers tracers no sandbox."""
+    monkeypatch.setattr(tracing, "module_command", lambda _, sandbox, *words: [sys.executable, "-c", REFUSED, *words])
+
+
+def test_own_code_is_traced_without_a_sandbox_only_if_the_user_agrees(
+    no_protection: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "TRACER", "this")
+    workload = replace(make_job(), workload="mine:make")
+    remote = replace(make_job(), model=replace(make_job().model, trust_remote_code=True))
+    for job in (workload, remote):
+        with pytest.raises(UserError, match=r"^this machine cannot keep .* --unprotected"):
+            tracing._ask_tracer(job, [], 60.0, lambda: False)
+    for job in (make_job(), replace(workload, unprotected=True)):
+        assert tracing._ask_tracer(job, [], 60.0, lambda: False) == {"untraceable": "no answer"}, "it ran"
+
+
+def test_plan_runs_no_workload_without_a_sandbox(
+    no_protection: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("def make(): open('ran', 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    words = ("plan", "--workload", "mine:make", "--gpu", "a100-80gb", "--gpus", "1", "--seq-len", "32")
+    code, _, err = call(monkeypatch, capsys, *words)
+    assert (code, err.count("--unprotected")) == (2, 1)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_full_temporary_folder_ends_a_plan_in_one_line(
+    tracer_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(**_: object) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/autotune-1")
+
+    monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr("autotune.predict.trace.tempfile.mkdtemp", full)
+    monkeypatch.setattr(trace_cache, "cache_key", lambda *arguments: "none")
+    code, _, err = call(monkeypatch, capsys, "plan", "--model", "tiny-llama", "--gpu", "a100-80gb")
+    assert code == 4
+    assert err.splitlines()[-1].startswith("autotune: the disk refuses to be written (No space left on device)")
+    assert "Traceback" not in err

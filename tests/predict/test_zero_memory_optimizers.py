@@ -264,6 +264,15 @@ def test_muons_live_bytes_are_met_at_every_stage() -> None:
     assert max(errors) < 0.12
 
 
+def test_muon_steps_gpt2s_embedding_as_its_name_says() -> None:
+    """DeepSpeed's rule reads names (deepspeed 0.19.8, __init__.py, `set_optimizer_flags`): `wte` and `wpe` are no `embed`."""
+    job = make_job(2, model="gpt2", seq_len=1024, precision="bf16", base_config=MUON)
+    vocabulary, positions, hidden = 50257, 1024, 768
+    found = muon_sizes(job, trace_job(job))
+    assert {vocabulary * hidden, positions * hidden} <= set(found)
+    assert sum(found) == vocabulary * hidden + positions * hidden + 12 * 12 * hidden**2
+
+
 def test_muon_at_stage_3_does_not_scatter() -> None:
     job = make_job(2, precision="bf16", base_config=MUON)
     assert make_candidate(3).ds_config(job)["zero_optimization"]["reduce_scatter"] is False

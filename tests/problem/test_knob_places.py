@@ -32,7 +32,7 @@ from autotune.problem.knobs import (
 )
 from autotune.problem.space import load_space, shipped_spaces
 from autotune.recovery.ladder import CROSSED
-from autotune.results.export import needs
+from autotune.results.export import training_changes
 from autotune.search.pruning import Dominance
 from tests.conftest import make_job
 
@@ -105,7 +105,9 @@ def _is_unread(a: Candidate, b: Candidate) -> bool:
 
 def _is_exported(a: Candidate, b: Candidate) -> bool:
     job = make_job(lengths=((8, 8), (32, 32)))
-    return a.ds_config(job) != b.ds_config(job) or needs(a, job, a.environment({})) != needs(b, job, b.environment({}))
+    return a.ds_config(job) != b.ds_config(job) or training_changes(a, job, a.environment({})) != training_changes(
+        b, job, b.environment({})
+    )
 
 
 def _is_ordered(a: Candidate, b: Candidate) -> bool:

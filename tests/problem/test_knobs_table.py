@@ -149,7 +149,8 @@ def test_settings_that_deepspeed_refuses_and_their_neighbours(setting: dict[str,
                 "values": "true or false",
                 "read at": "everywhere",
                 "changes nothing at": "false",
-                "needs": "cuda, liger model, liger kernel",
+                "needs": "CUDA devices, a task with a language-model head and a model that Liger knows, "
+                "the package liger_kernel in a version for the model's type and the installed transformers",
                 "in the config": "nowhere: it is of the model or the environment",
             },
         ),
@@ -158,7 +159,7 @@ def test_settings_that_deepspeed_refuses_and_their_neighbours(setting: dict[str,
             {
                 "values": "none or r=RANK",
                 "read at": "everywhere",
-                "needs": "its package",
+                "needs": "the package of the attention kernel or of the adapters",
                 "in the config": "nowhere: it is of the model or the environment",
             },
         ),
@@ -167,7 +168,7 @@ def test_settings_that_deepspeed_refuses_and_their_neighbours(setting: dict[str,
             {
                 "values": "none, cpu, nvme",
                 "read at": "stage 3",
-                "needs": "memory of its own",
+                "needs": "a GPU with its own memory for offloading to the CPU",
                 "in the config": ZERO + "offload_param.device",
             },
         ),
@@ -177,7 +178,7 @@ def test_settings_that_deepspeed_refuses_and_their_neighbours(setting: dict[str,
                 "values": "whole number",
                 "read at": "stage 3",
                 "changes nothing at": "-1",
-                "needs": "mics init",
+                "needs": "a model that is built under deepspeed.zero.MiCS_Init",
                 "until deepspeed": "0.19.6",
                 "in the config": ZERO + "mics_shard_size",
             },
@@ -187,7 +188,7 @@ def test_settings_that_deepspeed_refuses_and_their_neighbours(setting: dict[str,
             {
                 "values": "0 to 1",
                 "read at": "stages 1 to 3 with offload_optimizer cpu",
-                "needs": "cuda, adam, a script",
+                "needs": "CUDA devices, DeepSpeed's Adam, a training script",
                 "since deepspeed": "0.17.5",
                 "changes what is computed": "most of a gradient is applied later than the step that made it",
                 "in the config": ZERO + "zenflow.topk_ratio",
@@ -197,3 +198,9 @@ def test_settings_that_deepspeed_refuses_and_their_neighbours(setting: dict[str,
 )
 def test_what_autotune_spaces_says_of_a_knob(name: str, told: dict[str, str]) -> None:
     assert facts(KNOBS[name]) == told
+
+
+def test_every_requirement_is_named_for_people() -> None:
+    needs = {need for knob in KNOBS.values() for need in knob.needs}
+    for need in needs:
+        assert re.fullmatch(r"Require [^,]+\.", (need.__doc__ or "").splitlines()[0]), need.__name__

@@ -1,6 +1,7 @@
 """DDP and FSDP2 on two ranks, measured like any candidate, against DeepSpeed's engine on the same weights and rows."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from tests.rank.conftest import Parent, make_spec
 REQUEST: dict[str, Any] = {"min_steps": 3, "max_steps": 3, "min_seconds": 0.0, "max_seconds": 60.0, "full": True}
 
 
-def traced(parent: Parent, folder: Path, candidate: Candidate, **job: Any) -> TrainingTrace:
-    """The trace of a group of two ranks that train the candidate."""
+def traced(parent: Parent, folder: Path, candidate: Candidate, *, cold: bool = False, **job: Any) -> TrainingTrace:
+    """The trace of a group of two ranks that train the candidate; `cold` ranks see this process's variables."""
     folder.mkdir()
     made = make_job(2, **job)
     spec = make_spec(folder, made, config=trial_config(candidate, made), checkpointing=candidate.checkpointing)
-    ranks = parent.start("autotune.rank.model_rank", spec, 2)
+    ranks = parent.start("autotune.rank.model_rank", spec, 2, cold=cold)
     for rank in ranks:
         rank.wait_for("phase", phase="ready")
     for rank in ranks:
@@ -62,6 +63,51 @@ def test_ddp_and_fsdp2_train_what_zero_trains(
             assert mine.loss == pytest.approx(theirs.loss, rel=close)
             assert mine.gradient_norm == pytest.approx(theirs.gradient_norm, rel=close)
             assert mine.update == pytest.approx(theirs.update, rel=0.05)
+
+
+def assert_same_training(zero: TrainingTrace, other: TrainingTrace) -> None:
+    assert other.initial == pytest.approx(zero.initial, abs=1e-3), "the same initial weights"
+    for mine, theirs in zip(other.steps, zero.steps, strict=False):
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-4)
+        assert mine.gradient_norm == pytest.approx(theirs.gradient_norm, rel=1e-4)
+        assert mine.update == pytest.approx(theirs.update, rel=0.05)
+
+
+# Liger's loss reads the head's weight without calling the head, within the model's forward (liger-kernel 0.8.5,
+# transformers/model/llama.py, `lce_forward`). The kernels themselves need a GPU.
+LIGER = """
+import types
+from torch.nn.functional import cross_entropy, linear, pad
+
+def _apply_liger_kernel_to_instance(model, **options):
+    def forward(self, labels, **inputs):
+        hidden = self.model(**inputs).last_hidden_state
+        logits = linear(hidden, self.lm_head.weight).float().flatten(0, 1)
+        return {"loss": cross_entropy(logits, pad(labels[:, 1:], (0, 1), value=-100).flatten())}
+
+    model.forward = types.MethodType(forward, model)
+"""
+
+
+def test_references_train_with_a_loss_that_reads_the_heads_weight(
+    parent: Parent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "liger_kernel" / "transformers").mkdir(parents=True)
+    (tmp_path / "liger_kernel" / "transformers" / "__init__.py").write_text(LIGER)
+    zero = traced(parent, tmp_path / "zero", make_candidate(2, 2, 2))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    for stage in (0, 3):
+        candidate = make_candidate(stage, 2, 2)
+        trace = traced(parent, tmp_path / f"torch{stage}", candidate, cold=True, torch_alone=True, loss="liger")
+        assert_same_training(zero, trace)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3], ids=["ddp", "fsdp2"])
+def test_references_train_compiled(parent: Parent, tmp_path: Path, stage: int) -> None:
+    zero = traced(parent, tmp_path / "zero", make_candidate(2, 2, 2))
+    compiled = traced(parent, tmp_path / "torch", make_candidate(stage, 2, 2), torch_alone=True, compiled=True)
+    assert_same_training(zero, compiled)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +149,11 @@ def test_unused_tied_and_frozen_weights_are_trained_as_they_should(
             "scheduler",
         ),
         ({"base_config": {"data_types": {"grad_accum_dtype": "bf16"}}}, 0, "data_types"),
+        ({"compiled": True}, 0, ""),
+        ({"compiled": True}, 3, ""),
+        ({"compiled": True, "base_config": {"compile": {"deepcompile": True}}}, 3, "no counterpart of compile"),
+        ({"loss": "liger"}, 0, ""),
+        ({"loss": "liger"}, 3, ""),
     ],
 )
 def test_a_job_that_torch_cannot_run_alike_has_no_reference(changes: dict[str, Any], stage: int, why: str) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.lr_schedules import WarmupDecayLR
+from torch.optim import lr_scheduler as schedules
 
-from autotune.problem.training_trace import MOST_STEPS, TrainingTrace
+from autotune.problem.training_trace import AHEAD, MOST_STEPS, TrainingTrace
 from autotune.rank import devices
 from autotune.rank.hooks import deepspeed as hooks
 from autotune.rank.training_trace import TraceRecorder, _projected
@@ -94,6 +96,48 @@ def test_work_that_the_training_has_queued_is_not_time_of_recording(
     assert not queued
     assert 0 < recorder.take_seconds() < QUEUED_SECONDS
     assert recorder.take_seconds() == 0
+
+
+def warm_then_linear(optimizer: Any) -> Any:
+    parts = [schedules.ConstantLR(optimizer, 0.1, 100), schedules.LinearLR(optimizer, 1.0, 0.1, 900)]
+    return schedules.SequentialLR(optimizer, parts, [100])
+
+
+@pytest.mark.parametrize("by_engine", [False, True])
+@pytest.mark.parametrize("counts", [1, 4])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda optimizer: schedules.LambdaLR(optimizer, lambda count: 1 / (1 + count // 50)),
+        lambda optimizer: schedules.CosineAnnealingLR(optimizer, 1000),
+        lambda optimizer: schedules.OneCycleLR(optimizer, 1.0, total_steps=1200),
+        lambda optimizer: WarmupDecayLR(optimizer, 1100, warmup_max_lr=1.0, warmup_num_steps=300),
+        warm_then_linear,
+    ],
+)
+def test_later_rates_are_those_to_which_the_schedule_leads(
+    engine: Engine, made: Callable[[Any], Any], counts: int, by_engine: bool
+) -> None:
+    held: Any = engine
+    held.fp16, held.optimizer = False, torch.optim.SGD(engine.module.parameters(), lr=1.0)
+    schedule = made(held.optimizer)
+    if by_engine or isinstance(schedule, WarmupDecayLR):
+        held.lr_scheduler = schedule
+    else:
+        held.optimizer = SimpleNamespace(optimizer=held.optimizer, param_groups=held.optimizer.param_groups)
+    recorder = TraceRecorder()
+    ahead: list[list[float]] = []
+    for step in range(AHEAD[29]):
+        if step in AHEAD:
+            low, high = ahead[AHEAD.index(step)]
+            assert low - 1e-3 <= held.optimizer.param_groups[0]["lr"] <= high + 1e-3
+        recorder.before_step(engine)
+        getattr(held.optimizer, "optimizer", held.optimizer).step()
+        recorder.after_step(engine)
+        ahead = ahead or recorder.report()["ahead"]
+        for _ in range(counts):
+            schedule.step()
+    assert recorder.report()["missing"] == ""
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,16 @@ def test_what_an_error_says_is_shown_as_it_is(tmp_path: Path, text: str, running
     assert text in out.getvalue().splitlines()[-2]
 
 
+def test_show_ends_with_the_bound_that_the_last_call_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study, bound = study_of_every_kind(tmp_path), "untried configs are at most 3 % faster"
+    study.begin_call(60.0)
+    study.update_call(33.0, "budget used", bound)
+    show_study(study, Console(file=io.StringIO()))
+    assert capsys.readouterr().out.splitlines()[-1] == f"  {bound}"
+
+
 def test_rows_of_a_table_are_data_in_every_column() -> None:
     table = DataTable("a", "b")
     table.add_row(TEXTS[2], ":100: [b]x[/b]")

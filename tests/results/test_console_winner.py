@@ -10,7 +10,7 @@ from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.results.console import code_legend, config_sentence, no_winner_lines, train_with, verdict_lines
-from autotune.results.export import lossy_settings, needs
+from autotune.results.export import lossy_settings, training_changes
 from autotune.results.report.build import _gains
 from autotune.script.script import CONFIG_FLAG, KNOWN_FLAGS, wrong_batch_warning
 from autotune.search.leaderboard import study_facts
@@ -363,7 +363,7 @@ def test_a_winner_says_what_it_changes_of_what_is_computed() -> None:
     assert [line for line in lines if "losses may differ" in line] == [
         f"  it {one}" for one in lossy_settings(lossy, job)
     ]
-    assert sum("losses may differ" in line for line in needs(lossy, job, {})) == 2
+    assert sum("losses may differ" in line for line in training_changes(lossy, job, {})) == 2
     assert lossy_settings(make_candidate(2), job) == []
 
 

@@ -22,8 +22,8 @@ from autotune.results.export import (
     deepspeed_config,
     hf_deepspeed_config,
     meta,
-    needs,
     training_arguments,
+    training_changes,
     usage_lines,
     write_export,
 )
@@ -198,7 +198,7 @@ def test_accelerate_points_at_the_config() -> None:
 def test_what_a_config_cannot_carry_is_said(knobs: dict, job: dict, lines: list[str]) -> None:
     variables = {"OMP_NUM_THREADS": "3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     first = "start it with OMP_NUM_THREADS=3 CUDA_DEVICE_ORDER=PCI_BUS_ID: it was measured so"
-    assert needs(winner(**knobs), make_job(**job), variables) == [first, *lines]
+    assert training_changes(winner(**knobs), make_job(**job), variables) == [first, *lines]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_training_sets_the_leaf_modules_that_the_ranks_have_set(
     """Ranks that skip different experts hang at stage 3 without them."""
     other = OtherInterpreter("/other/bin/python", (3, 12, 1), "/other", {"transformers": transformers}, None, None)
     job = Job(resolve_model(model), ranks, 2048, "bf16", interpreter=other)
-    lines = needs(make_candidate(zero_stage=stage), job, {})
+    lines = training_changes(make_candidate(zero_stage=stage), job, {})
     assert any("set_z3_leaf_modules" in line for line in lines) == told
 
 
@@ -233,7 +233,7 @@ def of_a_script(folder: Path, **profile: object) -> Script:
 
 def test_what_a_script_must_see_to(tmp_path: Path) -> None:
     def said(knobs: dict[str, object], script: Script) -> list[str]:
-        return needs(winner(**knobs), make_job(base_config=OWN, script=script), {"A": "1"})[1:]
+        return training_changes(winner(**knobs), make_job(base_config=OWN, script=script), {"A": "1"})[1:]
 
     same = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
     (other,) = said({}, of_a_script(tmp_path))
@@ -262,7 +262,7 @@ def test_the_environment_that_it_was_measured_in_is_said(monkeypatch: pytest.Mon
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     grown = winner(expandable_segments=True)
-    first, *_ = needs(grown, make_job(), variables_of(grown, 3))
+    first, *_ = training_changes(grown, make_job(), variables_of(grown, 3))
     assert first == (
         "start it with OMP_NUM_THREADS=3 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: it was measured so"
     )
@@ -299,7 +299,7 @@ def test_what_stands_beside_the_config() -> None:
         "threads_per_rank": 6,
         "environment": variables,
         "resume_peak_bytes": 11,
-        "your_training_must": needs(winner(), make_job(optimizer="lion"), variables),
+        "your_training_must": training_changes(winner(), make_job(optimizer="lion"), variables),
         "measured_with_optimizer": "lion",
         "fingerprint": {"torch": "2"},
     }

@@ -1,6 +1,7 @@
 import dataclasses
 import io
 import json
+import math
 import re
 
 import pytest
@@ -30,6 +31,7 @@ from autotune.results.plan import (
     Outlook,
     Plan,
     bar,
+    cards_table,
     describe_errors,
     knobs_text,
     show_comparison,
@@ -115,6 +117,18 @@ def test_cards_without_measured_rows_are_marked_and_those_without_a_price_are_no
             assert gain.what.split(" ")[0] in table
 
 
+def test_no_card_is_advised_in_fewer_gpus_than_it_fits_from(whole: Plan) -> None:
+    table = cards_table(whole)
+    assert table is not None
+    best = {card.gpu: card.best for card in whole.cards}
+    for cells, _ in table.rows:
+        fits_from, advised = (math.prod(map(int, re.findall(r"\d+", cell))) for cell in cells[1:3])
+        assert fits_from <= advised, cells
+        outlook = best[cells[0].split(" ")[0]]
+        assert outlook is not None
+        assert ("+cpu" in cells[2]) == bool(outlook.prediction.candidate.offloaded)
+
+
 def test_programs_are_told_the_same(whole: Plan) -> None:
     data = json.loads(json.dumps(whole.to_json()))
     assert (data["gpus"], data["nodes"], data["gpus_per_node"]) == (4, 2, 2)
@@ -160,7 +174,9 @@ def test_what_does_not_fit_says_what_would() -> None:
     text = " ".join(shown(plan).split())
     assert "nothing of the space is predicted to fit" in text
     found = re.search(
-        r"nearest: (z3 .*?): needs ([\d.]+) GiB a GPU \(([\d.]+) may be used\).*?: short of ([\d.]+) GiB", text
+        r"nearest: (z3 .*?): needs ([\d.]+) GiB a GPU to fit surely \([\d.]+ expected, ([\d.]+) may be used\)"
+        r".*?: short of ([\d.]+) GiB",
+        text,
     )
     assert found, text
     assert float(found[2]) - float(found[3]) == pytest.approx(float(found[4]), abs=0.11)
@@ -219,11 +235,14 @@ def test_loading_a_checkpoint_needs_a_copy_per_rank() -> None:
     assert few.loading_bytes == pytest.approx(2 * weights + 4 * 2**30, rel=0.01)  # 4 GiB for the processes
     assert many.loading_bytes == pytest.approx(8 * weights + 16 * 2**30, rel=0.01)
     said = " ".join(shown(many).split())
-    assert "8 ranks load a full copy each: more than there is; at ZeRO 3 zero.Init loads one copy in parts" in said
-    assert "2 ranks load a full copy each " in " ".join(shown(few).split())
+    assert many.zero_init_bytes == pytest.approx(weights + 16 * 2**30, rel=0.01)
+    assert "8 ranks load a full copy each, more than there is; 31 GiB with zero.Init (ZeRO 3)" in said
+    assert "2 ranks load a full copy each; 19 GiB with zero.Init (ZeRO 3)" in " ".join(shown(few).split())
     quantized = dataclasses.replace(few.job, lora=parse_lora("r=8,quantize=nf4"))
     assert loading_bytes_per_node(quantized, 10**10, few.hardware) == 0, "each weight goes to the GPU as it is read"
-    assert few.to_json()["loading_bytes_per_node"] == round(few.loading_bytes)
+    told = few.to_json()
+    assert told["loading_bytes_per_node"] == round(few.loading_bytes)
+    assert told["loading_bytes_with_zero_init"] == round(few.zero_init_bytes)
 
 
 def test_small_logits_are_not_mentioned(whole: Plan) -> None:

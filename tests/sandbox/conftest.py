@@ -23,8 +23,10 @@ NEEDED = (
     "versions.py",
     "rank/__init__.py",
     "rank/sandbox.py",
+    "data/caches.json",
     "util/entry_points.py",
     "util/__init__.py",
+    "util/caches.py",
     "util/linux.py",
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import shutil
@@ -18,16 +19,11 @@ from pathlib import Path
 
 import pytest
 
-from autotune.rank.sandbox import (
-    Protection,
-    Sandbox,
-    _make_cuda_device,
-    _spare_bases,
-    available_protection,
-    remove,
-    temporary_folder,
-)
+from autotune.predict.trace import temporary_folder
+from autotune.rank.sandbox import Protection, Sandbox, _spare_bases, remove
 from autotune.util import linux
+from autotune.util.caches import TABLE, library_caches
+from autotune.util.entry_points import NOT_PROTECTED, WITHOUT_SANDBOX
 from tests.sandbox.conftest import ORDINARY, SYSTEM_PYTHON, copy_sandbox
 
 CHILD = """
@@ -182,19 +178,22 @@ def test_devices_that_other_users_may_write_to_are_those_of_trainings(tmp_path: 
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["first use", "later use"])
-def test_the_module_of_cuda_is_loaded_before_a_sandbox_forbids_it(tmp_path: Path, used: bool) -> None:
-    program, devices, how = tmp_path / "nvidia-modprobe", tmp_path / "dev", {"env": {"PATH": str(tmp_path)}}
+def test_the_module_of_cuda_is_loaded_before_a_sandbox_forbids_it(
+    tmp_path: Path, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, devices = tmp_path / "nvidia-modprobe", tmp_path / "dev"
+    monkeypatch.setenv("PATH", str(tmp_path))
     program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/loaded\n')
     program.chmod(0o755)
     devices.mkdir()
-    _make_cuda_device(how, str(devices))  # no GPU
+    linux.make_cuda_device(str(devices))  # no GPU
     for name in ("nvidiactl", *(["nvidia-uvm"] if used else [])):
         (devices / name).touch()
     assert not (tmp_path / "loaded").exists()
-    _make_cuda_device(how, str(devices))
+    linux.make_cuda_device(str(devices))
     assert (tmp_path / "loaded").exists() != used
     program.unlink()
-    _make_cuda_device(how, str(devices))  # raises nothing without the program
+    linux.make_cuda_device(str(devices))  # raises nothing without the program
 
 
 def test_a_tree_in_an_overlay_never_contains_itself(base: Path) -> None:
@@ -252,7 +251,10 @@ def test_the_best_protection_of_a_machine_is_found_and_confines_a_module(
     words = [sys.executable, "-c", REFUSED, refused, str(base / "study")]
     environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{base}"}
     assert subprocess.check_output(words, cwd=base, text=True, env=environment).strip() == protection
-    assert subprocess.call([*words, "harmful"], cwd=base, env=environment) == 0
+    if protection == "none":
+        assert subprocess.call([*words, "harmful"], cwd=base, env=environment) == NOT_PROTECTED
+        assert (base / "keep.txt").read_text() == "keep"
+    assert subprocess.call([*words, WITHOUT_SANDBOX, "harmful"], cwd=base, env=environment) == 0
     assert (base / "keep.txt").read_text() == left
     assert not os.listdir(base / "study")
 
@@ -261,7 +263,7 @@ def test_the_best_protection_of_a_machine_is_found_and_confines_a_module(
 def test_a_modules_own_os_error_ends_it_in_every_sandbox(base: Path, refused: str) -> None:
     (base / "study").mkdir()
     (base / "failing.py").write_text("print('ran', flush=True)\nraise FileNotFoundError('no such model')")
-    words = [sys.executable, "-c", REFUSED, refused, str(base / "study"), "failing"]
+    words = [sys.executable, "-c", REFUSED, refused, str(base / "study"), WITHOUT_SANDBOX, "failing"]
     environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{base}"}
     done = subprocess.run(words, cwd=base, capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stdout.split()) == (1, ["ran"])
@@ -559,6 +561,127 @@ print([one.exists() for one in _spare_bases(sandbox.folder)])
     assert printed[2] == "[False, False]"
 
 
-def test_lines_of_a_sitecustomize_hide_no_protection(tmp_path: Path) -> None:
-    command = lambda *_: [sys.executable, "-c", "print('hello\\nlandlock')"]  # noqa: E731
-    assert available_protection(tmp_path, tmp_path, command, os.environ) is Protection.LANDLOCK
+@ROOT
+@pytest.mark.parametrize("refused", ["entry", "call"])
+def test_an_odd_entry_of_proc_or_an_old_kernel_costs_root_no_overlay(base: Path, refused: str) -> None:
+    """The first is another file system's, which takes no read-only mount; the second has no mount_setattr(2)."""
+    code = f"""
+import errno, sys
+from autotune.rank.sandbox import *
+make_read_only, syscall = linux.make_read_only, linux._syscall
+def odd(at, **how):
+    if at.endswith("/proc/sys"):
+        raise PermissionError(errno.EPERM, at)
+    make_read_only(at, **how)
+def old(number, *arguments):
+    if number == linux._MOUNT_SETATTR:
+        raise OSError(errno.ENOSYS, "mount_setattr")
+    return syscall(number, *arguments)
+if {refused!r} == "entry":
+    linux.make_read_only = odd
+else:
+    linux._syscall = old
+sandbox = Sandbox(Path({str(base / "trial")!r}), Path({str(base)!r}), Protection.OVERLAY)
+sandbox.create(Path({str(base / "runs")!r}))
+sandbox.enter({str(base / "sockets")!r}, os.environ)
+Path("keep.txt").write_text("changed")
+try:
+    open("/proc/sys/vm/swappiness", "r+").close()
+    print("a setting can be changed")
+except OSError as error:
+    print(type(error).__name__, error.errno)
+"""
+    (base / "keep.txt").write_text("keep")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    printed = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert printed.split() == (["FileNotFoundError", "2"] if refused == "entry" else ["OSError", "30"])
+    assert (base / "keep.txt").read_text() == "keep"
+
+
+def test_no_view_is_made_if_the_kernel_has_no_landlock(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise OSError(errno.EOPNOTSUPP, "no Landlock")
+
+    monkeypatch.setattr(linux, "landlock_version", refuse)
+    with pytest.raises(OSError, match="no Landlock"):
+        sandbox_in(base, Protection.LANDLOCK)
+    assert not any(path.name == "view" for path in base.rglob("*"))
+
+
+def test_each_cache_has_a_source_and_a_line_in_the_document() -> None:
+    page = (Path(__file__).parents[2] / "docs/script-details.md").read_text()
+    rows = json.loads(TABLE.read_text())
+    for name, row in rows.items():
+        assert row["source"].startswith("https://")
+        assert row["use"] == "base" or f"`{name}`" in page, name
+
+
+def test_caches_follow_their_variables_and_defaults(tmp_path: Path) -> None:
+    given = {"HOME": str(tmp_path), "HF_HOME": f"{tmp_path}/hf", "TORCH_HOME": f"{tmp_path}/weights", "USER": "me"}
+    given |= {"TMPDIR": f"{tmp_path}/t", "XDG_CACHE_HOME": f"{tmp_path}/c", "TRITON_HOME": str(tmp_path)}
+    found = {
+        os.path.relpath(one, tmp_path)
+        for one in library_caches({**given, "PIP_CACHE_DIR": str(tmp_path)}, f"{tmp_path}/p")
+    }
+    expected = {"hf/hub", "hf/datasets", "hf/assets", "hf/xet", "hf/modules", "weights", "c/torch_extensions"}
+    assert expected | {"t/torchinductor_me", ".triton/cache"} <= found
+    assert "." not in found, "the folder of the project is none"
+
+
+@BOTH
+def test_a_cache_in_another_cache_cannot_be_turned_into_a_link(base: Path, protection: Protection) -> None:
+    """A trial could put a link to any folder there, which the next one would be allowed to write to."""
+    (base / "docs").mkdir()
+    (base / "docs/keep.txt").write_text("keep")
+    (base / "hub/datasets").mkdir(parents=True)
+    project = base / "project"
+    project.mkdir()
+    caches = f"os.environ |= {{'HF_HUB_CACHE': {str(base / 'hub')!r}, 'HF_DATASETS_CACHE': {str(base / 'hub/datasets')!r}}}; "
+    plant = f"shutil.rmtree('{base}/hub/datasets'); os.symlink('{base}/docs', '{base}/hub/datasets'); print(1)"
+    write = f"open('{base}/hub/datasets/keep.txt', 'w').write('lost')"
+    code = CHILD.replace("sandbox.enter", f"import shutil; {caches}sandbox.enter")
+    for text in (plant, f"try: {write}\nexcept PermissionError: pass"):
+        sandbox = sandbox_in(project, protection, base / "trial")
+        words = [sys.executable, "-c", code, json.dumps(sandbox.to_json()), str(base / "sockets"), text]
+        subprocess.run(words, check=True, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    assert os.readlink(base / "hub/datasets") == f"{base}/docs", "the cache itself can be written to"
+    assert (base / "docs/keep.txt").read_text() == "keep"
+
+
+@BOTH
+def test_a_listening_socket_can_be_connected_to_but_not_changed(base: Path, protection: Protection) -> None:
+    path = base / "agent.sock"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen()
+        before = path.stat()
+        text = f"""
+import socket
+with socket.socket(socket.AF_UNIX) as client: client.connect({str(path)!r})
+for change in (lambda p: os.chmod(p, 0o777), lambda p: os.utime(p, (1, 1)), lambda p: os.chown(p, os.getuid(), 7), os.unlink):
+    try: change({str(path)!r})
+    except OSError: pass
+print("connected")
+"""
+        assert run(sandbox_in(base, protection), base / "sockets", text) == "connected"
+        after = path.stat()
+    assert (after.st_mode, after.st_gid, after.st_mtime_ns) == (before.st_mode, before.st_gid, before.st_mtime_ns)
+
+
+@ROOT
+@pytest.mark.parametrize("user", [0, ORDINARY])
+def test_a_file_that_is_mounted_in_dev_is_not_changed(base: Path, user: int) -> None:
+    """Kubernetes mounts /dev/termination-log."""
+    mounts = """
+(project / "log").write_text("keep"); (project / "log").chmod(0o666)
+subprocess.check_call(["mount", "--bind", str(project / "log"), "/dev/full"])
+"""
+    script = """
+        try: Path("/dev/full").write_text("lost")
+        except OSError: pass
+        pty = os.openpty(); os.write(pty[1], b"x"); Path("/dev/null").write_text("x"); print("ran")
+"""
+    project = base / "project"
+    project.mkdir()
+    found = run_mounted(base, str(project), user, Protection.OVERLAY, mounts, script.strip(), '("log",)')
+    assert found == ["ran", "left [('log', 'keep')] False"]

@@ -7,14 +7,19 @@ import shutil
 import tempfile
 import textwrap
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from autotune.commands.script_probe import probe
+from autotune.executors.cluster.cluster import Cluster, NodeRequirements
+from autotune.executors.cluster.transports import Host
+from autotune.executors.local import LocalExecutor
 from autotune.problem.job import Script
-from autotune.script.profile import unknown_job
-from tests.conftest import Scripts, make_candidate
+from autotune.script.profile import job_of, unknown_job
+from tests.conftest import SHORT, Scripts, make_candidate
+from tests.executors.cluster.test_agent import Pipe
 from tests.sandbox.runner import make_tree, tree_of
 from tests.sandbox.ways import WAYS
 from tests.test_scripts import CONFIG
@@ -53,7 +58,8 @@ def base() -> Iterator[Path]:
     shutil.rmtree(made)
 
 
-def test_a_dozen_ways_in_a_real_trial(scripts: Scripts, base: Path) -> None:
+def harmful_script(base: Path) -> Script:
+    """Make a user's tree with a DeepSpeed script that tries TRIED in it."""
     make_tree(base, base)
     project = base / "home/project"
     places = {"P": project, "H": base / "home", "D": base / "data", "T": base / "tmp", "HOME": base / "home"}
@@ -64,13 +70,34 @@ def test_a_dozen_ways_in_a_real_trial(scripts: Scripts, base: Path) -> None:
     text = text.replace("config='ds.json'", f"config={CONFIG!r}")
     (project / "train.py").write_text(textwrap.dedent(text))
     (project / "ds.json").write_text(json.dumps(CONFIG))
-    before = tree_of(base)
-    script = Script(("train.py", "--deepspeed_config", "ds.json"), str(project))
-    executor = scripts.executor
-    executor.folder = study = project / "runs" / "study"
-    study.mkdir(parents=True)
+    (project / "runs" / "study").mkdir(parents=True)
+    return Script(("train.py", "--deepspeed_config", "ds.json"), str(project))
+
+
+def test_a_dozen_ways_in_a_real_trial(scripts: Scripts, base: Path) -> None:
+    script = harmful_script(base)
+    before, executor = tree_of(base), scripts.executor
+    executor.folder = study = Path(script.cwd) / "runs" / "study"
     executor.job = unknown_job(script, scripts.hardware)
     probed = probe(executor, script, study, 300.0, lambda line: None)
     outcome = scripts.measure(probed, make_candidate(1, 4, 1))
+    assert outcome.ok, outcome
+    assert tree_of(base) == before
+
+
+@pytest.mark.slow
+def test_a_dozen_ways_in_a_probe_and_a_trial_through_an_agent(base: Path, tmp_path: Path) -> None:
+    script, candidate = harmful_script(base), make_candidate(1, 4, 1)
+    before, study = tree_of(base), Path(script.cwd) / "runs" / "study"
+    cluster = Cluster([Host("n1", (0,))], Pipe(), NodeRequirements("cpu"), tmp_path / "nodes")
+    with closing(cluster):
+        hardware = cluster.reach()
+        executor = LocalExecutor(unknown_job(script, hardware), hardware, study, [candidate], target=cluster)
+        with closing(executor):
+            executor.open(lambda text: None)
+            probed = probe(executor, script, study, 300.0, lambda line: None)
+            executor.job = job_of(probed.script, hardware, None)
+            with closing(executor.session(candidate, "0001")) as session:
+                outcome = session.measure(candidate, SHORT, 300.0)
     assert outcome.ok, outcome
     assert tree_of(base) == before

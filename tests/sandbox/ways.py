@@ -677,6 +677,31 @@ NUMERIC |= {
     ),
 }
 
+# Ways by links in caches, by settings of the kernel, and by mounts that are changed.
+BREAK_OUT_SHELL |= {
+    "symlink_in_cache": 'mkdir -p ~/.cache/pip; ln -s "$P" ~/.cache/pip/l; echo x > ~/.cache/pip/l/keep.txt; rm ~/.cache/pip/l',
+    "swap_cache_parent": 'mv ~/.cache ~/.c; ln -s "$D" ~/.cache; echo x > ~/.cache/train.bin; rm -rf ~/.cache/',
+    "prlimit_outside": "prlimit --pid $OUT --fsize=1:1; echo x > keep.txt",
+    "fd9_of_outside": "echo x > /proc/$OUT/fd/9; echo x > /proc/$OUT/task/$OUT/cwd/keep.txt",
+    "nsenter_root": 'nsenter -t $OUT -m -r -w sh -c "echo x > keep.txt"; echo x > keep.txt',
+    "debugfs_write": 'debugfs -w -R "rm keep.txt" $(findmnt -no SOURCE -T .); rm keep.txt',
+    "losetup": "losetup -f keep.txt; dd if=/dev/zero of=$(losetup -j keep.txt | cut -d: -f1); rm keep.txt",
+    "cgroup_freeze": "for f in /sys/fs/cgroup/cgroup.procs /sys/fs/cgroup/cgroup.freeze; do echo $OUT > $f; done; rm keep.txt",
+    "sysctl": 'sysctl -w fs.protected_symlinks=0 kernel.core_pattern="|/bin/rm $P/keep.txt"; ulimit -c unlimited; sh -c "kill -SEGV \\$\\$"; rm keep.txt',
+    "binfmt": 'echo ":x:E::keep::/bin/rm:" > /proc/sys/fs/binfmt_misc/register; rm keep.txt',
+    "oom_adj": "echo 1000 > /proc/$OUT/oom_score_adj; rm keep.txt",
+}
+BREAK_OUT_PYTHON |= {
+    "dedupe": "import fcntl, struct; a=os.open('keep.txt',os.O_RDONLY,dir_fd=BEFORE); b=os.open('Makefile',os.O_RDONLY,dir_fd=BEFORE); fcntl.ioctl(a,0xc0189436,struct.pack('=QQHHIqQiI',0,4,1,0,0,b,0,0,0))",
+    "fsuuid": "import fcntl; f=os.open('.',os.O_RDONLY,dir_fd=BEFORE); fcntl.ioctl(f,0xc0045878 & 0xffffffff,0)",
+    "mount_setattr_rw": "import struct; libc.syscall(442,-100,b'/',0x8000,struct.pack('=4Q',0,1,0,0),32); open('/proc/sys/vm/swappiness','r+'); os.unlink(f'{P}/keep.txt')",
+    "move_mount_detached": "f=libc.syscall(428,BEFORE,b'',0x1000|1|0x80000); g=os.open('keep.txt',os.O_WRONLY|os.O_TRUNC,dir_fd=f)",
+    "umount_all": "[libc.umount2(l.split()[4].encode(),2) for l in reversed(open('/proc/self/mountinfo').readlines())]; os.unlink(f'{P}/keep.txt')",
+    "memfd_exec_setns": "import ctypes; [libc.setns(os.open(f'/proc/{p}/ns/mnt',0),0) for p in os.listdir('/proc') if p.isdigit() and os.access(f'/proc/{p}/ns/mnt',4)]; os.unlink(f'{P}/keep.txt')",
+    "unlink_scratch": "import glob; [shutil.rmtree(p,ignore_errors=True) for p in glob.glob(f'{P}/runs/*')]",
+    "write_study": "os.makedirs(f'{P}/runs/study',exist_ok=True); open(f'{P}/runs/study/study.db','w').write('x'); os.symlink(f'{P}/keep.txt',f'{P}/runs/study/leaderboard.json')",
+}
+
 _TOOLS = [
     "bash",
     "git",
@@ -723,6 +748,10 @@ _TOOLS = [
     "systemd-run",
     "gdb",
     "tmux",
+    "debugfs",
+    "losetup",
+    "prlimit",
+    "sysctl",
 ]
 
 

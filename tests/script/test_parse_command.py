@@ -387,6 +387,10 @@ def test_accelerates_flags(folder: Path) -> None:
         *("accelerate", "launch", "--use_deepspeed", "--zero_stage", "2", "--gradient_accumulation_steps", "1"),
         *("--num_processes", "2", "--deepspeed_config_file", "best.json", "train.py"),
     ]
+    script = make_script(words.split(), [])
+    script = dataclasses.replace(script, profile={"loop_accumulates": True})
+    command = training_command(script, make_candidate(2, 2, 4), 2, "best.json")
+    assert command[command.index("--gradient_accumulation_steps") + 1] == "1", "the loop sums, and the engine must not"
     named = make_script(["accelerate", "launch", "--deepspeed_config_file", "ds.json", "train.py"], [])
     assert config_path(named) == folder / "ds.json"
 

@@ -290,6 +290,130 @@ def hydra(words: list[str]) -> None:
     main()
 
 
+def label_sum(words: list[str]) -> None:
+    """A smoothed loss summed over the micro-batch and divided by its flag; an average of weights by foreach."""
+    args = integers(words, samples_per_device=4, accum_iter=4)
+    module = torch.nn.Sequential(net(), torch.nn.Dropout(0.1), torch.nn.Linear(WIDTH, 10))
+    engine = engine_of(module, args.samples_per_device, args.accum_iter, 1)
+    average = [p.detach().clone() for p in engine.module.parameters()]
+    for x in loader(args.samples_per_device):
+        classes = x.abs().sum(1).long() % 10
+        loss = torch.nn.functional.cross_entropy(engine(x), classes, label_smoothing=0.1, reduction="sum")
+        engine.backward(loss / args.samples_per_device)
+        engine.step()
+        if engine.is_gradient_accumulation_boundary():
+            torch._foreach_lerp_(average, [p.detach() for p in engine.module.parameters()], 0.01)
+        if engine.global_steps >= STEPS:
+            break
+
+
+def token_mean(words: list[str]) -> None:
+    """A mean over the tokens of each micro-batch, whose number differs: the usual loss of padded texts."""
+    args = integers(words, device_bs=2, grad_accu=4)
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Embedding(50, 24), torch.nn.Linear(24, 24), torch.nn.Linear(24, 50))
+    engine = engine_of(module, args.device_bs, args.grad_accu, 1, gradient_clipping=1.0)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(1, 50, (8192, 24), generator=generator)
+    ids[torch.arange(24)[None] >= torch.randint(4, 25, (8192, 1), generator=generator)] = 0
+    data: Any = ids
+    for x in DataLoader(data, args.device_bs, sampler=DistributedSampler(data, shuffle=False), drop_last=True):
+        told = engine(x)[:, :-1].flatten(0, 1)
+        engine.backward(torch.nn.functional.cross_entropy(told, x[:, 1:].flatten(), ignore_index=0))
+        engine.step()
+        if engine.global_steps >= STEPS:
+            break
+
+
+class Gather(torch.autograd.Function):
+    """Rows of all ranks, with their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        every = [torch.empty_like(x) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(every, x.contiguous())
+        return torch.cat(every)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        whole = gradient.contiguous()
+        torch.distributed.all_reduce(whole)
+        return whole.chunk(torch.distributed.get_world_size())[torch.distributed.get_rank()]
+
+
+def contrastive(words: list[str]) -> None:
+    """Two views of a row, with negatives gathered from all ranks."""
+    args = integers(words, batch_gpu=4, accum_num=2)
+    engine = engine_of(net(), args.batch_gpu, args.accum_num, 1)
+    for x in loader(args.batch_gpu):
+        views = engine(torch.cat([x, x + 0.1 * x.flip(1)])).chunk(2)
+        a, b = (Gather.apply(torch.nn.functional.normalize(view, dim=1)) for view in views)
+        engine.backward(torch.nn.functional.cross_entropy(a @ b.T / 0.2, torch.arange(len(a))))
+        engine.step()
+        if engine.global_steps >= STEPS:
+            break
+
+
+def _own_optimizer(module: torch.nn.Module, optimizer: Any, micro_batch: int, accumulation: int, **more: Any) -> Any:
+    config = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation}
+    config |= {"zero_optimization": {"stage": 1, "reduce_bucket_size": 500_000}, "zero_allow_untested_optimizer": True}
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=config, **more)[0]
+
+
+def one_cycle(words: list[str]) -> None:
+    """A schedule over the optimizer steps of the loader's length, which the loop advances."""
+    args = integers(words, batch=4, accumulate_grad_batches=2)
+    deepspeed.init_distributed()
+    batches, module = loader(args.batch), net()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 2e-3, total_steps=len(batches) // args.accumulate_grad_batches + 1
+    )
+    engine = _own_optimizer(module, optimizer, args.batch, args.accumulate_grad_batches)
+    for at, x in enumerate(batches, 1):
+        engine.backward(squared(engine(x), x))
+        engine.step()
+        if at % args.accumulate_grad_batches == 0:
+            schedule.step()
+        if engine.global_steps >= STEPS:
+            break
+
+
+def cosine_of_loader(words: list[str]) -> None:
+    """A schedule over the micro-batches of the loader, which the engine advances once in an optimizer step."""
+    args = integers(words, bs_gpu=4, accumulation=4)
+    deepspeed.init_distributed()
+    batches, module = loader(args.bs_gpu), net()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
+    train(_own_optimizer(module, optimizer, args.bs_gpu, args.accumulation, lr_scheduler=schedule), batches, squared)
+
+
+class Adapted(torch.nn.Module):
+    """Frozen layer with a trained product of two thin matrices."""
+
+    def __init__(self, layer: Any, rank: int = 4) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = torch.nn.Parameter(torch.randn(rank, layer.in_features) * 0.1)
+        self.up = torch.nn.Parameter(torch.zeros(layer.out_features, rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + 2 * x @ self.down.T @ self.up.T
+
+
+def lora_by_hand(words: list[str]) -> None:
+    """LoRA without a library, with a learning rate for each of its matrices, and a warm-up."""
+    args = integers(words, per_gpu_batch=2, grad_acc_steps=4)
+    module: Any = net()
+    module[0], module[2] = Adapted(module[0]), Adapted(module[2])
+    downs, ups = ([getattr(module[at], name) for at in (0, 2)] for name in ("down", "up"))
+    optimizer = torch.optim.AdamW([{"params": downs, "lr": 1e-3}, {"params": ups, "lr": 8e-3}])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+    engine = _own_optimizer(module, optimizer, args.per_gpu_batch, args.grad_acc_steps, lr_scheduler=schedule)
+    train(engine, loader(args.per_gpu_batch), squared)
+
+
 WAYS = {
     way.__name__: way
     for way in (
@@ -305,6 +429,7 @@ WAYS = {
             ema,
         ),
         *(mean_teacher, two_models, packed_stream, gan, accelerated, fabric, hydra),
+        *(label_sum, token_mean, contrastive, one_cycle, cosine_of_loader, lora_by_hand),
     )
 }
 if __name__ == "__main__":

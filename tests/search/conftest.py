@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -9,7 +10,28 @@ from pathlib import Path
 
 import pytest
 
+from autotune.executors.replay import ReplayTable, load_replay_table
 from tests.postgres import Postgres, made_postgres, why_not
+
+TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
+
+
+@pytest.fixture(scope="session")
+def whole_table() -> ReplayTable:
+    """A table of 2,124 candidates."""
+    return load_replay_table(TABLE)
+
+
+@pytest.fixture(scope="session")
+def replay_table(whole_table: ReplayTable) -> ReplayTable:
+    """A third of it, with every stage, batch and offload: searches of it take half as long."""
+    kept = {"reduce_bucket_size": (500_000_000, 500_000, None), "sub_group_size": (10**9, None)}
+    rows = {
+        one: row
+        for one, row in whole_table.rows.items()
+        if all(one.get(knob) in values for knob, values in kept.items())
+    }
+    return dataclasses.replace(whole_table, rows=rows)
 
 
 @pytest.fixture(scope="session")

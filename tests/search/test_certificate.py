@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
-from autotune.problem.training_trace import MOST_STEPS, TracedStep, TrainingTrace
+from autotune.problem.training_trace import AHEAD, MOST_STEPS, TracedStep, TrainingTrace
 from autotune.search.certificate import (
     LOSS,
     NORM,
@@ -114,10 +115,11 @@ def test_scatter_of_another_cut_is_the_noise_and_its_mean_the_effect() -> None:
         changed = tuple(dataclasses.replace(one, gradient_norm=(one.gradient_norm or 0) * f) for one, f in steps)
         return dataclasses.replace(reference, steps=changed)
 
-    floor = floor_of_cut(reference, cut(tuple(1 + 0.03 * sign for sign in signs)))
+    around_zero = cut(tuple(1 + 0.03 * sign for sign in signs))
+    floor = floor_of_cut(draws, around_zero)
     assert floor[NORM] == pytest.approx(0.033, rel=0.05)
     assert floor[LOSS] == 0
-    assert floor_of_cut(reference, reference) == dict.fromkeys((LOSS, NORM, UPDATE), 0.0)
+    assert floor_of_cut(draws, reference) == dict.fromkeys((LOSS, NORM, UPDATE), 0.0)
     for factors, with_draws in (
         (tuple(1.05 + 0.01 * sign for sign in signs), Verdict.DIFFERS),
         (tuple(1.03 + 0.01 * sign for sign in signs), Verdict.SAME),
@@ -130,6 +132,70 @@ def test_scatter_of_another_cut_is_the_noise_and_its_mean_the_effect() -> None:
         for one, verdict in ((reference, Verdict.DIFFERS), (draws, with_draws)):
             known = dataclasses.replace(one, floor=floor_of_cut(one, cut(factors)))
             assert compare(known, OWN, cut(factors), OWN).verdict is verdict, (factors, one.draws)
+    summed = cut((1.03, 0.98, 0.99, 1.01, 0.99))
+    found = compare(reference, OWN, summed, OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1}))
+    assert (found.verdict, found.cause) == (Verdict.DIFFERS, MICRO_BATCH), "a mean over a micro-batch's own tokens"
+    assert found.text.startswith("gradient norm is 1.8% off yours in a step, up or down: micro-batch 8 instead of 2")
+    assert compare(draws, OWN, summed, OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1})).verdict is Verdict.SAME
+
+
+def noisy(factors: tuple[float, ...], **changes: Any) -> TrainingTrace:
+    own = trace("fp32", **changes)
+    steps = zip(own.steps, factors, strict=True)
+    return dataclasses.replace(own, steps=tuple(dataclasses.replace(one, gradient_norm=f) for one, f in steps))
+
+
+@pytest.mark.parametrize(
+    ("factors", "verdict", "words"),
+    [
+        ((1.0, 1.01, 1.0, 0.99, 1.0), Verdict.SAME, "5 steps"),
+        ((1.2, 0.9, 1.1, 0.8, 1.05), Verdict.SAME, "compared only to within 2"),
+        (
+            (0.5, 1.1, 0.6, 0.9, 0.7),
+            Verdict.NOT_COMPARED,
+            "gradient norm is 0.73x of yours on average, and a factor of",
+        ),
+        ((0.71, 0.75, 0.74, 0.73, 0.74), Verdict.DIFFERS, "gradient norm is 0.734x of yours"),
+    ],
+)
+@pytest.mark.parametrize("known", [False, True])
+def test_noise_that_hides_a_factor_of_1_5_is_no_comparison(
+    factors: tuple[float, ...], verdict: Verdict, words: str, known: bool
+) -> None:
+    """Without a run that measured the noise, the scatter of the candidate's own steps shows it."""
+    own = dataclasses.replace(noisy((1.0,) * MOST_STEPS), draws=True)
+    mine = noisy(factors)
+    own = with_floor(own, mine, floor_of_cut) if known else own
+    found = compare(own, OWN, mine, OWN.but(**{MICRO_BATCH: 4, ACCUMULATION: 2}))
+    assert found.verdict is verdict, found
+    assert words in found.text
+
+
+def test_a_schedule_of_another_length_differs_in_later_steps() -> None:
+    def cosine(length: int) -> tuple[tuple[float, float], ...]:
+        rates = [1e-3 * (1 + math.cos(math.pi * min(1.0, step / length))) for step in AHEAD]
+        return tuple((low, high) for high, low in itertools.pairwise(rates))
+
+    own = dataclasses.replace(trace(), ahead=cosine(1000))
+    other = OWN.but(**{MICRO_BATCH: 8, ACCUMULATION: 1})
+    for length, differs in (
+        (250, True),
+        (667, True),
+        (950, False),
+        (1000, False),
+        (1050, False),
+        (1500, True),
+        (4000, True),
+    ):
+        found = compare(own, OWN, dataclasses.replace(trace(micro_batches=1), ahead=cosine(length)), other)
+        assert (found.verdict is Verdict.DIFFERS) is differs, (length, found)
+        assert not differs or (found.quantity, found.cause) == (RATES, ACCUMULATION)
+        assert (
+            not differs or "the length of the schedule counts iterations of your loop, and 1 instead of 4" in found.text
+        )
+    assert compare(own, OWN, trace(micro_batches=1), other).verdict is Verdict.SAME, (
+        "an earlier version's trace has none"
+    )
 
 
 def test_an_optimizer_that_uses_the_shapes_of_weights_is_named() -> None:
@@ -311,7 +377,9 @@ def test_nothing_is_compared_without_steps_quantities_or_with_another_global_bat
 
 
 def test_a_trace_survives_its_storage() -> None:
-    outcome = Outcome(OutcomeKind.OK, trace=dataclasses.replace(trace(), floor={LOSS: 0.1}, auxiliary=(trace(),)))
+    outcome = Outcome(
+        OutcomeKind.OK, trace=dataclasses.replace(trace(), floor={LOSS: 0.1}, ahead=((0.1, 0.2),), auxiliary=(trace(),))
+    )
     assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))).trace == outcome.trace
 
 
@@ -343,7 +411,16 @@ def test_an_engine_without_steps_keeps_the_place_of_the_next() -> None:
     assert [len(one.steps) for one in merged.auxiliary] == [0, 1]
     own = dataclasses.replace(trace(), auxiliary=(merged.auxiliary[0], trace("fp32")))
     again = dataclasses.replace(trace(), auxiliary=(trace(loss=9.0), trace("fp32")))
-    assert compare(own, OWN, again, OWN).verdict is Verdict.SAME
+    found = compare(own, OWN, again, OWN)
+    assert found.verdict is Verdict.SAME
+    assert found.text.endswith("5 steps; engine 2 not compared: fewer than 3 optimizer steps were traced")
+    missing = compare(own, OWN, dataclasses.replace(trace(), auxiliary=()), OWN)
+    assert missing.line.startswith("trains the same")
+    assert "engine 3 not compared" in missing.text
+    doubled = dataclasses.replace(
+        again, steps=again.steps[:2], auxiliary=(again.auxiliary[0], trace("fp32", loss=9.0, gradient_norm=9.0))
+    )
+    assert compare(own, OWN, doubled, OWN).text.startswith("in engine 3, gradient norm is")
     assert len(with_floor(own, dataclasses.replace(trace(), auxiliary=own.auxiliary[:1])).auxiliary) == 2
 
 

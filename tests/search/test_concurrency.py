@@ -14,7 +14,7 @@ import pytest
 
 from autotune.errors import UserError
 from autotune.executors.base import MeasureSpec
-from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
+from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
@@ -29,11 +29,6 @@ from tests.conftest import make_candidate
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 OFFLOADED = make_candidate(2, offload_optimizer="cpu")
-
-
-@pytest.fixture(scope="module")
-def replay_table() -> ReplayTable:
-    return load_replay_table(TABLE)
 
 
 def test_what_offloads_is_bound_by_the_host() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.executors.replay import ReplayTable, Row, load_replay_table
+from autotune.executors.replay import ReplayTable, Row
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import OutcomeKind
 from tests.search.test_tuner import search
@@ -16,11 +16,6 @@ TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
 
 def but(replay_table: ReplayTable, row_of: Callable[[Candidate, Row], Row]) -> ReplayTable:
     return replace(replay_table, rows={c: row_of(c, row) for c, row in replay_table.rows.items()})
-
-
-@pytest.fixture(scope="module")
-def replay_table() -> ReplayTable:
-    return load_replay_table(TABLE)
 
 
 @pytest.mark.parametrize("kind", [OutcomeKind.OOM_DEVICE, OutcomeKind.OOM_HOST, OutcomeKind.TIMEOUT, OutcomeKind.CRASH])

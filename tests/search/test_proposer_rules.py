@@ -20,12 +20,6 @@ from autotune.search.stopping import LEAST_MEASURED, Stop, StopReason
 from autotune.util.units import GIB
 from tests.search.test_proposer import TABLE, measured_as, result, small_space
 
-
-@pytest.fixture(scope="module")
-def replay_table() -> ReplayTable:
-    return load_replay_table(TABLE)
-
-
 SCRIPT_TABLE = Path(__file__).parents[2] / "benchmarks" / "data" / "landscapes_real" / "encoder-script_2xcpu.csv.gz"
 
 

@@ -2,16 +2,11 @@
 
 import pytest
 
-from autotune.executors.replay import ReplayTable, load_replay_table
+from autotune.executors.replay import ReplayTable
 from autotune.problem.candidate import Candidate
 from autotune.problem.outcome import OutcomeKind
 from autotune.search.proposer import Proposal, Proposer, Start
-from tests.search.test_proposer import TABLE, make_proposer, result
-
-
-@pytest.fixture(scope="module")
-def replay_table() -> ReplayTable:
-    return load_replay_table(TABLE)
+from tests.search.test_proposer import make_proposer, result
 
 
 def ranked(replay_table: ReplayTable) -> list[Candidate]:

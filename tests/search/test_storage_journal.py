@@ -112,6 +112,9 @@ def test_a_journal_that_is_none(url: str, tmp_path: Path) -> None:
         open_storage(f"journal:{tmp_path}/nowhere/study.journal")
     with pytest.raises(UserError, match="is a folder"):
         open_storage(f"journal:{tmp_path}")
+    for url in ("journal:/dev/zero", "sqlite:////dev/zero"):  # it has no end
+        with pytest.raises(UserError, match="a device or a pipe; expected a file"):
+            open_storage(url)
 
 
 def test_a_lock_that_a_killed_process_left_is_taken_over(url: str, tmp_path: Path) -> None:

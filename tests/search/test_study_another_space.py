@@ -3,9 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from autotune.executors.replay import ReplayExecutor, ReplayTable, load_replay_table
+from autotune.executors.replay import ReplayExecutor, ReplayTable
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
@@ -14,11 +12,6 @@ from autotune.search.study import StudyStore
 from autotune.search.tuner import NullObserver, SearchSummary, Tuner
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
-
-
-@pytest.fixture(scope="module")
-def replay_table() -> ReplayTable:
-    return load_replay_table(TABLE)
 
 
 class Heard(NullObserver):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autotune.executors.base import MeasureSpec
-from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable, load_replay_table
+from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import trace_job
 from autotune.problem.candidate import Candidate
@@ -25,11 +25,6 @@ from tests.conftest import make_candidate, make_job
 from tests.results.report.studies import machine, measured, ran_out
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
-
-
-@pytest.fixture(scope="module")
-def replay_table() -> ReplayTable:
-    return load_replay_table(TABLE)
 
 
 class Torch(ReplayExecutor):
@@ -145,6 +140,15 @@ def references(replay_table: ReplayTable, budget: float = 900, **changes: Any) -
     found = Tuner(*parts, budget_seconds=budget, observer=told, references=True).references
     assert found is not None
     return found, told.said
+
+
+def test_a_reference_of_a_compiled_winner_is_compiled(replay_table: ReplayTable) -> None:
+    found, said = references(replay_table)
+    for stage, name in ((0, "plain DDP"), (3, "FSDP2")):
+        chosen = found._chosen(stage, name, make_candidate(2, 4, compile=True))
+        assert chosen is not None
+        assert chosen.get("compile") is True
+    assert not said
 
 
 @pytest.mark.parametrize(

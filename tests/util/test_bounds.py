@@ -1,6 +1,10 @@
 """What enters from outside is within bounds, or ends in one line."""
 
+import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ from hypothesis import strategies as st
 
 from autotune.errors import UserError
 from autotune.gallery.schema import read_entry
+from autotune.util import bounds
 from autotune.util.bounds import MOST, check_data, read_text, whole_number
 from tests.cli_call import call
 
@@ -229,6 +234,38 @@ def test_any_table(tmp_path: Path, facts: Any, row: str) -> None:
     (tmp_path / "t.json").write_text(json.dumps(facts))
     (tmp_path / "t.csv").write_text(f"zero_stage,peak_gib,step_seconds,startup_seconds,outcome\n{row}\n")
     read_or_refused(lambda: load_replay_table(tmp_path / "t"))
+
+
+def test_a_pipe_is_read_until_its_writers_close_it_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(bounds, "PIPE_SECONDS", 0.1)
+    with pytest.raises(UserError, match=r"^F cannot be read \(nothing more was written to it within 0 s\): more$"):
+        bounds.read_text(pipe, "F", "more")
+    monkeypatch.setattr(bounds, "PIPE_SECONDS", 60.0)
+    code = "import sys; from pathlib import Path; from autotune.util.bounds import read_text; print(read_text(Path(sys.argv[1]), 'F', ''))"
+    command = '"$0" -c "$1" <(sleep 0.1; echo first; sleep 0.1; echo second)'
+    done = subprocess.run(["bash", "-c", command, sys.executable, code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["first", "second"]
+
+
+def test_a_device_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "MOST_BYTES", 9)
+    with pytest.raises(UserError, match=r"^F has more than 9 bytes: more$"):
+        bounds.read_text(Path("/dev/zero"), "F", "more")
+
+
+def test_a_compressed_table_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autotune.executors import replay
+
+    monkeypatch.setattr(replay, "MOST_BYTES", 1 << 20)
+    (tmp_path / "t.json").write_text("{}")
+    with gzip.open(tmp_path / "t.csv.gz", "wb") as file:
+        file.write(bytes(1 << 21))
+    with pytest.raises(UserError, match=r"t.csv.gz has more than 1048576 bytes"):
+        replay.load_replay_table(tmp_path / "t")
 
 
 def write(path: Path, text: str | bytes) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import struct
+import sys
 import threading
 import time
 from pathlib import Path
@@ -175,3 +176,19 @@ def test_ops_prebuilt_for_another_accelerator_are_built_under_the_lock(
     jit_ops._load("AdamBuilder", builder, tmp_path, lambda **said: states.append(said["state"]))
     assert held_while_loading == [not prebuilt]
     assert states == ([] if prebuilt else ["building"])
+
+
+def test_reason_of_a_failed_op_does_not_end_with_deepspeeds_empty_error_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> bool:
+        raise RuntimeError("Unable to JIT load the async_io op due to hardware/software issue. None")
+
+    accelerator = SimpleNamespace(create_op_builder=lambda name: object())
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace())  # type: ignore[arg-type]
+    deepspeed = SimpleNamespace(get_accelerator=lambda: accelerator)
+    monkeypatch.setitem(sys.modules, "deepspeed.accelerator", deepspeed)  # type: ignore[arg-type]
+    monkeypatch.setattr(jit_ops, "use_own_folder", lambda: tmp_path)
+    monkeypatch.setattr(jit_ops, "_load", load)
+    failed = jit_ops.load_ops(["AsyncIOBuilder"])
+    assert failed == {"AsyncIOBuilder": "Unable to JIT load the async_io op due to hardware/software issue."}

@@ -308,9 +308,8 @@ class AgentConnection:
                 continue
             with self._changed:
                 if message["type"] == "answer":
-                    message["came"] = (
-                        time.time()
-                    )  # Time of arrival for the comparison of clocks: the caller may wait for other nodes first.
+                    # Time of arrival for the comparison of clocks: the caller may wait for other nodes first.
+                    message["came"] = time.time()
                     self._answers[message["to"]] = message
                 else:
                     self._events.append(message)

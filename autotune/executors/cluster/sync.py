@@ -33,27 +33,15 @@ _LIST_SECONDS = 120  # limit for listing a folder
 _COPY_SECONDS = 600  # limit for writing or reading a batch of at most MOST_BYTES
 _LARGEST_NAMED = 3
 # Not needed by a training: histories, environments, caches, and output of studies and trackers.
-_TOOLS = (
-    *(".git", ".hg", ".svn", "__pycache__", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache"),
-    *(".tox", ".nox", ".ipynb_checkpoints", ".venv", "venv", "runs", "wandb", "mlruns"),
+_TOOLS = tuple(
+    (
+        ".git .hg .svn __pycache__ node_modules .mypy_cache .ruff_cache .pytest_cache .tox .nox .ipynb_checkpoints .venv "
+        "venv runs wandb mlruns"
+    ).split()
 )
-_LOGINS = (
-    *(".ssh", ".gnupg", ".aws", ".azure", ".gcloud", ".kube", ".docker"),
-    *(".netrc", ".pgpass", ".git-credentials", ".pypirc", ".my.cnf"),
-)
+_LOGINS = tuple(".ssh .gnupg .aws .azure .gcloud .kube .docker .netrc .pgpass .git-credentials .pypirc .my.cnf".split())
 # Possible secrets. Scripts may need them, so they are sent and reported.
-_SECRETS = (
-    ".env",
-    ".env.*",
-    "*.pem",
-    "*.key",
-    "*.p12",
-    "*.pfx",
-    "id_rsa",
-    "id_ecdsa",
-    "id_ed25519",
-    "credentials.json",
-)
+_SECRETS = tuple(".env .env.* *.pem *.key *.p12 *.pfx id_rsa id_ecdsa id_ed25519 credentials.json".split())
 _ENVIRONMENTS = ("*/pyvenv.cfg", "*/*/pyvenv.cfg")  # mark virtual environments of any name
 # Links stay links. Owners, devices and sockets are not sent. Protocol 30 is that of rsync 3.0 (2008) and later.
 _FLAGS = ("-rlpt", "--chmod=u+rw,go=", "--protocol=30", "--8-bit-output")

@@ -193,9 +193,8 @@ class Context:
     rivals: list[Any] = field(default_factory=list)  # entries of `beside` that may turn out to train, in a probe run
     trained: bool = False  # True once the engine that trains has had a backward
     trained_steps: int = 0  # optimizer steps of the engine that trains
-    plugins: list[tuple[weakref.ref[Any], dict[str, Any]]] = field(
-        default_factory=list
-    )  # accelerate's configs, and their original contents
+    # accelerate's configs, and their original contents
+    plugins: list[tuple[weakref.ref[Any], dict[str, Any]]] = field(default_factory=list)
     read: set[str] = field(default_factory=set)  # configs opened in a probe run, see `hooks.sources`
     written: set[str] = field(default_factory=set)  # configs that the script wrote in a probe run
     allowed_tokens: list[int] = field(default_factory=list)  # limits of arguments and tokenizers

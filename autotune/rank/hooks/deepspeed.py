@@ -353,7 +353,8 @@ def _compile(context: Context, original: Callable[..., Any], engine: Any, /, *ar
 def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
     """Return facts about the script's engine for the tuner.
 
-    `trained` lists the elements of each trained parameter, and `frozen` sums the elements of all others.
+    `trained` lists the elements of each trained parameter, and `frozen` sums the elements of all others. `matrices` are trained
+    parameters that DeepSpeed has tagged for Muon.
 
     Args:
         optimizer: the optimizer that the script made itself, or None.
@@ -362,7 +363,8 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
     module = engine.module
     plain = _plain(module)
     config: Any = getattr(plain, "config", None)
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in module.parameters()]
+    parameters = [(getattr(p, "ds_numel", p.numel()), p) for p in module.parameters()]
+    sizes = [(elements, p.requires_grad) for elements, p in parameters]
     own = optimizer if optimizer is None else engine.basic_optimizer
     return {
         "micro_batch": engine.train_micro_batch_size_per_gpu(),
@@ -386,6 +388,7 @@ def engine_facts(context: Context, optimizer: Any) -> dict[str, Any]:
         "untested_optimizer": not _zero_supports(optimizer),
         "optimizer": kind_of(context, own),
         TORCHS: torchs_of(own),
+        "matrices": [elements for elements, p in parameters if p.requires_grad and getattr(p, "use_muon", False)],
         EXPERTS_ELSEWHERE: sum(map(_elements_elsewhere, module.parameters())),
         SHARED_SEQUENCES: max(1, getattr(engine, "sequence_parallel_size", 1)),
         "flags": sorted(context.flags),
@@ -716,6 +719,7 @@ class _Switch:
     how: tuple[tuple[str, Any], ...] = ()  # arguments of `enable`
 
 
+# the second is from diffusers (models/modeling_utils.py)
 _SWITCHES = (
     _Switch(
         "gradient_checkpointing_enable",  # from transformers
@@ -724,7 +728,7 @@ _SWITCHES = (
         (("gradient_checkpointing_kwargs", {"use_reentrant": False}),),
     ),
     _Switch("enable_gradient_checkpointing", "disable_gradient_checkpointing", "_supports_gradient_checkpointing"),
-)  # the second is from diffusers (models/modeling_utils.py)
+)
 _ENABLE = (*(one.enable for one in _SWITCHES), "activation_checkpointing_enable")  # includes transformers' new name
 
 

@@ -33,9 +33,8 @@ def install(context: Context) -> None:
 
     def init_distributed(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        wait_for(
-            context, args[4] if len(args) > 4 else kwargs.get("timeout")
-        )  # (backend, mpi, port, verbose, timeout, …)
+        # (backend, mpi, port, verbose, timeout, …)
+        wait_for(context, args[4] if len(args) > 4 else kwargs.get("timeout"))
 
     for owner in (torch.distributed.distributed_c10d, torch.distributed):
         context.patches.wrap(owner, "init_process_group", init_process_group)

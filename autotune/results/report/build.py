@@ -35,7 +35,7 @@ from autotune.results.console import (
     shortened,
     train_with,
 )
-from autotune.results.export import deepspeed_config, environment_of, lossy_settings, needs, slice_line
+from autotune.results.export import deepspeed_config, environment_of, lossy_settings, slice_line, training_changes
 from autotune.results.report.knob_effects import effects_of_knobs, judge_candidates, value_text
 from autotune.results.report.model import (
     Accuracy,
@@ -270,7 +270,9 @@ def _verdict(
         gains=_gains(facts, job),
         run_now=(*(Code(name, text) for name, text in commands), exported),
         instead=instead,
-        needs=tuple(dict.fromkeys([*(hint.strip() for hint in hints), *needs(winner.candidate, job, variables)])),
+        needs=tuple(
+            dict.fromkeys([*(hint.strip() for hint in hints), *training_changes(winner.candidate, job, variables)])
+        ),
         mfu=measured.mfu,
     )
 

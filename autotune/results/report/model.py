@@ -163,9 +163,8 @@ class MemoryMap:
     """Micro-batches as columns; stage, checkpointing and offload as rows."""
 
     micro_batches: tuple[int, ...]
-    rows: tuple[
-        tuple[str, tuple[Square, ...]], ...
-    ]  # (stage, checkpointing and offload in words; one square per micro-batch)
+    # (stage, checkpointing and offload in words; one square per micro-batch)
+    rows: tuple[tuple[str, tuple[Square, ...]], ...]
     note: str = ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from autotune.problem.job import Lora
+from autotune.problem.job import NF4, Lora
 from autotune.problem.models import ModelSpec
 from benchmarks.predict.published.rows import Row
 from benchmarks.predict.published.words import LeftOut, UnknownWord, bare, remarks_of, vocabulary
@@ -21,6 +21,9 @@ _SCALE = re.compile(
 )
 _DROPOUT = re.compile(r"\b(?:lora[ _-]*)?dropout\s*[=: ]\s*([\d.]+)")
 _WHOLE = re.compile(r"(?:\+|and|with)?\s*\b(?:trainable|saved|modules_to_save\s*=?)\s+([\w,.\s]+)")
+IN_4_BITS = re.compile(
+    r"\bq-?lora\b(?:\s+nf4\b)?|\bnf4\b"
+)  # base weights in bitsandbytes' nf4, or another one of its size
 _LIST = re.compile(r"\b(?:target_modules|target modules|targets?)\b\s*(?:=|:|\s)\s*[\[({]?([^\]})]*)")
 
 
@@ -30,7 +33,8 @@ def lora_of(row: Row) -> Lora | None:
     Raises:
         LeftOut: part of the model is frozen without adapters, or the cell has a word or target that nobody knows.
     """
-    text = row["lora"].lower().replace("α", "alpha")
+    quantize = NF4 if IN_4_BITS.search(row["lora"].lower()) else ""
+    text = IN_4_BITS.sub("lora", row["lora"].lower().replace("α", "alpha"))
     if "frozen" in text or "freeze" in text:
         raise LeftOut("part of the model is frozen without adapters")
     head = bare(re.sub(r"\[([^\]]*)\]", r"\1", text))
@@ -55,7 +59,8 @@ def lora_of(row: Row) -> Lora | None:
         named, rest = ("all_linear",), _ALL.sub(" ", rest)
     named = named or _targets(_SCALE.sub(" ", rest), strict=False) or _in_brackets(text)
     number = int(next(filter(None, rank.groups()))) if rank else RANK
-    return Lora(number, named or TARGETS, saved=saved, dropout=float(dropout.group(1)) if dropout else 0.0)
+    share = float(dropout.group(1)) if dropout else 0.0
+    return Lora(number, named or TARGETS, saved=saved, dropout=share, quantize=quantize)
 
 
 def _denies(head: str) -> bool:

@@ -215,6 +215,8 @@ def as_json(one: Scored, after: Scored | None) -> dict[str, Any]:
         "sequence_ranks": job.sequence_ranks,
         "micro_batch": candidate.micro_batch,
         "checkpointing": candidate.checkpointing,
+        "trains": f"LoRA {job.lora}" if job.lora else job.optimizer_kind,
+        "by": "torch" if job.torch_alone else "DeepSpeed",
         "step_tokens": samples * job.tokens_per_sample,
         "measured": case.value,
         "predicted": one.predicted,

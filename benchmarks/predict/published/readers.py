@@ -33,7 +33,7 @@ from autotune.problem.models import ANSWERS, CAUSAL, CLASSIFICATION, MASKED, SEQ
 from autotune.util.units import GIB
 from benchmarks.predict.published.decisions import largest_micro_batch, verdict
 from benchmarks.predict.published.gpus import gpu_of
-from benchmarks.predict.published.lora import lora_of, targets_in
+from benchmarks.predict.published.lora import IN_4_BITS, lora_of, targets_in
 from benchmarks.predict.published.models import eager_then, hidden_size, loss_of, model_of, parameters_of, year_of
 from benchmarks.predict.published.number_formats import Length
 from benchmarks.predict.published.optimizers import optimizer_of
@@ -204,9 +204,10 @@ def adapters_in_32_bits(s: Settings) -> None:
 
 def _only_what_is_modelled(row: Row) -> None:
     """Raises:
-    LeftOut: weights are quantised, or what is trained beside them is no LoRA.
+    LeftOut: weights are quantised in another way than QLoRA's, or what is trained beside them is no LoRA.
     """
-    text = " ; ".join(row[column].lower() for column in ("model", "precision", "lora"))
+    adapters = IN_4_BITS.sub("lora", row["lora"].lower())
+    text = " ; ".join((row["model"].lower(), row["precision"].lower(), adapters))
     for where, pattern, why in (
         (text, _QUANTISED, "quantised weights or arithmetic"),
         (row["lora"].lower(), _OTHER_ADAPTERS, "adapters other than LoRA"),

@@ -123,6 +123,9 @@ def figure(case: Case, prediction: Prediction, quantity: str | None = None) -> t
     if quantity == "decision":
         return float(prediction.fits), 0.0, 1.0
     peak, (low, high) = prediction.peak_bytes, prediction.peak_interval
+    if quantity == "weights":  # and the largest of them while it is dequantized
+        held = prediction.memory["parameters"] + prediction.memory["gathered parameters"]
+        return held, held * low / peak, held * high / peak
     if quantity == "allocated" and hasattr(prediction, "allocated_bytes"):
         return prediction.allocated_bytes, *prediction.allocated_interval
     beside = 0.0 if quantity == "nvml" else prediction.memory["context and communication"]

@@ -292,6 +292,14 @@ def xtuner(row: Row, s: Settings) -> None:
         s.config["seq_parallel_communication_data_type"] = s.precision
 
 
+def muon_post(row: Row, s: Settings) -> None:
+    """deepspeedai/DeepSpeed, blogs/muon-optimizer: finetune_llama.py of delock/deepspeed_finetune_demo, whose configs name the
+    optimizer (AdamW is DeepSpeed's FusedAdam) and no buckets. Neither post nor script says how the memory was measured."""
+    s.zero = {"reduce_bucket_size": int(5e8), "allgather_bucket_size": int(5e8), "overlap_comm": False}
+    if s.optimizer == "adamw":
+        s.config["optimizer"] = {"type": "AdamW"}
+
+
 READERS: dict[str, Callable[[Row, Settings], None]] = {
     "QwenLM/Qwen": qwen,
     "chenyaofo gist": gist,
@@ -305,4 +313,5 @@ READERS: dict[str, Callable[[Row, Settings], None]] = {
     "InternLM/InternEvo": internevo,
     "LianjiaTech/BELLE": belle,
     "VectorInstitute/vectorlm": vectorlm,
+    "DeepSpeed Muon post": muon_post,
 }

@@ -329,6 +329,28 @@ def test_every_batch_is_as_long_as_all_allow(in_rank: Callable[..., Any], tmp_pa
     assert in_rank(pad, str(tmp_path)) == [[2, 16, 64], [[2, 32], [2, 64]]]
 
 
+def matrices_of(folder: str) -> Any:
+    """What the tuner is told of GPT-2's parameters under Muon, as DeepSpeed itself groups them.
+
+    `deepspeed.initialize` tags them so; its Muon would compile an op.
+    """
+    import deepspeed
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    _, watcher = set_up(folder, None)
+    net = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=2, n_positions=16))
+    deepspeed.set_optimizer_flags(SimpleNamespace(optimizer_name="muon"), net)
+    deepspeed_initialize(model=net, model_parameters=list(net.parameters()), config=CONFIG)
+    return watcher.of("built")[0][0]["matrices"]
+
+
+def test_the_tuner_is_told_which_parameters_deepspeed_gives_to_muon(
+    in_rank: Callable[..., Any], tmp_path: Path
+) -> None:
+    """GPT-2's `wte` and `wpe` are embeddings, but not by their names."""
+    assert in_rank(matrices_of, str(tmp_path)) == [64 * 8, 16 * 8, 8 * 24, 8 * 8, 8 * 32, 32 * 8]
+
+
 def told_of(folder: str, how: str) -> list[Any]:
     """What the tuner is told of an optimizer that the script makes: itself, or by a callable that DeepSpeed calls."""
     import torch
