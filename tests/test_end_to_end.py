@@ -24,6 +24,7 @@ SPACE = """
 knobs:
   zero_stage: [2]
   train_micro_batch_size_per_gpu: [1, 256]
+  offload_optimizer: [none, cpu]
   reduce_bucket_size: [500000]
 """
 ON_CPUS = ["run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--seq-len", "32", "--yes"]

@@ -34,7 +34,7 @@ def few_cards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_plan_shows_what_fits_by_way_of_training() -> None:
-    (plan,) = plans(Request("gemma-2-2b", 4, seq_len=2048), ["rtx3090"])
+    (plan,) = plans(Request("gemma-2-2b", 4, seq_len=768), ["rtx3090"])
     assert plan.best
     assert all(one.fits for one in plan.best)
     speeds = [one.samples_per_second for one in plan.best]
@@ -95,7 +95,7 @@ def test_too_little_main_memory_is_a_condition_and_not_a_verdict(capsys: pytest.
 
 
 def test_the_nearest_config_is_the_thriftiest_and_its_shortage_adds_up() -> None:
-    request = Request("llama-3.1-70b", 1, seq_len=2048, host_memory="64GiB")
+    request = Request("llama-3.1-70b", 1, seq_len=65536, host_memory="64GiB")
     (plan,) = plans(request, ["a100-80gb"])
     assert not plan.best
     assert plan.closest is not None
