@@ -245,11 +245,12 @@ def measure_images(most: int | None) -> list[dict[str, Any]]:
     """Measure a vision-language model at every stage, with and without checkpointing, whole and with adapters."""
     tried: Tries = [(stage, 1, {}) for stage in (0, 1, 2, 3)]  # the second number is the micro-batch
     tried += [(stage, 4, knobs) for stage in (0, 1, 2, 3) for knobs in ({}, {"activation_checkpointing": True})]
+    found: list[Config]
     found = [{"zero_stage": stage, "train_micro_batch_size_per_gpu": batch, **knobs} for stage, batch, knobs in tried]
     rows = []
     for precision, lora in (("bf16", ""), ("fp32", ""), ("bf16", "r=4")):
-        given = {"lora": parse_lora(lora)} if lora else {}
-        job = Job(resolve_model("tiny-llava"), 2, 64, precision, task=IMAGE_TEXT, **given)
+        adapters = parse_lora(lora) if lora else None
+        job = Job(resolve_model("tiny-llava"), 2, 64, precision, task=IMAGE_TEXT, lora=adapters)
         groups = [[Candidate.of({**SMALL, "gradient_accumulation_steps": 1, **knobs})] for knobs in found[:most]]
         rows += measured(job, groups, {"task": IMAGE_TEXT, **({"lora": lora} if lora else {})})
     return rows

@@ -160,10 +160,11 @@ def _shared(key: str, found: dict[str, Any] | None = None) -> dict[str, Any] | N
         return None
     store, name = dist.distributed_c10d._get_default_store(), f"autotune/largest/{key}"
     if found is not None:
-        shared = store.compare_set(name, "", json.dumps(found))
+        text = store.compare_set(name, "", json.dumps(found))
     else:
-        shared = store.get(name) if store.check([name]) else b""
-    return json.loads(shared) if shared else None
+        text = store.get(name) if store.check([name]) else b""
+    shared: dict[str, Any] | None = json.loads(text) if text else None
+    return shared
 
 
 def longest(context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
