@@ -43,7 +43,7 @@ def with_vocabulary(name: str, size: int) -> Job:
 
 def pairs(only: str) -> list[tuple[str, Job, Job, tuple[int, ...]]]:
     """What is compared, the usual job, the other one, and the stages at which both are measured."""
-    found = []
+    found: list[tuple[str, Job, Job, tuple[int, ...]]] = []
     for size, stages in ((4096, (0,)), (32768, (0, 2))):
         job = with_vocabulary("tiny-llama", size)
         found.append(("loss", job, dataclasses.replace(job, loss=CHUNKED), stages))
