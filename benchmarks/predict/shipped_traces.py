@@ -115,9 +115,9 @@ def cold_plans(rounds: int) -> list[dict[str, Any]]:
                 found[name].append((wall, used))
     rows = []
     for name, times in found.items():
-        wall, used = zip(*times, strict=True)
-        row = {"plan": name, "wall s, median": statistics.median(wall), "least": min(wall), "most": max(wall)}
-        rows.append({**row, "CPU s, median": statistics.median(used)})
+        walls, uses = zip(*times, strict=True)
+        row = {"plan": name, "wall s, median": statistics.median(walls), "least": min(walls), "most": max(walls)}
+        rows.append({**row, "CPU s, median": statistics.median(uses)})
     return [{key: f"{one:.2f}" if isinstance(one, float) else one for key, one in row.items()} for row in rows]
 
 
