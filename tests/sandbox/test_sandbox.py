@@ -675,6 +675,7 @@ def test_a_file_that_is_mounted_in_dev_is_not_changed(base: Path, user: int) -> 
     mounts = """
 (project / "log").write_text("keep"); (project / "log").chmod(0o666)
 subprocess.check_call(["mount", "--bind", str(project / "log"), "/dev/full"])
+subprocess.check_call(["mount", "--bind", "/dev/null", "/dev/zero"])  # as a container has a GPU
 for place in ("shm", "shm/below", "shm"):  # the second is no longer seen
     Path("/dev", place).mkdir(exist_ok=True)
     subprocess.check_call(["mount", "-t", "tmpfs", "tmpfs", f"/dev/{place}"])
@@ -682,7 +683,9 @@ for place in ("shm", "shm/below", "shm"):  # the second is no longer seen
     script = """
         try: Path("/dev/full").write_text("lost")
         except OSError: pass
-        pty = os.openpty(); os.write(pty[1], b"x"); Path("/dev/null").write_text("x"); print("ran")
+        pty = os.openpty(); os.write(pty[1], b"x")
+        for one in ("null", "zero", "shm/new"): Path("/dev", one).write_text("x")
+        print("ran")
 """
     project = base / "project"
     project.mkdir()
