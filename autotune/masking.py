@@ -57,7 +57,7 @@ _PLAIN = re.compile(r"(?i)true|false|yes|no|on|off|none|null|auto|\*\*\*.*")
 _PLACEHOLDER = re.compile(
     r"\$\{?\w+.*|(?:YOUR_?|MY_?)?(?:VALUE|PASSWORD|TOKEN|KEY|SECRET)|<[\w -]+>|\[[\w -]+\]|\.\.\.|…"
 )
-_PASSWORD = "-p"
+_PASSWORD, _MIXED = "-p", re.compile(r"(?=.*[A-Za-z])(?=.*[^A-Za-z])[^\s/,:=._-]{6,}")
 _learnt: set[str] = set()
 _pattern: re.Pattern[str] | None = None
 
@@ -75,10 +75,11 @@ def _telling(value: str) -> bool:
 
 
 def _is_password(flag: str, value: str) -> bool:
-    """Check that `-p VALUE` is a password, as for mysql and sshpass: neither a number, a path nor a short word."""
-    return (
-        flag == _PASSWORD and _is_value(value) and len(value) >= 6 and _telling(value) and not re.search("[/,]", value)
-    )
+    """Check that `-p VALUE` is a password, as for sshpass: letters mixed with digits, without the marks that join names.
+
+    It is not learnt: `-p` also names partitions, projects and precisions.
+    """
+    return flag == _PASSWORD and _MIXED.fullmatch(value) is not None and _is_value(value) and _telling(value)
 
 
 def learn(value: str) -> None:
@@ -105,7 +106,7 @@ def forget() -> None:
 def learn_words(words: Sequence[str]) -> None:
     """Learn the secrets of a command's words."""
     for _, name, value in secret_parts(words):
-        if value is not None and name:
+        if value is not None and names_secret(name):
             learn(value)
     for word in words:
         for value in _in_urls(word):
@@ -160,6 +161,7 @@ _PAIRS = (
     "wh ee wi em ad ol rt po we na ul ni ts mo ow pa im mi ai sh"
 )
 _OF_PAIRS, _OF_ALL = 0.4, 0.22  # least shares of frequent pairs, of all pairs and of all characters, in words
+_WORD = 4  # least letters of a word whose pairs count
 _TOKENS = re.compile(
     r"\b(?:hf_|gh[pousr]_|sk[-_]|glpat-|github_pat_)[A-Za-z0-9_-]{16,}"
     # a short prefix of a service, then random letters of both cases with digits: npm_…, pypi-…, xoxb-…, nvapi-…
@@ -214,11 +216,15 @@ def without_secrets(text: str, url: str) -> str:
 
 
 def _mask_random(found: re.Match[str]) -> str:
-    """Return a mask of a token, or the text itself if what follows its first word reads as words."""
-    rest = re.split("[-_]", found[0], maxsplit=1)[1].lower()
-    pairs = [pair for run in re.findall(r"[a-z]+", rest) for pair in map("".join, pairwise(run))]
-    frequent = sum(pair in _PAIRS for pair in pairs)
-    return found[0] if frequent > max(_OF_PAIRS * len(pairs), _OF_ALL * len(rest)) else MASK
+    """Return a mask of a token, or the text itself if what follows its first word reads as words.
+
+    The capitals of random letters leave hardly a word of _WORD letters.
+    """
+    rest = re.split("[-_]", found[0], maxsplit=1)[1]
+    pairs = sum(len(run) - 1 for run in re.findall(r"[A-Za-z]+", rest))
+    words = [word.lower() for word in _PART.findall(rest) if len(word) >= _WORD]
+    frequent = sum("".join(pair) in _PAIRS for word in words for pair in pairwise(word))
+    return found[0] if frequent > max(_OF_PAIRS * pairs, _OF_ALL * len(rest)) else MASK
 
 
 def _named(found: re.Match[str]) -> str:

@@ -260,7 +260,9 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
             )
         own = str(request.ds_config.resolve()) if request.ds_config else None
         script = dataclasses.replace(script, ds_config=own or script.ds_config)
-        request = dataclasses.replace(request, gpus=ranks_asked_for(request.gpus, typed, request.device))
+        ranks = ranks_asked_for(request.gpus, typed, request.device)
+        # the training that is launched has no sandbox either
+        request = dataclasses.replace(request, gpus=ranks, unprotected=True)
         hardware = _machine(request, nodes, interpreter)
         job = _named_job(request, hardware, interpreter)
         _whole_sequences(job, request.ds_config)

@@ -350,6 +350,10 @@ class Job:
         model = ModelSpec(**values["model"])
         return cls(**{**values, "model": model, "script": script, "lora": lora, "lengths": lengths})
 
+    def as_called(self, called: Job) -> Job:
+        """Return the job with what JSON data and a script's profile lack, as a job of this call has it."""
+        return dataclasses.replace(self, interpreter=called.interpreter, unprotected=called.unprotected)
+
     @property
     def has_own_code(self) -> bool:
         """Return whether building the model calls a workload, or code of the model's repository."""

@@ -265,7 +265,8 @@ class _Tree:
                 linux.make_read_only(at, recursive=path == "/sys")
             for mount in self._mounts if path == "/dev" else ():
                 if _contains(path, mount) and mount != _TERMINALS:  # a file of Kubernetes, large pages
-                    linux.make_read_only(self._at(mount))
+                    with suppress(OSError):  # it lies below another mount
+                        linux.make_read_only(self._at(mount))
             for device in linux.machine_devices(self._mounts) if path == "/dev" else ():
                 with suppress(FileNotFoundError):  # unplugged since
                     linux.mount(device, self._at(device), linux.BIND)

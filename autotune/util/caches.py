@@ -13,14 +13,15 @@ TABLE = Path(__file__).parents[1] / "data" / "caches.json"
 
 
 def library_caches(environment: Mapping[str, str], cwd: str) -> Iterator[str]:
-    """Make and yield the caches in the table of libraries' variables. A folder that holds the user's current one is none."""
+    """Make and yield the caches of libraries by their variables. A folder that holds the user's current one, or home, is none."""
     paths, caches = dict[str, str](), dict[str, str]()
+    users = [f"{one}/" for one in (cwd, os.path.realpath(os.path.expanduser("~")))]
     for name, row in json.loads(TABLE.read_text(encoding="utf-8")).items():
         path = environment.get(name) or re.sub(r"\$(\w+)", lambda found: paths[found[1]], row["default"])
         paths[name] = path = os.path.expanduser(path)  # later rows may begin with it
         real = os.path.realpath(path)
         made = row["use"] == "cache" or (row["use"] == "pipe" and os.path.isdir(path))  # NVIDIA's daemon makes its own
-        if made and path.startswith("/") and not f"{cwd}/".startswith(f"{real.rstrip('/')}/"):
+        if made and path.startswith("/") and not any(one.startswith(f"{real.rstrip('/')}/") for one in users):
             caches[path] = real
     for path in caches:
         # in another cache a trial can put a link to any folder in its place

@@ -404,9 +404,8 @@ def machine_settings() -> list[str]:
     """Return the paths in /proc that belong to no process and may lead to a setting of the machine: proc(5)."""
     found = []
     for one in os.scandir("/proc"):
-        with suppress(
-            OSError
-        ):  # it cannot be opened either: another file system's, such as lxcfs, whose server is gone
+        # one that cannot be looked at cannot be opened either: lxcfs's, whose server is gone
+        with suppress(OSError):
             settable = one.is_dir() or one.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH)
             if settable and not one.name.isdigit() and not one.is_symlink():
                 found.append(one.path)

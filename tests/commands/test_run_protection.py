@@ -9,12 +9,16 @@ import pytest
 
 from autotune.commands.doctor import _protection
 from autotune.commands.run import with_agreed_protection
+from autotune.commands.script_probe import Probe, after_probe
+from autotune.commands.setup import Setup as RunSetup
 from autotune.errors import UserError
 from autotune.executors import machine
 from autotune.problem.job import Job, Script
+from autotune.problem.space import load_space
 from autotune.rank.sandbox import Protection
 from autotune.util.interpreter import OWN
 from tests.conftest import make_job
+from tests.script.test_profile import HARDWARE, script
 
 
 @pytest.fixture
@@ -65,6 +69,18 @@ def test_without_protection_it_needs_an_answer_or_the_option(
     assert all("may overwrite or delete" in question for question in asked)
     setup.job = replace(setup.job, unprotected=True)
     assert with_agreed_protection(setup, tmp_path, None) is setup
+
+
+def test_the_agreement_holds_for_the_trials_after_the_first_run(tmp_path: Path) -> None:
+    job = replace(make_job(), unprotected=True)
+    of: dict[str, Any] = {"name": "s", "folder": tmp_path, "storage": None, "out": None, "found_no_gpu": False}
+    budget: dict[str, Any] = {"budget_seconds": 60.0, "max_trials": None, "tolerance": 0.0, "exhaustive": False}
+    how: dict[str, Any] = {"isolation": "fork", "seed": 0, "force": False, "replay_table": None}
+    what: dict[str, Any] = {"job": job, "hardware": HARDWARE, "space": load_space("default"), "candidates": ()}
+    setup = RunSetup(**what, **of, **budget, **how, notes=(), global_batch_size=None, free_batch=False)
+    found = after_probe(setup, Probe(script(batch_note=""), None))
+    assert found.job.script is not None
+    assert found.job.unprotected
 
 
 def test_a_named_model_and_a_replay_need_none_but_remote_code_does(

@@ -619,13 +619,13 @@ def test_each_cache_has_a_source_and_a_line_in_the_document() -> None:
 def test_caches_follow_their_variables_and_defaults(tmp_path: Path) -> None:
     given = {"HOME": str(tmp_path), "HF_HOME": f"{tmp_path}/hf", "TORCH_HOME": f"{tmp_path}/weights", "USER": "me"}
     given |= {"TMPDIR": f"{tmp_path}/t", "XDG_CACHE_HOME": f"{tmp_path}/c", "TRITON_HOME": str(tmp_path)}
-    found = {
-        os.path.relpath(one, tmp_path)
-        for one in library_caches({**given, "PIP_CACHE_DIR": str(tmp_path)}, f"{tmp_path}/p")
-    }
+    given |= {"PIP_CACHE_DIR": str(tmp_path), "CUDA_CACHE_PATH": "~"}
+    caches = [*library_caches(given, f"{tmp_path}/p")]
+    found = {os.path.relpath(one, tmp_path) for one in caches}
     expected = {"hf/hub", "hf/datasets", "hf/assets", "hf/xet", "hf/modules", "weights", "c/torch_extensions"}
     assert expected | {"t/torchinductor_me", ".triton/cache"} <= found
-    assert "." not in found, "the folder of the project is none"
+    assert "." not in found, "a folder that holds the project is none"
+    assert os.path.expanduser("~") not in caches, "the user's home is none"
 
 
 @BOTH
@@ -675,11 +675,17 @@ def test_a_file_that_is_mounted_in_dev_is_not_changed(base: Path, user: int) -> 
     mounts = """
 (project / "log").write_text("keep"); (project / "log").chmod(0o666)
 subprocess.check_call(["mount", "--bind", str(project / "log"), "/dev/full"])
+subprocess.check_call(["mount", "--bind", "/dev/null", "/dev/zero"])  # as a container has a GPU
+for place in ("shm", "shm/below", "shm"):  # the second is no longer seen
+    Path("/dev", place).mkdir(exist_ok=True)
+    subprocess.check_call(["mount", "-t", "tmpfs", "tmpfs", f"/dev/{place}"])
 """
     script = """
         try: Path("/dev/full").write_text("lost")
         except OSError: pass
-        pty = os.openpty(); os.write(pty[1], b"x"); Path("/dev/null").write_text("x"); print("ran")
+        pty = os.openpty(); os.write(pty[1], b"x")
+        for one in ("null", "zero", "shm/new"): Path("/dev", one).write_text("x")
+        print("ran")
 """
     project = base / "project"
     project.mkdir()

@@ -101,9 +101,8 @@ def _finding(context: Context, loader: Any) -> dict[str, Any] | None:
     sizes: list[tuple[int, int]] = []
     key = ""
     try:
-        for size in _sizes(
-            loader, (at * step % count for at in range(count))
-        ):  # no list: it may be billions of samples
+        # no list: it may be billions of samples
+        for size in _sizes(loader, (at * step % count for at in range(count))):
             sizes.append(size)
             if len(sizes) == min(count, _COMPARED):
                 key = f"{count}-{zlib.crc32(repr(sizes).encode()):08x}"
