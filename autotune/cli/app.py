@@ -120,6 +120,7 @@ def _tune(request: Request, shown: Console) -> None:
 @takes_request
 def plan(request: Request) -> None:
     """Predict which configs fit, their speed and cost, the GPUs needed, and what would help. Nothing is run."""
+    begin("reading the model and the cards", request.as_json or request.quiet)
     from autotune.commands.plan import plans
     from autotune.results.output_files import check_out
     from autotune.results.plan import show_comparison, show_plan
