@@ -31,7 +31,7 @@ from autotune.cli.options import (
 )
 from autotune.cli.study_commands import diff, export, gallery_app, record, report, share, show, spaces_app
 from autotune.commands.request import STORAGE_VARIABLE, Request
-from autotune.errors import DisplayedError, ExitCode
+from autotune.errors import DisplayedError, ExitCode, ScriptFails
 from autotune.masking import learn_environment
 from autotune.util.streams import is_watched, lasting_streams
 
@@ -209,7 +209,7 @@ def _call(logs: ExitStack) -> None:
             sys.stdout.flush()  # a failed write is reported here, and not by the interpreter at its exit
         sys.exit(code if isinstance(code, int) else ExitCode.DONE)
     except DisplayedError as error:
-        fail(str(error), error.exit_code)
+        fail(str(error), error.exit_code, keeps_lines=isinstance(error, ScriptFails))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(ExitCode.INTERRUPTED)
     except Exception as error:
