@@ -57,6 +57,10 @@ class BadArgument(UserError, ValueError):
     """Bad input to a function of the Python API: the message names its parameters."""
 
 
+class ScriptFails(UserError):
+    """Failure of a user's script: the message ends with the last lines of its log, which stay lines."""
+
+
 class Cause(StrEnum):
     """Reason why a user's script cannot be tuned unmodified."""
 

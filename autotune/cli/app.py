@@ -31,7 +31,7 @@ from autotune.cli.options import (
 )
 from autotune.cli.study_commands import diff, export, gallery_app, record, report, share, show, spaces_app
 from autotune.commands.request import STORAGE_VARIABLE, Request
-from autotune.errors import DisplayedError, ExitCode
+from autotune.errors import DisplayedError, ExitCode, ScriptFails
 from autotune.masking import learn_environment
 from autotune.util.streams import is_watched, lasting_streams
 
@@ -120,6 +120,7 @@ def _tune(request: Request, shown: Console) -> None:
 @takes_request
 def plan(request: Request) -> None:
     """Predict which configs fit, their speed and cost, the GPUs needed, and what would help. Nothing is run."""
+    begin("reading the model and the cards", request.as_json or request.quiet)
     from autotune.commands.plan import plans
     from autotune.results.output_files import check_out
     from autotune.results.plan import show_comparison, show_plan
@@ -208,7 +209,7 @@ def _call(logs: ExitStack) -> None:
             sys.stdout.flush()  # a failed write is reported here, and not by the interpreter at its exit
         sys.exit(code if isinstance(code, int) else ExitCode.DONE)
     except DisplayedError as error:
-        fail(str(error), error.exit_code)
+        fail(str(error), error.exit_code, keeps_lines=isinstance(error, ScriptFails))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(ExitCode.INTERRUPTED)
     except Exception as error:

@@ -102,10 +102,10 @@ def _print(text: str) -> None:
         print(f"autotune: {text}", file=sys.stderr, flush=True)
 
 
-def fail(text: str, code: ExitCode) -> None:
-    """Print an error and exit with the code. Code 2 (bad input) is printed in one line."""
-    # bad input is reported in one line
-    text = " ".join(map(str.strip, text.splitlines())) if code == ExitCode.BAD_INPUT else text
+def fail(text: str, code: ExitCode, *, keeps_lines: bool = False) -> None:
+    """Print an error and exit with the code. Code 2 (bad input) is printed in one line, unless a script's log is part of it."""
+    if code == ExitCode.BAD_INPUT and not keeps_lines:
+        text = " ".join(map(str.strip, text.splitlines()))
     LOG.error(text)
     _print(text)
     sys.exit(code)

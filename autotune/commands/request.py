@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from types import NoneType, UnionType
 from typing import Any, NamedTuple
 
-from autotune.errors import BadArgument, DisplayedError, Unusable, UserError, did_you_mean
+from autotune.errors import BadArgument, DisplayedError, ScriptFails, Unusable, UserError, did_you_mean
 from autotune.util.bounds import MOST, invalid_reason, whole_number
 
 # -- options -------------------------------------------------------------------------------------------------------------
@@ -678,7 +678,7 @@ def python_errors() -> Iterator[None]:
     except DisplayedError as error:
         names = {flag_of(one.name): one.name for one in fields(Request) if _OPTION in one.metadata} | _OTHER_FLAGS
         text = re.sub(r"(?<![\w-])--[a-z][a-z-]*", lambda found: names.get(found[0], found[0]), str(error))
-        if type(error) is UserError:
+        if type(error) in (UserError, ScriptFails):
             raise BadArgument(text) from None
         raise (Unusable(text, error.cause) if isinstance(error, Unusable) else type(error)(text)) from None
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.commands.setup import Setup
 from autotune.commands.trust import grant, is_granted
-from autotune.errors import MachineError, Stopped, UserError
+from autotune.errors import MachineError, ScriptFails, Stopped, UserError
 from autotune.executors.base import Executor, MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.faults import own_facts, warnings
@@ -439,7 +439,8 @@ def _refuse_unless_run(
         budget: of the call.
 
     Raises:
-        UserError: with the reason, and the end of its log.
+        ScriptFails: with the reason, and the end of its log.
+        UserError: with the reason and the fix in one line.
         MachineError: the machine failed, such as a node or a disk, or another process took the GPU's memory.
         Stopped: the user stopped the tuner.
     """
@@ -464,7 +465,7 @@ def _refuse_unless_run(
         )
     limits = _limits(outcome, executor.hardware.limit_bytes)
     who = "the script fails by itself" if not limits else "the script fails"
-    raise UserError(f"{who}, before anything is tuned ({outcome.reason}){limits}:\n{tail}\n  log: {log}")
+    raise ScriptFails(f"{who}, before anything is tuned ({outcome.reason}){limits}:\n{tail}\n  log: {log}")
 
 
 def _longer(ran: dict[str, float] | None, left_seconds: float, budget_seconds: float) -> str:

@@ -680,7 +680,7 @@ def budget_outcome(phase: Phase, waited_seconds: float, *, compiles: bool) -> Ou
         waited_seconds: time that it waited for the device's memory.
         compiles: torch.compile was at work in a rank.
     """
-    why, said = f"its share of the budget ended in {phase.value}", "deadline of the budget"
+    why, said = "its share of the budget ended", "deadline of the budget"
     if compiles:
         why = f"{why}, while torch.compile compiled the model"
     kind = OutcomeKind.INTERRUPTED

@@ -454,15 +454,14 @@ def own_line(facts: StudyFacts, job: Job) -> str:
         return f"{yours}: {outcome_line(own.outcome)}{won}"
     if winner is not None and winner.candidate == own.candidate:
         return f"{yours} is the winner: {AS_IS} has this config already"
-    ratio = facts.own_ratio
+    ratio, remark = facts.own_ratio, facts.remark(own.number)
     if winner is None or ratio is None:
-        remark = facts.remark(own.number)
         return f"{yours}: {throughput_text(own.outcome.measurement)}{f', {remark}' if remark else ''}"
-    alike = f"{ratio.samples_per_second:.4g} against {ratio.other_samples_per_second:.4g} samples/s, measured alike"
-    unlike = batch_size_note(own.candidate, winner.candidate, job)
+    alike = f"{ratio.speeds}{batch_size_note(own.candidate, winner.candidate, job)}"
+    barred = f"; yours cannot win: {remark}" if remark else ""
     if ratio.is_noise:
-        return f"{yours}: tied with the winner, {ratio.times:.2f}x is below noise ({alike}{unlike})"
-    return f"{yours}: the winner is {ratio.times:.2f}x yours ({alike}{unlike})"
+        return f"{yours}: tied with the winner, {ratio.times:.2f}x is below noise ({alike}){barred}"
+    return f"{yours}: the winner is {ratio.times:.2f}x yours ({alike}){barred}"
 
 
 def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardware: Hardware) -> list[str]:

@@ -21,7 +21,7 @@ from autotune.search.fingerprint import VERSIONS, changes
 from autotune.search.leaderboard import SpeedRatio
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, TRAINING, VERIFY, without_garbage_collection
-from autotune.util.units import counted, format_bytes
+from autotune.util.units import counted, format_bytes, format_change
 
 _MOST_ROWS = 40  # rows of the printed table; JSON has all
 _SAME_BYTES = 0.01  # share; smaller differences of peaks and capacities are taken for noise
@@ -145,9 +145,10 @@ def _moved(before: int, after: int) -> bool:
 
 def _spread(percents: Sequence[float]) -> str:
     """Return the median of percentages with the smallest and the largest, or the only one."""
-    if len(percents) == 1:
-        return f"{percents[0]:+.1f} %"
-    return f"median {statistics.median(percents):+.1f} % ({min(percents):+.1f} to {max(percents):+.1f})"
+    median, least, most = (format_change(one(percents) / 100) for one in (statistics.median, min, max))
+    return (
+        median if len(percents) == 1 else f"median {median} ({least.removesuffix(' %')} to {most.removesuffix(' %')})"
+    )
 
 
 @without_garbage_collection()
@@ -245,7 +246,7 @@ def show_diff(diff: StudyDiff, out: Console) -> None:
         table.add_column(heading, justify="right")
     for pair in diff.pairs[:_MOST_ROWS]:
         times, noise = (f"{pair.ratio.times:.3f}x", pair.ratio.is_noise) if pair.ratio else ("", True)
-        moved = f"{100 * (pair.peaks[1] / pair.peaks[0] - 1):+.1f} %" if pair.peaks else ""
+        moved = format_change(pair.peaks[1] / pair.peaks[0] - 1) if pair.peaks else ""
         ends = [Text(outcome_line(end), style="" if end.ok else "yellow") for end in (pair.first, pair.second)]
         table.add_row(str(pair.candidate), *ends, Text(times, style="dim" if noise else "bold"), moved)
     if diff.pairs:

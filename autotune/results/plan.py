@@ -19,6 +19,7 @@ from autotune.problem.gpu_specs import Price, cloud_machines
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import CHUNKED, SEQUENCE_RANKS, Job, sync_note
 from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO, RequirementInputs, loss_possible
+from autotune.results.console import code_legend, config_sentence
 from autotune.results.tables import DataTable
 from autotune.util.units import GIB, format_bytes, format_count, format_hours, format_usd
 
@@ -454,7 +455,8 @@ def _show_answer(plan: Plan, out: Console) -> None:
 
 def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str | Text]]:
     one, hardware = outlook.prediction, plan.hardware
-    yield "fastest" if one.sure else "likeliest", str(one.candidate)
+    yield "fastest" if one.sure else "likeliest", config_sentence(one.candidate, plan.job, hardware)
+    yield "config", f"{one.candidate} ({code_legend(one.candidate)})"
     low, high = outlook.tokens_interval
     tokens = outlook.tokens_per_second
     each = f", {rate(tokens / hardware.count)} a GPU" if hardware.count > 1 else ""

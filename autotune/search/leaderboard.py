@@ -15,14 +15,15 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.search.certificate import Verdict, compare
 from autotune.search.trials import AS_IS, RESUME, SEARCH, TRAINING, VERIFY, Record, constraints
-from autotune.util.units import format_bytes
+from autotune.util.units import format_bytes, format_change
 
 # share of speed; closer verified candidates are measured alternately, because GPU clocks drift as much within minutes
 RIVAL_SHARE = 0.05
 RETRY_SHARE = 0.02  # share of speed by which a candidate with allocator retries must be faster to win
 SPEED_FOR_MEMORY = 0.03  # share of speed that a winner with a lower peak may lose, if the intervals overlap
 MEMORY_FOR_SPEED = 0.97  # share of the fastest candidate's peak, at most, that justifies this loss
-DRIFT = 1.25  # ratio of two speeds of the winner from which the verdict names both
+DRIFT = 1.25  # ratio of two speeds of the winner from which the verdict says that the machine's speed has changed
+SHOWN_DRIFT = 1.005  # ratio of two speeds of the winner from which its margin names the speeds that it compares
 NOT_VERIFIED = "not verified"
 
 Measured = tuple[int, Measurement]  # (trial number, measurement)
@@ -374,6 +375,11 @@ class SpeedRatio:
         return cls(times, low / other_high, high / other_low, one.samples_per_second, other.samples_per_second)
 
     @property
+    def speeds(self) -> str:
+        """Text for the user, such as `114.6 against 102.3 samples/s, measured alike`."""
+        return f"{self.samples_per_second:.4g} against {self.other_samples_per_second:.4g} samples/s, measured alike"
+
+    @property
     def is_noise(self) -> bool:
         """Return True if the interval holds 1, so that neither is known to be faster."""
         return self.low <= 1 <= self.high
@@ -535,13 +541,14 @@ class StudyFacts:
         if self.next_best is not None:
             count = 1 + len(self.tied) + len(self.slower)
             slowest = max(rival.ratio.times for rival in (*self.slower, *self.tied))
-            beyond = " that is not tied" if self.tied else ""
+            beyond, ratio = " that is not tied" if self.tied else "", self.next_best.ratio
+            then, now = ratio.samples_per_second, self._winner_measured.samples_per_second
+            alike = "" if 1 / SHOWN_DRIFT < then / now < SHOWN_DRIFT else f": {ratio.speeds}"
             lines.append(
-                f"{100 * (self.next_best.ratio.times - 1):+.1f} % against the next best{beyond} "
-                f"({self.next_best.candidate}), {slowest:.1f}x the slowest of {count} measured that fit"
+                f"{format_change(ratio.times - 1)} against the next best{beyond} "
+                f"({self.next_best.candidate}{alike}), {slowest:.1f}x the slowest of {count} measured that fit"
             )
-            then = self.next_best.ratio.samples_per_second
-            if not 1 / DRIFT < then / self._winner_measured.samples_per_second < DRIFT:
+            if not 1 / DRIFT < then / now < DRIFT:
                 lines.append(
                     f"both were measured when the winner ran at {then:.4g} samples/s: the machine's speed has changed since"
                 )

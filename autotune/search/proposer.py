@@ -32,7 +32,7 @@ from autotune.search.surrogate import (
     expected_gain,
 )
 from autotune.search.tpe import FAILED, Answer, Sampler
-from autotune.util.units import GIB, format_bytes
+from autotune.util.units import GIB, format_bytes, format_percent
 
 # -- proposer ----------------------------------------------------------------------------------------------------------
 #
@@ -405,10 +405,13 @@ class Proposer:
 
     def _predicted_gain(self, turn: Decision) -> Proposal | None:
         """Propose the most valuable candidate if it may gain enough, or if too few are measured to stop."""
-        if not (self._is_worthwhile(turn) or (turn.any_allowed and len(self.speed) < LEAST_EVIDENCE)):
+        if self._is_worthwhile(turn):
+            note = f"predicted gain {format_percent(math.expm1(turn.gain[turn.best]))}"
+        elif turn.any_allowed and len(self.speed) < LEAST_EVIDENCE:
+            note = f"no gain is predicted; checked, since fewer than {LEAST_EVIDENCE} configs are measured"
+        else:
             return None
-        gain = 100 * math.expm1(turn.gain[turn.best])
-        return Proposal(self.candidates[turn.best], f"predicted gain {gain:.1f} %")
+        return Proposal(self.candidates[turn.best], note)
 
     def _memory_limit(self, turn: Decision) -> Proposal | None:
         """Test the memory predictor with a candidate that is predicted not to fit."""
@@ -613,7 +616,7 @@ class Proposer:
             return Proposal(rung, "next rung of the ladder")
         if gain[best] < WORTHWHILE * self.tolerance or rungs[best] < worth.max():
             return None
-        return Proposal(self.candidates[best], f"same engine, predicted gain {100 * math.expm1(gain[best]):.1f} %")
+        return Proposal(self.candidates[best], f"same engine, predicted gain {format_percent(math.expm1(gain[best]))}")
 
     def trial_seconds(self, candidate: Candidate) -> float:
         """Return the candidate's time limit in seconds, from its size and earlier trials."""

@@ -144,9 +144,9 @@ class Tuner:
         self.store.note_skips(self.proposer.skips())
         left = self.proposer.confidence()
         confidence = left.sentence if left is not None else ""
-        self.trials.save_call(ended.sentence, confidence)
+        used = self.trials.save_call(ended.sentence, confidence)
         counts = self.store.finished
-        used, measured = self.clock.used_seconds, counts[OutcomeKind.OK.value]
+        measured = counts[OutcomeKind.OK.value]
         return SearchSummary(winner, verified, ended.sentence, self.cancelled(), used, measured, counts, confidence)
 
     def _search_and_verify(self) -> tuple[Stop, Record | None, bool]:
@@ -371,10 +371,16 @@ class TrialRecorder:
         self.leaderboard.begin_call()
         self.proposer.begin_call()
 
-    def save_call(self, ended: str = "", confidence: str = "") -> None:
-        """Store the seconds used, how the call ended, and the sentence that bounds the speed of untried candidates."""
-        self.store.update_call(self.clock.used_seconds, ended, confidence)
-        self.observer.clock(self.clock.used_seconds, self.clock.budget_seconds)
+    def save_call(self, ended: str = "", confidence: str = "") -> float:
+        """Store the seconds used, how the call ended, and the sentence that bounds the speed of untried candidates.
+
+        Returns:
+            The seconds as stored, so that the last line of a call and `show` agree.
+        """
+        used_seconds = round(self.clock.used_seconds, 1)
+        self.store.update_call(used_seconds, ended, confidence)
+        self.observer.clock(used_seconds, self.clock.budget_seconds)
+        return used_seconds
 
     def poll_peers(self) -> None:
         """Learn outcomes of peer tuners."""

@@ -136,6 +136,16 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
 
 
+def format_percent(share: float) -> str:
+    """Format a share in percent with one digit, like `4.7 %`. What rounds to zero has no sign."""
+    return f"{round(100 * share, 1) + 0.0:.1f} %"
+
+
+def format_change(share: float) -> str:
+    """Format a change in percent with its sign, like `+4.7 %`. What rounds to zero is `+0.0 %`."""
+    return f"{round(100 * share, 1) + 0.0:+.1f} %"
+
+
 def format_hours(hours: float) -> str:
     """Format the hours of a training like `34 min`, `22.6 h`, `12 days`, `3.1 years`."""
     for size, unit in ((24 * 365, "years"), (48, "days"), (1, "h")):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from autotune.cli.options import fail
+from autotune.errors import ExitCode
 from autotune.problem.outcome import OutcomeKind
 from autotune.problem.space import parse_space
 from autotune.search.storage import default_storage
@@ -95,6 +97,14 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert len(err.strip().splitlines()) == 1
     assert "Traceback" not in err
     assert "secret" not in err
+
+
+def test_the_log_of_a_script_that_fails_keeps_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    for keeps_lines, lines in ((True, 3), (False, 1)):
+        with pytest.raises(SystemExit) as ended:
+            fail("the script fails:\n  File x.py\n  IndexError", ExitCode.BAD_INPUT, keeps_lines=keeps_lines)
+        assert ended.value.code == ExitCode.BAD_INPUT
+        assert len(capsys.readouterr().err.splitlines()) == lines
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from autotune.commands.script_probe import (
     _refuse_unless_run,
     least_memory_candidate,
 )
-from autotune.errors import MachineError, UserError
+from autotune.errors import MachineError, ScriptFails, UserError
 from autotune.executors.local import failed_outcome
 from autotune.problem.outcome import Outcome, OutcomeKind, Phase, Source
 from autotune.rank.base import errnos
@@ -67,7 +67,7 @@ def test_any_other_error_is_the_scripts_own() -> None:
 @pytest.mark.parametrize(
     ("kind", "error", "says"),
     [
-        (OutcomeKind.CRASH, UserError, "the script fails by itself"),
+        (OutcomeKind.CRASH, ScriptFails, "the script fails by itself"),
         (
             OutcomeKind.INFRASTRUCTURE,
             MachineError,

@@ -39,7 +39,10 @@ def test_the_margin_compares_what_was_measured_alike() -> None:
     hardware, second = detect("cpu", 2), make_candidate(0, 2)
     last, pace = verdict(slowed, [*searched, slowed])[-2:]
     assert pace == "  both were measured when the winner ran at 400 samples/s: the machine's speed has changed since"
-    assert last == f"  +5.3 % against the next best ({second}), 4.0x the slowest of 3 measured that fit"
+    assert (
+        last
+        == f"  +5.3 % against the next best ({second}: 400 against 380 samples/s, measured alike), 4.0x the slowest of 3 measured that fit"
+    )
     displaced = measured(4, VERIFY, 2, 290.0)
     last = verdict(slowed, [*searched, slowed, displaced])[-1]
     assert last == f"  +3.4 % against the next best ({second}), 4.0x the slowest of 3 measured that fit"
@@ -54,6 +57,8 @@ def test_the_margin_compares_what_was_measured_alike() -> None:
         "yours (ZeRO-0, micro-batch 8 x 1): the winner is 2.00x yours (400 against 200 samples/s, measured alike; its steps are "
         "of 16 samples, the winner's of 2)"
     )
+    over = measured(5, SEARCH, 8, 200.0, AS_IS, peak_mib=2**30)
+    assert "; yours cannot win: over by " in verdict(slowed, [*searched, slowed, over])[0]
     kept = measured(6, SEARCH, 1, 400.0, AS_IS)
     assert verdict(slowed, [kept, slowed])[0].endswith("has this config already")
     assert not any("next best" in line for line in verdict(slowed, [slowed]))

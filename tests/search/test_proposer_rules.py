@@ -126,7 +126,9 @@ def test_untried_level_is_tried_before_a_measured_kind_is_refined(replay_table: 
 def test_predicted_gain_goes_on_without_gain_until_there_is_evidence(replay_table: ReplayTable) -> None:
     proposer = make_proposer(replay_table)
     proposer.speed[fastest(replay_table)] = 1e9  # no prediction reaches it
-    assert decide(proposer, "predicted gain") is not None
+    found = decide(proposer, "predicted gain")
+    assert isinstance(found, Proposal)
+    assert found.note == f"no gain is predicted; checked, since fewer than {LEAST_EVIDENCE} configs are measured"
     for candidate in proposer.candidates[: LEAST_EVIDENCE - 1]:
         proposer.speed.setdefault(candidate, 1.0)
     proposer.speed |= dict.fromkeys(proposer.candidates[-LEAST_EVIDENCE:], 1.0)

@@ -124,3 +124,13 @@ def test_hours_and_dollars_in_words() -> None:
     assert said == ["4 s", "30 min", "1.0 h", "47.9 h", "2.0 days", "100 days", "3.0 years", "200 years"]
     dollars = [units.format_usd(one) for one in (0.42, 7.214, 42.4, 721.4, 12345)]
     assert dollars == ["$0.42", "$7.21", "$42", "$721", "$12,300"]
+
+
+def test_percentages_that_round_to_zero_have_no_minus() -> None:
+    assert [units.format_percent(share) for share in (-0.0004, 0.0, 0.047, -0.012)] == [
+        "0.0 %",
+        "0.0 %",
+        "4.7 %",
+        "-1.2 %",
+    ]
+    assert [units.format_change(share) for share in (-0.0004, 0.047, -0.012)] == ["+0.0 %", "+4.7 %", "-1.2 %"]

@@ -50,7 +50,7 @@ from autotune.results.report.knob_effects import value_text
 from autotune.results.report.model import Bars, Cell, StudyReport, Trial, TrialPrediction
 from autotune.util.files import cannot_write, write_atomically
 from autotune.util.streams import printable
-from autotune.util.units import format_bytes, format_count, format_duration, format_hours, format_usd
+from autotune.util.units import format_bytes, format_change, format_count, format_duration, format_hours, format_usd
 
 # -- page --------------------------------------------------------------------------------------------------------------
 #
@@ -86,7 +86,7 @@ def _environment() -> jinja2.Environment:
         "knob": knob_words,
         "letter": figures.letter,
         "hold": figures.hold,
-        "signed": lambda share: f"{100 * share:+.1f} %",
+        "signed": lambda share: format_change(share).replace("-", "−"),
         "signed_size": lambda size: f"{'+' if size >= 0 else '−'}{format_bytes(abs(size))}",
         "symbol": _SYMBOLS.__getitem__,
     }
@@ -335,7 +335,7 @@ def _tiles(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str, str]]:
     one, low_high = outlook.prediction, " to ".join
     yield (
         f"{rate(outlook.tokens_per_second)} tokens/s",
-        f"step {format_duration(one.step_seconds)}",
+        f"step {one.step_seconds:.3g} s",  # as the terminal prints it
         low_high(map(rate, outlook.tokens_interval)),
     )
     yield (
