@@ -584,8 +584,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
 
 def after_probe(setup: Setup, probed: Probe) -> Setup:
     """Return the setup of a script after its probe run: its real job, and the remaining space and candidates."""
-    job = job_of(probed.script, setup.hardware, setup.global_batch_size, free=setup.free_batch)
-    job = dataclasses.replace(job, interpreter=setup.job.interpreter)
+    job = job_of(probed.script, setup.hardware, setup.global_batch_size, free=setup.free_batch).called_like(setup.job)
     space, notes = fitted(setup.space, job, setup.hardware)
     notes = [*warnings_after_probe(setup, job), *notes]
     own, candidates = own_candidate(probed.script), tuple(space.candidates(job))
@@ -956,7 +955,7 @@ def check_batch(
     own = own_candidate(script)
     if least is not None:
         own = least.but(**{MICRO_BATCH: own.micro_batch, ACCUMULATION: own.accumulation})
-    job = dataclasses.replace(job_of(script, runs.executor.hardware, None), interpreter=runs.executor.job.interpreter)
+    job = job_of(script, runs.executor.hardware, None).called_like(runs.executor.job)
     refused: list[tuple[Candidate, Outcome]] = []
     # a micro-batch may take as long as a larger one
     held = [other for other in others(own) if runs.holds(max(1.0, own.micro_batch / other.micro_batch))]
