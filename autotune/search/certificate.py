@@ -246,10 +246,14 @@ def _compare_engine(
 
 
 def _unseen(name: str, found: dict[str, list[float]], reference: TrainingTrace, trace: TrainingTrace) -> float:
-    """Return the logarithm of the factor that a comparison leaves open: the mean difference, and errors of this mean."""
+    """Return the logarithm of the factor that a comparison leaves open: the mean difference, and errors of this mean.
+
+    A single step shows no scatter, so the noise floor stands for it.
+    """
     each = found[name]
     moves = name == UPDATE and _is_early(reference) != _is_early(trace)  # with Adam's step counter
-    error = 0.0 if moves or len(each) < 2 else statistics.stdev(each) / math.sqrt(len(each))
+    scatter = statistics.stdev(each) if len(each) > 1 else reference.floor.get(name, 0.0)
+    error = 0.0 if moves else scatter / math.sqrt(len(each))
     return abs(_mean(name, found, reference, trace)) + _ERRORS * error
 
 

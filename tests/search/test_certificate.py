@@ -171,6 +171,16 @@ def test_noise_that_hides_a_factor_of_1_5_is_no_comparison(
     assert words in found.text
 
 
+def test_noise_counts_where_one_step_alone_is_compared() -> None:
+    """Stage 0 in 16 bits steps from other weights than the others from the second step on."""
+    own = dataclasses.replace(trace(), draws=True, floor={NORM: 0.3, LOSS: 0.3})
+    assert compare(own, OWN, trace(stage=2), OWN).verdict is Verdict.NOT_COMPARED
+    assert compare(own, OWN, trace(stage=0), OWN).verdict is Verdict.SAME
+    close = dataclasses.replace(own, floor={NORM: 0.05, LOSS: 0.05})
+    found = compare(close, OWN, trace(stage=2), OWN)
+    assert (found.verdict, "compared only to within 16%" in found.text) == (Verdict.SAME, True)
+
+
 def test_a_schedule_of_another_length_differs_in_later_steps() -> None:
     def cosine(length: int) -> tuple[tuple[float, float], ...]:
         rates = [1e-3 * (1 + math.cos(math.pi * min(1.0, step / length))) for step in AHEAD]
