@@ -226,9 +226,10 @@ def _checked(
         if "micro_batch" not in facts:
             print_line("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
-    for one in facts.get(LARGEST, {}).values():
+    for count, one in facts.get(LARGEST, {}).items():
         which = f"sample {one['index']} is the largest" if one["bytes"] else "no sample is larger than another"
-        print_line(f"--worst-case: {which} ({script.name} has {one['samples']} samples, {one['read']} were read)")
+        count = one.get("samples", count)  # an earlier version's key
+        print_line(f"--worst-case: {which} ({script.name} has {count} samples, {one['read']} were read)")
     if facts.get(LARGEST) == {}:
         print_line(f"--worst-case: no sample could be read by number ({facts[UNREAD]}); batches are only padded")
     if late := facts.get("late"):
