@@ -336,7 +336,7 @@ def _rates_ahead(schedule: Any, start: float, each: float) -> list[list[float]]:
             found.append([float(f"{one:.4g}") for one in (min(rates), max(rates))])
         before = [*itertools.accumulate(rates, max, initial=highest)]
         if any(rate < _ENDED * most for rate, most in zip(rates, before, strict=False)):
-            break
+            return found or [[0.0, 0.0]]
         highest = before[-1]
     return found
 

@@ -300,7 +300,8 @@ def _wrong_later(reference: TrainingTrace, trace: TrainingTrace) -> tuple[int, f
 
     A schedule's length is rounded, so the reference's neighbouring intervals are its rates too.
     """
-    least = _LATER_TOLERANCE * max((high for _, high in reference.ahead), default=0.0)
+    first = [rate for step in reference.steps for rate in step.rates]  # a short schedule has come down by then
+    least = _LATER_TOLERANCE * max([*first, *(high for _, high in reference.ahead)], default=0.0)
     for at, (step, (low, high), _) in enumerate(zip(AHEAD, trace.ahead, reference.ahead, strict=False)):
         near = reference.ahead[max(0, at - 1) : at + 2]
         lowest, highest = min(one for one, _ in near), max(one for _, one in near)
