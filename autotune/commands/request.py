@@ -517,7 +517,7 @@ class Request:
     # -- trust and protection
     force: bool = _option(False, "Resume a study of another job or machine.", Panel.TRUST, "run")
     unprotected: bool = _option(
-        False, "Run the script even if this machine cannot protect your files from its writes.", Panel.TRUST, "run plan"
+        False, "Run your code even if this machine cannot protect your files from its writes.", Panel.TRUST, "run plan"
     )
     trust: bool = _option(
         False,

@@ -226,9 +226,10 @@ def _checked(
         if "micro_batch" not in facts:
             print_line("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
-    for one in facts.get(LARGEST, {}).values():
+    for count, one in facts.get(LARGEST, {}).items():
         which = f"sample {one['index']} is the largest" if one["bytes"] else "no sample is larger than another"
-        print_line(f"--worst-case: {which} ({script.name} has {one['samples']} samples, {one['read']} were read)")
+        count = one.get("samples", count)  # an earlier version's key
+        print_line(f"--worst-case: {which} ({script.name} has {count} samples, {one['read']} were read)")
     if facts.get(LARGEST) == {}:
         print_line(f"--worst-case: no sample could be read by number ({facts[UNREAD]}); batches are only padded")
     if late := facts.get("late"):
@@ -585,7 +586,7 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
 
 def after_probe(setup: Setup, probed: Probe) -> Setup:
     """Return the setup of a script after its probe run: its real job, and the remaining space and candidates."""
-    job = job_of(probed.script, setup.hardware, setup.global_batch_size, free=setup.free_batch).as_called(setup.job)
+    job = job_of(probed.script, setup.hardware, setup.global_batch_size, free=setup.free_batch).called_like(setup.job)
     space, notes = fitted(setup.space, job, setup.hardware)
     notes = [*warnings_after_probe(setup, job), *notes]
     own, candidates = own_candidate(probed.script), tuple(space.candidates(job))
@@ -956,7 +957,7 @@ def check_batch(
     own = own_candidate(script)
     if least is not None:
         own = least.but(**{MICRO_BATCH: own.micro_batch, ACCUMULATION: own.accumulation})
-    job = job_of(script, runs.executor.hardware, None).as_called(runs.executor.job)
+    job = job_of(script, runs.executor.hardware, None).called_like(runs.executor.job)
     refused: list[tuple[Candidate, Outcome]] = []
     # a micro-batch may take as long as a larger one
     held = [other for other in others(own) if runs.holds(max(1.0, own.micro_batch / other.micro_batch))]

@@ -228,6 +228,9 @@ class Script:
         return hashlib.sha256(json.dumps(known).encode() + text).hexdigest()[:12]
 
 
+_OF_A_CALL = ("interpreter", "unprotected")  # fields of a job that a call decides again: they are not part of its JSON
+
+
 @dataclass(frozen=True)
 class Job:
     """Model, data shape and arithmetic of a training: everything that all trials keep unchanged."""
@@ -253,7 +256,7 @@ class Job:
     image_size: int | None = None  # pixels of an image's height and width, if the configuration does not give them
     # plain torch without DeepSpeed: stage 0 is DistributedDataParallel, stage 3 FullyShardedDataParallel
     torch_alone: bool = False
-    # not part of the JSON: the Python of ranks and tracer, and consent to run user code on machines that offer no sandbox
+    # _OF_A_CALL: the Python of ranks and tracer, and consent to run user code on machines that offer no sandbox
     interpreter: Interpreter = field(default=OWN, repr=False)
     unprotected: bool = field(default=False, repr=False, compare=False)
 
@@ -318,8 +321,7 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """Return the job as JSON data, without unused fields."""
-        data = dataclasses.asdict(self)
-        del data["interpreter"], data["unprotected"]
+        data = {name: value for name, value in dataclasses.asdict(self).items() if name not in _OF_A_CALL}
         unused = "script workload lora attention compiled lengths packed liger image_size torch_alone"
         for name in unused.split():
             if not data[name]:
@@ -335,6 +337,10 @@ class Job:
                 del data[name]
         return data
 
+    def called_like(self, other: Job) -> Job:
+        """Return the job with those fields of another job that belong to the call and not to the JSON."""
+        return dataclasses.replace(self, **{name: getattr(other, name) for name in _OF_A_CALL})
+
     def order(self) -> dict[str, Any]:
         """Return the job in the form that every process which builds its model receives."""
         return self.to_json()
@@ -342,17 +348,13 @@ class Job:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Job:
         """Return the job of JSON data, in the reader's own interpreter; ignore unknown keys."""
-        known = {f.name for f in dataclasses.fields(cls)} - {"interpreter", "unprotected"}
+        known = {f.name for f in dataclasses.fields(cls)}.difference(_OF_A_CALL)
         values = {key: value for key, value in data.items() if key in known}
         script = Script.from_json(values["script"]) if values.get("script") else None
         lora = Lora.from_json(values["lora"]) if values.get("lora") else None
         lengths = tuple((tokens, count) for tokens, count in values.get("lengths", ()))
         model = ModelSpec(**values["model"])
         return cls(**{**values, "model": model, "script": script, "lora": lora, "lengths": lengths})
-
-    def as_called(self, called: Job) -> Job:
-        """Return the job with what JSON data and a script's profile lack, as a job of this call has it."""
-        return dataclasses.replace(self, interpreter=called.interpreter, unprotected=called.unprotected)
 
     @property
     def has_own_code(self) -> bool:

@@ -67,7 +67,7 @@ class TrainRank(BaseRank):
         candidate, folder = Candidate.of(self.spec["candidate"]), Path(self.spec["folder"])
         context = Context(self.job, candidate, self, self.spec["device"], folder, quiet=False)
         context.collective_timeout = self.collective_timeout
-        context.trace = TraceRecorder()
+        context.trace = TraceRecorder(looks_ahead=False)
         self.hooks = Hooks(context)
         self.hooks.install()
         self._ledgers: dict[str, CheckpointLedger] = {}  # by output folder

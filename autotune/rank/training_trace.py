@@ -11,6 +11,7 @@ import sys
 import time
 import types
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from autotune.problem.training_trace import AHEAD, LEAST_STEPS, MOST_STEPS
@@ -20,6 +21,7 @@ _SAMPLED = 16  # parameters, evenly spaced over the model's trained ones
 _ELEMENTS = 512  # of each sampled parameter, evenly spaced over it
 _PROJECTIONS = 8  # of the initial weights
 _OF_A_ROW = 32  # first elements of a row that its digest reads
+_ENDED = 0.01  # share of its highest rate at which a schedule has come down to zero
 _LARGEST = sys.float_info.max  # stands for a value that is not finite, which JSON cannot hold
 
 
@@ -31,10 +33,11 @@ class TraceRecorder:
 
     Args:
         random_state: of the rank; None watches only the global generators.
+        looks_ahead: ask the schedule for later learning rates. A schedule of the script's own may change by being asked.
     """
 
-    def __init__(self, random_state: RandomState | None = None) -> None:
-        self._random = random_state or RandomState()
+    def __init__(self, random_state: RandomState | None = None, *, looks_ahead: bool = True) -> None:
+        self._random, self._looks_ahead = random_state or RandomState(), looks_ahead
         self._seconds = 0.0  # spent on recording since `take_seconds`
         self._auxiliary: list[TraceRecorder] = []  # of auxiliary engines, in the order of `Context.beside`
         self.restart()
@@ -72,7 +75,7 @@ class TraceRecorder:
 
     def add_auxiliary(self) -> TraceRecorder:
         """Return a recorder for an auxiliary engine, whose steps become a part of this recorder's report."""
-        self._auxiliary.append(TraceRecorder())
+        self._auxiliary.append(TraceRecorder(looks_ahead=self._looks_ahead))
         return self._auxiliary[-1]
 
     def take_seconds(self) -> float:
@@ -150,12 +153,13 @@ class TraceRecorder:
                     "precision": self._precision(engine),
                     "accumulation": int(engine.gradient_accumulation_steps()),
                 }
-                self._schedule = _schedule_of(engine)
+                self._schedule = _schedule_of(engine) if self._looks_ahead else None
                 self._schedule_began = _count_of(self._schedule)
             self._skipped = int(getattr(engine, "skipped_steps", 0))
             if self._schedule is not None and len(self._steps) == MOST_STEPS - 1:
                 each = (_count_of(self._schedule) - self._schedule_began) / len(self._steps)
-                self._ahead = _rates_ahead(self._schedule, self._schedule_began, each)
+                with suppress(Exception):  # a schedule of the script's own
+                    self._ahead = _rates_ahead(self._schedule, self._schedule_began, each)
             self._step["rates"] = [float(group["lr"]) for group in engine.optimizer.param_groups]
             self._own_norm = None
             known = sum(step["norm"] is not None and not step["skipped"] for step in self._steps)
@@ -286,7 +290,7 @@ def _finite(value: float) -> float:
 def _schedule_of(engine: Any) -> Any:
     """Return the learning-rate schedule of an engine's optimizer, which the engine or the script advances.
 
-    None: it has none, several, or one that does not depend on the count of steps.
+    None: it has none, or several.
     """
     import torch
 
@@ -305,34 +309,53 @@ def _schedule_of(engine: Any) -> Any:
 
 
 def _count_of(schedule: Any) -> float:
-    return float(getattr(schedule, "last_epoch", getattr(schedule, "last_batch_iteration", 0)))
+    """Return the steps that a schedule has counted; NaN if it keeps no count."""
+    count = getattr(schedule, "last_epoch", getattr(schedule, "last_batch_iteration", None))
+    return float(count) if isinstance(count, int | float) else math.nan
 
 
 def _rates_ahead(schedule: Any, start: float, each: float) -> list[list[float]]:
     """Return [lowest, highest] learning rate of the group with the highest, between the optimizer steps `AHEAD`.
+
+    A schedule that has come down to zero has ended: a cosine's next rise comes after the training.
 
     Args:
         schedule: of torch or DeepSpeed. A copy is asked, so that nothing advances.
         start: its count in the first optimizer step.
         each: counts of an optimizer step.
     """
-    found = []
-    for begin, end in itertools.pairwise(AHEAD):
-        rates = [max(_rates_at(schedule, int(start + each * step)), default=math.nan) for step in range(begin, end)]
-        if any(map(math.isnan, rates)):
+    found: list[list[float]] = []
+    if not each > 0:  # by epochs, or without a count
+        return found
+    asked, highest = _asked(schedule), 0.0
+    for begin, end in itertools.pairwise((MOST_STEPS, *AHEAD)):
+        rates = [max(_rates_at(asked, int(start + each * step)), default=math.nan) for step in range(begin, end)]
+        if not all(map(math.isfinite, rates)):
             break
-        found.append([float(f"{one:.4g}") for one in (min(rates), max(rates))])
+        if begin in AHEAD:
+            found.append([float(f"{one:.4g}") for one in (min(rates), max(rates))])
+        before = [*itertools.accumulate(rates, max, initial=highest)]
+        if any(rate < _ENDED * most for rate, most in zip(rates, before, strict=False)):
+            return found or [[0.0, 0.0]]
+        highest = before[-1]
     return found
 
 
-def _rates_at(schedule: Any, count: int) -> list[float]:
-    """Return the learning rates at a count of the schedule; none after its end, or if it is no function of the count."""
-    if milestones := getattr(schedule, "_milestones", None):  # torch's SequentialLR
-        at = bisect.bisect_right(milestones, count)
-        return _rates_at(schedule._schedulers[at], count - milestones[at - 1] if at else count)
+def _asked(schedule: Any) -> Any:
+    """Return a copy of a schedule that changes neither the schedule nor its optimizer when it is asked for rates."""
     asked = copy.copy(schedule)
     groups = [{key: one for key, one in group.items() if key != "params"} for group in schedule.optimizer.param_groups]
     asked.optimizer, asked._get_lr_called_within_step = types.SimpleNamespace(param_groups=groups), True
+    if getattr(asked, "_milestones", None):  # torch's SequentialLR
+        asked._schedulers = list(map(_asked, asked._schedulers))
+    return asked
+
+
+def _rates_at(asked: Any, count: int) -> list[float]:
+    """Return the learning rates at a count of a schedule; none after its end, or if it is no function of the count."""
+    if milestones := getattr(asked, "_milestones", None):
+        at = bisect.bisect_right(milestones, count)
+        return _rates_at(asked._schedulers[at], count - milestones[at - 1] if at else count)
     setattr(asked, "last_epoch" if hasattr(asked, "last_epoch") else "last_batch_iteration", count)
     try:
         return [float(one) for one in getattr(asked, "_get_closed_form_lr", asked.get_lr)()]

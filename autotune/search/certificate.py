@@ -33,6 +33,9 @@ LEAST_TOLERANCE = {"fp32": 1e-3, "mixed": 5e-3, "bf16": 5e-3, "fp16": 5e-3}
 # stages 2 and 3 in fp32, where loss and gradient norm agree to six digits (a PPO loop on two CPU ranks).
 _LEAST_OF_UPDATES = 5e-3
 _FLOORS = 4.0  # tolerated multiples of the floor, which is itself estimated from a few steps
+# The same of a floor from the compared steps themselves, by their number: of 200,000 simulated means of Gaussian noise one in
+# 10,000 is beyond. Four times the scatter of three steps are passed by 4 %. One or two steps show no scatter.
+_OWN_FLOORS = {1: 1e3, 2: 1e3, 3: 60.0, 4: 15.0, 5: 8.0}
 _CLEARS = 0.02  # relative difference of the gradient norm up to which another loss has no effect
 _ERRORS = 3.0  # standard errors of the mean that noise of other rows explains
 _CLOSE = 0.05  # tolerance up to which a comparison is close
@@ -195,13 +198,15 @@ def _compare_engine(
         why = f"learning rate will be {mine:.3g} instead of {theirs:.3g} in optimizer step {step}"
         factor = mine / theirs if theirs else math.inf
         return _different(why, RATES, factor, reference, own, trace, candidate, is_users, later=True)
-    if reference.draws and not reference.floor:  # no run has measured the noise, so the steps show it
+    own_noise = reference.draws and not reference.floor  # no run has measured the noise, so the steps show it
+    if own_noise:
         reference = dataclasses.replace(reference, floor=floor_of_cut(reference, trace))
     found = {name: each for name in (LOSS, NORM, UPDATE) if (each := _differences(reference, trace, name))}
     if not found:
         why = trace.missing or reference.missing or "no loss, gradient norm or update was seen"
         return Certificate(Verdict.NOT_COMPARED, why)
-    tolerance = {name: _tolerance(name, reference, trace) for name in found}
+    floors = {name: _OWN_FLOORS.get(len(each), _FLOORS) if own_noise else _FLOORS for name, each in found.items()}
+    tolerance = {name: _tolerance(name, reference, trace, floors[name]) for name in found}
     beyond = {name for name in found if abs(_mean(name, found, reference, trace)) > tolerance[name]}
     # Without noise, an effect of the cut may scatter around zero. Named models average over a micro-batch's tokens.
     exact = is_users and own.micro_batch != candidate.micro_batch and not reference.draws
@@ -246,10 +251,14 @@ def _compare_engine(
 
 
 def _unseen(name: str, found: dict[str, list[float]], reference: TrainingTrace, trace: TrainingTrace) -> float:
-    """Return the logarithm of the factor that a comparison leaves open: the mean difference, and errors of this mean."""
+    """Return the logarithm of the factor that a comparison leaves open: the mean difference, and errors of this mean.
+
+    A single step shows no scatter, so the noise floor stands for it.
+    """
     each = found[name]
     moves = name == UPDATE and _is_early(reference) != _is_early(trace)  # with Adam's step counter
-    error = 0.0 if moves or len(each) < 2 else statistics.stdev(each) / math.sqrt(len(each))
+    scatter = statistics.stdev(each) if len(each) > 1 else reference.floor.get(name, 0.0)
+    error = 0.0 if moves else scatter / math.sqrt(len(each))
     return abs(_mean(name, found, reference, trace)) + _ERRORS * error
 
 
@@ -291,7 +300,8 @@ def _wrong_later(reference: TrainingTrace, trace: TrainingTrace) -> tuple[int, f
 
     A schedule's length is rounded, so the reference's neighbouring intervals are its rates too.
     """
-    least = _LATER_TOLERANCE * max((high for _, high in reference.ahead), default=0.0)
+    first = [rate for step in reference.steps for rate in step.rates]  # a short schedule has come down by then
+    least = _LATER_TOLERANCE * max([*first, *(high for _, high in reference.ahead)], default=0.0)
     for at, (step, (low, high), _) in enumerate(zip(AHEAD, trace.ahead, reference.ahead, strict=False)):
         near = reference.ahead[max(0, at - 1) : at + 2]
         lowest, highest = min(one for one, _ in near), max(one for _, one in near)
@@ -332,14 +342,14 @@ def _least(*traces: TrainingTrace) -> float:
     return max(LEAST_TOLERANCE.get(one.precision, 5e-3) for one in traces)
 
 
-def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace) -> float:
-    """Return the tolerated mean of the differences.
+def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace, floors: float) -> float:
+    """Return the tolerated mean of the differences, so many floors.
 
     If the two runs trained on other rows, the variation between the reference's steps is tolerated too. If they began with
     other weights (`zero.Init` draws them on the device), all noise is.
     """
     least = max(_least(reference, trace), _LEAST_OF_UPDATES if name == UPDATE else 0.0)
-    floor = _FLOORS * reference.floor.get(name, 0.0)
+    floor = floors * reference.floor.get(name, 0.0)
     if not same_weights(reference, trace):
         floor = _MOST
     elif not same_rows(reference, trace):

@@ -573,8 +573,10 @@ def name_of_call(before: int, tuner: str) -> str:
 
 
 def calls_in(attributes: Mapping[str, Any]) -> list[Call]:
-    """Return every call so far, in order."""
-    return [Call(**attributes[key]) for key in sorted(attributes) if key.startswith(_CALL)]
+    """Return every call so far, in order; fields of a newer version are dropped."""
+    known = {field.name for field in dataclasses.fields(Call)}
+    each = [attributes[key] for key in sorted(attributes) if key.startswith(_CALL)]
+    return [Call(**{name: value for name, value in call.items() if name in known}) for call in each]
 
 
 def _stored_name(name: str, database: optuna.storages.BaseStorage) -> str:

@@ -3,22 +3,24 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from autotune.commands.doctor import _protection
 from autotune.commands.run import with_agreed_protection
-from autotune.commands.script_probe import Probe, after_probe
+from autotune.commands.script_probe import Probe, ShortRuns, after_probe, check_batch
 from autotune.commands.setup import Setup as RunSetup
 from autotune.errors import UserError
 from autotune.executors import machine
+from autotune.problem.hardware import detect
 from autotune.problem.job import Job, Script
 from autotune.problem.space import load_space
 from autotune.rank.sandbox import Protection
 from autotune.util.interpreter import OWN
 from tests.conftest import make_job
-from tests.script.test_profile import HARDWARE, script
+from tests.results.report.studies import measured
 
 
 @pytest.fixture
@@ -71,18 +73,6 @@ def test_without_protection_it_needs_an_answer_or_the_option(
     assert with_agreed_protection(setup, tmp_path, None) is setup
 
 
-def test_the_agreement_holds_for_the_trials_after_the_first_run(tmp_path: Path) -> None:
-    job = replace(make_job(), unprotected=True)
-    of: dict[str, Any] = {"name": "s", "folder": tmp_path, "storage": None, "out": None, "found_no_gpu": False}
-    budget: dict[str, Any] = {"budget_seconds": 60.0, "max_trials": None, "tolerance": 0.0, "exhaustive": False}
-    how: dict[str, Any] = {"isolation": "fork", "seed": 0, "force": False, "replay_table": None}
-    what: dict[str, Any] = {"job": job, "hardware": HARDWARE, "space": load_space("default"), "candidates": ()}
-    setup = RunSetup(**what, **of, **budget, **how, notes=(), global_batch_size=None, free_batch=False)
-    found = after_probe(setup, Probe(script(batch_note=""), None))
-    assert found.job.script is not None
-    assert found.job.unprotected
-
-
 def test_a_named_model_and_a_replay_need_none_but_remote_code_does(
     setup: Any, tmp_path: Path, offer: Callable[[Protection], None]
 ) -> None:
@@ -111,3 +101,32 @@ def test_doctor_names_the_protection(
     finding = _protection(OWN)
     assert (finding.level, finding.what) == (level, "your files")
     assert said in finding.found
+
+
+def test_the_answer_holds_for_every_trial_of_a_script(tmp_path: Path) -> None:
+    """After the first run the job is made from what it showed."""
+    profile: dict[str, Any] = {"config": {}, "client_optimizer": True, "untested_optimizer": False, "model_config": {}}
+    profile |= {"through_arguments": False, "trained": [64], "frozen": 0, "seq_len": 8, "precision": "fp32"}
+    profile |= {"micro_batch": 4, "accumulation": 2, "counted": "rows", "rows_per_sample": 1}
+    profile |= {"checkpointing": False, "batch_note": ""}
+    script, hardware = Script(("train.py",), str(tmp_path), profile=profile), detect("cpu", 2)
+    own = replace(make_job(), script=script, unprotected=True, interpreter=replace(OWN))
+    space = load_space("default")
+    budget: dict[str, Any] = {"budget_seconds": 60.0, "max_trials": None, "tolerance": 0.0}
+    of: dict[str, Any] = {"name": "s", "folder": tmp_path, "storage": None, "out": None, "found_no_gpu": False}
+    how: dict[str, Any] = {"isolation": "fork", "seed": 0, "force": False, "replay_table": None, "exhaustive": False}
+    what: dict[str, Any] = {"job": own, "hardware": hardware, "space": space, "candidates": (), "notes": ()}
+    whole = RunSetup(**what, **of, **budget, **how, global_batch_size=None, free_batch=False)
+    started: list[Job] = []
+
+    def session(*_: object, job: Job) -> Any:
+        started.append(job)
+        return SimpleNamespace(facts={}, close=lambda: None, measure=lambda *_: measured(40, 3))
+
+    runs = ShortRuns(SimpleNamespace(session=session, job=own, hardware=hardware), 60.0)  # type: ignore[arg-type]
+    check_batch(runs, script)
+    for job in (after_probe(whole, Probe(script, None)).job, *started):
+        assert (job.script, job.unprotected, job.interpreter) == (script, True, own.interpreter)
+    assert len(started) == 1
+    assert Job.from_json(own.to_json()) == replace(own, interpreter=OWN)
+    assert not Job.from_json(own.to_json()).unprotected

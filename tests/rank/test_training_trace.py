@@ -1,6 +1,7 @@
 """Recording of the training trace next to a GPU, whose calls are stood in for."""
 
 import gc
+import math
 import time
 import weakref
 from collections.abc import Callable
@@ -138,6 +139,66 @@ def test_later_rates_are_those_to_which_the_schedule_leads(
         for _ in range(counts):
             schedule.step()
     assert recorder.report()["missing"] == ""
+
+
+def ahead_of(engine: Engine, schedule: Any, recorder: TraceRecorder) -> list[list[float]]:
+    held: Any = engine
+    held.fp16, held.lr_scheduler = False, schedule
+    for _ in range(MOST_STEPS):
+        recorder.before_step(engine)
+        held.optimizer.step()
+        recorder.after_step(engine)
+        schedule.step()
+    report = recorder.report()
+    assert report["missing"] == ""
+    assert all(step["rates"] and step["squares"] for step in report["steps"])
+    return report["ahead"]  # type: ignore[no-any-return]
+
+
+def test_a_cosine_is_followed_to_its_end(engine: Engine) -> None:
+    held: Any = engine
+    held.optimizer = torch.optim.SGD(engine.module.parameters(), lr=1.0)
+    for length in (10, 100):
+
+        def cosine(count: int, length: int = length) -> float:
+            return 0.5 * (1 + math.cos(math.pi * count / length))  # rises again, as the one of transformers
+
+        ahead = ahead_of(engine, schedules.LambdaLR(held.optimizer, cosine), TraceRecorder())
+        assert ahead == sorted(ahead, reverse=True)
+        assert ahead[-1][0] < 0.01
+        assert length > AHEAD[0] or ahead == [[0.0, 0.0]]
+
+
+class Counting:
+    """Schedule of a script's own, which changes when it is asked."""
+
+    def __init__(self, optimizer: Any, **count: Any) -> None:
+        self.groups, self.asked = optimizer.param_groups, 0
+        vars(self).update(count)
+
+    def get_lr(self) -> list[float]:
+        self.asked += 1
+        return [1.0]
+
+    def step(self) -> None:
+        if vars(self).get("last_epoch") is not None:
+            vars(self)["last_epoch"] += 1
+
+
+@pytest.mark.parametrize("count", [{}, {"last_epoch": None}, {"last_epoch": 0}])
+def test_a_schedule_that_cannot_be_asked_costs_no_step(engine: Engine, count: dict[str, Any]) -> None:
+    held: Any = engine
+    held.optimizer = torch.optim.SGD(engine.module.parameters(), lr=1.0)
+    assert ahead_of(engine, Counting(held.optimizer, **count), TraceRecorder()) == []
+
+
+def test_the_schedule_of_a_whole_training_is_not_asked(engine: Engine) -> None:
+    held: Any = engine
+    held.optimizer = torch.optim.SGD(engine.module.parameters(), lr=1.0)
+    calls: list[int] = []
+    schedule = schedules.LambdaLR(held.optimizer, lambda count: calls.append(count) or 1.0)  # type: ignore[func-returns-value]
+    assert ahead_of(engine, schedule, TraceRecorder(looks_ahead=False)) == []
+    assert calls == [*range(MOST_STEPS + 1)]
 
 
 @pytest.mark.parametrize(

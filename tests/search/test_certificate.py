@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import random
 from typing import Any
 
 import pytest
@@ -169,6 +170,27 @@ def test_noise_that_hides_a_factor_of_1_5_is_no_comparison(
     found = compare(own, OWN, mine, OWN.but(**{MICRO_BATCH: 4, ACCUMULATION: 2}))
     assert found.verdict is verdict, found
     assert words in found.text
+
+
+@pytest.mark.parametrize("steps", [3, 4, 5])
+def test_noise_that_only_the_compared_steps_show_excludes_nothing(steps: int) -> None:
+    """Dropout of a named model, whose reference is not run again."""
+    own = dataclasses.replace(noisy((1.0,) * MOST_STEPS), draws=True)
+    own = dataclasses.replace(own, steps=own.steps[:steps])
+    other, noise = OWN.but(**{MICRO_BATCH: 4, ACCUMULATION: 2}), random.Random(0)
+    for _ in range(1000):
+        mine = noisy(tuple(math.exp(noise.gauss(0, 0.05)) for _ in range(MOST_STEPS)))
+        assert compare(own, OWN, mine, other, is_users=False).verdict is not Verdict.DIFFERS
+
+
+def test_noise_counts_where_one_step_alone_is_compared() -> None:
+    """Stage 0 in 16 bits steps from other weights than the others from the second step on."""
+    own = dataclasses.replace(trace(), draws=True, floor={NORM: 0.3, LOSS: 0.3})
+    assert compare(own, OWN, trace(stage=2), OWN).verdict is Verdict.NOT_COMPARED
+    assert compare(own, OWN, trace(stage=0), OWN).verdict is Verdict.SAME
+    close = dataclasses.replace(own, floor={NORM: 0.05, LOSS: 0.05})
+    found = compare(close, OWN, trace(stage=2), OWN)
+    assert (found.verdict, "compared only to within 16%" in found.text) == (Verdict.SAME, True)
 
 
 def test_a_schedule_of_another_length_differs_in_later_steps() -> None:
