@@ -69,7 +69,7 @@ def candidate(stage: int) -> Candidate:
 def measured(what: str, jobs: tuple[Job, Job], stage: int, rounds: int, folder: Path) -> dict[str, Any]:
     """A row of one stage: both steps and peaks, and how many times as long the other variant's step takes."""
     one, hardware = candidate(stage), detect("cpu", 2)
-    row: dict[str, Any] = {"what": what, "model": jobs[0].model.name, "stage": stage}
+    row: dict[str, Any] = {"what": what, "model": jobs[0].model.name, "stage": stage, "refused": None}
     if why := whole_if_quantized(stage, RequirementInputs.of(jobs[1], hardware)):
         return {**row, "refused": why}
     steps: tuple[list[float], list[float]] = ([], [])

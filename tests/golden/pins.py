@@ -266,7 +266,7 @@ def processes(folder: Path) -> Texts:
     trees = sources()
     lines = []
     for kind, module in sorted(vars(entry_points).items()):
-        if kind.isupper():
+        if kind.isupper() and str(module).startswith("autotune."):
             assert importlib.util.find_spec(module) is not None, f"{kind}: there is no module {module}"
             ways = ["python -m"] * _is_program(trees[module]) + ["become"] * _binds(trees[module], "become")
             lines.append(f"{kind}: {', '.join(ways)}\n")
