@@ -434,6 +434,7 @@ def _available(cwd: Path, folder: Path, interpreter: Interpreter) -> Protection:
             stdout=subprocess.PIPE,
             stderr=aside,
             text=True,
+            encoding="utf-8",
             timeout=60,
         )
         return Protection((done.stdout.splitlines() or [""])[-1])  # a sitecustomize may print lines before

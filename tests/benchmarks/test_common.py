@@ -39,7 +39,10 @@ def as_tables(data: object) -> list[list[dict[str, object]]]:
 
 
 @pytest.mark.parametrize("keys", [1, 2])
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+# `published-jobs` holds predictions with nested values, which no command prints as a table
+@pytest.mark.parametrize(
+    "path", sorted(set(RESULTS.glob("*.json")) - {RESULTS / "published-jobs.json"}), ids=lambda path: path.stem
+)
 def test_no_word_of_a_real_result_is_broken_at_100_columns(path: Path, keys: int) -> None:
     for rows in as_tables(json.loads(path.read_text())):
         text = printed(rows, keys)

@@ -128,7 +128,8 @@ def test_a_hub_id_is_read_by_another_process(monkeypatch: pytest.MonkeyPatch, tr
         "my-llama", {"model_type": "llama"}, "me/my-llama", None, trust
     )
     folder = hub.command[4]
-    words = (folder, "autotune.rank.hub_config", *flags, "me/my-llama")
+    without_code = [] if trust else ["--unprotected"]  # reading a config runs none of the repository's code
+    words = (folder, *without_code, "autotune.rank.hub_config", *flags, "me/my-llama")
     assert hub.command == module_command(sys.executable, "autotune.rank.sandbox", *words), "remote code is confined"
     assert not Path(folder).exists()
 
