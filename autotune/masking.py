@@ -77,7 +77,7 @@ def _telling(value: str) -> bool:
 def _is_password(flag: str, value: str) -> bool:
     """Check that `-p VALUE` is a password, as for sshpass: letters mixed with digits, without the marks that join names.
 
-    It is not learnt: `-p` also names partitions, projects and precisions.
+    `learn_words` leaves it out, because `-p` also names partitions, projects and precisions.
     """
     return flag == _PASSWORD and _MIXED.fullmatch(value) is not None and _is_value(value) and _telling(value)
 

@@ -176,8 +176,8 @@ def remove(folder: Path) -> None:
 def main() -> None:
     """Run a module with its arguments in the best sandbox that this machine offers, or print that sandbox's protection.
 
-    `python -m autotune.rank.sandbox FOLDER [--unprotected] [MODULE WORD…]`; FOLDER takes what the module writes. Where there is
-    no protection, a module runs only if `--unprotected` allows it; otherwise the exit status is NOT_PROTECTED.
+    `python -m autotune.rank.sandbox FOLDER [--unprotected] [MODULE WORD…]`; FOLDER takes what the module writes. A machine
+    without protection runs a module only with `--unprotected`; otherwise the exit status is NOT_PROTECTED.
     """
     linux.die_with_parent(os.getppid())
     linux.make_cuda_device()

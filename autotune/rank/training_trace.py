@@ -327,7 +327,7 @@ def _rates_ahead(schedule: Any, start: float, each: float) -> list[list[float]]:
     found: list[list[float]] = []
     if not each > 0:  # by epochs, or without a count
         return found
-    asked, highest = _asked(schedule), 0.0
+    asked, highest = _detached_copy(schedule), 0.0
     for begin, end in itertools.pairwise((MOST_STEPS, *AHEAD)):
         rates = [max(_rates_at(asked, int(start + each * step)), default=math.nan) for step in range(begin, end)]
         if not all(map(math.isfinite, rates)):
@@ -341,13 +341,13 @@ def _rates_ahead(schedule: Any, start: float, each: float) -> list[list[float]]:
     return found
 
 
-def _asked(schedule: Any) -> Any:
+def _detached_copy(schedule: Any) -> Any:
     """Return a copy of a schedule that changes neither the schedule nor its optimizer when it is asked for rates."""
     asked = copy.copy(schedule)
     groups = [{key: one for key, one in group.items() if key != "params"} for group in schedule.optimizer.param_groups]
     asked.optimizer, asked._get_lr_called_within_step = types.SimpleNamespace(param_groups=groups), True
     if getattr(asked, "_milestones", None):  # torch's SequentialLR
-        asked._schedulers = list(map(_asked, asked._schedulers))
+        asked._schedulers = list(map(_detached_copy, asked._schedulers))
     return asked
 
 

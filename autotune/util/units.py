@@ -137,12 +137,12 @@ def format_duration(seconds: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """Format a share in percent with one digit, like `4.7 %`. What rounds to zero has no sign."""
+    """Format a share in percent with one digit, like `4.7 %`. A rounded zero has no sign."""
     return f"{round(100 * share, 1) + 0.0:.1f} %"
 
 
 def format_change(share: float) -> str:
-    """Format a change in percent with its sign, like `+4.7 %`. What rounds to zero is `+0.0 %`."""
+    """Format a change in percent with its sign, like `+4.7 %`. A rounded zero is `+0.0 %`."""
     return f"{round(100 * share, 1) + 0.0:+.1f} %"
 
 
