@@ -300,9 +300,16 @@ def _schedule_of(engine: Any) -> Any:
     while one is not None and len(optimizers) < 4:  # ZeRO's optimizer, and the script's inside
         optimizers.append(one)
         one = getattr(one, "optimizer", None)
-    kind = torch.optim.lr_scheduler.LRScheduler
-    known = [one for one in gc.get_objects() if issubclass(type(one), kind)]
-    found = [one for one in known if any(getattr(one, "optimizer", None) is of for of in optimizers)]
+    # torch marks the step of an optimizer that has a schedule. Without one, no search through all objects.
+    marked = [one for one in optimizers if hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched")]
+    if not marked:
+        return None
+    # An object's attributes may lie in a dict of their own. Python code would take a second for millions of objects.
+    holders = gc.get_referrers(*marked)
+    owners = gc.get_referrers(*(one for one in holders if type(one) is dict))
+    kind, each = torch.optim.lr_scheduler.LRScheduler, {id(one): one for one in (*holders, *owners)}
+    known = [one for one in each.values() if issubclass(type(one), kind)]
+    found = [one for one in known if any(getattr(one, "optimizer", None) is of for of in marked)]
     parts = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
     whole = [one for one in found if id(one) not in parts]
     return whole[0] if len(whole) == 1 else None
