@@ -16,7 +16,7 @@ from autotune.util.linux import MainMemory
 from autotune.util.units import GIB, MIB
 from autotune.workers.gpu_locks import lock_gpus
 from tests.cli_call import call
-from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, LIB_RM_VERSION_MISMATCH, Card, Driver, Slice
+from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, LIB_RM_VERSION_MISMATCH, NO_PROCESS, Card, Driver, Slice
 from tests.network import mount
 from tests.util.test_interpreter import stand_in
 
@@ -168,14 +168,16 @@ def found_of(driver: Driver, *cards: Card) -> dict[str, doctor.Finding]:
 
 
 def test_gpus_in_use_and_unknown(driver: Driver) -> None:
-    found = found_of(driver, Card(RTX_3090, 24), Card("Voodoo 2", 1), Card(RTX_3090, 24, processes={4711: 9 * 1024}))
+    found = found_of(
+        driver, Card(RTX_3090, 24), Card("Voodoo 2", 1), Card(RTX_3090, 24, processes={NO_PROCESS: 9 * 1024})
+    )
     assert found["driver"].found == "580.95.05, CUDA up to 13.0"
     assert [found[f"GPU {i}"].level for i in range(3)] == ["good", "warn", "warn"]
     assert found["GPU 0"].found == (
         f"{RTX_3090}, 24.00 GiB, of which a process can have 23.69 GiB; the driver keeps 320.0 MiB"
     )
     assert "not in autotune's table" in found["GPU 1"].found
-    assert found["GPU 2"].found.endswith("9.00 GiB in use by a process (pid 4711) 9.00 GiB")
+    assert found["GPU 2"].found.endswith(f"9.00 GiB in use by a process (pid {NO_PROCESS}) 9.00 GiB")
     assert "end the other processes" in found["GPU 2"].fix
 
 

@@ -25,6 +25,7 @@ from autotune.problem import nvml
 
 SOURCES = {"libnvidia-ml.so.1": "nvml.c", "libcuda.so.1": "cuda.c"}
 CUDA_LOG = "FAKE_CUDA_LOG"
+NO_PROCESS = 2**22  # Linux numbers processes below this (PID_MAX_LIMIT), so this machine has none of that number
 # Codes of NVML, as the bindings name them.
 NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED, FUNCTION_NOT_FOUND, GPU_IS_LOST, LIB_RM_VERSION_MISMATCH = (
     3,

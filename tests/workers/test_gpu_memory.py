@@ -16,9 +16,9 @@ from autotune.workers import gpu_memory as gpu_meter
 from autotune.workers.gpu_memory import NvmlMeter, attribute_hidden_usage, clock_limits, clock_mhz, make_meter
 from autotune.workers.memory_monitor import FOREIGN_BYTES, CpuMeter, MemoryMonitor, MemoryPeaks
 from tests.conftest import wait_until
-from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, NOT_SUPPORTED, Card, Driver, Slice
+from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, NO_PROCESS, NOT_SUPPORTED, Card, Driver, Slice
 
-RANK, NEIGHBOUR, DESKTOP = 4_194_301, 4_194_302, 4_194_303  # no process can have these numbers here
+RANK, NEIGHBOUR, DESKTOP = NO_PROCESS, NO_PROCESS + 1, NO_PROCESS + 2
 
 
 @pytest.fixture
