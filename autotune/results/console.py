@@ -26,6 +26,7 @@ from autotune.problem.candidate import (
     KNOBS,
     MICRO_BATCH,
     Candidate,
+    Value,
     describe,
     job_with_candidate,
 )
@@ -469,7 +470,7 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
     first = [own_line(facts, job)] if facts.own is not None else []
     record = facts.winner
     if record is None or record.outcome is None or record.outcome.measurement is None:
-        return [*filter(None, first), "no winner yet"]
+        return [*filter(None, first), *no_winner_lines(facts, hardware)]
     measured = record.outcome.measurement
     spread = 100 * measured.step_seconds_spread / measured.step_seconds
     free = 100 * (1 - measured.peak_bytes / hardware.capacity_bytes)
@@ -647,17 +648,20 @@ def startup_used_all(budget_seconds: float, used_seconds: float) -> str:
     return f"{used}; use {larger_budget(budget_seconds + used_seconds)}"
 
 
-def no_winner_lines(
-    facts: StudyFacts, hardware: Hardware, tried: Collection[Candidate], untried: list[Candidate]
-) -> list[str]:
+_NOTHING_IS_LEFT = (StopReason.NOTHING_FITS, StopReason.ALL_TRIED)
+
+
+def no_winner_lines(facts: StudyFacts, hardware: Hardware) -> list[str]:
     """Describe why there is no winner.
 
     "Nothing fits" is only said about memory, with the config that came closest and the cheapest changes that would help.
     Otherwise the lines say that no trial ran, or that none ended well, and why.
     """
+    if facts.best is not None:
+        return ["no winner yet"]
     if facts.closest is not None and facts.closest.outcome is not None:
-        first = "nothing fits yet" if untried else "nothing fits"
-        return [first, *_closest_lines(facts.closest, facts.closest.outcome, hardware, tried, untried)]
+        first = "nothing fits" if StopReason.of(facts.stop_reason) in _NOTHING_IS_LEFT else "nothing fits yet"
+        return [first, *_closest_lines(facts, facts.closest, facts.closest.outcome, hardware)]
     budget, used = format_duration(facts.budget_seconds), facts.used_seconds
     if not facts.trials:
         if StopReason.of(facts.stop_reason) is StopReason.BUDGET_USED:
@@ -668,7 +672,7 @@ def no_winner_lines(
                     f"no trial ran: start-up took {took} of the budget of {budget}, too much for a trial after it; use {more}"
                 ]
             return [startup_used_all(facts.budget_seconds, used)]
-        return [f"no trial ran: {facts.stop_reason or 'the study was stopped before its first trial'}"]
+        return [f"no trial ran: {facts.stop_reason}" if facts.stop_reason else "no trial has ended yet"]
     lines = [
         f"no candidate ran: {shortened(reason, 2 * _MOST_REASON)} ({count}x)" for reason, count in facts.failures[:3]
     ]
@@ -682,27 +686,42 @@ def no_winner_lines(
     return lines or ["no winner yet"]
 
 
-def _closest_lines(
-    record: Record, outcome: Outcome, hardware: Hardware, tried: Collection[Candidate], untried: list[Candidate]
-) -> list[str]:
+def _closest_lines(facts: StudyFacts, record: Record, outcome: Outcome, hardware: Hardware) -> list[str]:
     lines = [f"closest: {record.candidate}: {missing_memory(outcome, hardware)}"]
     if outcome.measurement is not None and (used := outcome.measurement.peak_bytes) <= hardware.capacity_bytes:
         free = math.floor(100 * (1 - used / hardware.capacity_bytes))
         share = f"{format_bytes(used)} of {format_bytes(hardware.capacity_bytes)}"
         lines.append(f"it ran with {share}: the same command with --headroom {free}% may let it win")
-    candidate, changes = record.candidate, []
-    if candidate.micro_batch > 1:
-        changes.append(f"micro-batch {candidate.micro_batch} -> {candidate.micro_batch // 2}")
-    if not candidate.checkpointing:
-        changes.append("activation checkpointing on")
-    if candidate.stage < 3:
-        changes.append(f"ZeRO stage {candidate.stage} -> {candidate.stage + 1}")
-    if candidate.offload_optimizer == "none":
-        changes.append("optimizer offload to CPU")
-    elif candidate.stage == 3 and candidate.offload_param == "none":
-        changes.append("parameter offload to CPU")
-    changes += ["a shorter --seq-len", "more GPUs (stages 1 to 3 split their states over them)", "--space low_memory"]
-    known = {one.but(**{MICRO_BATCH: 1, ACCUMULATION: 1}) for one in tried}
-    new = any(one.but(**{MICRO_BATCH: 1, ACCUMULATION: 1}) not in known for one in untried)
-    hint = "" if new else " (all of this space's tried)"
-    return [*lines, f"cheapest changes to try{hint}: {'; '.join(changes[:5])}"]
+    changes = _open_changes(record.candidate, facts.too_large, on_gpu=hardware.device == "cuda")
+    return [*lines, f"cheapest changes to try: {'; '.join(changes[:5])}"]
+
+
+def _open_changes(candidate: Candidate, too_large: Collection[Candidate], on_gpu: bool) -> list[str]:
+    """Return the changes of a config that save memory and that no trial has refuted, cheapest first.
+
+    A change is refuted if a config without larger first-order settings was too large. Offloading saves a GPU's memory; a CPU
+    rank keeps what it offloads.
+    """
+
+    def is_open(**changes: Value) -> bool:
+        changed = candidate.but(**changes)
+        return not any(
+            one.stage == changed.stage
+            and one.micro_batch <= changed.micro_batch
+            and one.checkpointing >= changed.checkpointing
+            and (not on_gpu or {*one.offloaded} >= {*changed.offloaded})
+            for one in too_large
+        )
+
+    found = []
+    if candidate.micro_batch > 1 and is_open(**{MICRO_BATCH: candidate.micro_batch // 2}):
+        found.append(f"micro-batch {candidate.micro_batch} -> {candidate.micro_batch // 2}")
+    if not candidate.checkpointing and is_open(**{CHECKPOINTING: True}):
+        found.append("activation checkpointing on")
+    if stage := next((one for one in range(candidate.stage + 1, 4) if is_open(zero_stage=one)), None):
+        found.append(f"ZeRO stage {candidate.stage} -> {stage}")
+    if on_gpu and candidate.offload_optimizer == "none" and is_open(offload_optimizer="cpu"):
+        found.append("optimizer offload to CPU")
+    elif on_gpu and candidate.stage == 3 and candidate.offload_param == "none" and is_open(offload_param="cpu"):
+        found.append("parameter offload to CPU")
+    return [*found, "a shorter --seq-len", "more GPUs (stages 1 to 3 split their states over them)", "--space low_memory"]

@@ -170,13 +170,15 @@ def test_a_figure_that_may_be_anything_is_no_winner_without_a_word(spread: float
 
 def no_winner(records: list[Record], **call: Any) -> list[str]:
     hardware = detect("cpu", 2)
-    return no_winner_lines(study_facts(records, make_job(), hardware, **call), hardware, set(), [])
+    return no_winner_lines(study_facts(records, make_job(), hardware, **call), hardware)
 
 
 def test_what_came_closest(tmp_path: Path) -> None:
     records = [record for record in study_of_every_kind(tmp_path).records() if record.outcome]
-    first, closest, changes = no_winner([one for one in records if one.outcome and one.outcome.kind.is_oom])
+    oom = [one for one in records if one.outcome and one.outcome.kind.is_oom]
+    first, closest, changes = no_winner(oom, stop_reason=StopReason.ALL_TRIED.value)
     assert first == "nothing fits"
+    assert no_winner(oom, stop_reason=StopReason.BUDGET_USED.value)[0] == "nothing fits yet"
     assert closest.startswith("closest: ")
     assert "cheapest changes" in changes
 
