@@ -20,6 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from autotune.masking import MASK, NOTE, masked, masked_data, masked_words
+from autotune.predict.features import columns_of
+from autotune.predict.zero_memory import reduce_bucket_bytes
 from autotune.problem.candidate import (
     ACCUMULATION,
     CHECKPOINTING,
@@ -442,12 +444,15 @@ def code_legend(*candidates: Candidate) -> str:
     return ", ".join(f"{short}: {knob_words(shown[short])}" for short in ordered)
 
 
+LARGE_BUCKETS = 0.25  # share of a peak; larger reduce buckets are named
+
+
 def own_line(facts: StudyFacts, job: Job) -> str:
     """Compare the winner with the script's own config; empty without a script."""
     own = facts.own
     if own is None or own.outcome is None:
         return ""
-    yours = f"yours ({_briefly(own.candidate)})"
+    yours = f"yours ({_briefly(own.candidate)}{_large_buckets(own.candidate, own.outcome, job)})"
     winner = facts.winner
     measured = winner.outcome.measurement if winner and winner.outcome else None
     if own.outcome.measurement is None:
@@ -463,6 +468,16 @@ def own_line(facts: StudyFacts, job: Job) -> str:
     if ratio.is_noise:
         return f"{yours}: tied with the winner, {ratio.times:.2f}x is below noise ({alike}){barred}"
     return f"{yours}: the winner is {ratio.times:.2f}x yours ({alike}){barred}"
+
+
+def _large_buckets(candidate: Candidate, outcome: Outcome, job: Job) -> str:
+    """Name the reduce buckets of a config if they are a large part of its peak. DeepSpeed's default suits large models."""
+    columns = columns_of([candidate], job)
+    size = float(reduce_bucket_bytes(columns, job.element_bytes)[0])
+    if not outcome.peak_bytes or size < LARGE_BUCKETS * outcome.peak_bytes:
+        return ""
+    elements = f"reduce_bucket_size {columns.reduce_bucket[0]:.0e}"
+    return f", peak {format_bytes(outcome.peak_bytes)}, of which {format_bytes(round(size))} for buckets of {elements}"
 
 
 def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardware: Hardware) -> list[str]:
