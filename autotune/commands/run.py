@@ -42,8 +42,6 @@ from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
 from autotune.results.console import (
     PlainObserver,
     make_observer,
-    no_winner_lines,
-    own_line,
     record_json,
     startup_used_all,
     train_with,
@@ -502,11 +500,7 @@ def _search(
 
 
 def _summary(
-    setup: Setup,
-    store: StudyStore,
-    found: SearchSummary,
-    predictor: Predictor,
-    print_line: Callable[[str], None],
+    setup: Setup, store: StudyStore, found: SearchSummary, predictor: Predictor, print_line: Callable[[str], None]
 ) -> RunSummary:
     """Export a call's result and summarize it.
 

@@ -317,6 +317,7 @@ def study_json(store: StudyStore) -> dict[str, Any]:
         "used_seconds": sum(call.used_seconds for call in store.calls()),
         "winner": record_json(facts.winner) if facts.winner else None,
         "verdict": facts.to_json(),
+        "why_no_winner": [] if facts.winner else no_winner_lines(facts, store.hardware),
         "skips": store.skips,
         "trials": [record_json(record) for record in store.records()],
     }
@@ -474,10 +475,11 @@ def _large_buckets(candidate: Candidate, outcome: Outcome, job: Job) -> str:
     """Name the reduce buckets of a config if they are a large part of its peak. DeepSpeed's default suits large models."""
     columns = columns_of([candidate], job)
     size = float(reduce_bucket_bytes(columns, job.element_bytes)[0])
-    if not outcome.peak_bytes or size < LARGE_BUCKETS * outcome.peak_bytes:
+    peak_bytes = outcome.measurement.peak_bytes if outcome.measurement else outcome.peak_bytes or 0
+    if not LARGE_BUCKETS * peak_bytes <= size <= peak_bytes:
         return ""
     elements = f"reduce_bucket_size {columns.reduce_bucket[0]:.0e}"
-    return f", peak {format_bytes(outcome.peak_bytes)}, of which {format_bytes(round(size))} for buckets of {elements}"
+    return f", peak {format_bytes(peak_bytes)}, of which {format_bytes(round(size))} for buckets of {elements}"
 
 
 def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardware: Hardware) -> list[str]:
@@ -707,15 +709,23 @@ def _closest_lines(facts: StudyFacts, record: Record, outcome: Outcome, hardware
         free = math.floor(100 * (1 - used / hardware.capacity_bytes))
         share = f"{format_bytes(used)} of {format_bytes(hardware.capacity_bytes)}"
         lines.append(f"it ran with {share}: the same command with --headroom {free}% may let it win")
-    changes = _open_changes(record.candidate, facts.too_large, on_gpu=hardware.device == "cuda")
+    # a setup and an optimizer step hold no activations
+    has_activations = outcome.measurement is not None or outcome.phase in (Phase.FORWARD, Phase.BACKWARD)
+    changes = _open_changes(record.candidate, facts.too_large, hardware.device == "cuda", has_activations)
     return [*lines, f"cheapest changes to try: {'; '.join(changes[:5])}"]
 
 
-def _open_changes(candidate: Candidate, too_large: Collection[Candidate], on_gpu: bool) -> list[str]:
+def _open_changes(
+    candidate: Candidate, too_large: Collection[Candidate], on_gpu: bool, has_activations: bool
+) -> list[str]:
     """Return the changes of a config that save memory and that no trial has refuted, cheapest first.
 
     A change is refuted if a config without larger first-order settings was too large. Offloading saves a GPU's memory; a CPU
     rank keeps what it offloads.
+
+    Args:
+        too_large: configs that ran out of memory or exceeded the ceiling.
+        has_activations: memory ran out while activations were held, so that fewer of them help.
     """
 
     def is_open(**changes: Value) -> bool:
@@ -729,9 +739,9 @@ def _open_changes(candidate: Candidate, too_large: Collection[Candidate], on_gpu
         )
 
     found = []
-    if candidate.micro_batch > 1 and is_open(**{MICRO_BATCH: candidate.micro_batch // 2}):
+    if has_activations and candidate.micro_batch > 1 and is_open(**{MICRO_BATCH: candidate.micro_batch // 2}):
         found.append(f"micro-batch {candidate.micro_batch} -> {candidate.micro_batch // 2}")
-    if not candidate.checkpointing and is_open(**{CHECKPOINTING: True}):
+    if has_activations and not candidate.checkpointing and is_open(**{CHECKPOINTING: True}):
         found.append("activation checkpointing on")
     if stage := next((one for one in range(candidate.stage + 1, 4) if is_open(zero_stage=one)), None):
         found.append(f"ZeRO stage {candidate.stage} -> {stage}")
@@ -739,4 +749,5 @@ def _open_changes(candidate: Candidate, too_large: Collection[Candidate], on_gpu
         found.append("optimizer offload to CPU")
     elif on_gpu and candidate.stage == 3 and candidate.offload_param == "none" and is_open(offload_param="cpu"):
         found.append("parameter offload to CPU")
-    return [*found, "a shorter --seq-len", "more GPUs (stages 1 to 3 split their states over them)", "--space low_memory"]
+    found += ["a shorter --seq-len"] * has_activations
+    return [*found, "more GPUs (stages 1 to 3 split their states over them)", "--space low_memory"]

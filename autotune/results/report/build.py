@@ -282,7 +282,7 @@ def _no_winner(store: StudyStore, facts: StudyFacts) -> WinnerSummary:
     if facts.best is not None:
         why = facts.stop_reason
         said = f"The search ended: {why}." if why else "The search was stopped before it ended."
-        return WinnerSummary(None, "No winner was chosen yet.", own=own, lines=(said,), run_now=again)
+        return WinnerSummary(None, "No winner yet.", own=own, lines=(said,), run_now=again)
     first, *lines = no_winner_lines(facts, store.hardware)
     head, _, rest = first.partition(": ")
     return WinnerSummary(
