@@ -96,7 +96,8 @@ class _Moments:
 
 def keeps_gradients_contiguous(columns: Columns) -> Flags:
     """Return whether each candidate collects gradients in buckets of their own, (n,). Offload at stages 1 and 2 always does."""
-    return (columns.contiguous > 0) | (((columns.stage == 1) | (columns.stage == 2)) & (columns.offload_optimizer > 0))
+    below_3 = (columns.stage == 1) | (columns.stage == 2)
+    return np.asarray((columns.contiguous > 0) | (below_3 & (columns.offload_optimizer > 0)))
 
 
 def reduce_bucket_bytes(columns: Columns, element_bytes: Floats | float) -> Floats:
