@@ -62,7 +62,7 @@ _HEAVY = {
     "datasets": ("datasets",),
     "peft": ("peft",),
 }
-# Only for a script with a Trainer: this imports `datasets` and pyarrow, whose allocator reserves 1 GiB that a CPU rank's peak counts.
+# Only for a script with a Trainer: this imports `datasets` and pyarrow, whose allocator reserves 1 GiB. A CPU rank's peak counts it.
 _OF_TRAINER = ("transformers.trainer", "transformers.training_args")
 
 
