@@ -62,7 +62,8 @@ _HEAVY = {
     "datasets": ("datasets",),
     "peft": ("peft",),
 }
-# Only for a script with a Trainer: this imports `datasets` and pyarrow, whose allocator reserves 1 GiB. A CPU rank's peak counts it.
+# Only for a script with a Trainer: this imports `datasets` and pyarrow, whose allocator reserves 1 GiB. That counts as memory of
+# a CPU rank.
 _OF_TRAINER = ("transformers.trainer", "transformers.training_args")
 
 
