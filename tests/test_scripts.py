@@ -254,6 +254,7 @@ def steps_in_no_sync() -> bool:
     return "sync_gradients" not in inspect.signature(DeepSpeedEngineWrapper.backward).parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["training_data", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "training_data")]
 )
@@ -310,6 +311,7 @@ LOOP = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "accumulation", "batch", "obeys"),
     [
@@ -359,6 +361,7 @@ def test_a_trainers_epoch_may_end_with_a_short_step(scripts: Scripts, tmp_path: 
     assert outcome.ok, outcome
 
 
+@pytest.mark.slow
 def test_out_of_memory_of_a_script_is_a_measurement(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     argv = [str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json", "--longest", "1024"]
@@ -381,6 +384,7 @@ def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: 
     assert "--map train_micro_batch_size_per_gpu" in outcome.reason
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -973,6 +977,7 @@ def test_the_command_line_end_to_end(tmp_path: Path) -> None:
     assert "is of" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_a_free_batch_is_tried_in_other_sizes_and_still_checked(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     flags = (("train_micro_batch_size_per_gpu", "--batch_size"),)
@@ -1001,6 +1006,7 @@ def test_a_free_batch_that_the_script_does_not_take_is_left(scripts: Scripts, tm
     assert {(one.micro_batch, one.accumulation) for one in candidates} == {(own.micro_batch, own.accumulation)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -115,6 +115,7 @@ def test_the_list_names_every_step_and_runs_none() -> None:
     assert all(step in done.stdout for step in BY_NAME)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -224,6 +225,7 @@ def slow_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Step:
     return Step("slow", 300, 30, 60, "hangs")
 
 
+@pytest.mark.slow
 def test_a_row_is_in_the_file_while_its_step_still_runs_and_the_call_ends_in_time(
     tmp_path: Path, slow_step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_is_ended_with_its_ranks(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     with pytest.raises(RuntimeError, match=r"not done in 5 s\nabout to hang"):

@@ -94,6 +94,7 @@ def test_too_little_main_memory_is_a_condition_and_not_a_verdict(capsys: pytest.
     assert CliRunner().invoke(app, [*typed, "--host-memory", f"{need - 1}GiB"]).exit_code == 3
 
 
+@pytest.mark.slow
 def test_the_nearest_config_is_the_thriftiest_and_its_shortage_adds_up() -> None:
     request = Request("llama-3.1-70b", 1, seq_len=65536, host_memory="64GiB")
     (plan,) = plans(request, ["a100-80gb"])

@@ -39,6 +39,7 @@ def test_every_stage_is_measured(bench: Bench, stage: int) -> None:
     assert not measured.extrapolated
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "knobs", [{"offload_optimizer": "cpu"}, {"activation_checkpointing": True}, {"overlap_comm": True}]
 )
@@ -83,6 +84,7 @@ def test_verification_is_a_certificate(bench: Bench) -> None:
     assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".safetensors")], "nothing is written"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_candidate_goes_on_from_a_checkpoint(bench: Bench, stage: int) -> None:
     candidate = make_candidate(stage, 2, offload_optimizer="cpu" if stage == 3 else "none")
@@ -171,6 +173,7 @@ def test_out_of_memory_on_the_real_cap(bench: Bench) -> None:
     assert bench.run(make_candidate(0, 1)).ok, "the next trial starts as if nothing had happened"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "what", ["oom", "SIGKILL", *(pytest.param(what, marks=pytest.mark.slow) for what in ("SIGSEGV", "raise", "hang"))]
 )

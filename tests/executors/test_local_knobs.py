@@ -75,6 +75,7 @@ def test_part_of_an_offloaded_optimizer_stays_on_the_device_and_trains(bench: Be
         assert bench.run(make_candidate(3, **CPU_ADAM, **{ZERO + "offload_optimizer.ratio": ratio})).ok
 
 
+@pytest.mark.slow
 def test_a_chunked_loss_holds_one_slice_of_the_logits(bench: Bench) -> None:
     job = bench.executor.job = make_job(precision="bf16", seq_len=512)
     bench.executor.count_live_tensors = True

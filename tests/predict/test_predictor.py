@@ -245,6 +245,7 @@ def test_each_attention_is_predicted_by_its_own_trace() -> None:
     assert np.isfinite(predictor.table(candidates).peak).all()
 
 
+@pytest.mark.slow
 def test_a_way_of_making_the_model_that_cannot_be_is_left_out_and_said() -> None:
     job, hardware = make_job(precision="fp32"), named_hardware("rtx4090", 2)
     ways = [

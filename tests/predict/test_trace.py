@@ -64,6 +64,7 @@ def test_two_shallow_traces_tell_a_deep_one_exactly(model: str) -> None:
                 assert peaks[0] == pytest.approx(peaks[1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_checkpointing_keeps_less_and_computes_more() -> None:
     trace = trace_job(make_job())
     assert trace.of(True).after_forward[1] < 0.6 * trace.plain.after_forward[1]
@@ -262,6 +263,7 @@ def test_data_dependent_models_are_untraceable(monkeypatch: pytest.MonkeyPatch) 
         trace_model(make_job())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -297,6 +299,7 @@ def flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 ALSO = [pytest.param(name, marks=pytest.mark.slow) for name in ("flash_attention_3", "flex_attention")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["flash_attention_2", *ALSO])
 def test_attention_that_needs_a_gpu_is_traced_as_what_keeps_the_same(attention: str) -> None:
     job = make_job(precision="bf16")
@@ -315,6 +318,7 @@ def test_an_installed_kernel_that_is_not_for_cpus_ends_no_trace(
     assert trace_job(replace(job, attention="flash_attention_2")) == recorded_trace(job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel",
     [

@@ -119,6 +119,7 @@ def test_groups_beside_each_other_have_ports_of_their_own(fakes: Fakes) -> None:
     assert one != other
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
 @pytest.mark.parametrize("what", DEADLY)
 def test_a_rank_that_dies_before_its_hello_is_noticed_at_once(fakes: Fakes, what: str, may_leave: bool) -> None:
@@ -146,6 +147,7 @@ def test_waiting_for_the_hello_can_be_stopped(fakes: Fakes) -> None:
     assert group.start(FAKE, 2, {}, deadline=time.monotonic() + 0.5) is WatchEnd.DEADLINE
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("phase", PHASES)
 def test_silence_is_measured_by_the_patience_of_its_phase(fakes: Fakes, phase: str) -> None:
     group, stop = fakes.run(policy(silent=phase), {"rank": 1, "where": phase, "what": "hang"})
@@ -186,6 +188,7 @@ def test_unequal_collectives_are_named_when_every_rank_waits(fakes: Fakes, phase
     assert ("set_z3_leaf_modules" in text and "has no image" in text) is told
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("what", DEADLY)

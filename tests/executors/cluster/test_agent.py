@@ -141,6 +141,7 @@ def test_a_cluster_of_one_machine_meets_in_a_file(spread: Spread) -> None:
     assert (spec["local_rank"], spec["nodes"]) == (1, 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("what", "kind"),
     [

@@ -139,6 +139,7 @@ def write_there(folder: str, output: str, below: str) -> dict[str, Any]:
     return {"at": at, "seen": seen, "same": found == again}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("output", "below", "at"),
     [("out", "", "out"), ("../out", "sub", "out"), ("/elsewhere", "", "files/.autotune-output")],
