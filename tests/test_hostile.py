@@ -34,10 +34,10 @@ SLOW = pytest.mark.slow
 READING = [
     ("show", "s"),
     ("report", "s"),
-    ("export", "s"),
     *(
         pytest.param(words, marks=SLOW)
         for words in (
+            ("export", "s"),
             ("record", "s"),
             ("share", "s"),
             ("show", "s", "--json"),
@@ -117,6 +117,7 @@ def test_a_launch_at_a_terminal_asks_first(tmp_path: Path, answer: str, ran: lis
         assert "[y/N]" not in at_a_terminal(trap, LAUNCH, "n")
 
 
+@pytest.mark.slow
 def test_trust_on_the_command_line_runs_it(tmp_path: Path) -> None:
     """That the trap snaps."""
     trap = lay(tmp_path)
@@ -240,10 +241,17 @@ MALFORMED = ("null", "-1", '"x"', "[1]", '{"a": 1}', "NaN")
 COMMANDS = (("show", "s"), ("show", "s", "--json"), ("report", "s"), ("export", "s"), ("record", "s"), ("share", "s"))
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("owner", ["study", pytest.param("trial", marks=SLOW)])
 @pytest.mark.parametrize("nested", [False, pytest.param(True, marks=SLOW)], ids=["values", "values-in-values"])
 def test_a_malformed_value_of_a_study_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], owner: str, nested: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    owner: str,
+    nested: bool,
+    part: int,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     study_of_every_kind(tmp_path / "runs", (OutcomeKind.OK, OutcomeKind.CRASH))
@@ -251,7 +259,7 @@ def test_a_malformed_value_of_a_study_is_one_line(
     good = base.read_bytes()
     with closing(sqlite3.connect(base)) as connection:
         stored = dict(connection.execute(f"select key, value_json from {owner}_user_attributes"))
-    for at, (key, value) in enumerate(_malformed(stored, nested)):
+    for at, (key, value) in [*enumerate(_malformed(stored, nested))][part::4]:
         base.write_bytes(good)
         with closing(sqlite3.connect(base)) as connection:
             connection.execute(f"update {owner}_user_attributes set value_json = ? where key = ?", (value, key))

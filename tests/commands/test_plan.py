@@ -34,7 +34,7 @@ def few_cards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_plan_shows_what_fits_by_way_of_training() -> None:
-    (plan,) = plans(Request("gemma-2-2b", 4, seq_len=768), ["rtx3090"])
+    (plan,) = plans(Request("gemma-2-2b", 4), ["rtx3090"])
     assert plan.best
     assert all(one.fits for one in plan.best)
     speeds = [one.samples_per_second for one in plan.best]

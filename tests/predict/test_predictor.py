@@ -144,7 +144,7 @@ def test_a_wrong_prediction_widens_the_interval(replay_table: ReplayTable) -> No
 
 
 def test_breakdowns_add_up() -> None:
-    job = make_job(model="gemma-2-2b", precision="bf16", seq_len=512)
+    job = make_job(model="gemma-2-2b", precision="bf16", seq_len=2048)  # its trace is shipped
     predictor = traced_predictor(job, named_hardware("rtx3090", 2))
     for candidate in (make_candidate(0), make_candidate(2, 2, 4), make_candidate(3, offload_optimizer="cpu")):
         one = predictor.predict(candidate)

@@ -35,6 +35,7 @@ def seen_alive(vitals: LivenessCheck, pid: int, waiting: tuple[int, ...] = (), l
     return any(vitals.made_progress([pid], waiting) for _ in range(looks) if time.sleep(0.3) is None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("code", BUSY.values(), ids=BUSY)
 def test_what_gets_on_is_alive(code: str) -> None:
     with running(code) as pid:

@@ -161,6 +161,7 @@ def test_what_happens_to_a_rank_of_the_second_node_is_everybodys(spread: Spread,
     assert not any(pid_lives(pid) for pid in ranks)
 
 
+@pytest.mark.slow
 def test_a_hang_on_two_nodes(spread: Spread) -> None:
     spread.open({"rank": 1, "where": "forward", "what": "hang"})
     group, stop = spread.run(silent=1.0)
@@ -201,6 +202,7 @@ def test_a_node_that_is_lost_is_the_machines_with_its_name(
     assert stop is WatchEnd.ARRIVED, "the next group has a whole cluster"
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_come_back_is_the_machines_trouble(
     spread: Spread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def test_two_hosts_are_reached_and_left_as_they_were(hosts: Hosts, tmp_path: Pat
         assert not cluster.is_shared_path(tmp_path / "none")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "said"),
     [
