@@ -3,6 +3,7 @@ import io
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -167,11 +168,12 @@ def test_mfu_counts_what_the_model_computes(whole: Plan) -> None:
     assert least < outlook.mfu < 1.5 * least
 
 
-def test_what_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {name: gpu_table()[name] for name in ("rtx3060", "rtx4090", "a100-80gb", "h100")}
+def test_what_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {name: gpu_table()[name] for name in ("rtx3060", "a100-80gb", "h100")}
     monkeypatch.setattr(plan_command, "gpu_table", lambda: few)
-    request = Request("llama-3.1-8b", 1, host_memory="64GiB")
-    (plan,) = plans(request, ["rtx3060"])
+    space = tmp_path / "without-offload.yaml"
+    space.write_text("knobs: {zero_stage: [2, 3], train_micro_batch_size_per_gpu: [1, 2]}")
+    (plan,) = plans(Request("llama-3.1-8b", 1, space=space), ["rtx3060"])
     assert plan.outlook is None
     assert plan.gains == ()
     text = " ".join(shown(plan).split())
