@@ -54,6 +54,7 @@ def test_how_the_model_is_made_is_a_knob(bench: Bench) -> None:
     assert "FlashAttention2" in missing.reason
 
 
+@pytest.mark.slow
 def test_one_engine_climbs_and_a_long_accumulation_is_extrapolated(bench: Bench) -> None:
     first = make_candidate(1, 1, 1)
     measure_spec = MeasureSpec(min_seconds=0.0, min_steps=5)  # for medians that one slow step does not move
@@ -97,6 +98,7 @@ def test_a_candidate_goes_on_from_a_checkpoint(bench: Bench, stage: int) -> None
     assert not (folder / "checkpoint").exists()
 
 
+@pytest.mark.slow
 def test_a_candidate_that_dies_as_it_loads(bench: Bench) -> None:
     bench.fault = {"rank": 1, "where": "load", "what": "oom"}
     outcome = bench.run(make_candidate(1, 2), measure_spec=RESUME)

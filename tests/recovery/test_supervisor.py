@@ -211,6 +211,7 @@ def test_an_outage_is_not_waited_out_for_ever(launch: Launch) -> None:
 # -- whether it gets on ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_restarts_count_anew_from_each_newer_checkpoint(launch: Launch) -> None:
     """Two weeks on a machine that fails now and then."""
     lost = [{"resumed": f"out/checkpoint-{step}", "steps": step % 7 + 1, "signal": "SIGKILL"} for step in range(6)]

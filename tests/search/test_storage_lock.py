@@ -42,6 +42,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return tmp_path
 
 
+@pytest.mark.few(2)
 def test_one_holds_it_and_the_next_once_it_is_let_go(folder: Path) -> None:
     held = lock_study(folder, "s")
     with pytest.raises(UserError, match="another autotune run holds study 's'"):
@@ -50,6 +51,7 @@ def test_one_holds_it_and_the_next_once_it_is_let_go(folder: Path) -> None:
     lock_study(folder, "s").release()
 
 
+@pytest.mark.few(2)
 def test_a_holder_that_was_killed_holds_it_no_longer(folder: Path) -> None:
     ours, theirs = multiprocessing.get_context("fork").Pipe()
     process = multiprocessing.get_context("fork").Process(target=holder, args=(folder, theirs))

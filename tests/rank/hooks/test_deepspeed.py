@@ -292,6 +292,7 @@ def save(folder: str, quiet: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("quiet", [True, False])
 def test_saves_of_the_script_leave_nothing_where_it_is_quiet(
     in_rank: Callable[..., Any], tmp_path: Path, quiet: bool
