@@ -23,7 +23,7 @@ from autotune.util.units import MIB
 from autotune.workers.failure_classifier import classify_failure
 from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.memory_monitor import Meter
-from tests.cli_call import call
+from tests.cli_call import call as call_here
 from tests.conftest import SCRIPTS, make_candidate, make_job, pid_lives, wait_until
 from tests.executors.cluster.hosts import Hosts
 from tests.tiny_training import TINY_RUN, trainer_words, write_trainers_config
@@ -110,7 +110,7 @@ def test_the_command_line_says_it_with_exit_code_2(
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("node1 slots=1\nunknown-key slots=1\n")
     words = ["run", "--model", "tiny-llama", "--device", "cpu", "--hostfile", str(hostfile), "--yes"]
-    code, _, err = call(monkeypatch, capsys, *words)
+    code, _, err = call_here(monkeypatch, capsys, *words)
     assert code == 2, err
     assert err.strip().splitlines()[-1].startswith("autotune: node unknown-key: its host key is not known")
     assert not (tmp_path / "runs").exists()
