@@ -81,6 +81,7 @@ def steps() -> Iterator[Any]:
         yield pytest.param(step, marks=[pytest.mark.slow] * (step not in CHEAP) + [pytest.mark.rare] * (step in RARE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", steps())
 def test_every_step_is_rehearsed_to_its_end(rehearsed: Callable[[str], tuple[Path, str]], step: str) -> None:
     folder, out = rehearsed(step)

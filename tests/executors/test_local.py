@@ -74,6 +74,7 @@ def test_one_engine_climbs_and_a_long_accumulation_is_extrapolated(bench: Bench)
         session.measure(make_candidate(2), measure_spec, 5.0)
 
 
+@pytest.mark.slow
 def test_verification_is_a_certificate(bench: Bench) -> None:
     outcome = bench.run(make_candidate(3, 2, 4), measure_spec=VERIFY)
     assert outcome.ok

@@ -26,6 +26,7 @@ def predicted_bytes(job: Job, candidate: Candidate) -> float:
     return float(found.peaks()[at, 0].max() + found.host[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "knobs"),
     [

@@ -111,7 +111,7 @@ def test_references_train_compiled(parent: Parent, tmp_path: Path, stage: int) -
     assert_same_training(zero, compiled)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "task", "stage", "lora"),
     [

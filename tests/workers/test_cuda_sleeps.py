@@ -105,6 +105,7 @@ def forked(cuda: Cuda, tmp_path: Path, request: pytest.FixtureRequest) -> Iterat
         yield Forked(launcher.server, launcher.log.read_text(), told["fork_safe"], rank, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forked", [[]], ids=["preloaded"], indirect=True)
 def test_the_fork_server_preloads_all_modules_and_leaves_cuda_to_its_ranks(cuda: Cuda, forked: Forked) -> None:
     assert "deepspeed.runtime.zero.muon.muon_optimizer" in PRELOADED
