@@ -8,7 +8,7 @@ import resource
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -398,10 +398,14 @@ class LiveTensors(TorchDispatchMode):
         bytes: bytes live now.
         peak: highest live bytes since `reset_peak()`.
         events: None, or a list that receives (storage's key, bytes) per allocation and (key, -bytes) per release.
+
+    Args:
+        watch: called with the live bytes after every change.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[int], None] | None = None) -> None:
         super().__init__()
+        self.watch = watch
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.events: list[tuple[int, int]] | None = None
         # Storages released by a communication thread. Two threads that use `+=` on the count would lose an update.
@@ -462,6 +466,8 @@ class LiveTensors(TorchDispatchMode):
         self.bytes += size
         if self.bytes > self.peak:
             self.peak = self.bytes
+        if self.watch is not None and size:
+            self.watch(self.bytes)
 
     def reset_peak(self) -> None:
         """Set the peak to the current bytes."""
