@@ -78,6 +78,7 @@ def test_reading_a_hostile_study_runs_nothing_and_prints_no_control_character(
 _REFUSED = ("share",)  # a name with tags is none for the gallery
 
 
+@pytest.mark.slow
 def test_a_terminal_with_colours_gets_none_of_the_studys(trap: Trap) -> None:
     done = trap.call("show", "s", env={"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "150"})
     assert "\x1b[" in done.stdout, "rich's own"

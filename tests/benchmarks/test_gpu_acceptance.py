@@ -110,6 +110,7 @@ def test_steps_run_in_the_order_of_worth() -> None:
 # -- the command -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_list_names_every_step_and_runs_none() -> None:
     done = call("--list")
     assert done.returncode == 0

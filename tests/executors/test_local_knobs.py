@@ -31,25 +31,11 @@ def predicted_bytes(job: Job, candidate: Candidate) -> float:
     ("stage", "knobs"),
     [
         (3, {"offload_optimizer.ratio": 0.5, **CPU_ADAM}),
-        pytest.param(2, LOW, marks=pytest.mark.slow),
-        pytest.param(
-            3, {**KEPT, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            3,
-            {"stage3_param_persistence_threshold": 10**7, "stage3_use_all_reduce_for_fetch_params": True},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            2,
-            {"offload_optimizer": "cpu", "round_robin_gradients": True, "allgather_bucket_size": 10**8},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            1,
-            {"use_multi_rank_bucket_allreduce": False, "communication_data_type": "fp32", "reduce_scatter": False},
-            marks=pytest.mark.slow,
-        ),
+        (2, LOW),
+        (3, {**KEPT, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}),
+        (3, {"stage3_param_persistence_threshold": 10**7, "stage3_use_all_reduce_for_fetch_params": True}),
+        (2, {"offload_optimizer": "cpu", "round_robin_gradients": True, "allgather_bucket_size": 10**8}),
+        (1, {"use_multi_rank_bucket_allreduce": False, "communication_data_type": "fp32", "reduce_scatter": False}),
     ],
     ids=["ratio", "low-states", "eager", "persistent", "round-robin", "reduced"],
 )

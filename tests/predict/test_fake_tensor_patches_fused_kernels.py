@@ -286,6 +286,7 @@ def test_a_trace_is_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(keys) == count
 
 
+@pytest.mark.slow
 def test_the_head_is_the_whole_models_from_beginning_to_end_of_a_pass() -> None:
     """At stage 3: no module of its own asks for it."""
     head = WIDTH * WORDS * HIDDEN
@@ -300,6 +301,7 @@ def test_a_checkpoint_keeps_a_layers_input_alone() -> None:
     assert (four - two) / 2 / TOKENS == WIDTH * HIDDEN
 
 
+@pytest.mark.slow
 def test_a_heads_gradient_is_there_once() -> None:
     """It waits from forward on, and becomes the parameter's own."""
     run, without = traced("llama").plain, traced("llama", liger=False).plain

@@ -31,6 +31,7 @@ def deep(layers: int, model: str = "tiny-llama", **changes: object) -> ModelSpec
     return replace(spec, name=f"{model}-{layers}", config={**config, "num_hidden_layers": layers, **changes})
 
 
+@pytest.mark.slow
 def test_reference_traces_are_met_within_one_per_cent() -> None:
     row = REFERENCE["qwen2.5-0.5b"]
     job = replace(make_job(1, seq_len=row["seq"], precision="bf16"), model=resolve_model("qwen2.5-0.5b"))

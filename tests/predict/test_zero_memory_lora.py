@@ -20,7 +20,7 @@ def name_of(row: dict[str, object]) -> str:
     return f"{row['model']} {row['ranks']} {Candidate.of(row['candidate'])}"  # type: ignore[arg-type]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
     [pytest.param(row, marks=() if at in (5, 29) else pytest.mark.slow) for at, row in enumerate(ROWS)],

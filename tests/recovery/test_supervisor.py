@@ -453,6 +453,7 @@ def test_the_scripts_own_end_is_passed_on(launch: Launch, code: int) -> None:
     assert (summary.code, rungs(summary)) == (code, [0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stopped", [False, True])
 def test_what_a_training_leaves_running_is_ended_only_upon_a_signal(launch: Launch, stopped: bool) -> None:
     """As `Popen(["aws", "s3", "sync", …])` at the last save."""

@@ -87,6 +87,7 @@ def test_a_folder_that_cannot_be_written_is_no_other_run(tmp_path: Path) -> None
         lock_study(tmp_path / "file", "s")
 
 
+@pytest.mark.slow
 def test_a_lease_that_says_nothing_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its maker was killed before it had written, or a power cut took what it wrote."""
     refuse(monkeypatch, errno.ENOSYS)

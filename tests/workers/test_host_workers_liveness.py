@@ -42,6 +42,7 @@ def test_what_gets_on_is_alive(code: str) -> None:
         assert seen_alive(LivenessCheck(), pid)
 
 
+@pytest.mark.slow
 def test_what_sleeps_is_not_and_neither_is_what_is_gone() -> None:
     with running("import time; time.sleep(600)") as pid:
         vitals = LivenessCheck()

@@ -337,6 +337,7 @@ def test_peaks_of_several_machines_are_in_the_ranks_order() -> None:
     assert merged([first]) is first
 
 
+@pytest.mark.slow
 def test_a_wire_does_not_hang_where_nobody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wires, "SILENT_SECONDS", 1.0)
     python = agent_words()[0]

@@ -193,6 +193,7 @@ def test_a_link_that_is_cut(hosts: Hosts, tmp_path: Path) -> None:
         assert not cluster.broken
 
 
+@pytest.mark.slow
 def test_a_killed_tuner_leaves_nothing_on_the_hosts(left_hosts: Hosts, tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from tests.executors.cluster.test_transports_ssh import *\n"

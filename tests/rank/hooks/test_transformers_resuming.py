@@ -134,6 +134,7 @@ def load_state(folder: str, quiet: bool) -> str:
     return ""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("quiet", [True, False])
 def test_accelerate_loads_nothing_where_it_is_quiet(in_rank: Callable[..., Any], tmp_path: Path, quiet: bool) -> None:
     assert ("does not exist" in in_rank(load_state, str(tmp_path), quiet)) is not quiet

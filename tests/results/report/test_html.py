@@ -422,6 +422,7 @@ def test_a_slice_has_no_hostfile_to_train_with(sliced: bool) -> None:
     assert f"--hostfile {'HOSTFILE' if sliced else 'hostfile'} " in commands
 
 
+@pytest.mark.slow
 def test_of_200_trials_it_has_less_than_300_kb(tmp_path: Path) -> None:
     assert page(large(200), tmp_path / "p.html").stat().st_size < 300_000
 
