@@ -194,6 +194,7 @@ def published_experts4() -> str:
 def published_sequences() -> str:
     """Rows whose sequences are shared by ranks."""
     rows = [row for row in result("published")["rows"] if row["sequence_ranks"] > 1]
+    rows += [row for row in result("published-jobs")["rows"] if row["source"] == "huggingface/blog"]
     return _beside(rows, lambda row: f"{row['model']}, {_config(row)}, {row['sequence_ranks']} ranks a sequence")
 
 
