@@ -48,7 +48,11 @@ FULL: dict[str, list[str]] = {
     "published": ["predict/published/published.py"],
     "published-jobs": [
         "predict/published/published.py",
-        *(word for name in ("qlora_and_muon", "sequences") for word in ("--csv", str(HERE / f"data/published/jobs/{name}.csv"))),
+        *(
+            word
+            for name in ("qlora_and_muon", "sequences")
+            for word in ("--csv", str(HERE / f"data/published/jobs/{name}.csv"))
+        ),
     ],
     "allocator": ["predict/allocator.py"],
     "cpu-ranks": ["predict/cpu_ranks.py"],

@@ -59,7 +59,7 @@ class Counters:
         """Record the input of a frozen linear layer in forward."""
         storage = tensor.untyped_storage()
         latest = self.latest.get(storage._cdata)
-        if latest is None or latest() is None:  # otherwise that storage is read again; a freed one leaves its address to others
+        if latest is None or latest() is None:  # a freed storage leaves its address to another
             self.latest[storage._cdata] = weakref.ref(storage)
             self.frozen_inputs.append((self.latest[storage._cdata], float(storage.nbytes())))
 

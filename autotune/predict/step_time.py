@@ -45,7 +45,8 @@ CPU_TFLOPS, CPU_MEMORY_GB_PER_S, CPU_LINK_GB_PER_S = 0.2, 12.0, 1.0
 # glibc maps each block of more than 32 MiB anew (mallopt, M_MMAP_THRESHOLD), and the kernel zeroes each page when it is first
 # touched. A loss of 192 MiB in such blocks took 0.09 s of the kernel's time in a virtual machine (AMD EPYC, pages of 4 KiB).
 MAPPED_BYTES, TOUCHED_GB_PER_S = 32 * MIB, 2.1
-LARGEST_OF_LOSS = 0.4  # share of the largest block: logits in 32 bits, with those in 16 and the softmax (10 bytes per entry in all)
+# Share of a loss in its largest block: logits in 32 bits, with those in 16 and the softmax (10 bytes per entry in all).
+LARGEST_OF_LOSS = 0.4
 # The host's memory limits DeepSpeed's CPU Adam: it reads and writes masters and states, reads a gradient and writes a
 # weight (30 bytes per element in 16 bits). 1e9 parameters took 0.23 s on the two sockets of a DGX-2 (Ren et al. 2021,
 # ZeRO-Offload, table 4). Few cores cannot use all of it: 16 virtual cores of an H100 machine reached 64 GB/s for 3.6e8
@@ -76,8 +77,8 @@ _ACHIEVABLE_ELSEWHERE = 0.85
 # virtual machines of an H100 and an H200 (benchmarks/predict/published/error.py --trials). In between, as `calibration.TIME`'s
 # `starts` covers both.
 OPERATOR_SECONDS = 2.0e-5
-# Operators that a 4-bit product starts besides the product itself: bitsandbytes 0.50 dequantizes the constants, adds their offset,
-# dequantizes the weight, and wraps all of it in Python. A forward and backward took 0.30 ms longer than in 16 bits.
+# Operators that a 4-bit product starts in addition: bitsandbytes 0.50 dequantizes the constants, adds their offset, dequantizes
+# the weight, and wraps all of it in Python. A forward and backward took 0.30 ms longer than in 16 bits on a core of an EPYC.
 DEQUANTIZING_OPERATORS = 7.0
 # Seconds of ZeRO-3's hooks around a module's forward, recomputation or backward (fetch_sub_module, release_sub_module
 # and their callees: partitioned_param_coordinator.py and parameter_offload.py of deepspeed 0.19.8). Measured: 110 to
