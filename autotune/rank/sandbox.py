@@ -267,7 +267,7 @@ class _Tree:
                 if _contains(path, mount) and mount != _TERMINALS:  # a file of Kubernetes, large pages
                     with suppress(OSError):  # it lies below another mount
                         linux.make_read_only(self._at(mount))
-            for device in linux.machine_devices(self._mounts) if path == "/dev" else ():
+            for device in linux.machine_devices() if path == "/dev" else ():
                 with suppress(FileNotFoundError):  # unplugged since
                     linux.mount(device, self._at(device), linux.BIND)
                     linux.make_read_only(self._at(device), devices=False)

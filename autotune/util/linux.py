@@ -412,40 +412,39 @@ def machine_settings() -> list[str]:
     return found
 
 
-def machine_devices(mounts: Collection[str], folder: str = "/dev") -> list[str]:
+def machine_devices(folder: str = "/dev") -> list[str]:
     """Return the machine's own devices that this process may write to.
 
     These are block devices, and character devices that neither every user nor a group without disks may write to, such as
     SCSI and NVMe commands, /dev/mem, /dev/kmsg and watchdogs. Devices of trainings are open to other users.
 
     Args:
-        mounts: mount points, below which no device is looked for.
         folder: folder of the devices.
     """
     found = {}
-    for path, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if os.path.join(path, name) not in mounts]
-        for device in (os.path.join(path, name) for name in names):
-            with suppress(OSError):
-                mode = (state := os.lstat(device)).st_mode
-                if (stat.S_ISBLK(mode) or (stat.S_ISCHR(mode) and mode & stat.S_IWUSR)) and os.access(device, os.W_OK):
-                    found[device] = state
+    for device, state in _devices(folder):
+        mode = state.st_mode
+        if (stat.S_ISBLK(mode) or mode & stat.S_IWUSR) and os.access(device, os.W_OK):
+            found[device] = state
     groups = {0, *(state.st_gid for state in found.values() if stat.S_ISBLK(state.st_mode))}
     writers = {path: stat.S_IWOTH | (0 if state.st_gid in groups else stat.S_IWGRP) for path, state in found.items()}
     return [one for one, state in found.items() if stat.S_ISBLK(state.st_mode) or not state.st_mode & writers[one]]
 
 
 def training_devices() -> list[str]:
-    """Return paths that hold all devices except for the `machine_devices`."""
-    machine = machine_devices(mount_points())
+    """Return the terminals' folder and all devices except for the `machine_devices`: no file that lies, or is mounted, in /dev."""
+    machine = {*machine_devices()}
+    return ["/dev/pts", *(device for device, _ in _devices("/dev") if device not in machine)]
 
-    def others(folder: str) -> Iterator[str]:
-        for entry in os.scandir(folder):
-            if not entry.is_symlink() and entry.path not in machine:
-                holds = any(path.startswith(f"{entry.path}/") for path in machine)
-                yield from others(entry.path) if holds else [entry.path]
 
-    return [*others("/dev")] if machine else ["/dev"]
+def _devices(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield all devices below a folder, except for terminals."""
+    for path, folders, names in os.walk(folder):
+        folders[:] = {*folders}.difference(("pts", "shm"))
+        for device in (os.path.join(path, name) for name in names):
+            with suppress(OSError):  # unplugged since
+                if stat.S_ISCHR((state := os.lstat(device)).st_mode) or stat.S_ISBLK(state.st_mode):
+                    yield device, state
 
 
 def make_cuda_device(devices: str = "/dev") -> None:

@@ -173,7 +173,7 @@ def test_devices_that_other_users_may_write_to_are_those_of_trainings(tmp_path: 
             pytest.skip("this container makes no device files")
         os.chmod(tmp_path / name, mode)
         os.chown(tmp_path / name, 0, group)
-    found = linux.machine_devices([], str(tmp_path))
+    found = linux.machine_devices(str(tmp_path))
     assert sorted(os.path.relpath(one, tmp_path) for one in found) == ["bus/mem", "sda", "sg0"]
 
 
@@ -669,8 +669,9 @@ print("connected")
 
 
 @ROOT
+@BOTH
 @pytest.mark.parametrize("user", [0, ORDINARY])
-def test_a_file_that_is_mounted_in_dev_is_not_changed(base: Path, user: int) -> None:
+def test_a_file_in_dev_is_not_changed(base: Path, protection: Protection, user: int) -> None:
     """Kubernetes mounts /dev/termination-log."""
     mounts = """
 (project / "log").write_text("keep"); (project / "log").chmod(0o666)
@@ -689,5 +690,5 @@ for place in ("shm", "shm/below", "shm"):  # the second is no longer seen
 """
     project = base / "project"
     project.mkdir()
-    found = run_mounted(base, str(project), user, Protection.OVERLAY, mounts, script.strip(), '("log",)')
+    found = run_mounted(base, str(project), user, protection, mounts, script.strip(), '("log",)')
     assert found == ["ran", "left [('log', 'keep')] False"]
