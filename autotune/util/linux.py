@@ -432,7 +432,7 @@ def machine_devices(folder: str = "/dev") -> list[str]:
 
 
 def training_devices() -> list[str]:
-    """Return the terminals' folder and all devices except for the `machine_devices`: no file that lies, or is mounted, in /dev."""
+    """Return the terminals' folder and all devices except for the `machine_devices`; regular files in /dev are none."""
     machine = {*machine_devices()}
     return ["/dev/pts", *(device for device, _ in _devices("/dev") if device not in machine)]
 
