@@ -394,12 +394,17 @@ class _Tree:
                 with suppress(OSError):  # it lies below another mount
                     self._show(path)
         self._overlay(_SHARED_MEMORY, self._at(_SHARED_MEMORY), self._memory)
-        sockets = {path for path in linux.listening_sockets() if not path.startswith(_KERNEL_FOLDERS)}
-        for path in dict.fromkeys([*sockets, *writable]):
+        for path in (one for one in linux.listening_sockets() if not one.startswith(_KERNEL_FOLDERS)):
             with suppress(OSError):
-                linux.mount(path, at := self._at(os.path.realpath(path)), linux.BIND | linux.RECURSIVE)
-                if path in sockets:  # can be connected to, but not changed
+                at = self._at(os.path.realpath(path))
+                if linux.serves_every_user(path):  # it can be connected to, but not changed
+                    linux.mount(path, at, linux.BIND)
                     linux.make_read_only(at)
+                elif os.path.samestat(os.stat(path), os.stat(at)):  # its daemon would do what the script may not
+                    linux.mount(os.devnull, at, linux.BIND)
+        for path in writable:
+            with suppress(OSError):
+                linux.mount(path, self._at(os.path.realpath(path)), linux.BIND | linux.RECURSIVE)
         linux.change_root(self._root)
 
     def _at(self, path: str) -> str:

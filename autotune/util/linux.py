@@ -395,6 +395,13 @@ def listening_sockets() -> list[str]:
     return [path for path in paths if path.startswith("/")]
 
 
+def serves_every_user(path: str) -> bool:
+    """Return whether every user can connect to a socket, whose daemon is another user's: it does not act for this one."""
+    state = os.stat(path)
+    reached = all(one.stat().st_mode & stat.S_IXOTH for one in Path(os.path.realpath(path)).parents)
+    return stat.S_ISSOCK(state.st_mode) and bool(state.st_mode & stat.S_IWOTH) and reached and state.st_uid != os.getuid()
+
+
 def in_user_namespace() -> bool:
     """Return whether this process lives in a user namespace that does not know every user."""
     return Path("/proc/self/uid_map").read_text(encoding="utf-8").split() != ["0", "0", str(2**32 - 1)]

@@ -203,13 +203,34 @@ def test_a_tree_in_an_overlay_never_contains_itself(base: Path) -> None:
     assert run(sandbox_in(base, Protection.OVERLAY), base / "sockets", text) == "2 []"  # keep.txt, holder
 
 
-@BOTH
-def test_daemons_outside_can_be_reached(base: Path, protection: Protection) -> None:
-    with socket.socket(socket.AF_UNIX) as server, tempfile.TemporaryDirectory() as folder:
-        server.bind(f"{folder}/a daemon")
-        server.listen()
-        text = f"import socket; socket.socket(socket.AF_UNIX).connect({folder + '/a daemon'!r}); print('connected')"
-        assert run(sandbox_in(base, protection), base / "sockets", text) == "connected"
+@ROOT
+@pytest.mark.parametrize("user", [0, ORDINARY])
+@pytest.mark.parametrize("owner", ["another", "the same"])
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_only_daemons_of_another_user_for_every_user_can_be_reached(
+    base: Path, user: int, owner: str, mode: int
+) -> None:
+    """A daemon of the user, such as tmux, or a container engine would write on the script's behalf."""
+    project = base / "project"
+    project.mkdir()
+    (project / "keep.txt").write_text("keep")
+    uid = user if owner == "the same" else 4321
+    mounts = f"""
+import socket
+for place in (project / "a daemon", "/run/a daemon"):  # the second folder is read-only for an ordinary user
+    if not Path("/run/a daemon").exists(): subprocess.check_call(["mount", "-t", "tmpfs", "-o", "mode=755", "run", "/run"])
+    server = socket.socket(socket.AF_UNIX); server.bind(str(place)); server.listen(); os.set_inheritable(server.detach(), True)
+    os.chown(place, {uid}, user); os.chmod(place, {mode})
+"""
+    script = """
+        import socket
+        for place in ("a daemon", "/run/a daemon"):
+            try: socket.socket(socket.AF_UNIX).connect(place); print("connected")
+            except OSError: print("refused")
+"""
+    found = run_mounted(base, str(project), user, Protection.OVERLAY, mounts, script.strip(), '("keep.txt",)')
+    reached = "connected" if owner == "another" and mode == 0o777 else "refused"
+    assert found == [reached, reached, "left [('keep.txt', 'keep')] False"]
 
 
 def test_a_socket_path_with_a_newline_does_no_harm(base: Path) -> None:
@@ -648,12 +669,16 @@ def test_a_cache_in_another_cache_cannot_be_turned_into_a_link(base: Path, prote
     assert (base / "docs/keep.txt").read_text() == "keep"
 
 
+@ROOT
 @BOTH
 def test_a_listening_socket_can_be_connected_to_but_not_changed(base: Path, protection: Protection) -> None:
     path = base / "agent.sock"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
         server.listen()
+        base.chmod(0o755)
+        path.chmod(0o777)
+        os.chown(path, ORDINARY, ORDINARY)
         before = path.stat()
         text = f"""
 import socket
