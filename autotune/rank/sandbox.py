@@ -132,14 +132,14 @@ class Sandbox:
                 linux.restrict_writes(["/"])
             if linux.in_user_namespace():
                 os.rename, os.replace = linux.copying_rename(os.rename), linux.copying_rename(os.replace)
-            linux.keep_capabilities(() if linux.in_user_namespace() else linux.CONTAINER_CAPABILITIES)
+            linux.keep_capabilities(() if linux.in_user_namespace() else linux.FILE_CAPABILITIES)
         elif self.protection is Protection.LANDLOCK:
             os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tmp-", dir=home)  # short: sockets
             own = "/proc" if linux.in_user_namespace() or os.getuid() else "/proc/self"  # root may change settings
             linux.restrict_writes(
                 [*writable, str(self.folder), _SHARED_MEMORY], files_in=[*linux.training_devices(), own]
             )
-            linux.keep_capabilities(linux.CONTAINER_CAPABILITIES)
+            linux.keep_capabilities(linux.FILE_CAPABILITIES)
             linux.ignore_attribute_changes()
         os.chdir(self.script_cwd)
 

@@ -468,10 +468,10 @@ def make_cuda_device(devices: str = "/dev") -> None:
             subprocess.run(words, stdin=null, stdout=null, stderr=null, timeout=60, check=False)
 
 
-# capabilities(7) that root keeps: chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap, net_bind_service, net_raw,
-# sys_chroot, audit_write, setfcap, as in a container (moby, oci/caps/defaults.go, without mknod), and ipc_lock and
-# sys_resource, to pin memory and to raise limits. A kernel's new ones are not among them.
-CONTAINER_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 29, 31, 14, 24)
+# capabilities(7) that root keeps: what ends at files, which the sandbox guards (chown, dac_override, fowner, fsetid), and at the
+# process itself (setgid, setuid, setpcap, ipc_lock to pin memory, sys_chroot, sys_resource to raise limits). All others are
+# dropped, a later kernel's too.
+FILE_CAPABILITIES = (0, 1, 3, 4, 6, 7, 8, 14, 18, 24)
 
 
 def keep_capabilities(numbers: Collection[int]) -> None:
