@@ -7,7 +7,8 @@ Bytes that are allocated in the heaps of Python and of the C library are read as
 pieces of the heap, which a later trial takes. Pages of files do not count: they are private while no other process maps the same
 library. The fork server's memory and descriptors are read too. A line is fitted to each over the second half of the trials, when
 windows and caches are full, with the 95 % interval of its slope. Memory beyond the history is a leak. The residuals are not
-independent (an allocator grows in steps of 1 MiB), so the interval is a lower bound of the uncertainty.
+independent (an allocator grows in steps of 1 MiB), so the interval is a lower bound of the uncertainty. A late import is one
+step: the largest step is shown, and the slopes without it.
 
 NumPy keeps seven freed blocks of each size below 1 KiB (3.6 MiB, numpy/_core/src/multiarray/alloc.cpp), which fill as arrays grow
 with the trials: they are taken before the first trial.
@@ -197,6 +198,16 @@ def slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     return fitted.slope, SURE * spread**0.5
 
 
+def largest_step(y: Sequence[float]) -> int:
+    """Index of the sample after the largest rise."""
+    return max(range(1, len(y)), key=lambda at: y[at] - y[at - 1])
+
+
+def without_step(y: Sequence[float], at: int) -> list[float]:
+    """The samples without the rise before one of them."""
+    return [*y[:at], *(one - (y[at] - y[at - 1]) for one in y[at:])]
+
+
 def sampled(words: list[str], folder: Path, seconds: float, every: int, window: int = 0) -> Samples:
     """Run `autotune run` with these words as `child` does; it is ended after so many seconds."""
     samples_file = folder / "samples.json"
@@ -233,16 +244,17 @@ def row(what: str, samples: Samples) -> dict[str, Any]:
         return slope(samples.trials[first:], y[first:])
 
     history = samples.history
+    above = [(one - kept) / KIB for one, kept in zip(samples.memory, history, strict=True)]
+    allocated = [(one - kept) / KIB for one, kept in zip(samples.allocated, history, strict=True)]
+    step = first + largest_step(above[first:])
     measured: dict[str, list[float]] = {
         "memory, KiB a trial": [one / KIB for one in samples.memory],
         "history, KiB a trial": [one / KIB for one in history],
-        "above the history, KiB a trial": [
-            (one - kept) / KIB for one, kept in zip(samples.memory, history, strict=True)
-        ],
+        "above the history, KiB a trial": above,
         "allocated, KiB a trial": [one / KIB for one in samples.allocated],
-        "allocated above the history, KiB a trial": [
-            (one - kept) / KIB for one, kept in zip(samples.allocated, history, strict=True)
-        ],
+        "allocated above the history, KiB a trial": allocated,
+        "without the largest step: above the history, KiB a trial": without_step(above, step),
+        "without the largest step: allocated above the history, KiB a trial": without_step(allocated, step),
         "descriptors a trial": samples.descriptors,
     }
     if len(samples.server_memory) == len(samples.trials):
@@ -253,6 +265,8 @@ def row(what: str, samples: Samples) -> dict[str, Any]:
         "count": samples.trials[-1],
         "memory, MiB": samples.memory[-1] / MIB,
         "descriptors": samples.descriptors[-1],
+        "largest step, KiB": above[step] - above[step - 1],
+        "largest step before trial": samples.trials[step],
     }
     for name, y in measured.items():
         found[name], found[f"± {name}"] = grows(y)
@@ -271,24 +285,27 @@ def main() -> None:
     arguments = parse(parser, replayed=[30], live=8)
     if arguments.child:
         return child(arguments.child, arguments.every, arguments.window, arguments.words)
-    rows = []
+    rows: list[dict[str, Any]] = []
+
+    def add(what: str, samples: Samples) -> None:
+        rows.append(row(what, samples))
+        write_json(arguments.json, [*kept_rows(arguments.json, "trials", [one["trials"] for one in rows]), *rows])
+
     with tempfile.TemporaryDirectory(prefix="growth-") as name:
         folder = Path(name)
         if arguments.live:
             (folder / "faults.yaml").write_text(SPACE)
             words = [*RUN, "--budget", "2h", "--max-trials", str(arguments.live)]
             every = max(1, arguments.live // SAMPLES)
-            rows.append(row(LIVE, sampled(words, folder, arguments.seconds, every, WINDOW)))
+            add(LIVE, sampled(words, folder, arguments.seconds, every, WINDOW))
         alike = [(rows[0]["count"], WINDOW)] if rows else []
         for count, window in [*alike, *((count, 0) for count in arguments.replayed)]:
             write_table(folder, max(4 * count, 200))  # dominance rules two of three out
             words = ["--executor", f"replay:{NAME}.csv.gz", "--study", f"replayed{count}-{window}", "--budget", "100h"]
             words += ["--exhaustive", "--yes", "--max-trials", str(count)]
             samples = sampled(words, folder, 3600.0, max(1, count // SAMPLES), window)
-            rows.append(row(REPLAYED if window else f"{count} replayed", samples))
-    rows = [*kept_rows(arguments.json, "trials", [one["trials"] for one in rows]), *rows]
+            add(REPLAYED if window else f"{count} replayed", samples)
     print_table("growth of the tuner", rows)
-    write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":
