@@ -399,7 +399,9 @@ def serves_every_user(path: str) -> bool:
     """Return whether every user can connect to a socket, whose daemon is another user's: it does not act for this one."""
     state = os.stat(path)
     reached = all(one.stat().st_mode & stat.S_IXOTH for one in Path(os.path.realpath(path)).parents)
-    return stat.S_ISSOCK(state.st_mode) and bool(state.st_mode & stat.S_IWOTH) and reached and state.st_uid != os.getuid()
+    return (
+        stat.S_ISSOCK(state.st_mode) and bool(state.st_mode & stat.S_IWOTH) and reached and state.st_uid != os.getuid()
+    )
 
 
 def in_user_namespace() -> bool:
