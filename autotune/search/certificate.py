@@ -190,6 +190,13 @@ def _compare_engine(
     if (rows := _rows_factor(reference, trace, cut=own.micro_batch != candidate.micro_batch)) is not None:
         why = f"it trains on {rows:.3g}x {your} rows in an optimizer step"
         return _different(why, ROWS, rows, reference, own, trace, candidate, is_users)
+    frozen = reference.holds_frozen or trace.holds_frozen
+    if frozen and (reference.stage == 0) is not (trace.stage == 0):
+        why = (
+            f"weights were frozen after deepspeed.initialize: stage {max(reference.stage, trace.stage)} steps them with "
+            "gradients of zero, so that weight decay and Adam's counter go on, and stage 0 leaves them out"
+        )
+        return Certificate(Verdict.DIFFERS, why, UPDATE, cause=_STAGE)
     if (wrong := _wrong_rate(pairs)) is not None:
         step, theirs, mine = wrong
         factor = mine / theirs if theirs else math.inf
@@ -652,8 +659,8 @@ def iterations_line(job: Job, reference: TrainingTrace, trace: TrainingTrace) ->
         return ""
     return (
         f"an optimizer step takes {counted(now, 'iteration')} of your loop instead of {own}: if its end, its "
-        f"schedule or its saves count iterations, multiply these numbers by {now / own:g}, or it makes "
-        f"{own / now:g}x the optimizer steps"
+        f"schedule, its saves or an average of weights count iterations, multiply these numbers by {now / own:g}, or it "
+        f"makes {own / now:g}x the optimizer steps"
     )
 
 

@@ -138,7 +138,7 @@ STYLES = {
     "iter_decay": Style("learning rate by iterations, in the loop", "styles.py iter_decay"),
     "mixup": Style("mixup by NumPy", "styles.py mixup"),
     "ctc": Style("speech, batches of like lengths, CTC", "styles.py ctc"),
-    "learned_weights": Style("trained weights of losses, outside of the model", "styles.py learned_weights"),
+    "learned_weights": Style("weights of losses that are trained too", "styles.py learned_weights"),
     "codebook": Style("codes that average their inputs", "styles.py codebook"),
     "gradient_noise": Style("noise added to gradients by hand", "styles.py gradient_noise"),
     "sharpness": Style("sharpness-aware minimization", "styles.py sharpness"),

@@ -603,10 +603,12 @@ def ctc(words: list[str]) -> None:
 
 
 def learned_weights(words: list[str]) -> None:
-    """Weights of two losses that are trained too, outside of the model."""
+    """Weights of two losses that are trained too, by a parameter that the loop reads."""
     args = integers(words, bs_per_gpu=4, accum_steps=2)
     module, weights = net(), torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.AdamW([{"params": module.parameters()}, {"params": [weights], "lr": 0.02}], lr=1e-3)
+    trained = [{"params": [*module.parameters()]}, {"params": [weights], "lr": 0.02}]
+    module.register_parameter("loss_weights", weights)
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
     engine = _own_optimizer(module, optimizer, args.bs_per_gpu, args.accum_steps)
     for x in loader(args.bs_per_gpu):
         out = engine(x)
