@@ -236,8 +236,8 @@ def _compare_engine(
         factor = math.exp(statistics.fmean(found[name]))
         noise = _ERRORS * reference.floor.get(name, 0.0) / math.sqrt(len(found[name]))
         if abs(math.log(factor)) <= noise and not same_rows(reference, trace):
-            each = math.expm1(_root_mean_square(found[name]))
-            much = f"runs differ by {each:.0%} in one step, because their rows differ"
+            apart = math.expm1(_root_mean_square(found[name]))
+            much = f"runs differ by {apart:.0%} in one step, because their rows differ"
             return Certificate(Verdict.NOT_COMPARED, f"{name} is {factor:.3g}x of {yours}, and {much}")
         why = f"{name} is {factor:.{3 if abs(math.log(factor)) > 0.01 else 5}g}x of {yours}"
         if abs(math.log(factor)) <= tolerance[name]:

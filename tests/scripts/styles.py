@@ -606,7 +606,7 @@ def learned_weights(words: list[str]) -> None:
     """Weights of two losses that are trained too, by a parameter that the loop reads."""
     args = integers(words, bs_per_gpu=4, accum_steps=2)
     module, weights = net(), torch.nn.Parameter(torch.zeros(2))
-    trained = [{"params": [*module.parameters()]}, {"params": [weights], "lr": 0.02}]
+    trained: list[dict[str, Any]] = [{"params": [*module.parameters()]}, {"params": [weights], "lr": 0.02}]
     module.register_parameter("loss_weights", weights)
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     engine = _own_optimizer(module, optimizer, args.bs_per_gpu, args.accum_steps)
