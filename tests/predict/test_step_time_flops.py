@@ -9,6 +9,7 @@ from autotune.problem.models import ModelSpec, resolve_model
 from tests.conftest import make_job
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "task"),
     [
