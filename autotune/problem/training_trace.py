@@ -40,6 +40,7 @@ class TrainingTrace:
     accumulation: int  # of the engine's config; a script may run more backwards
     draws: bool = False  # random numbers were drawn between the first forward and the last traced step
     missing: str = ""  # why a quantity was not seen
+    holds_frozen: bool = False  # ZeRO's optimizer held parameters that were frozen in a step
     # projections of sampled weights before the first step, divided by the root of their sum of squares; empty if unknown
     initial: tuple[float, ...] = ()
     ahead: tuple[tuple[float, float], ...] = ()  # lowest and highest learning rate in the intervals of `AHEAD`
@@ -74,6 +75,7 @@ class TrainingTrace:
             first["accumulation"],
             any(one["draws"] for one in told),
             next((one["missing"] for one in told if one["missing"]), ""),
+            any(one.get("holds_frozen") for one in told),
             _initial([one.get("weights", ()) for one in told]),
             tuple((low, high) for low, high in first.get("ahead", ())),
             auxiliary=tuple(

@@ -65,7 +65,7 @@ class TraceRecorder:
         self._marked = False  # the generators' states at the first forward are known
         self._draws = False
         self._autocast = False  # the script's first forward ran under torch's autocast
-        self._about: dict[str, Any] = {"stage": 0, "precision": "fp32", "accumulation": 1}
+        self._about: dict[str, Any] = {"stage": 0, "precision": "fp32", "accumulation": 1, "holds_frozen": False}
         self._missing = ""
 
     @property
@@ -152,9 +152,11 @@ class TraceRecorder:
                     "stage": int(engine.zero_optimization_stage()),
                     "precision": self._precision(engine),
                     "accumulation": int(engine.gradient_accumulation_steps()),
+                    "holds_frozen": False,
                 }
                 self._schedule = _schedule_of(engine) if self._looks_ahead else None
                 self._schedule_began = _count_of(self._schedule)
+            self._about["holds_frozen"] |= _holds_frozen(engine.module)
             self._skipped = int(getattr(engine, "skipped_steps", 0))
             if self._schedule is not None and len(self._steps) == MOST_STEPS - 1:
                 each = (_count_of(self._schedule) - self._schedule_began) / len(self._steps)
@@ -406,6 +408,12 @@ def _sampled(module: Any) -> list[tuple[Any, Any]]:
         for parameter, size in zip(chosen, sizes, strict=True)
         if size
     ]
+
+
+def _holds_frozen(module: Any) -> bool:
+    """Return True if ZeRO's optimizer holds a parameter that is frozen now. It marks its parameters when it is made."""
+    marks = ("_hp_mapping", "_z3_optimizer")
+    return any(not one.requires_grad and any(hasattr(one, mark) for mark in marks) for one in module.parameters())
 
 
 def _masters(engine: Any) -> dict[int, Any]:

@@ -32,16 +32,17 @@ LEAST_TOLERANCE = {"fp32": 1e-3, "mixed": 5e-3, "bf16": 5e-3, "fp16": 5e-3}
 # Adam divides a gradient by its own size, so that the rounding of a gradient near zero shows in the update: 0.1 % between
 # stages 2 and 3 in fp32, where loss and gradient norm agree to six digits (a PPO loop on two CPU ranks).
 _LEAST_OF_UPDATES = 5e-3
-_FLOORS = 4.0  # tolerated multiples of the floor, which is itself estimated from a few steps
-# The same of a floor from the compared steps themselves, by their number: of 200,000 simulated means of Gaussian noise one in
-# 10,000 is beyond. Four times the scatter of three steps are passed by 4 %. One or two steps show no scatter.
-_OWN_FLOORS = {1: 1e3, 2: 1e3, 3: 60.0, 4: 15.0, 5: 8.0}
+_FLOORS = 4.0  # tolerated multiples of the floor
+# Floor by the scatter of a few steps, as a multiple of it, by their number: of 200,000 simulated means of Gaussian noise one
+# in 10,000 is beyond the tolerated multiple. Four times the scatter of three steps are passed by 4 %.
+_FEW_STEPS = {3: 15.0, 4: 3.75, 5: 2.0}
 _CLEARS = 0.02  # relative difference of the gradient norm up to which another loss has no effect
 _ERRORS = 3.0  # standard errors of the mean that noise of other rows explains
 _CLOSE = 0.05  # tolerance up to which a comparison is close
 _MOST = math.log(1.4)  # no noise floor tolerates more: factors of 1.5 and 0.67 are always found
 _UNSEEN = math.log(1.5)  # a comparison that leaves this factor open says nothing
 _RATE_TOLERANCE = 0.01  # relative; a schedule's length in steps is rounded
+_RATE_ROUNDING = 2e-7  # relative; of rates in 32 bits
 _LATER_TOLERANCE = 0.1  # of the highest learning rate, in later steps
 _ROWS_TOLERANCE = 0.25  # relative; the last batch of a data set may be smaller
 _CLAMP = 1e-3  # smallest ratio, for a quantity that is zero in one run
@@ -98,7 +99,8 @@ def floor_of_cut(first: TrainingTrace, second: TrainingTrace) -> dict[str, float
     """Return the noise floor by a run on another cut of the same batch: the scatter of the steps, by quantity.
 
     An effect of the cut shifts the mean, or builds up from step to step, and leaves the scatter. A script that draws no
-    random numbers has no noise: its scatter is an effect too, such as that of a mean over the tokens of a micro-batch.
+    random numbers has no noise: its scatter is an effect too, such as that of a mean over the tokens of a micro-batch. Few
+    steps show their scatter roughly, so the floor is a multiple of it.
     """
     floor = floor_of(first, second)
     for name in floor:
@@ -106,7 +108,8 @@ def floor_of_cut(first: TrainingTrace, second: TrainingTrace) -> dict[str, float
         if not first.draws:
             floor[name] = 0.0
         elif len(each) >= LEAST_STEPS:
-            floor[name] = min(statistics.stdev(each), _deviation_from_line(each))
+            scatter = min(statistics.stdev(each), _deviation_from_line(each))
+            floor[name] = scatter * _FEW_STEPS.get(len(each), 1.0)
     return floor
 
 
@@ -187,26 +190,35 @@ def _compare_engine(
     if (rows := _rows_factor(reference, trace, cut=own.micro_batch != candidate.micro_batch)) is not None:
         why = f"it trains on {rows:.3g}x {your} rows in an optimizer step"
         return _different(why, ROWS, rows, reference, own, trace, candidate, is_users)
+    frozen = reference.holds_frozen or trace.holds_frozen
+    if frozen and (reference.stage == 0) is not (trace.stage == 0):
+        why = (
+            f"weights were frozen after deepspeed.initialize: stage {max(reference.stage, trace.stage)} steps them with "
+            "gradients of zero, so that weight decay and Adam's counter go on, and stage 0 leaves them out"
+        )
+        return Certificate(Verdict.DIFFERS, why, UPDATE, cause=_STAGE)
     if (wrong := _wrong_rate(pairs)) is not None:
         step, theirs, mine = wrong
         factor = mine / theirs if theirs else math.inf
         times = f"{factor:.3g}x of {yours}" if theirs else f"{mine:.3g} instead of 0"
         why = f"learning rate is {times} in optimizer step {step + 1}"
         return _different(why, RATES, factor, reference, own, trace, candidate, is_users)
+    if (moved := _wrong_movement(pairs)) is not None:
+        theirs, mine = moved
+        why = f"learning rate has moved by {100 * mine:.2g}% instead of {100 * theirs:.2g}% after {len(pairs)} optimizer steps"
+        return _different(why, RATES, mine / theirs if theirs else math.inf, reference, own, trace, candidate, is_users)
     if (later := _wrong_later(reference, trace)) is not None:
         step, theirs, mine = later
         why = f"learning rate will be {mine:.3g} instead of {theirs:.3g} in optimizer step {step}"
         factor = mine / theirs if theirs else math.inf
         return _different(why, RATES, factor, reference, own, trace, candidate, is_users, later=True)
-    own_noise = reference.draws and not reference.floor  # no run has measured the noise, so the steps show it
-    if own_noise:
+    if reference.draws and not reference.floor:  # no run has measured the noise, so the steps show it
         reference = dataclasses.replace(reference, floor=floor_of_cut(reference, trace))
     found = {name: each for name in (LOSS, NORM, UPDATE) if (each := _differences(reference, trace, name))}
     if not found:
         why = trace.missing or reference.missing or "no loss, gradient norm or update was seen"
         return Certificate(Verdict.NOT_COMPARED, why)
-    floors = {name: _OWN_FLOORS.get(len(each), _FLOORS) if own_noise else _FLOORS for name, each in found.items()}
-    tolerance = {name: _tolerance(name, reference, trace, floors[name]) for name in found}
+    tolerance = {name: _tolerance(name, reference, trace) for name in found}
     beyond = {name for name in found if abs(_mean(name, found, reference, trace)) > tolerance[name]}
     # Without noise, an effect of the cut may scatter around zero. Named models average over a micro-batch's tokens.
     exact = is_users and own.micro_batch != candidate.micro_batch and not reference.draws
@@ -224,7 +236,8 @@ def _compare_engine(
         factor = math.exp(statistics.fmean(found[name]))
         noise = _ERRORS * reference.floor.get(name, 0.0) / math.sqrt(len(found[name]))
         if abs(math.log(factor)) <= noise and not same_rows(reference, trace):
-            much = f"runs differ by {math.expm1(reference.floor[name]):.0%} in one step, because their rows differ"
+            apart = math.expm1(_root_mean_square(found[name]))
+            much = f"runs differ by {apart:.0%} in one step, because their rows differ"
             return Certificate(Verdict.NOT_COMPARED, f"{name} is {factor:.3g}x of {yours}, and {much}")
         why = f"{name} is {factor:.{3 if abs(math.log(factor)) > 0.01 else 5}g}x of {yours}"
         if abs(math.log(factor)) <= tolerance[name]:
@@ -295,6 +308,20 @@ def _wrong_rate(pairs: Iterable[tuple[TracedStep, TracedStep]]) -> tuple[int, fl
     return None
 
 
+def _wrong_movement(pairs: Sequence[tuple[TracedStep, TracedStep]]) -> tuple[float, float] | None:
+    """Return by how much the highest rate has moved, (reference's, candidate's), if a schedule of the loop differs.
+
+    A rate that counts micro-batches may move by less than its tolerance in the first steps, and far apart later. A schedule
+    that counts parts of a step is up to one step ahead or behind, so the reference's neighbouring steps are its rates too.
+    """
+    rates = [[max(step.rates, default=0.0) for step in run] for run in zip(*pairs, strict=True)]
+    if not all(each[0] for each in rates):  # a warm-up from zero, which has been compared
+        return None
+    (before, theirs), (_, mine) = ([rate / each[0] - 1 for rate in each[-2:]] for each in rates)
+    low, high = sorted((before, 2 * theirs - before))
+    return None if low - _RATE_ROUNDING <= mine <= high + _RATE_ROUNDING else (theirs, mine)
+
+
 def _wrong_later(reference: TrainingTrace, trace: TrainingTrace) -> tuple[int, float, float] | None:
     """Return (optimizer step, reference's, candidate's) of the first other learning rate that the schedules lead to.
 
@@ -342,14 +369,14 @@ def _least(*traces: TrainingTrace) -> float:
     return max(LEAST_TOLERANCE.get(one.precision, 5e-3) for one in traces)
 
 
-def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace, floors: float) -> float:
-    """Return the tolerated mean of the differences, so many floors.
+def _tolerance(name: str, reference: TrainingTrace, trace: TrainingTrace) -> float:
+    """Return the tolerated mean of the differences.
 
     If the two runs trained on other rows, the variation between the reference's steps is tolerated too. If they began with
     other weights (`zero.Init` draws them on the device), all noise is.
     """
     least = max(_least(reference, trace), _LEAST_OF_UPDATES if name == UPDATE else 0.0)
-    floor = floors * reference.floor.get(name, 0.0)
+    floor = _FLOORS * reference.floor.get(name, 0.0)
     if not same_weights(reference, trace):
         floor = _MOST
     elif not same_rows(reference, trace):
@@ -632,8 +659,8 @@ def iterations_line(job: Job, reference: TrainingTrace, trace: TrainingTrace) ->
         return ""
     return (
         f"an optimizer step takes {counted(now, 'iteration')} of your loop instead of {own}: if its end, its "
-        f"schedule or its saves count iterations, multiply these numbers by {now / own:g}, or it makes "
-        f"{own / now:g}x the optimizer steps"
+        f"schedule, its saves or an average of weights count iterations, multiply these numbers by {now / own:g}, or it "
+        f"makes {own / now:g}x the optimizer steps"
     )
 
 

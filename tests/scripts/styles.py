@@ -414,6 +414,333 @@ def lora_by_hand(words: list[str]) -> None:
     train(engine, loader(args.per_gpu_batch), squared)
 
 
+def _classes(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().sum(1).long() % 10
+
+
+def rdrop(words: list[str]) -> None:
+    """Two forwards of the same rows under other dropout, whose answers shall agree."""
+    args = integers(words, bsz=4, ga=2)
+    module = torch.nn.Sequential(net(), torch.nn.Dropout(0.05), torch.nn.Linear(WIDTH, 10))
+    engine = engine_of(module, args.bsz, args.ga, 1)
+    functional = torch.nn.functional
+    for x in loader(args.bsz):
+        one, other = engine(x), engine(x)
+        told = functional.cross_entropy(one, _classes(x)) + functional.cross_entropy(other, _classes(x))
+        apart = functional.kl_div(one.log_softmax(1), other.log_softmax(1), log_target=True, reduction="batchmean")
+        engine.backward(told / 2 + apart)
+        engine.step()
+        if engine.global_steps >= STEPS:
+            break
+
+
+def short_epochs(words: list[str]) -> None:
+    """Epochs of four steps and a half, shuffled by the epoch's number, with a schedule by epochs."""
+    args = integers(words, batch_size=2, grad_accum=4)
+    deepspeed.init_distributed()
+    module, data = net(), rows(72)
+    sampler: Any = DistributedSampler(data)  # type: ignore[arg-type]
+    batches: Any = DataLoader(data, args.batch_size, sampler=sampler, drop_last=True)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    engine = _own_optimizer(module, optimizer, args.batch_size, args.grad_accum)
+    for epoch in range(60):
+        sampler.set_epoch(epoch)
+        train(engine, batches, squared)
+        schedule.step()
+
+
+def compiled(words: list[str]) -> None:
+    """A compiled model."""
+    args = integers(words, per_device_batch=4, grad_acc=2)
+    module: Any = torch.compile(net(), backend="eager")
+    train(engine_of(module, args.per_device_batch, args.grad_acc, 1), loader(args.per_device_batch), squared)
+
+
+def boundary(words: list[str]) -> None:
+    """The loop tells the engine which micro-batch ends a step: every n-th, and the last of an epoch."""
+    args = integers(words, mb=2, accumulate=4)
+    engine = engine_of(net(), args.mb, args.accumulate, 1, gradient_clipping=1.0)
+    batches = loader(args.mb)
+    for at, x in enumerate(batches, 1):
+        engine.set_gradient_accumulation_boundary(at % args.accumulate == 0 or at == len(batches))
+        engine.backward(squared(engine(x), x))
+        engine.step()
+        if engine.global_steps >= STEPS:
+            break
+
+
+def unfreeze(words: list[str]) -> None:
+    """The first layer is frozen for some optimizer steps."""
+    args = integers(words, batch=4, ga=2, frozen_steps=8)
+    module: Any = net()
+    engine = engine_of(module, args.batch, args.ga, 1)
+    for x in loader(args.batch):
+        module[0].requires_grad_(engine.global_steps >= args.frozen_steps)
+        engine.backward(squared(engine(x), x))
+        engine.step()
+        if engine.global_steps >= STEPS:
+            break
+
+
+class Reversed(torch.autograd.Function):
+    """The same forward, and the negative gradient, which grows with the steps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return -ctx.weight * gradient, None
+
+
+class Adversarial(torch.nn.Module):
+    """Features with two heads, one of which works against them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = net()
+        self.labels, self.domains = torch.nn.Linear(WIDTH, 10), torch.nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor, weight: float) -> tuple[torch.Tensor, torch.Tensor]:
+        seen = self.features(x)
+        return self.labels(seen), self.domains(Reversed.apply(seen, weight))
+
+
+def reversal(words: list[str]) -> None:
+    """A gradient reversal layer, whose weight grows with the optimizer steps."""
+    args = integers(words, batch_size=4, update_every=2)
+    torch.manual_seed(0)
+    engine = engine_of(Adversarial(), args.batch_size, args.update_every, 1)
+    judged = torch.nn.functional.cross_entropy
+    for x in loader(args.batch_size):
+        done = min(1.0, engine.global_steps / STEPS)
+        labels, domains = engine(x, 2 / (1 + 2.718 ** (-10 * done)) - 1)
+        engine.backward(judged(labels, _classes(x)) + judged(domains, (x[:, 0] > 0).long()))
+        engine.step()
+        if engine.global_steps >= STEPS:
+            break
+
+
+def iter_decay(words: list[str]) -> None:
+    """A learning rate that the loop itself computes from its iterations; it hardly moves in the first steps."""
+    args = integers(words, per_gpu=2, grad_accumulation=4)
+    module = net()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3)
+    engine = _own_optimizer(module, optimizer, args.per_gpu, args.grad_accumulation)
+    for at, x in enumerate(loader(args.per_gpu)):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 2e-3 * 0.9998**at
+        engine.backward(squared(engine(x), x))
+        engine.step()
+        if engine.global_steps >= STEPS:
+            break
+
+
+def mixup(words: list[str]) -> None:
+    """Rows mixed with partners of the micro-batch, by weights that NumPy draws."""
+    import numpy as np
+
+    args = integers(words, micro=4, acc=2)
+    engine = engine_of(net(), args.micro, args.acc, 1)
+    for x in loader(args.micro):
+        share = float(np.random.beta(0.4, 0.4))
+        mixed = share * x + (1 - share) * x[torch.randperm(len(x))]
+        engine.backward(squared(engine(mixed), mixed.flip(1)))
+        engine.step()
+        if engine.global_steps >= STEPS:
+            break
+
+
+class Speech(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Utterances of many lengths, masked at random by NumPy."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.lengths = torch.randint(12, 40, (8192,), generator=generator).tolist()
+        self.words = torch.randint(1, 12, (8192, 4), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        import numpy as np
+
+        sound = torch.randn(self.lengths[at], WIDTH, generator=torch.Generator().manual_seed(at))
+        start = np.random.randint(len(sound) - 4)
+        sound[start : start + 4] = 0
+        return sound, self.words[at]
+
+
+def ctc(words: list[str]) -> None:
+    """Speech: batches of like lengths from an own batch sampler, padded, masked in workers, CTC loss."""
+    args = integers(words, samples_per_gpu=4, update_freq=2)
+    deepspeed.init_distributed()
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(WIDTH, 32), torch.nn.Tanh(), torch.nn.Linear(32, 12))
+    engine = engine_of(module, args.samples_per_gpu, args.update_freq, 1, gradient_clipping=5.0)
+    data = Speech()
+    order = sorted(range(len(data)), key=lambda at: data.lengths[at])
+    size = args.samples_per_gpu * world
+    buckets = [order[at : at + size] for at in range(0, len(order) - size + 1, size)]
+    buckets = [buckets[at][rank::world] for at in torch.randperm(len(buckets), generator=torch.Generator()).tolist()]
+
+    def padded(batch: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+        sounds, texts = zip(*batch, strict=True)
+        lengths = torch.tensor([len(one) for one in sounds])
+        return torch.nn.utils.rnn.pad_sequence(list(sounds), batch_first=True), lengths, torch.stack(texts)
+
+    for sounds, lengths, texts in DataLoader(data, batch_sampler=buckets, collate_fn=padded, num_workers=1):
+        told = engine(sounds).log_softmax(2).transpose(0, 1)
+        sizes = torch.full((len(texts),), texts.shape[1])
+        engine.backward(torch.nn.functional.ctc_loss(told, texts, lengths, sizes, zero_infinity=True))
+        engine.step()
+        if engine.global_steps >= STEPS:
+            break
+
+
+def learned_weights(words: list[str]) -> None:
+    """Weights of two losses that are trained too, by a parameter that the loop reads."""
+    args = integers(words, bs_per_gpu=4, accum_steps=2)
+    module, weights = net(), torch.nn.Parameter(torch.zeros(2))
+    trained: list[dict[str, Any]] = [{"params": [*module.parameters()]}, {"params": [weights], "lr": 0.02}]
+    module.register_parameter("loss_weights", weights)
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    engine = _own_optimizer(module, optimizer, args.bs_per_gpu, args.accum_steps)
+    for x in loader(args.bs_per_gpu):
+        out = engine(x)
+        losses = torch.stack([squared(out, x), (out - x.flip(1)).abs().mean()])
+        engine.backward((losses * (-weights).exp() + weights).sum())
+        engine.step()
+        if engine.global_steps >= STEPS:
+            break
+
+
+class Quantized(torch.nn.Module):
+    """Codes that average the inputs nearest to them, in each forward of the training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = net(), net(seed=1)
+        self.register_buffer("codes", torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(2)))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen = self.inner(x)
+        codes: Any = self.codes
+        nearest = torch.cdist(seen.detach(), codes).argmin(1)
+        picked = codes[nearest].clone()
+        if self.training:
+            codes.index_copy_(0, nearest, codes[nearest].lerp(seen.detach(), 0.02))
+        return self.outer(seen + (picked - seen).detach()), (seen - picked).square().mean()
+
+
+def codebook(words: list[str]) -> None:
+    """Vector quantization, whose codes are averages that every forward moves."""
+    args = integers(words, images=2, accumulation=4)
+    torch.manual_seed(0)
+    engine = engine_of(Quantized(), args.images, args.accumulation, 1)
+    for x in loader(args.images):
+        out, apart = engine(x)
+        engine.backward(squared(out, x) + 0.25 * apart)
+        engine.step()
+        if engine.global_steps >= STEPS:
+            break
+
+
+def gradient_noise(words: list[str]) -> None:
+    """Noise added to the gradients by hand before each step."""
+    args = integers(words, batch=4, accumulate=2)
+    engine = engine_of(net(), args.batch, args.accumulate, 0)
+    for x in loader(args.batch):
+        engine.backward(squared(engine(x), x))
+        if engine.is_gradient_accumulation_boundary():
+            generator = torch.Generator().manual_seed(engine.global_steps)
+            for p in engine.module.parameters():
+                if p.grad is not None:
+                    p.grad.add_(torch.randn(p.shape, generator=generator), alpha=0.02)
+        engine.step()
+        if engine.global_steps >= STEPS:
+            break
+
+
+def sharpness(words: list[str]) -> None:
+    """Sharpness-aware minimization: the step's gradient is that of weights moved along a first gradient."""
+    args = integers(words, rows_per_device=8)
+    module = net()
+    engine = engine_of(module, args.rows_per_device, 1, 0)
+    for x in loader(args.rows_per_device):
+        each = torch.autograd.grad(squared(module(x), x), list(module.parameters()))
+        for one in each:
+            torch.distributed.all_reduce(one)
+        norm = torch.stack([one.norm() for one in each]).norm()
+        moved = [0.05 * one / norm for one in each]
+        with torch.no_grad():
+            torch._foreach_add_(list(module.parameters()), moved)
+        engine.backward(squared(engine(x), x))
+        with torch.no_grad():
+            torch._foreach_sub_(list(module.parameters()), moved)
+        engine.step()
+        if engine.global_steps >= STEPS:
+            break
+
+
+def average_by_iterations(words: list[str]) -> None:
+    """A running average of the weights that every iteration moves, saved and never used in the training."""
+    args = integers(words, train_bs=2, accumulate_steps=4)
+    average = [p.detach().clone() for p in net().parameters()]
+    engine = engine_of(net(), args.train_bs, args.accumulate_steps, 1)
+    for x in loader(args.train_bs):
+        engine.backward(squared(engine(x), x))
+        engine.step()
+        torch._foreach_lerp_(average, [p.detach() for p in engine.module.parameters()], 0.01)
+        if engine.global_steps >= STEPS:
+            break
+
+
+class Deep(torch.nn.Module):
+    """Layers that are dropped at random, the more the more forwards the model has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(net(seed=at) for at in range(3))
+        self.seen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += self.training
+        for layer in self.layers:
+            keeps = torch.rand(len(x), 1) >= min(0.5, 0.002 * self.seen)
+            x = x + keeps * layer(x)
+        return x
+
+
+def stochastic_depth(words: list[str]) -> None:
+    """Layers dropped by a probability that grows with the forwards."""
+    args = integers(words, batch_size=2, gradient_accumulation=4)
+    train(engine_of(Deep(), args.batch_size, args.gradient_accumulation, 1), loader(args.batch_size), squared)
+
+
+def queue(words: list[str]) -> None:
+    """Negatives from a queue of earlier rows, of a second encoder that averages the first."""
+    args = integers(words, bsz=4, acc_steps=2)
+    keys, kept = net().requires_grad_(False), torch.nn.functional.normalize(rows(64), dim=1)
+    engine = engine_of(net(), args.bsz, args.acc_steps, 1)
+    unit = torch.nn.functional.normalize
+    for x in loader(args.bsz):
+        asked, key = unit(engine(x), dim=1), unit(keys(x + 0.1 * x.flip(1)), dim=1)
+        likeness = torch.cat([(asked * key).sum(1, keepdim=True), asked @ kept.T], dim=1) / 0.2
+        engine.backward(torch.nn.functional.cross_entropy(likeness, torch.zeros(len(x), dtype=torch.long)))
+        ends = engine.is_gradient_accumulation_boundary()
+        engine.step()
+        kept = torch.cat([kept[len(x) :], key])
+        if ends:
+            torch._foreach_lerp_(list(keys.parameters()), [p.detach() for p in engine.module.parameters()], 0.01)
+        if engine.global_steps >= STEPS:
+            break
+
+
 WAYS = {
     way.__name__: way
     for way in (
@@ -430,6 +757,8 @@ WAYS = {
         ),
         *(mean_teacher, two_models, packed_stream, gan, accelerated, fabric, hydra),
         *(label_sum, token_mean, contrastive, one_cycle, cosine_of_loader, lora_by_hand),
+        *(rdrop, short_epochs, compiled, boundary, unfreeze, reversal, iter_decay, mixup, ctc),
+        *(learned_weights, codebook, gradient_noise, sharpness, average_by_iterations, stochastic_depth, queue),
     )
 }
 if __name__ == "__main__":

@@ -48,16 +48,13 @@ def put_config(module):
 
 
 def weights(engine):
-    """Return all trained weights of an engine in one row. Every rank must call this."""
+    """Return all weights of an engine in one row, since frozen ones may be trained later. Every rank must call this."""
     import deepspeed
     import torch
 
     found = []
     for one in engine.module.parameters():
-        if one.requires_grad and hasattr(one, "ds_id"):
-            with deepspeed.zero.GatheredParameters([one]):
-                found.append(one.detach().float().flatten().clone())
-        elif one.requires_grad:
+        with deepspeed.zero.GatheredParameters([one], enabled=hasattr(one, "ds_id")):
             found.append(one.detach().float().flatten().clone())
     return torch.cat(found)
 
