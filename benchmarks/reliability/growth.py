@@ -119,8 +119,9 @@ def allocated_bytes() -> int:
         os.close(standard_error)
         told.seek(0)
         found = re.search(rb"# bytes in allocated blocks += +([\d,]+)", told.read())
-    heap = libc.mallinfo2()
-    return heap.uordblks + heap.hblkhd + (int(found[1].replace(b",", b"")) if found else 0)
+    heap: HeapFigures = libc.mallinfo2()
+    in_use: int = heap.uordblks + heap.hblkhd
+    return in_use + (int(found[1].replace(b",", b"")) if found else 0)
 
 
 def fill_numpy_cache() -> None:
