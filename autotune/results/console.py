@@ -25,6 +25,7 @@ from autotune.problem.candidate import (
     CHECKPOINTING,
     KNOBS,
     MICRO_BATCH,
+    ZERO_DEFAULTS,
     Candidate,
     describe,
     job_with_candidate,
@@ -690,7 +691,14 @@ def _closest_lines(
         free = math.floor(100 * (1 - used / hardware.capacity_bytes))
         share = f"{format_bytes(used)} of {format_bytes(hardware.capacity_bytes)}"
         lines.append(f"it ran with {share}: the same command with --headroom {free}% may let it win")
-    candidate, changes = record.candidate, []
+    candidate, changes = record.candidate, list[str]()
+    bucket_bytes = 2 * candidate.get("reduce_bucket_size", ZERO_DEFAULTS["reduce_bucket_size"])  # or twice that in fp32
+    if (
+        candidate.stage
+        and candidate.get("contiguous_gradients", True)
+        and bucket_bytes > (missing_bytes(outcome, hardware) or 0)
+    ):
+        changes.append(f"smaller reduce_bucket_size, whose buffer takes at least {format_bytes(bucket_bytes)}")
     if candidate.micro_batch > 1:
         changes.append(f"micro-batch {candidate.micro_batch} -> {candidate.micro_batch // 2}")
     if not candidate.checkpointing:
@@ -701,7 +709,7 @@ def _closest_lines(
         changes.append("optimizer offload to CPU")
     elif candidate.stage == 3 and candidate.offload_param == "none":
         changes.append("parameter offload to CPU")
-    changes += ["a shorter --seq-len", "more GPUs (stages 1 to 3 split their states over them)", "--space low_memory"]
+    changes += ["shorter sequences", "more GPUs (stages 1 to 3 split their states over them)", "--space low_memory"]
     known = {one.but(**{MICRO_BATCH: 1, ACCUMULATION: 1}) for one in tried}
     new = any(one.but(**{MICRO_BATCH: 1, ACCUMULATION: 1}) not in known for one in untried)
     hint = "" if new else " (all of this space's tried)"
