@@ -108,6 +108,7 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/rank/test_script_rank.py": "parent",
     "tests/rank/test_train_rank.py": "parent",
     "tests/rank/test_torch_engine.py": "parent",
+    "tests/test_architecture.py": "sources",
     "tests/gpu/test_cuda.py": "gpu",  # one test at a time has the device
     "tests/test_readme.py": None,
     "tests/benchmarks/test_small_forms.py": None,
@@ -146,7 +147,24 @@ def has_cuda() -> bool:
 SERVERS = {"bench", "scripts", "parent"}  # fixtures that start a fork server: five seconds, once a worker
 
 
+def mark_rest_slow(items: Sequence[pytest.Item]) -> None:
+    """Of a test with the marker `few(n)`, keep n parameter sets, spread evenly over all, and mark the others as slow."""
+    sets: dict[str, list[Any]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            sets.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in sets.values():
+        same.sort(key=lambda item: [*item.callspec.indices.values()])  # as written; pytest-randomly has shuffled them
+        (n,) = same[0].get_closest_marker("few").args
+        kept = {i * len(same) // n for i in range(n)}
+        for at, item in enumerate(same):
+            if at not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_rest_slow(items)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # a slow one that begins last is waited for
     for item in items:
         used = SERVERS & set(getattr(item, "fixturenames", ()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +20,11 @@ def holds_code(path: Path) -> bool:
     if path.name != "__init__.py":
         return True
     return any(not isinstance(line, ast.Expr) for line in ast.parse(path.read_text()).body)
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 MODULES = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py") if holds_code(path)}
@@ -47,7 +53,7 @@ def test_every_module_has_a_line_in_the_generated_table() -> None:
 
 def test_every_module_has_a_docstring() -> None:
     """Its first paragraph is the module's line in the table."""
-    assert [name for name, path in MODULES.items() if not ast.get_docstring(ast.parse(path.read_text()))] == []
+    assert [name for name, path in MODULES.items() if not ast.get_docstring(tree_of(path))] == []
 
 
 def test_every_package_has_a_paragraph() -> None:
@@ -70,7 +76,7 @@ def test_every_file_that_is_named_is_there() -> None:
 def test_commands_pass_all_that_objects_need_to_their_constructors() -> None:
     """A command composes executors, clusters and observers. None is changed after its construction, nor asked for its class."""
     for path in sorted(path for folder in ("commands", "cli") for path in (ROOT / "autotune" / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and not node.attr.startswith("__"):
                 assert ast.unparse(node.value) == "self", f"{path}:{node.lineno} sets {ast.unparse(node)}"
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
@@ -81,14 +87,14 @@ def _takes_interpreter(function: ast.FunctionDef) -> int | None:
     """Return the position of an optional parameter that is an interpreter or its path; None if there is none."""
     arguments = function.args
     for at, one in enumerate([*arguments.args, *arguments.kwonlyargs]):
-        if one.annotation is not None and (one.arg, ast.unparse(one.annotation)) == ("interpreter", "Interpreter"):
+        if one.arg == "interpreter" and one.annotation is not None and ast.unparse(one.annotation) == "Interpreter":
             return at if at < len(arguments.args) else 1000
     return None
 
 
 def test_every_call_in_the_package_passes_the_interpreter() -> None:
     """The tuner's own Python is only the default of callers outside of the package, such as tests."""
-    trees = {f"autotune.{name[:-3].replace('/', '.')}": ast.parse(path.read_text()) for name, path in MODULES.items()}
+    trees = {f"autotune.{name[:-3].replace('/', '.')}": tree_of(path) for name, path in MODULES.items()}
     optional = {
         (module, node.name): at
         for module, tree in trees.items()

@@ -131,6 +131,7 @@ def test_a_printed_command_of_accelerate_carries_the_batch(tmp_path: Path) -> No
         assert not told.hints, "no line about its data loader"
 
 
+@pytest.mark.slow
 def test_a_training_that_counts_micro_batches_steps_down_with_its_micro_batch(tmp_path: Path) -> None:
     """Case 21: its schedule counts iterations, so its batch is kept."""
     job = make_job(4, model="qwen2.5-0.5b", seq_len=1024, precision="bf16", global_batch_size=64)

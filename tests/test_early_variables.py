@@ -50,6 +50,7 @@ def said(scripts: Scripts, name: str, folder: Path) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_one_that_comes_too_late_is_said(scripts: Scripts, tmp_path: Path) -> None:
     late = "os.environ['HF_HOME'] = os.path.abspath('hub')"
     assert TOO_LATE in said(scripts, written(tmp_path, "late.py", late), tmp_path)

@@ -23,8 +23,7 @@ AUTOTUNE = [sys.executable, "-m", "autotune"]
 SPACE = """
 knobs:
   zero_stage: [2]
-  train_micro_batch_size_per_gpu: [1, 256]
-  offload_optimizer: [none, cpu]
+  train_micro_batch_size_per_gpu: [1, 2, 256]
   reduce_bucket_size: [500000]
 """
 ON_CPUS = ["run", "--model", "tiny-llama", "--device", "cpu", "--gpus", "2", "--seq-len", "32", "--yes"]

@@ -34,10 +34,10 @@ SLOW = pytest.mark.slow
 READING = [
     ("show", "s"),
     ("report", "s"),
-    ("export", "s"),
     *(
         pytest.param(words, marks=SLOW)
         for words in (
+            ("export", "s"),
             ("record", "s"),
             ("share", "s"),
             ("show", "s", "--json"),
@@ -78,6 +78,7 @@ def test_reading_a_hostile_study_runs_nothing_and_prints_no_control_character(
 _REFUSED = ("share",)  # a name with tags is none for the gallery
 
 
+@pytest.mark.slow
 def test_a_terminal_with_colours_gets_none_of_the_studys(trap: Trap) -> None:
     done = trap.call("show", "s", env={"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "150"})
     assert "\x1b[" in done.stdout, "rich's own"
@@ -117,6 +118,7 @@ def test_a_launch_at_a_terminal_asks_first(tmp_path: Path, answer: str, ran: lis
         assert "[y/N]" not in at_a_terminal(trap, LAUNCH, "n")
 
 
+@pytest.mark.slow
 def test_trust_on_the_command_line_runs_it(tmp_path: Path) -> None:
     """That the trap snaps."""
     trap = lay(tmp_path)
@@ -240,10 +242,23 @@ MALFORMED = ("null", "-1", '"x"', "[1]", '{"a": 1}', "NaN")
 COMMANDS = (("show", "s"), ("show", "s", "--json"), ("report", "s"), ("export", "s"), ("record", "s"), ("share", "s"))
 
 
-@pytest.mark.parametrize("owner", ["study", pytest.param("trial", marks=SLOW)])
+@pytest.mark.parametrize(
+    ("owner", "part"),
+    [
+        ("study", slice(0, None, 3)),
+        pytest.param("study", slice(1, None, 3), marks=SLOW),
+        pytest.param("study", slice(2, None, 3), marks=SLOW),
+        pytest.param("trial", slice(None), marks=SLOW),
+    ],
+)
 @pytest.mark.parametrize("nested", [False, pytest.param(True, marks=SLOW)], ids=["values", "values-in-values"])
 def test_a_malformed_value_of_a_study_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], owner: str, nested: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    owner: str,
+    nested: bool,
+    part: slice,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     study_of_every_kind(tmp_path / "runs", (OutcomeKind.OK, OutcomeKind.CRASH))
@@ -251,7 +266,7 @@ def test_a_malformed_value_of_a_study_is_one_line(
     good = base.read_bytes()
     with closing(sqlite3.connect(base)) as connection:
         stored = dict(connection.execute(f"select key, value_json from {owner}_user_attributes"))
-    for at, (key, value) in enumerate(_malformed(stored, nested)):
+    for at, (key, value) in [*enumerate(_malformed(stored, nested))][part]:
         base.write_bytes(good)
         with closing(sqlite3.connect(base)) as connection:
             connection.execute(f"update {owner}_user_attributes set value_json = ? where key = ?", (value, key))

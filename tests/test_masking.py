@@ -38,7 +38,7 @@ from tests.conftest import make_job
 from tests.studies import study_of_every_kind
 
 QUIET = settings(
-    max_examples=3,
+    max_examples=max(1, settings.default.max_examples // 50),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

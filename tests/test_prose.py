@@ -29,6 +29,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_prose_of_this_checkout_stays_within_the_limits() -> None:
     code, lines = checked(ROOT)
     assert code == 0, "\n".join(lines)

@@ -254,6 +254,7 @@ def steps_in_no_sync() -> bool:
     return "sync_gradients" not in inspect.signature(DeepSpeedEngineWrapper.backward).parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["training_data", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "training_data")]
 )
@@ -310,6 +311,7 @@ LOOP = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "accumulation", "batch", "obeys"),
     [
@@ -359,6 +361,7 @@ def test_a_trainers_epoch_may_end_with_a_short_step(scripts: Scripts, tmp_path: 
     assert outcome.ok, outcome
 
 
+@pytest.mark.slow
 def test_out_of_memory_of_a_script_is_a_measurement(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     argv = [str(SCRIPTS / "plain.py"), "--deepspeed_config", "ds.json", "--longest", "1024"]
@@ -367,6 +370,7 @@ def test_out_of_memory_of_a_script_is_a_measurement(scripts: Scripts, tmp_path: 
     assert outcome.kind is OutcomeKind.OOM_DEVICE, outcome
 
 
+@pytest.mark.slow
 def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     text = (SCRIPTS / "plain.py").read_text()
@@ -381,6 +385,7 @@ def test_a_batch_that_the_script_ignores_is_noticed(scripts: Scripts, tmp_path: 
     assert "--map train_micro_batch_size_per_gpu" in outcome.reason
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -439,6 +444,7 @@ def test_a_script_that_the_budget_does_not_reach(scripts: Scripts, tmp_path: Pat
         scripts.probe([name], tmp_path, seconds=3.0)
 
 
+@pytest.mark.slow
 def test_forwards_that_train_nothing_are_no_micro_batches(scripts: Scripts, tmp_path: Path) -> None:
     """As KTO's second forward of every batch."""
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
@@ -804,6 +810,7 @@ def trained_steps(folder: Path, part: str) -> list[int]:
     return sorted({entry["step"] for entry in read_json_lines(folder / f"{part}.rank1.jsonl")})
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_a_rank_died_in_is_not_gone_on_from(scripts: Scripts, tmp_path: Path) -> None:
     """Trainer's own `get_last_checkpoint` finds it, and has no state in it to read."""
     (tmp_path / "ds.json").write_text(json.dumps(AUTO))
@@ -819,6 +826,7 @@ def test_a_checkpoint_that_a_rank_died_in_is_not_gone_on_from(scripts: Scripts, 
     assert any("checkpoint-2 is not whole: training begins anew" in line for line in says)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "attempts"),
     [("cut off", 2), pytest.param("unreadable", 3, marks=pytest.mark.slow)],
@@ -973,6 +981,7 @@ def test_the_command_line_end_to_end(tmp_path: Path) -> None:
     assert "is of" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_a_free_batch_is_tried_in_other_sizes_and_still_checked(scripts: Scripts, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
     flags = (("train_micro_batch_size_per_gpu", "--batch_size"),)
@@ -1001,6 +1010,7 @@ def test_a_free_batch_that_the_script_does_not_take_is_left(scripts: Scripts, tm
     assert {(one.micro_batch, one.accumulation) for one in candidates} == {(own.micro_batch, own.accumulation)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -1055,6 +1065,7 @@ def test_a_port_is_free_again_for_the_next_trial(scripts: Scripts, tmp_path: Pat
         assert scripts.measure(found, make_candidate(1, 4, 1)).ok
 
 
+@pytest.mark.slow
 def test_a_script_that_starts_its_ranks_by_a_function(scripts: Scripts, tmp_path: Path) -> None:
     """Its ranks would meet at a port of its own choice, which somebody else listens at: another job of the same script."""
     (tmp_path / "ds.json").write_text(f"// comments, as DeepSpeed reads them\n{json.dumps(CONFIG)}")

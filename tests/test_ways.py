@@ -168,6 +168,7 @@ def test_a_script_that_holds_its_global_batch_obeys(
         assert outcome.ok, outcome
 
 
+@pytest.mark.slow
 def test_a_batch_of_another_size_that_a_script_refuses_ends_no_run(scripts: Scripts, tmp_path: Path) -> None:
     """Of one sample a rank there is no other batch of its own size."""
     config = {**CONFIG, MICRO_BATCH: 1, ACCUMULATION: 1}
@@ -180,6 +181,7 @@ def test_a_flag_that_does_not_set_the_batch_ends_the_run(scripts: Scripts, tmp_p
         scripts.probe(command("constant_batch"), folder_of(tmp_path), MICRO_FLAG)
 
 
+@pytest.mark.slow
 def test_a_batch_that_leaves_too_few_steps_is_only_that_candidates(scripts: Scripts, tmp_path: Path) -> None:
     found = scripts.probe(command("one_epoch"), folder_of(tmp_path))
     assert found.script.profile["batch_note"] == ""
@@ -275,6 +277,7 @@ def test_what_stays_the_same_where_rows_change_is_no_batch(scripts: Scripts, tmp
     assert "gave 16 rows a step where 8 were asked for: say which flag" in note
 
 
+@pytest.mark.slow
 def test_a_batch_that_grows_is_left_as_it_is(scripts: Scripts, tmp_path: Path) -> None:
     found = scripts.probe(command("growing_batch"), folder_of(tmp_path))
     assert "change from step to step" in found.script.profile["batch_note"]

@@ -107,10 +107,10 @@ def with_plausible_batch(setup: PlanSetup, request: Request) -> PlanSetup:
     return dataclasses.replace(setup, job=job, space=fitted(space, job, setup.hardware).space, batch_assumed=True)
 
 
-def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere: bool = False) -> Plan:
+def make_plan(setup: PlanSetup, predictor: Predictor, *, elsewhere: bool = False) -> Plan:
     """Predict every candidate of the space.
 
-    The plan has the `top` fastest that surely fit (or else the likeliest to fit), and each way to train.
+    The plan has the five fastest that surely fit (or else the likeliest to fit), and each way to train.
 
     Args:
         elsewhere: add other machines that would suffice, and changes that would help.
@@ -120,7 +120,7 @@ def make_plan(setup: PlanSetup, predictor: Predictor, top: int = 5, *, elsewhere
     """
     candidates, left_out = predictor.buildable(setup.space.candidates(setup.job))
     table = predictor.table(candidates)
-    best = _best(predictor, candidates, table, top)
+    best = _best(predictor, candidates, table)
     places = CandidateGroups(setup.hardware, predictor, table)
     closest = None if best else places.closest(range(len(candidates)))
     with_host = None if best else places.with_host()
@@ -228,13 +228,13 @@ def _chunked_loss(predictor: Predictor, candidates: list[Candidate], before: Pre
     return ChunkedLoss(same, then) if saves or faster else None
 
 
-def _best(predictor: Predictor, candidates: list[Candidate], table: Table, top: int) -> list[Prediction]:
-    """Return the first candidates of `ranked`; of several with the same main settings only the first."""
+def _best(predictor: Predictor, candidates: list[Candidate], table: Table) -> list[Prediction]:
+    """Return the first five candidates of `ranked`; of several with the same main settings only the first."""
     chosen: dict[tuple[Any, ...], int] = {}
     for i in predictor.ranked(table):
         c = candidates[i]
         chosen.setdefault((c.stage, c.checkpointing, c.offload_optimizer, c.offload_param, c.micro_batch), i)
-        if len(chosen) == top:
+        if len(chosen) == 5:
             break
     return predictor.predict_many([candidates[i] for i in chosen.values()]) if chosen else []
 

@@ -57,21 +57,18 @@ def jacobian_of(model: Callable[[Floats], Floats], at: Floats) -> Floats:
     return np.asarray((up - down).T / (2 * h))
 
 
+_NOISE_WEIGHT = 4.0  # observations
+
+
 def fit(
-    priors: Sequence[Prior] | Posterior,
-    residuals: Callable[[Floats], Floats] | None,
-    *,
-    noise: float,
-    noise_weight: float = 4.0,
-    rounds: int = 8,
+    priors: Sequence[Prior] | Posterior, residuals: Callable[[Floats], Floats] | None, *, noise: float, rounds: int = 8
 ) -> Posterior:
     """Find the most probable constants by Gauss-Newton, with Student's t weights for the observations.
 
     Args:
         priors: prior of each constant, or the posterior of an earlier fit.
         residuals: (..., observations) at constants (..., constants); a censored residual is zero if it agrees.
-        noise: expected standard deviation of one residual before any observation.
-        noise_weight: number of observations that this expectation counts for.
+        noise: expected standard deviation of one residual before any observation; it counts for `_NOISE_WEIGHT` of them.
     """
     if isinstance(priors, Posterior):
         mean, precision = priors.mean, np.linalg.inv(priors.covariance)
@@ -86,7 +83,7 @@ def fit(
         r = residuals(mean)
         jacobian = jacobian_of(residuals, mean)
         typical = float(np.sum(np.minimum(r**2, (6 * noise) ** 2)))
-        scale = np.sqrt((noise_weight * noise**2 + typical) / (noise_weight + len(r)))
+        scale = np.sqrt((_NOISE_WEIGHT * noise**2 + typical) / (_NOISE_WEIGHT + len(r)))
         weight = (DEGREES + 1) / (DEGREES + (r / scale) ** 2) / scale**2
         hessian = precision + jacobian.T @ (weight[:, None] * jacobian)
         gradient = jacobian.T @ (weight * r) + precision @ (mean - prior_mean)
@@ -96,7 +93,7 @@ def fit(
             break
     r = residuals(mean)
     # Residuals that the fit could not explain widen every interval, outliers included.
-    wide = np.sqrt((noise_weight * noise**2 + float(np.sum(r**2))) / (noise_weight + len(r)))
+    wide = np.sqrt((_NOISE_WEIGHT * noise**2 + float(np.sum(r**2))) / (_NOISE_WEIGHT + len(r)))
     return Posterior(mean, np.linalg.inv(hessian), float(max(wide, 0.5 * noise)))
 
 

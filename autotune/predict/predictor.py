@@ -431,16 +431,16 @@ class Predictor:
         under_it = (self.hardware.ceiling_bytes - table.needed) / table.peak_sigma
         return np.where(host_all <= host_limit_bytes(self.hardware), under_it, -np.inf)
 
-    def ranked(self, table: Table, among: Flags | bool = True) -> list[int]:
+    def ranked(self, table: Table) -> list[int]:
         """Return the indices of the candidates to recommend, best first: the fastest that fit with the probability SURE.
 
         If there are none, return those that are expected to fit, likeliest first.
         """
         margins = self.margins(table)
-        sure = np.flatnonzero(among & (margins >= SURE_SIGMAS))
+        sure = np.flatnonzero(margins >= SURE_SIGMAS)
         if len(sure):
             return [int(i) for i in sure[np.argsort(-table.samples[sure], kind="stable")]]
-        likely = np.flatnonzero(among & (margins >= 0))
+        likely = np.flatnonzero(margins >= 0)
         return [int(i) for i in likely[np.argsort(-margins[likely], kind="stable")]]
 
     def predict(self, candidate: Candidate) -> Prediction:

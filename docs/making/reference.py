@@ -116,7 +116,10 @@ def looked_up(node: ast.AST) -> ast.expr | None:
             pass
         case _:
             return None
-    return name if ast.unparse(found) in ("os.environ", "environment") else None
+    match found:
+        case ast.Name(id="environment") | ast.Attribute(value=ast.Name(id="os"), attr="environ"):
+            return name
+    return None
 
 
 def variables_read() -> set[str]:

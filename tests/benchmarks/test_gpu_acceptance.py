@@ -81,6 +81,7 @@ def steps() -> Iterator[Any]:
         yield pytest.param(step, marks=[pytest.mark.slow] * (step not in CHEAP) + [pytest.mark.rare] * (step in RARE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", steps())
 def test_every_step_is_rehearsed_to_its_end(rehearsed: Callable[[str], tuple[Path, str]], step: str) -> None:
     folder, out = rehearsed(step)
@@ -109,12 +110,14 @@ def test_steps_run_in_the_order_of_worth() -> None:
 # -- the command -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_list_names_every_step_and_runs_none() -> None:
     done = call("--list")
     assert done.returncode == 0
     assert all(step in done.stdout for step in BY_NAME)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -224,6 +227,7 @@ def slow_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Step:
     return Step("slow", 300, 30, 60, "hangs")
 
 
+@pytest.mark.slow
 def test_a_row_is_in_the_file_while_its_step_still_runs_and_the_call_ends_in_time(
     tmp_path: Path, slow_step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:

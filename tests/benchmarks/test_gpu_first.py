@@ -27,6 +27,7 @@ def test_an_unknown_step_is_one_line_and_exit_2(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_steps_without_time_leave_a_file_that_says_so(tmp_path: Path) -> None:
     """From any folder, and whatever lies there."""
     (tmp_path / "here").mkdir()

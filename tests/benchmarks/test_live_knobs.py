@@ -37,6 +37,7 @@ def test_most_are_met_to_the_byte() -> None:
     assert statistics.quantiles(errors, n=10)[-1] < 0.07
 
 
+@pytest.mark.slow
 def test_a_loss_in_chunks_takes_as_much_less_as_is_predicted() -> None:
     """The largest peak that the chunks save, and the median error of both losses."""
     rows = json.loads((DATA / "live_tensors_loss_cpu.json").read_text())["rows"]
@@ -49,6 +50,7 @@ def test_a_loss_in_chunks_takes_as_much_less_as_is_predicted() -> None:
     assert max(whole / chunked for whole, chunked in zip(peaks["full"], peaks["chunked"], strict=True)) > 1.5
 
 
+@pytest.mark.slow
 def test_a_vision_language_model_is_met_better_than_the_published_error() -> None:
     """Mean error against the 8.7 % that arXiv 2512.07853 states for LLaVA-1.5 on GPUs."""
     rows = json.loads((DATA / "live_tensors_images_cpu.json").read_text())["rows"]

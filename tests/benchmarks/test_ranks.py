@@ -20,6 +20,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_is_ended_with_its_ranks(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     with pytest.raises(RuntimeError, match=r"not done in 5 s\nabout to hang"):
@@ -27,6 +28,7 @@ def test_a_command_that_hangs_is_ended_with_its_ranks(tmp_path: Path) -> None:
     wait_until(lambda: not pid_is_alive(int(pid.read_text())), "the end of a process in a session of its own")
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_meet_at_the_loopback_address(tmp_path: Path) -> None:
     """The host's name need not resolve."""
     script = tmp_path / "rank.py"

@@ -54,6 +54,7 @@ OWN = DATA / "landscapes_own" / "tiny-llama_2xcpu.csv.gz"
 TWICE_TPE = 24  # rungs; TPE needs 12 in the median (docs/search.md)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [*WRONG, "adversarial"])
 def test_a_wrong_predictor_costs_at_most_twice_the_trials_of_tpe(name: str) -> None:
     needed = sorted(one((OWN, name, seed, 1800.0, True)).get("trials95", math.inf) for seed in range(3))

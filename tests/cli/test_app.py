@@ -27,6 +27,7 @@ FILES = {
 }
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize(
     ("words", "message"),
     [

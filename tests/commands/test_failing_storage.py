@@ -46,6 +46,7 @@ def limits_restored() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", [limit_files, remove, make_folder, overwrite])
 def test_a_run_whose_storage_fails_ends_with_4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: Callable[[Path], None]

@@ -98,6 +98,7 @@ def test_one_job_file_serves_all_commands(asked: Any) -> None:
     assert "names no study" in asked("script: train.py --x\n", command="launch")
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -322,6 +322,7 @@ def test_launch_refuses_before_anything_starts(
     assert "optimizer lion, not of its own" in err
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("said", "words", "micro", "accumulation"),
     [

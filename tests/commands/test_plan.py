@@ -34,13 +34,13 @@ def few_cards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_plan_shows_what_fits_by_way_of_training() -> None:
-    (plan,) = plans(Request("gemma-2-2b", 4, seq_len=768), ["rtx3090"])
+    (plan,) = plans(Request("gemma-2-9b", 4), ["a100-80gb"])
     assert plan.best
     assert all(one.fits for one in plan.best)
     speeds = [one.samples_per_second for one in plan.best]
     assert speeds == sorted(speeds, reverse=True)
     ways = {(way.stage, way.checkpointing, way.offload): way for way in plan.ways}
-    assert ways[0, False, False].largest is None  # 16 bytes for each of 2.6e9 parameters
+    assert ways[0, False, False].largest is None  # 16 bytes for each of 9.2e9 parameters
     assert max(way.fastest.samples_per_second for way in plan.ways if way.fastest) == pytest.approx(speeds[0])
     plain, again = ways[3, False, False], ways[3, True, False]
     assert again.largest
@@ -94,6 +94,7 @@ def test_too_little_main_memory_is_a_condition_and_not_a_verdict(capsys: pytest.
     assert CliRunner().invoke(app, [*typed, "--host-memory", f"{need - 1}GiB"]).exit_code == 3
 
 
+@pytest.mark.slow
 def test_the_nearest_config_is_the_thriftiest_and_its_shortage_adds_up() -> None:
     request = Request("llama-3.1-70b", 1, seq_len=65536, host_memory="64GiB")
     (plan,) = plans(request, ["a100-80gb"])

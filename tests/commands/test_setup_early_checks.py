@@ -45,6 +45,7 @@ def test_where_a_winner_can_be_written(tmp_path: Path, monkeypatch: pytest.Monke
             check_out(Path(out), makes_folders=True)
 
 
+@pytest.mark.slow
 def test_a_file_that_became_a_folder_costs_no_winner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,6 +102,7 @@ def test_a_run_begins_with_the_nearest_entry_and_says_so_once(
     assert (code, "searches a recorded table" in err) == (2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_if_measured")
 def test_a_start_that_is_not_believed_has_to_wait_and_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

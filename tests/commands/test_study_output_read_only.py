@@ -29,6 +29,7 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("words", "made"),
     [

@@ -39,6 +39,7 @@ def test_every_stage_is_measured(bench: Bench, stage: int) -> None:
     assert not measured.extrapolated
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "knobs", [{"offload_optimizer": "cpu"}, {"activation_checkpointing": True}, {"overlap_comm": True}]
 )
@@ -53,6 +54,7 @@ def test_how_the_model_is_made_is_a_knob(bench: Bench) -> None:
     assert "FlashAttention2" in missing.reason
 
 
+@pytest.mark.slow
 def test_one_engine_climbs_and_a_long_accumulation_is_extrapolated(bench: Bench) -> None:
     first = make_candidate(1, 1, 1)
     measure_spec = MeasureSpec(min_seconds=0.0, min_steps=5)  # for medians that one slow step does not move
@@ -72,6 +74,7 @@ def test_one_engine_climbs_and_a_long_accumulation_is_extrapolated(bench: Bench)
         session.measure(make_candidate(2), measure_spec, 5.0)
 
 
+@pytest.mark.slow
 def test_verification_is_a_certificate(bench: Bench) -> None:
     outcome = bench.run(make_candidate(3, 2, 4), measure_spec=VERIFY)
     assert outcome.ok
@@ -83,6 +86,7 @@ def test_verification_is_a_certificate(bench: Bench) -> None:
     assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".safetensors")], "nothing is written"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_candidate_goes_on_from_a_checkpoint(bench: Bench, stage: int) -> None:
     candidate = make_candidate(stage, 2, offload_optimizer="cpu" if stage == 3 else "none")
@@ -95,6 +99,7 @@ def test_a_candidate_goes_on_from_a_checkpoint(bench: Bench, stage: int) -> None
     assert not (folder / "checkpoint").exists()
 
 
+@pytest.mark.slow
 def test_a_candidate_that_dies_as_it_loads(bench: Bench) -> None:
     bench.fault = {"rank": 1, "where": "load", "what": "oom"}
     outcome = bench.run(make_candidate(1, 2), measure_spec=RESUME)
@@ -171,6 +176,7 @@ def test_out_of_memory_on_the_real_cap(bench: Bench) -> None:
     assert bench.run(make_candidate(0, 1)).ok, "the next trial starts as if nothing had happened"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "what", ["oom", "SIGKILL", *(pytest.param(what, marks=pytest.mark.slow) for what in ("SIGSEGV", "raise", "hang"))]
 )

@@ -49,6 +49,7 @@ def test_a_gpu_that_is_lost_between_trials(trial: Trial) -> None:
     assert (outcome.kind, outcome.reason) == (OutcomeKind.INFRASTRUCTURE, "GPU 0 does not answer: GPU is lost")
 
 
+@pytest.mark.slow
 def test_seconds_of_waiting_for_a_neighbour_are_not_the_candidates(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,29 +26,16 @@ def predicted_bytes(job: Job, candidate: Candidate) -> float:
     return float(found.peaks()[at, 0].max() + found.host[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "knobs"),
     [
         (3, {"offload_optimizer.ratio": 0.5, **CPU_ADAM}),
-        pytest.param(2, LOW, marks=pytest.mark.slow),
-        pytest.param(
-            3, {**KEPT, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            3,
-            {"stage3_param_persistence_threshold": 10**7, "stage3_use_all_reduce_for_fetch_params": True},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            2,
-            {"offload_optimizer": "cpu", "round_robin_gradients": True, "allgather_bucket_size": 10**8},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            1,
-            {"use_multi_rank_bucket_allreduce": False, "communication_data_type": "fp32", "reduce_scatter": False},
-            marks=pytest.mark.slow,
-        ),
+        (2, LOW),
+        (3, {**KEPT, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}),
+        (3, {"stage3_param_persistence_threshold": 10**7, "stage3_use_all_reduce_for_fetch_params": True}),
+        (2, {"offload_optimizer": "cpu", "round_robin_gradients": True, "allgather_bucket_size": 10**8}),
+        (1, {"use_multi_rank_bucket_allreduce": False, "communication_data_type": "fp32", "reduce_scatter": False}),
     ],
     ids=["ratio", "low-states", "eager", "persistent", "round-robin", "reduced"],
 )
@@ -75,6 +62,7 @@ def test_part_of_an_offloaded_optimizer_stays_on_the_device_and_trains(bench: Be
         assert bench.run(make_candidate(3, **CPU_ADAM, **{ZERO + "offload_optimizer.ratio": ratio})).ok
 
 
+@pytest.mark.slow
 def test_a_chunked_loss_holds_one_slice_of_the_logits(bench: Bench) -> None:
     job = bench.executor.job = make_job(precision="bf16", seq_len=512)
     bench.executor.count_live_tensors = True

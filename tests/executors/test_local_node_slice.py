@@ -30,7 +30,8 @@ def sliced(nodes: int, per_node: int = 1) -> Hardware:
     return slice_of(nodes, detect("cpu", per_node))
 
 
-@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)] + [3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
 def test_ranks_of_a_slice_allocate_what_ranks_of_all_would(bench: Bench, stage: int) -> None:
     """DeepSpeed's own tensors: of two real ranks, and of one that stands for two."""
     bench.executor.count_live_tensors = True

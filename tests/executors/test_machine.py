@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import psutil
+import pytest
 
 from autotune.executors.machine import LocalMachine, Ops, RankRequirements
 from autotune.workers.launchers import ForkLauncher, SpawnLauncher
@@ -28,6 +29,7 @@ def servers() -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_server_that_was_begun_is_the_one_that_is_waited_for(tmp_path: Path) -> None:
     before = set(servers())
     with closing(LocalMachine(tmp_path / "not-yet", Ops(print), lambda: False)) as station:

@@ -63,6 +63,7 @@ LAYER = WIDTH * (4 * HIDDEN + 4 * HIDDEN + 3 * INNER) + ROW * (2 + HEADS)
 OF_HEADS = WIDTH * 2 * HIDDEN + ROW * 2 * HEADS
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "layer"),
     [
@@ -90,6 +91,7 @@ def test_two_shallow_traces_tell_a_deep_one(kind: str, lora: str | None) -> None
         assert one.act_bytes_per_sequence == pytest.approx(other.act_bytes_per_sequence)
 
 
+@pytest.mark.slow
 def test_nothing_but_kernels_changes() -> None:
     (plain, longer), (fused, fused_longer) = (
         [traced("llama", layers, liger) for layers in (2, 4)] for liger in (False, True)
@@ -118,6 +120,7 @@ def test_a_loss_in_chunks_moves_every_logit() -> None:
     assert one.operators[FORWARD] > 4 * (chunks - 1)
 
 
+@pytest.mark.slow
 def test_the_next_trace_of_the_process_has_them_no_more() -> None:
     before = traced("llama", liger=False)
     function = sys.modules["transformers.models.llama.modeling_llama"].apply_rotary_pos_emb
@@ -126,6 +129,7 @@ def test_the_next_trace_of_the_process_has_them_no_more() -> None:
     assert traced("llama", liger=False) == before
 
 
+@pytest.mark.slow
 def test_norms_that_liger_leaves_alone_stay() -> None:
     """OLMo 2 has norms of query and key; Liger has kernels for the two others of a layer alone."""
     kernels = kernels_of("olmo2")
@@ -136,6 +140,7 @@ def test_norms_that_liger_leaves_alone_stay() -> None:
     assert alone > heads_too
 
 
+@pytest.mark.slow
 def test_what_they_do_not_know_is_as_without() -> None:
     bert = make_job(1, model="tiny-bert", task="masked-lm", seq_len=32)
     assert trace_model(dataclasses.replace(bert, liger=True)) == trace_model(bert)
@@ -151,6 +156,7 @@ def test_a_decoder_in_a_model_that_they_do_not_know_stays_as_it_is() -> None:
             assert ("forward" in vars(decoder.norm)) == replaced
 
 
+@pytest.mark.slow
 def test_experts_keep_gate_and_up_of_the_rows_that_chose_them() -> None:
     chosen = 2
     experts = {"num_local_experts": 8, "num_experts_per_tok": chosen}
@@ -159,6 +165,7 @@ def test_experts_keep_gate_and_up_of_the_rows_that_chose_them() -> None:
     assert WIDTH * chosen * 2 * INNER < apart < WIDTH * chosen * 2 * INNER + routing
 
 
+@pytest.mark.slow
 def test_gradients_of_frozen_experts_are_made_too() -> None:
     """With adapters the whole weights of a layer's experts are there twice for a moment."""
     shape = {"num_local_experts": 8, "num_experts_per_tok": 2}
@@ -170,6 +177,7 @@ def test_gradients_of_frozen_experts_are_made_too() -> None:
     assert run.flops[BACKWARD] > 0.8 * every.flops[BACKWARD]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "granite"])
 def test_they_run_under_autocast(kind: str) -> None:
     job = dataclasses.replace(
@@ -180,6 +188,7 @@ def test_they_run_under_autocast(kind: str) -> None:
     assert fused.after_forward[1] < plain.after_forward[1]
 
 
+@pytest.mark.slow
 def test_under_autocast_the_heads_gradient_is_summed_where_it_is_but_in_some_versions() -> None:
     """From 16-bit logits into 32 bits, with newer ones. In 32 bits alone all make it apart."""
     mixed = dataclasses.replace(
@@ -241,6 +250,7 @@ def test_chunks_of_gpt_oss_are_larger(monkeypatch: pytest.MonkeyPatch, kind: str
     assert max(seen) == rows
 
 
+@pytest.mark.slow
 def test_norms_that_are_trained_whole_beside_adapters_are_replaced_too() -> None:
     saved = "r=4,targets=q_proj,saved=norm+input_layernorm+post_attention_layernorm"
     alone, whole = (
@@ -276,6 +286,7 @@ def test_a_trace_is_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(keys) == count
 
 
+@pytest.mark.slow
 def test_the_head_is_the_whole_models_from_beginning_to_end_of_a_pass() -> None:
     """At stage 3: no module of its own asks for it."""
     head = WIDTH * WORDS * HIDDEN
@@ -284,11 +295,13 @@ def test_the_head_is_the_whole_models_from_beginning_to_end_of_a_pass() -> None:
     assert min(without.in_use) < head
 
 
+@pytest.mark.slow
 def test_a_checkpoint_keeps_a_layers_input_alone() -> None:
     two, four = (traced("llama", layers).of(True).after_forward[1] for layers in (2, 4))
     assert (four - two) / 2 / TOKENS == WIDTH * HIDDEN
 
 
+@pytest.mark.slow
 def test_a_heads_gradient_is_there_once() -> None:
     """It waits from forward on, and becomes the parameter's own."""
     run, without = traced("llama").plain, traced("llama", liger=False).plain
@@ -299,6 +312,7 @@ def test_a_heads_gradient_is_there_once() -> None:
     assert max(early) < 0.5 * head, "but for what the embedding makes last"
 
 
+@pytest.mark.slow
 def test_logits_are_never_there_but_in_granite() -> None:
     whole = {kind: traced(kind, layers=1).plain for kind in ("llama", "granite")}
     most = {kind: max(run.per_sequence) / TOKENS for kind, run in whole.items()}

@@ -60,6 +60,7 @@ def test_a_loop_at_once_keeps_and_starts_what_the_loop_does(kind: str, monkeypat
     assert at_once.moved[1][1] == pytest.approx(looped.moved[1][1], rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_long_sequence_takes_no_longer() -> None:
     short, long = (tracer.trace_model(job_of("mamba", tokens)).plain for tokens in (32, 4096))
     assert max(long.per_sequence) == pytest.approx(128 * max(short.per_sequence), rel=0.02)

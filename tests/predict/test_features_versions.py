@@ -67,6 +67,7 @@ def test_low_masters_are_not_read_before_0_18_3() -> None:
     assert masters == [4.0, 2.0]
 
 
+@pytest.mark.slow
 def test_a_newer_library_makes_predictions_wider_and_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     job, hardware = make_job(model="llama-3.2-1b", precision="bf16"), named_hardware("rtx4090", 2)
     candidates = [make_candidate(2), make_candidate(3)]

@@ -31,6 +31,7 @@ def planned_jobs(*names: str) -> list[tuple[Job, str]]:
     return list(shipped_traces.jobs(names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny-llama", pytest.param("smollm2-135m", marks=pytest.mark.slow)])
 def test_a_shipped_trace_is_that_of_a_fresh_trace(
     model: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from autotune.problem.models import ModelSpec, default_task, resolve_model
 from tests.conftest import make_job
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "task"),
     [

@@ -31,6 +31,7 @@ def deep(layers: int, model: str = "tiny-llama", **changes: object) -> ModelSpec
     return replace(spec, name=f"{model}-{layers}", config={**config, "num_hidden_layers": layers, **changes})
 
 
+@pytest.mark.slow
 def test_reference_traces_are_met_within_one_per_cent() -> None:
     row = REFERENCE["qwen2.5-0.5b"]
     job = replace(make_job(1, seq_len=row["seq"], precision="bf16"), model=resolve_model("qwen2.5-0.5b"))
@@ -64,6 +65,7 @@ def test_two_shallow_traces_tell_a_deep_one_exactly(model: str) -> None:
                 assert peaks[0] == pytest.approx(peaks[1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_checkpointing_keeps_less_and_computes_more() -> None:
     trace = trace_job(make_job())
     assert trace.of(True).after_forward[1] < 0.6 * trace.plain.after_forward[1]
@@ -229,12 +231,12 @@ def test_what_cannot_be_traced_falls_back_to_the_closed_form_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AUTOTUNE_CACHE", str(tmp_path))
-    traced = trace_job(make_job(model="llama-3.2-1b", precision="bf16", seq_len=1024))
+    traced = trace_job(make_job(model="llama-3.2-1b", precision="bf16", seq_len=2048))
 
     said = json.dumps({"untraceable": "operator nonzero needs values"})
     monkeypatch.setattr(tracing, "_run_tracer", lambda *a: (said, ""))
     monkeypatch.setattr(trace_cache, "cache_key", lambda *arguments: "other")
-    closed = trace_job(make_job(model="llama-3.2-1b", precision="bf16", seq_len=1024))
+    closed = trace_job(make_job(model="llama-3.2-1b", precision="bf16", seq_len=2048))
     assert not closed.exact
     assert "nonzero" in closed.note
     assert closed.plain.act_bytes_per_sequence == pytest.approx(traced.plain.act_bytes_per_sequence, rel=0.35)
@@ -262,6 +264,7 @@ def test_data_dependent_models_are_untraceable(monkeypatch: pytest.MonkeyPatch) 
         trace_model(make_job())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -297,6 +300,7 @@ def flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 ALSO = [pytest.param(name, marks=pytest.mark.slow) for name in ("flash_attention_3", "flex_attention")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["flash_attention_2", *ALSO])
 def test_attention_that_needs_a_gpu_is_traced_as_what_keeps_the_same(attention: str) -> None:
     job = make_job(precision="bf16")
@@ -315,6 +319,7 @@ def test_an_installed_kernel_that_is_not_for_cpus_ends_no_trace(
     assert trace_job(replace(job, attention="flash_attention_2")) == recorded_trace(job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel",
     [

@@ -23,18 +23,14 @@ def peak(run: Pass, phase: int, micro_batch: int, gradients: float) -> float:
     return max(fixed + each * micro_batch + gradients * grads for fixed, each, grads, at in rows if at == phase)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "task", "changes"),
     [
         ("tiny-bert", "masked-lm", {"num_hidden_layers": 7}),
-        pytest.param("tiny-t5", "seq2seq", {"num_layers": 5, "num_decoder_layers": 7}, marks=pytest.mark.slow),
-        pytest.param("tiny-t5", "seq2seq", {"num_layers": 6, "num_decoder_layers": 6}, marks=pytest.mark.slow),
-        pytest.param(
-            "tiny-llava",
-            "image-text",
-            {"text_config.num_hidden_layers": 6, "vision_config.num_hidden_layers": 7},
-            marks=pytest.mark.slow,
-        ),
+        ("tiny-t5", "seq2seq", {"num_layers": 5, "num_decoder_layers": 7}),
+        ("tiny-t5", "seq2seq", {"num_layers": 6, "num_decoder_layers": 6}),
+        ("tiny-llava", "image-text", {"text_config.num_hidden_layers": 6, "vision_config.num_hidden_layers": 7}),
     ],
 )
 def test_few_layers_say_what_all_do(model: str, task: str, changes: dict[str, Any]) -> None:

@@ -37,6 +37,7 @@ def test_engines_made_now_are_met_too(
     check(bench, job, [make_candidate(stage, 1 if config else 3) for stage in stages])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "task", "precision", "stages"),
     [

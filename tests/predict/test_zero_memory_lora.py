@@ -20,6 +20,7 @@ def name_of(row: dict[str, object]) -> str:
     return f"{row['model']} {row['ranks']} {Candidate.of(row['candidate'])}"  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row",
     [pytest.param(row, marks=() if at in (5, 29) else pytest.mark.slow) for at, row in enumerate(ROWS)],
@@ -35,6 +36,7 @@ def test_real_engines_are_met(row: dict[str, object]) -> None:
     assert float(one.peaks()[at, 0].max() + one.host[0]) == pytest.approx(live, rel=0.15 if smallest else 0.07)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_gathered_and_go_again() -> None:
     job = make_job(2, precision="bf16", lora=parse_lora("r=4"))
     trace = trace_job(job, device="cpu")

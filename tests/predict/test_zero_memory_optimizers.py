@@ -256,6 +256,7 @@ def test_muon_at_stage_3_gathers_in_the_type_of_the_path() -> None:
 COUNTED = json.loads((Path(__file__).parents[2] / "benchmarks/data/live_tensors_muon_cpu.json").read_text())["rows"]
 
 
+@pytest.mark.slow
 def test_muons_live_bytes_are_met_at_every_stage() -> None:
     """Counted in real engines with accumulation, offload and other types; tiny-t5's shared embedding is Muon's by its name."""
     errors = [abs(live_error(row)) for row in COUNTED]

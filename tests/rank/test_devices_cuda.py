@@ -182,12 +182,12 @@ ALLOWED = {"rank/devices.py", "rank/base.py", "workers/fork_server.py"}
 
 
 def names_torch_cuda(path: Path) -> bool:
-    return any(
-        isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node) == "torch.cuda"
-        for node in ast.walk(ast.parse(path.read_text()))
-    ) or "torch.cuda" in [
-        node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
-    ]
+    text = path.read_text()
+    return "torch.cuda" in text and any(
+        (isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node) == "torch.cuda")
+        or (isinstance(node, ast.ImportFrom) and node.module == "torch.cuda")
+        for node in ast.walk(ast.parse(text))
+    )
 
 
 def test_one_module_calls_torch_cuda() -> None:

@@ -130,6 +130,7 @@ def test_candidate_that_cannot_win_is_measured_for_two_steps(parent: Parent, tmp
     assert rank.exit_status() == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("where", "what"),
     [

@@ -83,6 +83,7 @@ def test_a_script_finds_its_groups_port_and_the_kernel_takes_it_before_the_tuner
     assert "seen 28765 1000" in (tmp_path / "rank.log").read_text().splitlines()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("candidate", [None, make_candidate(2, 4, 3)], ids=["as it is", "under a candidate"])
 def test_a_life_from_hello_to_bye(parent: Parent, tmp_path: Path, candidate: Candidate | None) -> None:
     rank = start(parent, tmp_path, LOOP.format(steps=100), candidate)
@@ -127,6 +128,7 @@ LOADS = """
     """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("candidate", "tried", "leaves"),
     [({}, [], True), ({}, ["TinyBuilder"], False), (make_candidate(1, 2).as_dict, [], False)],
@@ -237,6 +239,7 @@ def test_a_rank_that_is_stopped_before_it_measures(parent: Parent, tmp_path: Pat
     assert rank.exit_status() == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("text", "cause", "says"),
     [
@@ -329,6 +332,7 @@ SWALLOWED = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", SWALLOWED)
 def test_a_verdict_is_not_the_scripts_to_catch(parent: Parent, tmp_path: Path, way: str) -> None:
     text = textwrap.dedent(BEGINNING) + textwrap.dedent(SWALLOWED[way])
@@ -341,6 +345,7 @@ def test_a_verdict_is_not_the_scripts_to_catch(parent: Parent, tmp_path: Path, w
     assert "gave 4 rows a step where 8 were asked for" in error["text"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", SWALLOWED)
 def test_what_the_engine_raises_is_why(parent: Parent, tmp_path: Path, way: str) -> None:
     broken = SWALLOWED[way].replace("step()", "step() if engine.global_steps < 2 else engine(torch.ones(2, 5))")
@@ -398,6 +403,7 @@ CHECKPOINTED = """
 STUBBORN = "for layer in engine.module.model.layers: layer.gradient_checkpointing = True\n"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("told", [None, True, False])
 def test_checkpointing_is_the_candidates(parent: Parent, tmp_path: Path, told: bool | None) -> None:
     candidate = None if told is None else make_candidate(0, 2, 2, activation_checkpointing=told)

@@ -89,6 +89,7 @@ def _apply_liger_kernel_to_instance(model, **options):
 """
 
 
+@pytest.mark.slow
 def test_references_train_with_a_loss_that_reads_the_heads_weight(
     parent: Parent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +111,7 @@ def test_references_train_compiled(parent: Parent, tmp_path: Path, stage: int) -
     assert_same_training(zero, compiled)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "task", "stage", "lora"),
     [

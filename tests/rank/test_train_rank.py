@@ -59,6 +59,7 @@ ENDING = """
     """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("cold", "code", "status"),
     [pytest.param(True, "7", 7, marks=pytest.mark.slow), (False, "7", 7), (False, "None", 0), (False, "'no luck'", 1)],
@@ -131,6 +132,7 @@ EXAMPLE = """
     """
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("left", "begun", "found"),
     [
@@ -216,6 +218,7 @@ HANDLED = """
     """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "what",
     [
@@ -234,6 +237,7 @@ def test_memory_that_ran_out_is_why_a_program_has_ended_itself(parent: Parent, t
     assert "allocate memory" in rank.heard[-1]["text"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("what", "status"), [("Exception: sys.exit(0)", 0), ("Exception: pass", 4)])
 def test_memory_that_ran_out_and_was_lived_with_is_not(parent: Parent, tmp_path: Path, what: str, status: int) -> None:
     rank = start(parent, tmp_path, HANDLED.format(what=what, after=f"sys.exit({status})"))

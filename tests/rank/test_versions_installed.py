@@ -10,6 +10,7 @@ from autotune.problem.models import default_task, resolve_model, shipped_models
 from autotune.problem.space import DS_TOP_LEVEL, DS_ZERO_KEYS
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize("name", [name for name, spec in shipped_models().items() if spec.parameters])
 def test_parameter_counts_are_the_published_ones(name: str) -> None:
     import torch

@@ -115,6 +115,7 @@ def test_what_tells_packed_sequences_apart_before_4_53(monkeypatch: pytest.Monke
     ]
 
 
+@pytest.mark.slow
 def test_attention_is_traced_as_it_is() -> None:
     eager, fused = (trace_model(make_job(seq_len=256, attention=name)) for name in ("eager", "sdpa"))
     assert eager.plain.act_bytes_per_sequence > 1.15 * fused.plain.act_bytes_per_sequence

@@ -147,6 +147,7 @@ def measure(bench: Bench, job: Job, *stages: int) -> list[Outcome]:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "task", "stages", "tokens"),
     [
@@ -164,6 +165,7 @@ def test_engines_of_every_kind(bench: Bench, model: str, task: str, stages: tupl
         assert outcome.measurement.tokens_per_second / outcome.measurement.samples_per_second == pytest.approx(tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "task"),
     [
@@ -183,6 +185,7 @@ def test_adapters_of_every_kind(bench: Bench, model: str, task: str) -> None:
     assert 0 < sum(trace.parameters) < 0.2 * trace.frozen
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("config", "task", "size"),
     [

@@ -143,6 +143,7 @@ def test_a_restart_takes_an_older_checkpoint_than_one_that_cannot_be_loaded(laun
     assert any(CUT_OFF in line and "checkpoint-8/global_step8: starting again" in line for line in launch.says)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("names", "attempts"), [(("8",), 1 + 2), (("8", "4", "2", "1"), 1 + 3)], ids=["same", "all"])
 def test_what_no_checkpoint_mends_ends_it(launch: Launch, names: tuple[str, ...], attempts: int) -> None:
     """A script that cannot load what it has saved."""
@@ -188,6 +189,7 @@ def test_the_same_words_before_any_step_are_no_outage(launch: Launch, text: str)
     assert launch.says[-1].endswith("giving up")
 
 
+@pytest.mark.slow
 def test_other_words_each_time_are_waited_out(launch: Launch) -> None:
     plan = [{"error": READ_ONLY}, {"error": DISK}, {"error": READ_ONLY}, {"hello": "exit 3"}, {"error": READ_ONLY}]
     summary = launch.run([*plan, {"steps": 3}])
@@ -209,6 +211,7 @@ def test_an_outage_is_not_waited_out_for_ever(launch: Launch) -> None:
 # -- whether it gets on ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_restarts_count_anew_from_each_newer_checkpoint(launch: Launch) -> None:
     """Two weeks on a machine that fails now and then."""
     lost = [{"resumed": f"out/checkpoint-{step}", "steps": step % 7 + 1, "signal": "SIGKILL"} for step in range(6)]
@@ -226,6 +229,7 @@ def test_an_older_checkpoint_is_not_getting_on(launch: Launch) -> None:
     assert "--max-restarts 2 reached" in launch.says[-1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("begun", [{"output": "out"}, {"output": "out", "resumed": "out/checkpoint-5", "written": 7}])
 @pytest.mark.parametrize("end", [{"error": DISK}, pytest.param({"signal": "SIGABRT"}, marks=pytest.mark.slow)])
 def test_the_same_end_at_the_same_step_three_times_is_given_up(launch: Launch, begun: dict, end: dict) -> None:
@@ -238,6 +242,7 @@ def test_the_same_end_at_the_same_step_three_times_is_given_up(launch: Launch, b
     assert "3 times in a row at the same step" in launch.says[-1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "others",
     [
@@ -260,6 +265,7 @@ def test_a_script_in_phases_is_where_it_has_gone_on_last() -> None:
     assert (end.resumed_from, end.origin) == ("one", "two 7")
 
 
+@pytest.mark.slow
 def test_a_step_down_has_ends_of_its_own(launch: Launch) -> None:
     alike = {"steps": 9, "output": "out"}
     kills = [{**alike, "signal": "SIGKILL"}] * 2
@@ -286,6 +292,7 @@ def test_a_signal_ends_the_waiting(launch: Launch, monkeypatch: pytest.MonkeyPat
     assert time.monotonic() - sent[0] < 10.0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("hello", ["exit 3", "SIGSEGV", "SIGKILL"])
 def test_ranks_that_do_not_come_up_are_the_machines_trouble(launch: Launch, hello: str) -> None:
     summary = launch.run([{"hello": hello}, {"steps": 3}])
@@ -325,6 +332,7 @@ def test_what_cannot_be_prepared_in_the_same_words_is_given_up_before_any_step(
     assert kinds(summary) == ["crash", *["infrastructure"] * (3 if stepped else 2), *["done"] * stepped]
 
 
+@pytest.mark.slow
 def test_ranks_that_never_say_hello_are_the_machines_trouble(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "HELLO_SECONDS", 1.0)
     summary = launch.run([{"hello": "SIGSTOP"}], max_restarts=0)
@@ -445,6 +453,7 @@ def test_the_scripts_own_end_is_passed_on(launch: Launch, code: int) -> None:
     assert (summary.code, rungs(summary)) == (code, [0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stopped", [False, True])
 def test_what_a_training_leaves_running_is_ended_only_upon_a_signal(launch: Launch, stopped: bool) -> None:
     """As `Popen(["aws", "s3", "sync", …])` at the last save."""

@@ -79,6 +79,7 @@ def test_a_training_is_a_trial_of_its_study(folder: Path, monkeypatch: pytest.Mo
     assert measured.peak_bytes > 2**20
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("args", "timed", "first"),
     [
@@ -110,6 +111,7 @@ def test_a_study_that_is_not_there_is_said_before_anything_is_trained(
         mistyped.on_train_begin(arguments(), first, None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("study", "config"),
     [

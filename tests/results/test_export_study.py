@@ -49,6 +49,7 @@ def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("style", "names"),
     [
@@ -75,6 +76,7 @@ def test_the_winner_goes_into_the_studys_folder(folder: Path, style: str, names:
         assert arguments == training_arguments(winner.candidate, store.job, "cpu"), "the study's device"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("style", FORMATS)
 def test_a_trial_that_is_asked_for_lets_the_winners_files_alone(folder: Path, style: str) -> None:
     export_study("s", None, "deepspeed", None, None)
@@ -88,6 +90,7 @@ def test_a_trial_that_is_asked_for_lets_the_winners_files_alone(folder: Path, st
     assert {name: (folder / "runs/s" / name).read_text() for name in before} == before
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("style", FORMATS)
 def test_no_two_files_that_are_named_share_one(folder: Path, style: str) -> None:
     names = ["run.1", "run.2", "job.json", "v1.5.json", "v1.6.json"]

@@ -112,6 +112,7 @@ class Screen:
         return "".join(line.ljust(self.columns) if line else "\n" for line in [*self.gone, *self.lines])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("happens", ["nothing", "ctrl-c", "resize"])
 def test_every_printed_line_is_in_the_scrollback(happens: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"

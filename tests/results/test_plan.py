@@ -3,10 +3,12 @@ import io
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from autotune.commands import plan as plan_command
 from autotune.commands.plan import make_plan, plans
 from autotune.commands.request import Request
 from autotune.commands.setup import PlanSetup
@@ -20,7 +22,7 @@ from autotune.predict.what_if import (
     published_rows,
 )
 from autotune.problem.gpu_specs import Price, price_table
-from autotune.problem.hardware import named_hardware
+from autotune.problem.hardware import gpu_table, named_hardware
 from autotune.problem.job import parse_lora
 from autotune.problem.space import load_space
 from autotune.results.plan import (
@@ -166,9 +168,12 @@ def test_mfu_counts_what_the_model_computes(whole: Plan) -> None:
     assert least < outlook.mfu < 1.5 * least
 
 
-def test_what_does_not_fit_says_what_would() -> None:
-    request = Request("llama-3.1-8b", 1, seq_len=8192, host_memory="64GiB")
-    (plan,) = plans(request, ["rtx3060"])
+def test_what_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {name: gpu_table()[name] for name in ("rtx3060", "a100-80gb", "h100")}
+    monkeypatch.setattr(plan_command, "gpu_table", lambda: few)
+    space = tmp_path / "without-offload.yaml"
+    space.write_text("knobs: {zero_stage: [2, 3], train_micro_batch_size_per_gpu: [1, 2]}")
+    (plan,) = plans(Request("llama-3.1-8b", 1, space=space), ["rtx3060"])
     assert plan.outlook is None
     assert plan.gains == ()
     text = " ".join(shown(plan).split())

@@ -52,6 +52,7 @@ def filled(made: type[Table], rows: int, seed: int) -> Table:
     return table
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("width", [60, 100, 140, 1000])
 @pytest.mark.parametrize("colours", [False, True])
 def test_a_long_table_is_laid_out_as_rich_does(width: int, colours: bool) -> None:

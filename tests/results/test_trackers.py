@@ -111,7 +111,8 @@ trackers.main(*sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("hangs", [True, False])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("hangs", [False, True])
 def test_a_tracker_that_fails_or_hangs_costs_one_line(
     hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

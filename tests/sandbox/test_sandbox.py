@@ -78,6 +78,7 @@ def sandbox_in(project: Path, protection: Protection, folder: Path | None = None
     return made
 
 
+@pytest.mark.few(5)
 @BOTH
 @pytest.mark.parametrize("name", NAMES)
 def test_project_path_may_hold_any_character(base: Path, protection: Protection, name: str) -> None:

@@ -54,7 +54,7 @@ def postgres(_postgres_of_this_worker: Postgres) -> Postgres:
     return server
 
 
-@pytest.fixture(params=["sqlite", "journal", "postgresql"])
+@pytest.fixture(params=["sqlite", "journal", pytest.param("postgresql", marks=pytest.mark.slow)])
 def shared_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Of a new study's storage, of every kind that several tuners may share."""
     if request.param == "postgresql":

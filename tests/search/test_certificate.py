@@ -172,6 +172,7 @@ def test_noise_that_hides_a_factor_of_1_5_is_no_comparison(
     assert words in found.text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("steps", [3, 4, 5])
 def test_noise_that_only_the_compared_steps_show_excludes_nothing(steps: int) -> None:
     """Dropout of a named model, whose reference is not run again."""

@@ -37,6 +37,7 @@ def test_storage_urls_that_do_not_work_never_print_the_password(url: str, words:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "name", ["lr#2", "a?b", "x%20y", "100%", "naïve 模型", "q'uote", "{SCHEMA_VERSION}", "a{b", "c&d=e"]
 )

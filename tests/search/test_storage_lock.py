@@ -42,6 +42,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return tmp_path
 
 
+@pytest.mark.few(2)
 def test_one_holds_it_and_the_next_once_it_is_let_go(folder: Path) -> None:
     held = lock_study(folder, "s")
     with pytest.raises(UserError, match="another autotune run holds study 's'"):
@@ -50,6 +51,7 @@ def test_one_holds_it_and_the_next_once_it_is_let_go(folder: Path) -> None:
     lock_study(folder, "s").release()
 
 
+@pytest.mark.few(2)
 def test_a_holder_that_was_killed_holds_it_no_longer(folder: Path) -> None:
     ours, theirs = multiprocessing.get_context("fork").Pipe()
     process = multiprocessing.get_context("fork").Process(target=holder, args=(folder, theirs))
@@ -85,6 +87,7 @@ def test_a_folder_that_cannot_be_written_is_no_other_run(tmp_path: Path) -> None
         lock_study(tmp_path / "file", "s")
 
 
+@pytest.mark.slow
 def test_a_lease_that_says_nothing_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its maker was killed before it had written, or a power cut took what it wrote."""
     refuse(monkeypatch, errno.ENOSYS)

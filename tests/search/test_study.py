@@ -127,6 +127,7 @@ def test_what_killed_the_tuner_twice_is_not_tried_again(tmp_path: Path) -> None:
     assert kinds == [OutcomeKind.INTERRUPTED, OutcomeKind.OOM_HOST, OutcomeKind.INTERRUPTED]
 
 
+@pytest.mark.few(1)
 def test_a_process_killed_between_the_outcome_and_its_state_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +238,7 @@ def test_a_study_stays_in_what_it_was_begun_in(tmp_path: Path, file: str, monkey
     assert [path.name for path in tmp_path.glob("s/study.*")] == [file]
 
 
+@pytest.mark.few(1)
 def test_calls_and_a_long_fingerprint_fit_into_any_database(tmp_path: Path) -> None:
     labels = {str(number): f"label {number}" for number in range(5000)}
     job = make_job()

@@ -32,6 +32,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("after", range(5))
 def test_whoever_comes_next_founds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     left = iter(range(after))

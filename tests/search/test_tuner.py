@@ -167,6 +167,7 @@ def test_short_budget_measures_four_candidates_and_verifies_a_winner() -> None:
         assert executor.now() <= 25
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("slower", "large_slower", "too_slow"), [(1, 1, False), (20, 20, False), (4, 200, True)])
 def test_steps_many_times_slower_than_predicted_leave_time_for_four_trials_and_a_winner(
     slower: float, large_slower: float, too_slow: bool
@@ -323,6 +324,7 @@ def test_a_machine_that_fails_later_ends_the_search_and_keeps_what_was_measured(
     assert sum(r.outcome.ok for r in store.records() if r.outcome) == 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("startup_seconds", [120.0, 300.0, 900.0])
 def test_engines_that_start_slowly_are_no_timeouts_for_ever(replay_table: ReplayTable, startup_seconds: float) -> None:
     slow = {c: dataclasses.replace(row, startup_seconds=startup_seconds) for c, row in replay_table.rows.items()}
@@ -425,6 +427,7 @@ def test_a_job_that_fails_by_itself_stops_the_study_with_its_reason(replay_table
     assert executor.count <= 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "failure",
     [
@@ -540,6 +543,7 @@ def measured_at(replay_table: ReplayTable, candidate: Candidate, share: float, r
     return Outcome(OutcomeKind.OK, measurement=one, seconds=10.0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["runs out", "leaves too little", "retries"])
 def test_verification_that_fails_again_and_again_teaches_the_search(replay_table: ReplayTable, how: str) -> None:
     def fails(candidate: Candidate) -> Outcome | None:
@@ -886,6 +890,7 @@ class Inverted(Predictor):
         return dataclasses.replace(table, samples=samples, step=table.step * table.samples / samples)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [Predictor, Inverted])
 def test_a_resumed_study_believes_whom_it_believed_before(replay_table: ReplayTable, kind: type[Predictor]) -> None:
     job, hardware, space = replay_table.job(), replay_table.hardware(), replay_table.space()

@@ -169,6 +169,7 @@ def test_a_winner_that_fsdp2_cannot_train_has_none_and_the_reason_is_said(
     assert said == [f"FSDP2 was not measured for comparison: {why}"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("budget", "changes", "lines"),
     [

@@ -109,6 +109,7 @@ def said(words: list[str], **how: Any) -> subprocess.CompletedProcess[bytes]:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("words", [["models"], ["models", "--json"], ["spaces", "show", "default"], ["--version"]])
 def test_a_disk_that_is_full_is_one_line(words: list[str]) -> None:
     with open("/dev/full", "w") as full:

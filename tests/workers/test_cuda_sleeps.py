@@ -105,6 +105,7 @@ def forked(cuda: Cuda, tmp_path: Path, request: pytest.FixtureRequest) -> Iterat
         yield Forked(launcher.server, launcher.log.read_text(), told["fork_safe"], rank, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forked", [[]], ids=["preloaded"], indirect=True)
 def test_the_fork_server_preloads_all_modules_and_leaves_cuda_to_its_ranks(cuda: Cuda, forked: Forked) -> None:
     assert "deepspeed.runtime.zero.muon.muon_optimizer" in PRELOADED
@@ -119,6 +120,7 @@ def test_the_fork_server_preloads_all_modules_and_leaves_cuda_to_its_ranks(cuda:
     assert "in become" in own.stack
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forked", [["tests.workers.waking"]], ids=["waking"], indirect=True)
 def test_a_preloaded_module_that_wakes_cuda_or_starts_a_thread_is_found(cuda: Cuda, forked: Forked) -> None:
     """What the other tests look for can be seen."""

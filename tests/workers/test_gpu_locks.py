@@ -131,6 +131,7 @@ def test_where_it_cannot_be_written_the_study_goes_on_and_says_so(
     assert lock_holder(hardware.gpus[0]) == ""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("words", [["run", "--gpus", "1", "--study", "s"], ["launch", "--global-batch-size", "8"]])
 def test_a_second_study_ends_in_one_line(
     machine: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]

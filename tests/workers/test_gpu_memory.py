@@ -333,6 +333,7 @@ def test_slow_calls_are_few(driver: Driver, card: Card, monkeypatch: pytest.Monk
     assert (calls.count("memory"), calls.count("holders")) == (9, 3), "9 samples in 2 seconds"
 
 
+@pytest.mark.slow
 def test_the_gauge_with_calls_of_10_ms(driver: Driver, card: Card, tmp_path: Path) -> None:
     driver.delay_ms = 10
     driver.write()

@@ -119,6 +119,7 @@ def test_groups_beside_each_other_have_ports_of_their_own(fakes: Fakes) -> None:
     assert one != other
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
 @pytest.mark.parametrize("what", DEADLY)
 def test_a_rank_that_dies_before_its_hello_is_noticed_at_once(fakes: Fakes, what: str, may_leave: bool) -> None:
@@ -146,6 +147,7 @@ def test_waiting_for_the_hello_can_be_stopped(fakes: Fakes) -> None:
     assert group.start(FAKE, 2, {}, deadline=time.monotonic() + 0.5) is WatchEnd.DEADLINE
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("phase", PHASES)
 def test_silence_is_measured_by_the_patience_of_its_phase(fakes: Fakes, phase: str) -> None:
     group, stop = fakes.run(policy(silent=phase), {"rank": 1, "where": phase, "what": "hang"})
@@ -155,6 +157,7 @@ def test_silence_is_measured_by_the_patience_of_its_phase(fakes: Fakes, phase: s
     assert verdict.phase is Phase(phase), "of the rank that hangs, not of the one that went on"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["compute", pytest.param("beat", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("may_leave", [pytest.param(False, marks=pytest.mark.slow), True], ids=["trial", "training"])
 def test_a_rank_that_computes_or_gets_on_is_no_hang(fakes: Fakes, what: str, may_leave: bool) -> None:
@@ -186,6 +189,7 @@ def test_unequal_collectives_are_named_when_every_rank_waits(fakes: Fakes, phase
     assert ("set_z3_leaf_modules" in text and "has no image" in text) is told
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("may_leave", [False, True], ids=["trial", "training"])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("what", DEADLY)
@@ -236,6 +240,7 @@ def test_what_a_finished_training_leaves_running_was_meant_to(fakes: Fakes, what
     wait_until(lambda: fakes.left() == [], "the workers' end")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", ["worker", "worker SIGKILL"])
 def test_what_ranks_start_in_sessions_of_their_own_is_ended_too(fakes: Fakes, what: str) -> None:
     group, stop = fakes.run(policy(), {"where": "init", "what": what})
@@ -341,6 +346,7 @@ def test_a_launcher_that_was_stopped_with_its_ranks_does_not_take_them_for_hangi
     assert least - 20 <= clock[0] - stopped_seconds <= least + 20
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_ended_as_well(fakes: Fakes) -> None:
     group, _ = fakes.run(policy())
     psutil.Process(group.pids[0]).suspend()

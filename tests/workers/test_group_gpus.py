@@ -79,6 +79,7 @@ def machine(driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             made.group.end()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("training", [False, True], ids=["trial", "training"])
 def test_a_gpu_that_is_lost_in_mid_study(machine: Machine, training: bool) -> None:
     """Ranks may hang in the driver or fail in words of their own: the driver's word decides, without a traceback."""
@@ -121,6 +122,7 @@ def test_out_of_memory_beside_a_neighbour_that_came_in_mid_study(machine: Machin
     assert evidence.peaks.used == [9000 * 2**20] * 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("grown_gib", "kind"), [(12, OutcomeKind.GPU_CONTENTION), (0.2, OutcomeKind.OOM_DEVICE)])
 def test_out_of_memory_where_processes_are_hidden(machine: Machine, grown_gib: float, kind: OutcomeKind) -> None:
     """The rank's own figures: its device has filled outside its allocator since its group was up."""

@@ -35,12 +35,14 @@ def seen_alive(vitals: LivenessCheck, pid: int, waiting: tuple[int, ...] = (), l
     return any(vitals.made_progress([pid], waiting) for _ in range(looks) if time.sleep(0.3) is None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("code", BUSY.values(), ids=BUSY)
 def test_what_gets_on_is_alive(code: str) -> None:
     with running(code) as pid:
         assert seen_alive(LivenessCheck(), pid)
 
 
+@pytest.mark.slow
 def test_what_sleeps_is_not_and_neither_is_what_is_gone() -> None:
     with running("import time; time.sleep(600)") as pid:
         vitals = LivenessCheck()

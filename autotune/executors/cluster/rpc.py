@@ -191,17 +191,9 @@ class AgentConnection:
         command: starts the process.
         log: receives its standard error.
         preamble: bytes that are sent first.
-        preamble_seconds: wait for progress in sending them; a slow login or a waiting job step reads nothing.
     """
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        log: Path,
-        preamble: bytes = b"",
-        preamble_seconds: float = GREETING_SECONDS,
-    ) -> None:
+    def __init__(self, name: str, command: Sequence[str], log: Path, preamble: bytes = b"") -> None:
         self.name, self.log = name, log
         self.failure = ""  # reason of the failure; empty while connected
         self._echo = OutputForwarder(_STANDARD_ERROR, log)
@@ -212,7 +204,7 @@ class AgentConnection:
         self._asked = 0
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
-        self._preamble, self._patience_seconds = preamble, preamble_seconds
+        self._preamble = preamble
         self._preamble_unread = bool(preamble)
         self._closing, self._closed = threading.Event(), False
         self._wake, self._woken = os.pipe()
@@ -319,7 +311,7 @@ class AgentConnection:
 
     def _beat(self) -> None:
         if self._preamble_unread:  # requests follow the greeting, which follows the preamble
-            self._preamble_unread = not self._stream.give(self._preamble, self._patience_seconds)
+            self._preamble_unread = not self._stream.give(self._preamble, GREETING_SECONDS)
         while not self._closing.wait(BEAT_SECONDS) and not self.failure:
             self._stream.send("beat")
 

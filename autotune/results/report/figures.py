@@ -26,11 +26,11 @@ TOP, BOTTOM = 14, 42  # pixels around the plot: for the topmost label, and for t
 MOST_LABELLED = 6
 
 
-def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about `count` round numbers between `low` and `high`."""
+def nice_ticks(low: float, high: float) -> list[float]:
+    """Return about five round numbers between `low` and `high`."""
     if not high > low:
         return [low]
-    rough = (high - low) / count
+    rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * one for one in _STEPS if power * one >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)

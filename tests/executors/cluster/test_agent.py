@@ -141,6 +141,7 @@ def test_a_cluster_of_one_machine_meets_in_a_file(spread: Spread) -> None:
     assert (spec["local_rank"], spec["nodes"]) == (1, 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("what", "kind"),
     [
@@ -160,6 +161,7 @@ def test_what_happens_to_a_rank_of_the_second_node_is_everybodys(spread: Spread,
     assert not any(pid_lives(pid) for pid in ranks)
 
 
+@pytest.mark.slow
 def test_a_hang_on_two_nodes(spread: Spread) -> None:
     spread.open({"rank": 1, "where": "forward", "what": "hang"})
     group, stop = spread.run(silent=1.0)
@@ -200,6 +202,7 @@ def test_a_node_that_is_lost_is_the_machines_with_its_name(
     assert stop is WatchEnd.ARRIVED, "the next group has a whole cluster"
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_come_back_is_the_machines_trouble(
     spread: Spread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,6 +337,7 @@ def test_peaks_of_several_machines_are_in_the_ranks_order() -> None:
     assert merged([first]) is first
 
 
+@pytest.mark.slow
 def test_a_wire_does_not_hang_where_nobody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wires, "SILENT_SECONDS", 1.0)
     python = agent_words()[0]

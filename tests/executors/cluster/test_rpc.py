@@ -132,6 +132,7 @@ def test_a_node_is_heard_though_nobody_reads_what_its_ranks_write(
     assert (tmp_path / "log").read_bytes().endswith(b"a line of a training\n"), "its end is kept"
 
 
+@pytest.mark.slow
 def test_so_is_one_that_is_reached_over_ssh(
     hosts: Hosts, pager: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -312,6 +312,7 @@ def test_a_file_in_the_folder_of_a_login_stands_in_for_no_library(tmp_path: Path
         assert wire.ask("exists", 20, path="/")["there"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("apart")
 def test_what_a_killed_agent_was_sent_goes_with_the_next(tmp_path: Path) -> None:
     before, words = sent_folders(), [sys.executable, "-c", BOOT]
@@ -325,6 +326,7 @@ def test_what_a_killed_agent_was_sent_goes_with_the_next(tmp_path: Path) -> None
         assert not left & sent_folders()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("apart")
 def test_a_stream_that_ends_halfway_leaves_nothing(tmp_path: Path) -> None:
     before = sent_folders()
@@ -336,6 +338,7 @@ def test_a_stream_that_ends_halfway_leaves_nothing(tmp_path: Path) -> None:
     assert sent_folders() == before
 
 
+@pytest.mark.slow
 def test_a_login_may_take_longer_than_a_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent first is more than a pipe holds, so that nothing is taken of the rest until somebody reads."""
     monkeypatch.setattr(wires, "SILENT_SECONDS", 0.2)
@@ -345,6 +348,7 @@ def test_a_login_may_take_longer_than_a_silence(tmp_path: Path, monkeypatch: pyt
         wire.greet(60)
 
 
+@pytest.mark.slow
 def test_a_login_that_never_ends_is_named(tmp_path: Path) -> None:
     with closing(AgentConnection("n1", ["sleep", "600"], tmp_path / "log", preamble(PACKAGE))) as wire:
         with pytest.raises(NoGreeting, match=r"no agent within 1 s, and what --sync sends was not taken: the login"):
@@ -362,6 +366,7 @@ class Booted:
         return f"{node}: {failure.log}"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lasting", [False, True])
 def test_a_folder_that_a_node_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasting: bool) -> None:
     """It is sent, named wherever the old one was, and gone at the end but for what a training wrote."""

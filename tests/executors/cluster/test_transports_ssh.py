@@ -23,6 +23,7 @@ from autotune.util.units import MIB
 from autotune.workers.failure_classifier import classify_failure
 from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.memory_monitor import Meter
+from tests.cli_call import call as call_here
 from tests.conftest import SCRIPTS, make_candidate, make_job, pid_lives, wait_until
 from tests.executors.cluster.hosts import Hosts
 from tests.tiny_training import TINY_RUN, trainer_words, write_trainers_config
@@ -72,6 +73,7 @@ def test_two_hosts_are_reached_and_left_as_they_were(hosts: Hosts, tmp_path: Pat
         assert not cluster.is_shared_path(tmp_path / "none")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -101,15 +103,16 @@ def test_a_host_without_this_package_or_python(hosts: Hosts, tmp_path: Path) -> 
             Cluster([Host("node1", (0,))], transport, NodeRequirements("cpu"), tmp_path).reach()
 
 
-def test_the_command_line_says_it_with_exit_code_2(left_hosts: Hosts, tmp_path: Path) -> None:
+def test_the_command_line_says_it_with_exit_code_2(
+    left_hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("node1 slots=1\nunknown-key slots=1\n")
     words = ["run", "--model", "tiny-llama", "--device", "cpu", "--hostfile", str(hostfile), "--yes"]
-    done = subprocess.run(
-        [sys.executable, "-m", "autotune", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith("autotune: node unknown-key: its host key is not known")
+    code, _, err = call_here(monkeypatch, capsys, *words)
+    assert code == 2, err
+    assert err.strip().splitlines()[-1].startswith("autotune: node unknown-key: its host key is not known")
     assert not (tmp_path / "runs").exists()
 
 
@@ -190,6 +193,7 @@ def test_a_link_that_is_cut(hosts: Hosts, tmp_path: Path) -> None:
         assert not cluster.broken
 
 
+@pytest.mark.slow
 def test_a_killed_tuner_leaves_nothing_on_the_hosts(left_hosts: Hosts, tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from tests.executors.cluster.test_transports_ssh import *\n"

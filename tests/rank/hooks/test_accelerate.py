@@ -155,6 +155,7 @@ def in_several_calls(folder: str, way: str, micro_batch: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", ["sampling_before", "sampling_before_all", "loaders_first", "model_first"])
 @pytest.mark.parametrize("micro_batch", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_trainings_loader_is_found_in_whichever_call(

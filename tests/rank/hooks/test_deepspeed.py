@@ -95,6 +95,7 @@ def train(folder: str, way: str, candidate: dict[str, Any] | None) -> dict[str, 
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", ["dict", "file", "commented", "base64", "config_params", "args"])
 def test_the_engine_is_the_candidates(in_rank: Callable[..., Any], tmp_path: Path, way: str) -> None:
     candidate = make_candidate(2, 4, 3, activation_checkpointing=True)
@@ -262,6 +263,7 @@ def share(folder: str, ranks: int, how: str) -> list[str]:
     return watcher.names()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("ranks", "how"), [(1, "mpu"), (2, "mpu"), (4, "tensor")])
 def test_ranks_that_share_their_samples_are_refused(
     in_rank: Callable[..., Any], tmp_path: Path, ranks: int, how: str
@@ -290,6 +292,7 @@ def save(folder: str, quiet: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("quiet", [True, False])
 def test_saves_of_the_script_leave_nothing_where_it_is_quiet(
     in_rank: Callable[..., Any], tmp_path: Path, quiet: bool
@@ -372,6 +375,7 @@ def told_of(folder: str, how: str) -> list[Any]:
     return [facts["client_optimizer"], facts["optimizer"], facts["torch_optimizer"]]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("how", "expected"),
     [

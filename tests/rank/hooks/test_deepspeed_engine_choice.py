@@ -60,6 +60,7 @@ def play(folder: str, way: str, candidate: dict[str, Any] | None, earlier: int) 
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("way", "steps"), [("reference", 8 - 3), ("phases", 8 - 2)])
 def test_the_second_engine_is_elected_where_the_first_only_refers_or_has_ended(
     in_rank: Callable[..., Any], tmp_path: Path, way: str, steps: int
@@ -78,6 +79,7 @@ def test_engines_that_take_turns_leave_the_first_as_it_is(in_rank: Callable[...,
     assert (found["earlier"], found["after"].count("stepped"), found["after"].count("beside")) == ([0], 8, 40)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["reference", "phases"])
 def test_the_candidate_is_of_the_engine_that_the_first_run_has_shown(
     in_rank: Callable[..., Any], tmp_path: Path, way: str

@@ -66,6 +66,7 @@ def test_below_stage_3_its_parts_are_not_trained(in_rank: Callable[..., Any], tm
         in_rank(train, str(tmp_path), make_candidate(2, 2).as_dict, True, False)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_model_is_made_as_the_candidates_stage_trains_it(
     in_rank: Callable[..., Any], tmp_path: Path, stage: int
@@ -81,6 +82,7 @@ def test_a_script_as_it_is_keeps_its_own(in_rank: Callable[..., Any], tmp_path: 
     assert (found["stage"], found["parted"], found["facts"]) == (3, True, True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_is_switched_off_stays_off(in_rank: Callable[..., Any], tmp_path: Path, stage: int) -> None:
     """As `enabled=args.zero_stage == 3` has it; an engine of stage 3 parts a whole model itself."""
@@ -152,6 +154,7 @@ def from_transformers(folder: str, stage: int) -> list[bool]:
     return [announced.is_zero3(), hasattr(net.lm_head.weight, "ds_id"), context.zero_init]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_transformers_makes_follows_the_config(in_rank: Callable[..., Any], tmp_path: Path, stage: int) -> None:
     parted = stage == 3

@@ -81,6 +81,7 @@ def test_arguments_carry_the_candidate_and_leave_nothing_behind(in_rank: Callabl
     assert found["undone"] == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("quiet", [True, False])
 def test_a_script_as_it_is_keeps_its_batch(in_rank: Callable[..., Any], tmp_path: Path, quiet: bool) -> None:
     found = in_rank(fill, str(tmp_path), None, quiet)
@@ -139,6 +140,7 @@ def write_there(folder: str, output: str, below: str) -> dict[str, Any]:
     return {"at": at, "seen": seen, "same": found == again}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("output", "below", "at"),
     [("out", "", "out"), ("../out", "sub", "out"), ("/elsewhere", "", "files/.autotune-output")],

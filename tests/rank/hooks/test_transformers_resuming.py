@@ -51,6 +51,7 @@ def save_and_load(folder: str, written: int, stage: int, quiet: bool) -> dict[st
     return {**found, "ours": second.global_steps}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("written", "stage"), [(0, 0), (1, 0), (1, 3), (3, 1), (3, 3)])
 def test_a_checkpoint_of_any_stage_is_answered_and_not_loaded(
     in_rank: Callable[..., Any], tmp_path: Path, written: int, stage: int
@@ -133,6 +134,7 @@ def load_state(folder: str, quiet: bool) -> str:
     return ""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("quiet", [True, False])
 def test_accelerate_loads_nothing_where_it_is_quiet(in_rank: Callable[..., Any], tmp_path: Path, quiet: bool) -> None:
     assert ("does not exist" in in_rank(load_state, str(tmp_path), quiet)) is not quiet

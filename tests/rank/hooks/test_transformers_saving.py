@@ -66,6 +66,7 @@ def train(folder: str, quiet: bool, early: bool) -> dict[str, Any]:
     return {**trained, "own evaluation": "eval_loss" in trainer.evaluate()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("early", [True, False])
 def test_trainer_evaluates_and_saves_nothing_whatever_asks_for_it(
     in_rank: Callable[..., Any], tmp_path: Path, early: bool
@@ -106,6 +107,7 @@ def save(folder: str, quiet: bool) -> list[Any]:
     return [*found, os.listdir("inside"), os.listdir("model"), os.path.exists(f"{folder}/outside")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("quiet", [True, False])
 def test_accelerate_saves_and_removes_nothing(in_rank: Callable[..., Any], tmp_path: Path, quiet: bool) -> None:
     (tmp_path / "trial").mkdir()

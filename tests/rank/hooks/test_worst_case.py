@@ -175,6 +175,7 @@ class Stuck(Pictures):
         return super().__getitem__(at)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("ends", "why"), [(True, "exited unexpectedly"), (False, "timed out")])
 def test_a_worker_that_dies_or_hangs_ends_the_reading(
     context: Callable, monkeypatch: pytest.MonkeyPatch, ends: bool, why: str

@@ -190,6 +190,7 @@ CRASHED = Outcome(OutcomeKind.CRASH, Phase.FORWARD, None, "x", "y")
 SLOWER = measured(5, 2)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("smaller", "larger", "said"),
     [
@@ -311,6 +312,7 @@ def not_tried(html: str) -> list[tuple[int, str]]:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reasons", [0, 2, 50])
 def test_what_was_tried_and_what_was_not_are_the_whole_space(reasons: int, tmp_path: Path) -> None:
     store = in_memory()
@@ -420,6 +422,7 @@ def test_a_slice_has_no_hostfile_to_train_with(sliced: bool) -> None:
     assert f"--hostfile {'HOSTFILE' if sliced else 'hostfile'} " in commands
 
 
+@pytest.mark.slow
 def test_of_200_trials_it_has_less_than_300_kb(tmp_path: Path) -> None:
     assert page(large(200), tmp_path / "p.html").stat().st_size < 300_000
 

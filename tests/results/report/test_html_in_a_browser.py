@@ -21,6 +21,7 @@ _PAINTED = """return [...document.querySelectorAll('main p, main td, main li, ma
 EVERY_KIND = [pytest.param(kind, marks=() if kind == "everything" else pytest.mark.slow) for kind in KINDS]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", EVERY_KIND)
 @pytest.mark.parametrize("width", [400, 1600])
 def test_a_page_is_readable_at_every_width(kind: str, width: int, browser: Browser, pages: Pages) -> None:
@@ -37,6 +38,7 @@ def test_a_page_is_readable_at_every_width(kind: str, width: int, browser: Brows
     assert browser.complaints() == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", EVERY_KIND)
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_nothing_keeps_people_out(kind: str, dark: bool, browser: Browser, pages: Pages) -> None:
@@ -71,6 +73,7 @@ def test_the_sections_are_there(browser: Browser, pages: Pages) -> None:
     assert "autotune run --study an error" in browser.text("#reproduce")
 
 
+@pytest.mark.slow
 def test_an_empty_study_says_so(browser: Browser, pages: Pages) -> None:
     browser.open(pages("empty"))
     assert "Nothing was tried yet." in browser.text("#verdict")
@@ -119,6 +122,7 @@ def _is_kept(browser: Browser) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_the_theme_is_chosen(browser: Browser, pages: Pages) -> None:
     browser.open(pages("one trial"), dark=False)
     browser.click("#theme")
@@ -144,6 +148,7 @@ def test_the_data_is_saved_as_csv_and_json(browser: Browser, pages: Pages) -> No
     assert '"trials"' in stored
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["evil", "training", "plan"])
 def test_names_that_look_like_a_script_are_text(kind: str, browser: Browser, pages: Pages) -> None:
     browser.open(pages(kind))
@@ -166,6 +171,7 @@ def test_the_page_works_without_scripts(browser: Browser, pages: Pages) -> None:
         browser.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
+@pytest.mark.slow
 def test_on_paper_nothing_is_folded_or_cut(browser: Browser, pages: Pages) -> None:
     browser.open(pages("500 trials"))
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
