@@ -215,7 +215,8 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
 def _list_differences(old: Sequence[Any], new: Sequence[Any], name: str) -> list[str]:
     """Return one line for each replaced part of a list, or one for the whole list if there are many."""
     texts = [[json.dumps(one, default=str) for one in each] for each in (old, new)]  # JSON has no tuples
-    parts = [part for part in SequenceMatcher(None, *texts, autojunk=False).get_opcodes() if part[0] != "equal"]
+    matched = SequenceMatcher(None, texts[0], texts[1], autojunk=False)
+    parts = [part for part in matched.get_opcodes() if part[0] != "equal"]
     if len(parts) > _MOST_PARTS:
         return [f"{name}: {counted(len(old), 'value')} -> {counted(len(new), 'other value')}"]
     lines = []
