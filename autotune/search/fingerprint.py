@@ -222,7 +222,7 @@ def _list_differences(old: Sequence[Any], new: Sequence[Any], name: str) -> list
     lines = []
     for _, start, end, new_start, new_end in parts:
         if end - start == new_end - new_start == 1:
-            lines += differences({start: old[start]}, {start: new[new_start]}, f"{name}.")
+            lines += differences({str(start): old[start]}, {str(start): new[new_start]}, f"{name}.")
         else:
             lines.append(f"{name}.{start}: {_short(old[start:end])} -> {_short(new[new_start:new_end])}")
     return lines
