@@ -46,7 +46,14 @@ FULL: dict[str, list[str]] = {
         "10",
     ],
     "published": ["predict/published/published.py"],
-    "published-jobs": ["predict/published/published.py", "--csv", str(HERE / "data/published/jobs/qlora_and_muon.csv")],
+    "published-jobs": [
+        "predict/published/published.py",
+        *(
+            word
+            for name in ("qlora_and_muon", "sequences")
+            for word in ("--csv", str(HERE / f"data/published/jobs/{name}.csv"))
+        ),
+    ],
     "allocator": ["predict/allocator.py"],
     "cpu-ranks": ["predict/cpu_ranks.py"],
     "search": ["search/search.py"],

@@ -42,8 +42,6 @@ from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
 from autotune.results.console import (
     PlainObserver,
     make_observer,
-    no_winner_lines,
-    own_line,
     record_json,
     startup_used_all,
     train_with,
@@ -233,7 +231,7 @@ def _run(
             begin_with_gallery(setup, store, proposer, observer.print_line)
             beside = [kept.enter_context(closing(one)) for one in parallel_executors(setup, work, cancelled)]
             found = _search(setup, store, executor, proposer, observer, spent_seconds, stopped.is_set, beside, workers)
-        return _summary(setup, store, found, proposer.open, predictor, observer.print_line)
+        return _summary(setup, store, found, predictor, observer.print_line)
 
 
 def _tracked_job(setup: Setup) -> dict[str, Any]:
@@ -502,12 +500,7 @@ def _search(
 
 
 def _summary(
-    setup: Setup,
-    store: StudyStore,
-    found: SearchSummary,
-    untried: list[Candidate],
-    predictor: Predictor,
-    print_line: Callable[[str], None],
+    setup: Setup, store: StudyStore, found: SearchSummary, predictor: Predictor, print_line: Callable[[str], None]
 ) -> RunSummary:
     """Export a call's result and summarize it.
 
@@ -541,8 +534,7 @@ def _summary(
         lines = ["stopped before anything was measured"]
     else:
         where = [f"wrote {path}" for path in _write_report(setup, store, predictor, print_line)]
-        tried = {record.candidate for record in store.records()} & set(setup.candidates)
-        lines = [own_line(facts, store.job), *no_winner_lines(facts, store.hardware, tried, untried), *where]
+        lines = [*verdict_lines(facts, store.records(), store.job, store.hardware), *where]
         raise NothingFits("\n".join(filter(None, lines)))
     return RunSummary(
         store.name,

@@ -37,7 +37,8 @@ class Counters:
         self.moved = [0.0, 0.0]
         self.operators = [0, 0]
         self.after_forward = 0.0
-        self.frozen_inputs: dict[int, tuple[Any, float]] = {}  # (weak reference to the storage, bytes) by storage
+        self.frozen_inputs: list[tuple[Any, float]] = []  # (weak reference to the storage, bytes)
+        self.latest: dict[int, Any] = {}  # weak reference to the last storage that was read at an address
         self.frozen_only = 0.0  # bytes that only frozen linear layers have read, from `dropped_inputs`
         self.last = 0
         self.allocations: list[tuple[int, int]] = []
@@ -57,11 +58,14 @@ class Counters:
     def read(self, tensor: Any) -> None:
         """Record the input of a frozen linear layer in forward."""
         storage = tensor.untyped_storage()
-        self.frozen_inputs[storage._cdata] = (weakref.ref(storage), float(storage.nbytes()))
+        latest = self.latest.get(storage._cdata)
+        if latest is None or latest() is None:  # a freed storage leaves its address to another
+            self.latest[storage._cdata] = weakref.ref(storage)
+            self.frozen_inputs.append((self.latest[storage._cdata], float(storage.nbytes())))
 
     def dropped_inputs(self) -> float:
         """Return the bytes that frozen linear layers have read and that are freed by now. Call it when forward ends."""
-        return sum(size for reference, size in self.frozen_inputs.values() if reference() is None)
+        return sum(size for reference, size in self.frozen_inputs if reference() is None)
 
     def saw(self, alive: int) -> None:
         """Record the bytes alive after a change. Only growth can be a peak."""

@@ -41,6 +41,7 @@ from autotune.predict.calibration import (
 from autotune.predict.calibration import PRIOR as HOST
 from autotune.predict.features import Columns, Flags, Floats, Places, columns_of, installed_deepspeed, unknown_newer
 from autotune.predict.step_time import (
+    LARGEST_OF_LOSS,
     StepSeconds,
     StepWork,
     dense_shape,
@@ -719,7 +720,7 @@ class Prepared:
         made = job_with_candidate(job, candidates[0]) if candidates else job  # all compute the loss the same way
         loss = loss_bytes(made) * c.rows
         return cls(
-            c, b, step_work(job, hardware, trace, c), quirks_of(c, hardware.nodes), features, doubt, uneven, loss
+            c, b, step_work(job, hardware, trace, c, loss), quirks_of(c, hardware.nodes), features, doubt, uneven, loss
         )
 
     def on(self, job: Job, hardware: Hardware, trace: Trace) -> Prepared:
@@ -727,7 +728,7 @@ class Prepared:
         c = self.columns
         return dataclasses.replace(
             self,
-            work=step_work(job, hardware, trace, c),
+            work=step_work(job, hardware, trace, c, self.loss),
             quirks=quirks_of(c, hardware.nodes),
             features=_features(c, job, hardware, trace),
         )
@@ -974,10 +975,6 @@ def _moments(p: Prepared, hardware: Hardware, constants: Floats) -> tuple[Floats
     return np.asarray(held + passing), np.asarray(cached + step * b.left + b.holes), np.asarray(k["scale"] * whole)
 
 
-# Share of the largest block of a loss: logits in 32 bits, with those in 16 and the softmax (10 bytes per entry in all).
-_LARGEST_OF_LOSS = 0.4
-
-
 def _elsewhere(b: MemoryEstimate) -> Floats:
     """Return (moments, n) bytes that FSDP gathers and reduces at other moments.
 
@@ -996,7 +993,7 @@ def _segments(p: Prepared) -> Floats:
     tensors are 8.6 and 7.3.
     """
     b = p.memory
-    largest = _LARGEST_OF_LOSS * p.loss
+    largest = LARGEST_OF_LOSS * p.loss
     blocks = sum(np.where(size > largest, size, 0.0) for size in (b.flat, b.cast, b.norm))
     passes = np.array([float(name in ("forward", "backward")) for name in b.moments])[:, None]
     return np.asarray(passes * blocks * (1 - p.columns.expandable))

@@ -32,7 +32,7 @@ from autotune.problem.models import (
     declared_image_size,
     has_expert_modules,
 )
-from autotune.util.units import GIB
+from autotune.util.units import GIB, MIB
 
 # -- roofline ----------------------------------------------------------------------------------------------------------
 #
@@ -42,6 +42,11 @@ from autotune.util.units import GIB
 # on the machine of benchmarks/data/landscapes_real (an AMD EPYC), where 16 bits were as fast as 32. Cores without
 # 16-bit instructions are several times slower in them, and the priors of CPU ranks allow for that.
 CPU_TFLOPS, CPU_MEMORY_GB_PER_S, CPU_LINK_GB_PER_S = 0.2, 12.0, 1.0
+# glibc maps each block of more than 32 MiB anew (mallopt, M_MMAP_THRESHOLD), and the kernel zeroes each page when it is first
+# touched. A loss of 192 MiB in such blocks took 0.09 s of the kernel's time in a virtual machine (AMD EPYC, pages of 4 KiB).
+MAPPED_BYTES, TOUCHED_GB_PER_S = 32 * MIB, 2.1
+# Share of a loss in its largest block: logits in 32 bits, with those in 16 and the softmax (10 bytes per entry in all).
+LARGEST_OF_LOSS = 0.4
 # The host's memory limits DeepSpeed's CPU Adam: it reads and writes masters and states, reads a gradient and writes a
 # weight (30 bytes per element in 16 bits). 1e9 parameters took 0.23 s on the two sockets of a DGX-2 (Ren et al. 2021,
 # ZeRO-Offload, table 4). Few cores cannot use all of it: 16 virtual cores of an H100 machine reached 64 GB/s for 3.6e8
@@ -72,6 +77,9 @@ _ACHIEVABLE_ELSEWHERE = 0.85
 # virtual machines of an H100 and an H200 (benchmarks/predict/published/error.py --trials). In between, as `calibration.TIME`'s
 # `starts` covers both.
 OPERATOR_SECONDS = 2.0e-5
+# Operators that a 4-bit product starts in addition: bitsandbytes 0.50 dequantizes the constants, adds their offset, dequantizes
+# the weight, and wraps all of it in Python. A forward and backward took 0.30 ms longer than in 16 bits on a core of an EPYC.
+DEQUANTIZING_OPERATORS = 7.0
 # Seconds of ZeRO-3's hooks around a module's forward, recomputation or backward (fetch_sub_module, release_sub_module
 # and their callees: partitioned_param_coordinator.py and parameter_offload.py of deepspeed 0.19.8). Measured: 110 to
 # 150 us on that core over 4 ranks whose collectives do nothing, for Llama and for its adapters alike; about 250 in
@@ -173,8 +181,8 @@ class StepWork:
     queued: Floats  # share of the passes whose kernels start while earlier ones run; a CPU rank does both itself
 
 
-def step_work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> StepWork:
-    """Return the work of every candidate."""
+def step_work(job: Job, hardware: Hardware, trace: Trace, c: Columns, loss: Floats | float = 0.0) -> StepWork:
+    """Return the work of every candidate; `loss` are the bytes of a micro-batch's logits and loss."""
     rates = DeviceRates.of(hardware, {"float16": "fp16", "bfloat16": "bf16"}.get(job.autocast or "", job.precision))
     plain, again = trace.plain, trace.of(True)
 
@@ -190,8 +198,10 @@ def step_work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> StepWor
         + either(plain.moved[0][1] + plain.moved[1][1], again.moved[0][1] + again.moved[1][1]) * rows
     ) * per_byte
     # Every pass reads the codes of a 4-bit weight and writes the weight (bitsandbytes 0.50, autograd/_functions.py, MatMul4Bit).
-    dequantized = sum(quantized_sizes(job, trace)) * (NF4_BYTES + job.element_bytes) * per_byte
-    moved = moved + np.where(c.checkpointing > 0, 3.0, 2.0) * dequantized
+    quantized, passes = quantized_sizes(job, trace), np.where(c.checkpointing > 0, 3.0, 2.0)
+    moved = moved + passes * sum(quantized) * (NF4_BYTES + job.element_bytes) * per_byte
+    dequantizing = passes * len(quantized) * DEQUANTIZING_OPERATORS * rates.operator_seconds
+    mapped = (LARGEST_OF_LOSS * loss >= MAPPED_BYTES) & (hardware.device == "cpu")
     hooks = _hooks(hardware, trace, c)
     apart = (c.stage == 3) & (hardware.device == "cuda")  # on CPU ranks the stage's own factor covers them
     return StepWork(
@@ -199,8 +209,9 @@ def step_work(job: Job, hardware: Hardware, trace: Trace, c: Columns) -> StepWor
         recompute_share=either(0.0, 1 - _share(whole_pass[0], whole_pass[1])),
         products=either(*whole_pass) * rows / rates.flops,
         tail=either(*whole_pass) / job.seq_len * job.element_bytes / 2 / rates.memory,
-        moved=moved * np.where(c.fused_by_compiling, COMPILED_MOVED, 1.0),
-        starts=_starts(trace, c, rates) + np.where(apart, 0.0, hooks),
+        moved=moved * np.where(c.fused_by_compiling, COMPILED_MOVED, 1.0)
+        + np.where(mapped, loss / (TOUCHED_GB_PER_S * 1e9), 0.0),
+        starts=_starts(trace, c, rates) + dequantizing + np.where(apart, 0.0, hooks),
         hooks=np.where(apart, hooks, 0.0),
         step_starts=_step_operators(job, hardware, trace, c) * rates.operator_seconds,
         loop=c.accumulation * MICRO_SECONDS,

@@ -54,14 +54,14 @@ def cache_key(job: Job, loss: str = "own", device: str = "cuda", versions: Mappi
         "version": VERSION,
         **({"loss": loss} if loss != "own" else {}),
         **({"device": device} if device != "cuda" else {}),
-        **({"lora": job.lora.to_json()} if job.lora else {}),
+        **({"lora": job.lora.to_json(), "inputs": 2} if job.lora else {}),
         **({"plain": True} if job.lora and job.lora.fp32 and job.plain else {}),
         **({"autocast": job.autocast} if job.autocast else {}),
         **({"attention": job.attention} if job.attention else {}),
         **({"task": job.task} if job.task != CAUSAL else {}),
         **({"image_size": job.image_size} if job.image_size else {}),
         **({"liger": job.interpreter.version("liger_kernel")} if job.liger or job.loss == LIGER_LOSS else {}),
-        **({"computed": job.loss} if job.loss != FULL else {}),
+        **({"computed": f"{job.loss} 2" if job.loss == CHUNKED else job.loss} if job.loss != FULL else {}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 

@@ -277,7 +277,7 @@ def _run(
                 follow_encoder(encoder, run)
             live.watch = run.saw
             live.events = run.allocations if keep_events else None
-            looping.enter_context(_first_slices(live))
+            looping.enter_context(_first_slices(live, run))
             if job.liger and job.workload is None:
                 looping.enter_context(liger_kernels(model, version_of("liger_kernel")))
             with autocast(job):
@@ -331,19 +331,25 @@ def _build(job: Job, config: Any) -> tuple[Any, Any]:
     return model, None
 
 
+# Host seconds per operator of a loop without modules and autograd, relative to others: 16 slices took about 1 ms on a core of
+# an EPYC.
+_OF_LOOP = 0.2
+
+
 @contextlib.contextmanager
-def _first_slices(live: LiveTensors) -> Iterator[None]:
+def _first_slices(live: LiveTensors, run: Counters) -> Iterator[None]:
     """Record the allocations of two slices of a chunked loss only.
 
     The others repeat them, and `extrapolate` would take so many for those of layers. Their work is counted.
     """
 
     def watched(vocabulary: int) -> Iterator[slice]:
-        watch = live.watch
+        watch, before = live.watch, run.operators[run.phase]
         for number, at in enumerate(slices(vocabulary)):
             live.watch = watch if number < 2 else None
             yield at
         live.watch = watch
+        run.operators[run.phase] = before + round(_OF_LOOP * (run.operators[run.phase] - before))
 
     slices, model_builder.vocabulary_slices = model_builder.vocabulary_slices, watched
     try:

@@ -222,6 +222,7 @@ _WIDER = (
     ("training",),
     (),
 )
+_TRAININGS = {"full": "full training", "lora": "LoRA", "qlora": "QLoRA"}  # in words
 _NEAR = 4.0  # largest distance of a row that is shown; see `_distance`
 
 
@@ -229,7 +230,7 @@ _NEAR = 4.0  # largest distance of a row that is shown; see `_distance`
 class JobKind:
     """The properties of a job on which a prediction's error depends most."""
 
-    training: str  # "full" or "lora"
+    training: str  # one of _TRAININGS
     stage: int
     offloaded: bool  # optimizer or parameters
     devices: str  # "one", "several" (in one machine) or "nodes" (several machines)
@@ -237,7 +238,8 @@ class JobKind:
     @classmethod
     def of(cls, job: Job, candidate: Candidate, hardware: Hardware) -> JobKind:
         """Return the kind of a candidate's training on the hardware."""
-        training = "lora" if job_with_candidate(job, candidate).lora else "full"
+        lora = job_with_candidate(job, candidate).lora
+        training = "full" if lora is None else "qlora" if lora.quantize else "lora"
         return cls(training, candidate.stage, bool(candidate.offloaded), _devices(hardware))
 
     def __str__(self) -> str:
@@ -250,7 +252,7 @@ class JobKind:
         offload = "with offload" if self.offloaded else "without offload"
         stage = f"ZeRO {self.stage}{' with offload' if self.offloaded else ''}"
         words = {
-            "training": "LoRA" if self.training == "lora" else "full training",
+            "training": _TRAININGS[self.training],
             "stage": stage,
             "offloaded": "" if "stage" in fields else offload,
             "devices": {"one": "one GPU", "several": "several GPUs", "nodes": "several nodes"}[self.devices],
@@ -356,7 +358,7 @@ def _distance(
     row: PublishedRow, kind: JobKind, candidate: Candidate, hardware: Hardware, seq_len: int, parameters: int
 ) -> float:
     """Return the distance of a published row from a job: doublings of sizes and speeds, and what differs in kind."""
-    if row.kind.training != kind.training:
+    if "full" in (row.kind.training, kind.training) and row.kind.training != kind.training:
         return math.inf
     theirs, mine = gpu_table().get(row.gpu), hardware.gpu_facts
     card = abs(math.log2(theirs.tflops / mine.tflops)) + 0.3 if theirs and mine else 2.0
@@ -365,6 +367,7 @@ def _distance(
         + abs(math.log2(row.gpus / hardware.count))
         + (0.0 if mine and row.gpu == mine.name else card)
         + 0.5 * abs(math.log2(row.seq_len / seq_len))
+        + 1.0 * (row.kind.training != kind.training)
         + 2.0 * (row.kind.offloaded != kind.offloaded)
         + 0.5 * (row.kind.stage != kind.stage)
         + 0.5 * (row.checkpointing != candidate.checkpointing)
@@ -373,8 +376,13 @@ def _distance(
 
 @cache
 def known_error(kind: JobKind, figure: str) -> KnownError:
-    """Return the error of a figure for a kind of job, or for a wider kind if it has too few rows or sources."""
+    """Return the error of a figure for a kind of job, or for a wider kind if it has too few rows or sources.
+
+    QLoRA of any stage comes before LoRA, and LoRA before every kind.
+    """
     for fields in _WIDER:
+        if not fields and kind.training == "qlora":
+            return known_error(dataclasses.replace(kind, training="lora"), figure)
         rows = [
             row
             for row in published_rows()
@@ -401,7 +409,8 @@ def published_widening(job: Job, hardware: Hardware, columns: Columns) -> tuple[
     devices = _devices(hardware)
     offloaded = (columns.offload_optimizer > 0) | (columns.offload_param > 0)
     found, at = np.unique(np.stack([columns.lora > 0, columns.stage, offloaded]), axis=1, return_inverse=True)
-    kinds = [JobKind("lora" if lora else "full", int(stage), bool(off), devices) for lora, stage, off in found.T]
+    adapted = "qlora" if job.lora and job.lora.quantize else "lora"
+    kinds = [JobKind(adapted if lora else "full", int(stage), bool(off), devices) for lora, stage, off in found.T]
     peak, step = (np.array([known_error(kind, figure).widening for kind in kinds]) for figure in FIGURES)
     return peak[at.ravel()], step[at.ravel()]
 

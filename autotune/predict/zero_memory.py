@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.predict.features import Columns, Floats, value_at
+from autotune.predict.features import Columns, Flags, Floats, value_at
 from autotune.predict.trace_data import BACKWARD, FORWARD, Pass, Trace
 from autotune.problem.candidate import GATHER_ON_SAVE, Candidate
 from autotune.problem.ds_config import in_new_names
@@ -94,6 +94,24 @@ class _Moments:
         return {name: np.array(part) for name, part in zip(TABLES, zip(*self.rows, strict=True), strict=True)}
 
 
+def keeps_gradients_contiguous(columns: Columns) -> Flags:
+    """Return whether each candidate collects gradients in buckets of their own, (n,). Offload at stages 1 and 2 always does."""
+    below_3 = (columns.stage == 1) | (columns.stage == 2)
+    return np.asarray((columns.contiguous > 0) | (below_3 & (columns.offload_optimizer > 0)))
+
+
+def reduce_bucket_bytes(columns: Columns, element_bytes: Floats | float) -> Floats:
+    """Return the bytes of each candidate's reduce buckets: two with overlap at stages 1 and 2; 0 without any, (n,).
+
+    DeepSpeed allocates them whole, however small the model is.
+
+    Args:
+        element_bytes: bytes per element of the gradients in a bucket.
+    """
+    buckets = np.where((columns.stage < 3) & (columns.overlap > 0), 2.0, 1.0) * (columns.stage > 0)
+    return np.asarray(keeps_gradients_contiguous(columns) * buckets * element_bytes * columns.reduce_bucket)
+
+
 class _Terms:
     """Sizes, flags and buffers that several lines of the estimate need; arrays hold one entry per candidate."""
 
@@ -161,7 +179,7 @@ class _Terms:
         self.own = np.where(self.compact, self.accumulated, self.width)  # bytes per element of a rank's own part
         # A parameter that crosses the border of a part is kept whole. In round-robin order that is a large one.
         self.across = np.where(self.two & (self.columns.round_robin > 0), self.width * self.largest, 0.0)
-        self.contiguous = (self.columns.contiguous > 0) | (self.two & self.out)
+        self.contiguous = keeps_gradients_contiguous(self.columns)
         self.accumulates = (self.columns.accumulation > 1) | (self.columns.keeps_gradients > 0)
 
     def _muon(self, sizes: list[int]) -> None:
@@ -212,11 +230,10 @@ class _Terms:
         """Set the buckets, and the bytes kept between micro-batches."""
         # Stage 3 has its buckets in the dtype that is sent.
         self.bucket_width = np.where(self.three, self.sent, self.made)
-        bucket = self.bucket_width * self.columns.reduce_bucket
+        buckets = reduce_bucket_bytes(self.columns, self.bucket_width)
         # Stage 3 allocates its bucket with the engine; stages 1 and 2 allocate theirs in backward.
-        self.standing = np.where(self.three & self.contiguous, bucket, 0.0)
-        doubled = np.where(self.columns.overlap > 0, 2.0, 1.0)
-        self.ipg = np.where(self.two & self.contiguous & ~self.bf16_optimizer, bucket * doubled, 0.0)
+        self.standing = np.where(self.three, buckets, 0.0)
+        self.ipg = np.where(self.two & ~self.bf16_optimizer, buckets, 0.0)
         self.early = np.where(self.columns.early_buckets > 0, self.ipg, 0.0)
         # Stage 1 also keeps its buckets, and frees them after the last micro-batch.
         accumulated = np.select(

@@ -20,6 +20,8 @@ from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from autotune.masking import MASK, NOTE, masked, masked_data, masked_words
+from autotune.predict.features import columns_of
+from autotune.predict.zero_memory import reduce_bucket_bytes
 from autotune.problem.candidate import (
     ACCUMULATION,
     CHECKPOINTING,
@@ -27,6 +29,7 @@ from autotune.problem.candidate import (
     MICRO_BATCH,
     ZERO_DEFAULTS,
     Candidate,
+    Value,
     describe,
     job_with_candidate,
 )
@@ -315,6 +318,7 @@ def study_json(store: StudyStore) -> dict[str, Any]:
         "used_seconds": sum(call.used_seconds for call in store.calls()),
         "winner": record_json(facts.winner) if facts.winner else None,
         "verdict": facts.to_json(),
+        "why_no_winner": [] if facts.winner else no_winner_lines(facts, store.hardware),
         "skips": store.skips,
         "trials": [record_json(record) for record in store.records()],
     }
@@ -442,12 +446,15 @@ def code_legend(*candidates: Candidate) -> str:
     return ", ".join(f"{short}: {knob_words(shown[short])}" for short in ordered)
 
 
+LARGE_BUCKETS = 0.25  # share of a peak; larger reduce buckets are named
+
+
 def own_line(facts: StudyFacts, job: Job) -> str:
     """Compare the winner with the script's own config; empty without a script."""
     own = facts.own
     if own is None or own.outcome is None:
         return ""
-    yours = f"yours ({_briefly(own.candidate)})"
+    yours = f"yours ({_briefly(own.candidate)}{_large_buckets(own.candidate, own.outcome, job)})"
     winner = facts.winner
     measured = winner.outcome.measurement if winner and winner.outcome else None
     if own.outcome.measurement is None:
@@ -465,12 +472,23 @@ def own_line(facts: StudyFacts, job: Job) -> str:
     return f"{yours}: the winner is {ratio.times:.2f}x yours ({alike}){barred}"
 
 
+def _large_buckets(candidate: Candidate, outcome: Outcome, job: Job) -> str:
+    """Name the reduce buckets of a config if they are a large part of its peak. DeepSpeed's default suits large models."""
+    columns = columns_of([candidate], job)
+    size = float(reduce_bucket_bytes(columns, job.element_bytes)[0])
+    peak_bytes = outcome.measurement.peak_bytes if outcome.measurement else outcome.peak_bytes or 0
+    if not LARGE_BUCKETS * peak_bytes <= size <= peak_bytes:
+        return ""
+    elements = f"reduce_bucket_size {columns.reduce_bucket[0]:.0e}"
+    return f", peak {format_bytes(peak_bytes)}, of which {format_bytes(round(size))} for buckets of {elements}"
+
+
 def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardware: Hardware) -> list[str]:
     """Describe the verdict: the script's own config, the winner in words, its margin over other configs, its free memory."""
     first = [own_line(facts, job)] if facts.own is not None else []
     record = facts.winner
     if record is None or record.outcome is None or record.outcome.measurement is None:
-        return [*filter(None, first), "no winner yet"]
+        return [*filter(None, first), *no_winner_lines(facts, hardware)]
     measured = record.outcome.measurement
     spread = 100 * measured.step_seconds_spread / measured.step_seconds
     free = 100 * (1 - measured.peak_bytes / hardware.capacity_bytes)
@@ -648,17 +666,20 @@ def startup_used_all(budget_seconds: float, used_seconds: float) -> str:
     return f"{used}; use {larger_budget(budget_seconds + used_seconds)}"
 
 
-def no_winner_lines(
-    facts: StudyFacts, hardware: Hardware, tried: Collection[Candidate], untried: list[Candidate]
-) -> list[str]:
+_NOTHING_IS_LEFT = (StopReason.NOTHING_FITS, StopReason.ALL_TRIED)
+
+
+def no_winner_lines(facts: StudyFacts, hardware: Hardware) -> list[str]:
     """Describe why there is no winner.
 
     "Nothing fits" is only said about memory, with the config that came closest and the cheapest changes that would help.
     Otherwise the lines say that no trial ran, or that none ended well, and why.
     """
+    if facts.best is not None:
+        return ["no winner yet"]
     if facts.closest is not None and facts.closest.outcome is not None:
-        first = "nothing fits yet" if untried else "nothing fits"
-        return [first, *_closest_lines(facts.closest, facts.closest.outcome, hardware, tried, untried)]
+        first = "nothing fits" if StopReason.of(facts.stop_reason) in _NOTHING_IS_LEFT else "nothing fits yet"
+        return [first, *_closest_lines(facts, facts.closest, facts.closest.outcome, hardware)]
     budget, used = format_duration(facts.budget_seconds), facts.used_seconds
     if not facts.trials:
         if StopReason.of(facts.stop_reason) is StopReason.BUDGET_USED:
@@ -669,7 +690,7 @@ def no_winner_lines(
                     f"no trial ran: start-up took {took} of the budget of {budget}, too much for a trial after it; use {more}"
                 ]
             return [startup_used_all(facts.budget_seconds, used)]
-        return [f"no trial ran: {facts.stop_reason or 'the study was stopped before its first trial'}"]
+        return [f"no trial ran: {facts.stop_reason}" if facts.stop_reason else "no trial has ended yet"]
     lines = [
         f"no candidate ran: {shortened(reason, 2 * _MOST_REASON)} ({count}x)" for reason, count in facts.failures[:3]
     ]
@@ -683,34 +704,56 @@ def no_winner_lines(
     return lines or ["no winner yet"]
 
 
-def _closest_lines(
-    record: Record, outcome: Outcome, hardware: Hardware, tried: Collection[Candidate], untried: list[Candidate]
-) -> list[str]:
+def _closest_lines(facts: StudyFacts, record: Record, outcome: Outcome, hardware: Hardware) -> list[str]:
     lines = [f"closest: {record.candidate}: {missing_memory(outcome, hardware)}"]
     if outcome.measurement is not None and (used := outcome.measurement.peak_bytes) <= hardware.capacity_bytes:
         free = math.floor(100 * (1 - used / hardware.capacity_bytes))
         share = f"{format_bytes(used)} of {format_bytes(hardware.capacity_bytes)}"
         lines.append(f"it ran with {share}: the same command with --headroom {free}% may let it win")
-    candidate, changes = record.candidate, list[str]()
+    # a setup and an optimizer step hold no activations
+    has_activations = outcome.measurement is not None or outcome.phase in (Phase.FORWARD, Phase.BACKWARD)
+    changes = _open_changes(record.candidate, facts.too_large, hardware.device == "cuda", has_activations)
+    candidate = record.candidate
     bucket_bytes = 2 * candidate.get("reduce_bucket_size", ZERO_DEFAULTS["reduce_bucket_size"])  # or twice that in fp32
-    if (
-        candidate.stage
-        and candidate.get("contiguous_gradients", True)
-        and bucket_bytes > (missing_bytes(outcome, hardware) or 0)
-    ):
-        changes.append(f"smaller reduce_bucket_size, whose buffer takes at least {format_bytes(bucket_bytes)}")
-    if candidate.micro_batch > 1:
-        changes.append(f"micro-batch {candidate.micro_batch} -> {candidate.micro_batch // 2}")
-    if not candidate.checkpointing:
-        changes.append("activation checkpointing on")
-    if candidate.stage < 3:
-        changes.append(f"ZeRO stage {candidate.stage} -> {candidate.stage + 1}")
-    if candidate.offload_optimizer == "none":
-        changes.append("optimizer offload to CPU")
-    elif candidate.stage == 3 and candidate.offload_param == "none":
-        changes.append("parameter offload to CPU")
-    changes += ["shorter sequences", "more GPUs (stages 1 to 3 split their states over them)", "--space low_memory"]
-    known = {one.but(**{MICRO_BATCH: 1, ACCUMULATION: 1}) for one in tried}
-    new = any(one.but(**{MICRO_BATCH: 1, ACCUMULATION: 1}) not in known for one in untried)
-    hint = "" if new else " (all of this space's tried)"
-    return [*lines, f"cheapest changes to try{hint}: {'; '.join(changes[:5])}"]
+    has_bucket = candidate.stage and candidate.get("contiguous_gradients", True)
+    if has_bucket and bucket_bytes > (missing_bytes(outcome, hardware) or 0):
+        changes.insert(0, f"smaller reduce_bucket_size, whose buffer takes at least {format_bytes(bucket_bytes)}")
+    return [*lines, f"cheapest changes to try: {'; '.join(changes[:5])}"]
+
+
+def _open_changes(
+    candidate: Candidate, too_large: Collection[Candidate], on_gpu: bool, has_activations: bool
+) -> list[str]:
+    """Return the changes of a config that save memory and that no trial has refuted, cheapest first.
+
+    A change is refuted if a config without larger first-order settings was too large. Offloading saves a GPU's memory; a CPU
+    rank keeps what it offloads.
+
+    Args:
+        too_large: configs that ran out of memory or exceeded the ceiling.
+        has_activations: memory ran out while activations were held, so that fewer of them help.
+    """
+
+    def is_open(**changes: Value) -> bool:
+        changed = candidate.but(**changes)
+        return not any(
+            one.stage == changed.stage
+            and one.micro_batch <= changed.micro_batch
+            and one.checkpointing >= changed.checkpointing
+            and (not on_gpu or {*one.offloaded} >= {*changed.offloaded})
+            for one in too_large
+        )
+
+    found = []
+    if has_activations and candidate.micro_batch > 1 and is_open(**{MICRO_BATCH: candidate.micro_batch // 2}):
+        found.append(f"micro-batch {candidate.micro_batch} -> {candidate.micro_batch // 2}")
+    if has_activations and not candidate.checkpointing and is_open(**{CHECKPOINTING: True}):
+        found.append("activation checkpointing on")
+    if stage := next((one for one in range(candidate.stage + 1, 4) if is_open(zero_stage=one)), None):
+        found.append(f"ZeRO stage {candidate.stage} -> {stage}")
+    if on_gpu and candidate.offload_optimizer == "none" and is_open(offload_optimizer="cpu"):
+        found.append("optimizer offload to CPU")
+    elif on_gpu and candidate.stage == 3 and candidate.offload_param == "none" and is_open(offload_param="cpu"):
+        found.append("parameter offload to CPU")
+    found += ["shorter sequences"] * has_activations
+    return [*found, "more GPUs (stages 1 to 3 split their states over them)", "--space low_memory"]

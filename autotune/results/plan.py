@@ -665,21 +665,24 @@ def ways_table(plan: Plan) -> PlanTable:
             str(way.stage) if way.stage != stage else "",
             str(way),
             f"mb{one.candidate.micro_batch}: {_tokens(one, plan.job)}" if fits else "none",
-            _with_shortage(one.peak_bytes if fits else need.gpu_needed_bytes, need.gpu_short_bytes),
+            _with_shortage(need.gpu_needed_bytes, need.gpu_short_bytes),
             f"{_rung(way.fastest)}: {_tokens(way.fastest, plan.job)}" if way.fastest else "",
             _with_shortage(need.host_needed_bytes, need.host_short_bytes),
         )
         rows.append((cells, "" if fits else "none"))
         stage = way.stage
-    note = "largest micro-batch and fastest config of each row, with all GPUs' tokens/s"
+    note = (
+        "largest micro-batch and fastest config of each row, with all GPUs' tokens/s; needs a GPU: the GiB that surely "
+        "suffice for the largest"
+    )
     if any(way.offload for way in plan.ways):
         note += (
             "; GiB a node: main memory for what is offloaded, pinned blocks as they are rounded, and for the processes"
         )
     return PlanTable(
         f"what surely fits, by stage; {_gib_number(hardware.ceiling_bytes)} GiB of a GPU may be used",
-        ("ZeRO", "with", "largest", "GiB a GPU", "fastest", "GiB a node"),
-        frozenset({"GiB a GPU", "GiB a node"}),
+        ("ZeRO", "with", "largest", "needs a GPU", "fastest", "GiB a node"),
+        frozenset({"needs a GPU", "GiB a node"}),
         tuple(rows),
         note,
     )
@@ -727,7 +730,7 @@ def cards_table(plan: Plan) -> PlanTable | None:
     chosen = [card for at, card in enumerate(usable) if at < CARDS or card.gpu == plan.hardware.facts]
     dear = [card.gpu for card in plan.cards if card.best and card.best.price is None]
     others = f" and {len(dear) - UNPRICED} more" if len(dear) > UNPRICED else ""
-    note = "GPUs: the cheapest of 1, 2, 4, 8 or whole nodes of 8 within 30 days; +cpu: with offload. "
+    note = "fits from, GPUs: the smallest and the cheapest of 1, 2, 4, 8 or whole nodes of 8 within 30 days; +cpu: with offload. "
     note += "*: no published measurement of this card, so its speed is extrapolated and it comes after the others. "
     note += "Prices are rough, on demand, read in the month shown"
     note += f"; none known for {', '.join(dear[:UNPRICED])}{others}" if dear else ""

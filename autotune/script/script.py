@@ -56,12 +56,15 @@ FLAGS = frozenset((*KNOWN_FLAGS.values(), *_NEGATED_FLAGS, CONFIG_FLAG, *LOCAL_R
 
 # Slow imports (seconds) that the fork server does once for all trials, if the script's text mentions the package.
 _HEAVY = {
-    "transformers": ("transformers.trainer", "transformers.training_args"),
+    "transformers": ("transformers.models.auto.modeling_auto",),
     "trl": ("trl", "transformers.trainer"),
     "accelerate": ("accelerate",),
     "datasets": ("datasets",),
     "peft": ("peft",),
 }
+# Only for a script with a Trainer: this imports `datasets` and pyarrow, whose allocator reserves 1 GiB. That counts as memory of
+# a CPU rank.
+_OF_TRAINER = ("transformers.trainer", "transformers.training_args")
 
 
 def heavy_imports(script: Script) -> list[str]:
@@ -72,6 +75,8 @@ def heavy_imports(script: Script) -> list[str]:
     text = script.argv[1] if script.path is None else script_text(script) or ""
     words = set(re.findall(r"\w+", text))
     found = {module for name, modules in _HEAVY.items() if name in words for module in modules}
+    if "transformers" in words and any(word.endswith(("Trainer", "TrainingArguments")) for word in words):
+        found.update(_OF_TRAINER)
     if found:
         found.add("accelerate")
     return sorted(found)

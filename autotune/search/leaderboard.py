@@ -485,6 +485,7 @@ class StudyFacts:
     own: Record | None  # trial of the script's own config
     own_ratio: SpeedRatio | None  # the winner's speed divided by that of the script's own config
     closest: Record | None  # the config closest to fitting, if memory is why nothing can win
+    too_large: tuple[Candidate, ...]  # with a device OOM, or measured above the ceiling
     # (kind and reason of a trial without a measurement, count), most frequent first
     failures: tuple[tuple[str, int], ...]
     trials: int  # ended trials
@@ -662,6 +663,11 @@ def study_facts(
         closest=None
         if best is not None
         else _closest([one for one in records if one.number not in set_aside], hardware),
+        too_large=tuple(
+            one.candidate
+            for one, end in ended
+            if end.kind is not OutcomeKind.OOM_HOST and missing_bytes(end, hardware) is not None
+        ),
         failures=tuple(failures.most_common()),
         trials=len(ended),
         cut_short=not leaderboard.measured and any(one.source is Source.BUDGET for _, one in ended),

@@ -390,7 +390,7 @@ class Proposer:
         return None
 
     def _fallback_without_a_fit(self, turn: Decision) -> Proposal | Stop | None:
-        """Propose fallback candidates if nothing has fitted and nothing is predicted to fit."""
+        """Propose fallback candidates if nothing has fitted and nothing is likely to, by predictions and earlier OOMs."""
         return None if self.speed or turn.any_allowed else self._last_resort()
 
     def _first_fit(self, turn: Decision) -> Proposal | None:
@@ -571,14 +571,14 @@ class Proposer:
     def _last_resort(self) -> Proposal | Stop:
         """Return the fallback candidate with the lowest memory.
 
-        The fallback applies after many failures, or if no candidate has fitted or is predicted to fit.
+        The fallback applies after many failures, or if no candidate has fitted or is likely to fit.
         """
         forecast = self._model.forecast()
         need = np.maximum(forecast.share, forecast.held)
         at = self._fallback.next(self._open, need, believed=not self._model.memory.predictor_rejected)
         if at is None:
             return self._fallback.stop()
-        why = "has fitted" if self._fallback.is_due else "is predicted to fit"
+        why = "has fitted" if self._fallback.is_due else "is likely to fit"
         return Proposal(self.candidates[at], f"least memory of its stage: nothing {why}")
 
     def next_rung(self, current: Candidate) -> Proposal | None:
@@ -641,14 +641,14 @@ class Proposer:
         measuring = self._costs.measuring_seconds(forecast.step, self._accumulation)
         seconds = measuring + np.where(alive, 0.0, startup) if alive is not None else measuring + startup
         barred = barred | self._too_long(forecast, ~barred)
+        if not self.exhaustive:
+            barred = barred | ~self._groups.fitted & (forecast.fits < self._least_chance)
         if not self.speed:
             # the first trial should fit, because it calibrates all predictions
             gain = forecast.logs + 4 * np.log(np.maximum(forecast.fits, 1e-9))
             return np.where(barred, -np.inf, gain), gain
         ahead, sigma = self._ahead(forecast)
         gain = expected_gain(ahead, sigma) * forecast.fits
-        if not self.exhaustive:
-            barred = barred | ~self._groups.fitted & (forecast.fits < self._least_chance)
         return np.where(barred, -np.inf, gain / seconds), gain
 
     @property

@@ -13,7 +13,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from benchmarks.docs.stages import own_rows, published_rows
 from benchmarks.docs.writing import listed, number, percent, result, span, table
 from benchmarks.predict.published.error import coverage
 from benchmarks.predict.published.models import known_models
+from benchmarks.predict.published.rows import Row, read_table
 from benchmarks.predict.published.trials import FILES, OWN
 
 ROOT = HERE.parent
@@ -194,6 +195,7 @@ def published_experts4() -> str:
 def published_sequences() -> str:
     """Rows whose sequences are shared by ranks."""
     rows = [row for row in result("published")["rows"] if row["sequence_ranks"] > 1]
+    rows += [row for row in result("published-jobs")["rows"] if row["source"] == "huggingface/blog"]
     return _beside(rows, lambda row: f"{row['model']}, {_config(row)}, {row['sequence_ranks']} ranks a sequence")
 
 
@@ -212,12 +214,29 @@ def published_muon() -> str:
 
 def published_references() -> str:
     """Rows of torch alone on several GPUs, by source and figure: DDP, and FSDP of either version."""
-    with (DATA / "published" / "gpu_published.csv").open() as file:
-        ways = {row["id"]: re.match("ddp|fsdp", row["parallel"].lower()) for row in csv.DictReader(file)}
+    ways = {row.id: re.match("ddp|fsdp", row["parallel"].lower()) for row in _published_table()}
+    rows = [row for row in result("published")["rows"] if row["gpus"] > 1]
+    return _by_source("trained by", [(way.group().upper(), row) for row in rows if (way := ways.get(row["id"]))])
+
+
+def published_chunked() -> str:
+    """Rows of a loss that never has all logits, or not in 32 bits, by source and figure."""
+    ways = {}
+    for row in _published_table():
+        chunked = "chunks of the logits" if row.says("chunked c", "chunked lm_head") else ""
+        ways[row.id] = "Liger" if row.says("liger", "fused linear") else chunked
+    return _by_source("loss", [(way, row) for row in result("published")["rows"] if (way := ways.get(row["id"]))])
+
+
+def _published_table() -> list[Row]:
+    return read_table(DATA / "published" / "gpu_published.csv")
+
+
+def _by_source(name: str, ways: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Rows with the way in which each was trained, by way, source and figure."""
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in result("published")["rows"]:
-        if (way := ways.get(row["id"])) and row["gpus"] > 1:
-            groups.setdefault((way.group().upper(), row["source"], row["figure"]), []).append(row)
+    for way, row in ways:
+        groups.setdefault((way, row["source"], row["figure"]), []).append(row)
     found = []
     for key, rows in sorted(groups.items()):
         held = sum(row["interval"][0] <= row["measured"] <= row["interval"][1] for row in rows)
@@ -225,8 +244,8 @@ def published_references() -> str:
         if key[2] != "decision":
             error = statistics.median(row["predicted"] / row["measured"] - 1 for row in rows)
             told = [f"{error:+.0%}", f"{held} of {len(rows)} inside 95 %"]
-        found.append([*key, ", ".join(row["id"] for row in rows), *told])
-    return table(["trained by", "source", "figure", "rows", "median error", "held"], found)
+        found.append([*key, ", ".join(dict.fromkeys(row["id"] for row in rows)), *told])
+    return table([name, "source", "figure", "rows", "median error", "held"], found)
 
 
 # -- GPUs ------------------------------------------------------------------------------------------------------------
@@ -559,6 +578,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "published-qlora": published_qlora,
     "published-muon": published_muon,
     "published-references": published_references,
+    "published-chunked": published_chunked,
     "published-leaning": published_leaning,
     **docs_search.FIGURES,
     "gpu-machines": gpu_machines,

@@ -17,7 +17,8 @@ from autotune.predict.trace_data import Trace
 from autotune.predict.what_if import OtherHardware
 from autotune.problem.hardware import Hardware, named_hardware
 from autotune.problem.space import SearchSpace, parse_space
-from autotune.results.plan import Plan, Shortage, show_plan
+from autotune.results.plan import Plan, Shortage, show_plan, ways_table
+from autotune.util.units import GIB
 from tests.conftest import make_job
 
 JOB = make_job(ranks=4, precision="bf16", model="llama-3.2-1b", seq_len=2048)
@@ -117,6 +118,12 @@ def test_every_row_of_the_stages_agrees_with_the_headline(trace: Trace) -> None:
         sure = predictor.margins(table) >= SURE_SIGMAS
         fastest = [way.fastest.samples_per_second for way in plan.ways if way.fastest]
         assert max(fastest) == pytest.approx(plan.best[0].samples_per_second)
+        usable_gib = round(plan.hardware.ceiling_bytes / GIB, 1)
+        for cells, style in ways_table(plan).rows:
+            if style == "none":
+                assert "short" in cells[3] + cells[5], cells
+            else:
+                assert float(cells[3].replace(",", "")) <= usable_gib, "the title names what may be used"
         for way in plan.ways:
             mine = [
                 i
@@ -125,6 +132,8 @@ def test_every_row_of_the_stages_agrees_with_the_headline(trace: Trace) -> None:
             ]
             fitting = [candidates[i].micro_batch for i in mine if sure[i]]
             assert (way.largest.candidate.micro_batch if way.largest else None) == max(fitting, default=None)
+            if way.largest:
+                assert Shortage.of(way.largest, plan.hardware).gpu_short_bytes == 0
             if way.closest:
                 need = Shortage.of(way.closest, plan.hardware)
                 assert need.gpu_needed_bytes == pytest.approx(min(table.sure[i] for i in mine))

@@ -148,3 +148,19 @@ def test_what_only_a_frozen_layer_reads_is_counted_once_it_is_gone() -> None:
     del kept
     gc.collect()
     assert counters.dropped_inputs() == 64
+
+
+def test_inputs_that_follow_each_other_at_one_address_are_each_counted() -> None:
+    counters = Counters()
+    module, addresses = Linear(Weight(trained=False)), []
+    add_counter_hooks(module, counters)
+    for _ in range(3):
+        read = Tensor()
+        read.storage._cdata = 7  # the address of the one before, which is freed
+        module.run(read)
+        module.run(read)
+        addresses.append(read.storage._cdata)
+        del read
+        gc.collect()
+    assert addresses == [7, 7, 7]
+    assert counters.dropped_inputs() == 3 * 64

@@ -52,6 +52,20 @@ def spent_of(knobs: dict, hardware: Hardware, **changes: object) -> StepSeconds:
     return spend(step_work(job, hardware, TRACE, c), c, {**k, "hidden": k["hidden"] / (1 + k["hidden"])})
 
 
+def test_large_blocks_of_a_loss_are_touched_anew_on_cpu_ranks() -> None:
+    job = job_of()
+    c = columns_of([Candidate.of({"train_micro_batch_size_per_gpu": 1})], job)
+
+    def moved(hardware: Hardware, loss_bytes: float) -> float:
+        return float(step_work(job, hardware, TRACE, c, loss_bytes).moved[0])
+
+    cpu, gpu = detect("cpu", 1), named_hardware("a100-80gb", 1)
+    large = step_time.MAPPED_BYTES / step_time.LARGEST_OF_LOSS
+    assert moved(cpu, 0.9 * large) == moved(cpu, 0.0)
+    assert moved(cpu, large) - moved(cpu, 0.0) == pytest.approx(large / (1e9 * step_time.TOUCHED_GB_PER_S))
+    assert moved(gpu, large) == moved(gpu, 0.0)
+
+
 def test_products_run_at_what_a_card_reaches() -> None:
     a100, rtx4090, l40s = (
         DeviceRates.of(named_hardware(name, 1), "bf16").flops for name in ("a100", "rtx4090", "l40s")

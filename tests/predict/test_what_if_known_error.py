@@ -25,6 +25,8 @@ def test_a_jobs_kind() -> None:
     assert JobKind.of(full, plain.but(lora="r=4"), named_hardware("t4", 4, nodes=2)) == JobKind(
         "lora", 2, False, "nodes"
     )
+    quantized = dataclasses.replace(lora, lora=parse_lora("r=8,quantize=nf4"))
+    assert JobKind.of(quantized, plain, named_hardware("t4", 1)) == JobKind("qlora", 2, False, "one")
     assert str(JobKind("lora", 3, True, "nodes")) == "LoRA, ZeRO 3 with offload, several nodes"
     assert str(JobKind("full", 0, False, "one")) == "full training, ZeRO 0, one GPU"
 
@@ -61,6 +63,19 @@ def test_errors_are_signed_and_of_five_rows_of_two_sources_or_of_a_wider_kind(
     assert what_if.known_error(kind, "peak").kind == str(kind)
     given([row("a", one) for one in (0.8, 0.9, 0.95, 1.1, 0.7)])
     assert what_if.known_error(kind, "peak").kind == "every kind of job", "one source is not enough for any"
+
+
+def test_rows_of_qlora_stand_for_it_at_any_stage_and_else_those_of_lora(
+    given: Callable[[list[PublishedRow]], None],
+) -> None:
+    lora, asked = JobKind("lora", 0, False, "one"), JobKind("qlora", 2, False, "several")
+    of_lora = [row("ab"[i % 2], 1.1, kind=lora) for i in range(6)]
+    of_qlora = [row("ab"[i % 2], 0.7, kind=JobKind("qlora", 0, False, "one")) for i in range(5)]
+    given([*of_lora, *of_qlora])
+    found = what_if.known_error(asked, "peak")
+    assert (found.kind, found.rows, found.bias) == ("QLoRA", 5, pytest.approx(-0.3))
+    given([*of_lora, *of_qlora[:4]])
+    assert what_if.known_error(asked, "peak").kind == "LoRA"
 
 
 def test_intervals_are_widened_until_they_hold_nine_of_ten_rows(given: Callable[[list[PublishedRow]], None]) -> None:

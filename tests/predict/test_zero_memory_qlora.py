@@ -14,7 +14,7 @@ from autotune.commands.request import Request
 from autotune.errors import UserError
 from autotune.executors.local import LocalExecutor
 from autotune.predict.features import columns_of
-from autotune.predict.step_time import step_work
+from autotune.predict.step_time import DEQUANTIZING_OPERATORS, OPERATOR_SECONDS, step_work
 from autotune.predict.trace import trace_job
 from autotune.predict.trace_data import Trace
 from autotune.predict.zero_memory import NF4_BYTES, estimate_memory, frozen_width, quantized_sizes
@@ -90,10 +90,11 @@ def test_4_bit_weights_change_weights_and_time_and_nothing_else() -> None:
     assert one.parameters[0] - other.parameters[0] == pytest.approx(sum(sizes) * (2 - NF4_BYTES))
     assert (one.optimizer[0], one.gradients[0]) == (other.optimizer[0], other.gradients[0])
     assert math.isclose(float((other.gathered - one.gathered).max()), 2 * max(sizes))
-    slower = [
-        float(step_work(job, named_hardware("a100-80gb", 2), trace, columns).moved[0]) for job in (plain, quantized)
-    ]
-    assert slower[0] < slower[1] < 2 * slower[0]
+    a100 = named_hardware("a100-80gb", 2)
+    one_work, other_work = (step_work(job, a100, trace, columns) for job in (plain, quantized))
+    assert one_work.moved[0] < other_work.moved[0] < 2 * one_work.moved[0]
+    started = DEQUANTIZING_OPERATORS * OPERATOR_SECONDS * len(sizes)
+    assert other_work.starts[0] - one_work.starts[0] == pytest.approx(2 * started)
 
 
 def test_what_qlora_refuses() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, MICRO_BATCH
-from autotune.problem.hardware import detect
+from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, MICRO_BATCH, Candidate
+from autotune.problem.hardware import detect, named_hardware
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
 from autotune.results.console import code_legend, config_sentence, no_winner_lines, train_with, verdict_lines
@@ -155,6 +155,17 @@ def test_a_verdict_is_a_sentence_with_the_codes_below() -> None:
     assert all(part.split(": ")[0] in str(candidate) for part in legend.split(", "))
 
 
+def test_large_reduce_buckets_of_the_users_own_config_are_named() -> None:
+    """A tiny script used 3.36 GiB at stage 1, of which DeepSpeed's default bucket of 5e8 elements in fp32 was 1.86."""
+    made = measured(0, SEARCH, 2, 20.0, AS_IS, peak_mib=3440)
+    own, won = replace(made, candidate=Candidate.of({"zero_stage": 1, MICRO_BATCH: 2})), measured(1, VERIFY, 1, 68.9)
+    named = (
+        "yours (ZeRO-1, micro-batch 2 x 1, peak 3.36 GiB, of which 1.86 GiB for buckets of reduce_bucket_size 5e+08)"
+    )
+    assert verdict(won, [own, won])[0].startswith(named)
+    assert "bucket" not in verdict(won, [replace(own, candidate=make_candidate(1, 2)), won])[0]
+
+
 def test_the_users_own_config_that_ran_out_is_the_first_line() -> None:
     out = Outcome(OutcomeKind.OOM_DEVICE, Phase.INIT, reason="ran out", missing_bytes=16 * MIB)
     own, won = Record(0, make_candidate(2, 4, 2), out, SEARCH, AS_IS), measured(1, VERIFY, 1, 68.9)
@@ -170,15 +181,38 @@ def test_a_figure_that_may_be_anything_is_no_winner_without_a_word(spread: float
 
 def no_winner(records: list[Record], **call: Any) -> list[str]:
     hardware = detect("cpu", 2)
-    return no_winner_lines(study_facts(records, make_job(), hardware, **call), hardware, set(), [])
+    return no_winner_lines(study_facts(records, make_job(), hardware, **call), hardware)
 
 
 def test_what_came_closest(tmp_path: Path) -> None:
     records = [record for record in study_of_every_kind(tmp_path).records() if record.outcome]
-    first, closest, changes = no_winner([one for one in records if one.outcome and one.outcome.kind.is_oom])
+    oom = [one for one in records if one.outcome and one.outcome.kind.is_oom]
+    first, closest, changes = no_winner(oom, stop_reason=StopReason.ALL_TRIED.value)
     assert first == "nothing fits"
+    assert no_winner(oom, stop_reason=StopReason.BUDGET_USED.value)[0] == "nothing fits yet"
     assert closest.startswith("closest: ")
     assert "cheapest changes" in changes
+
+
+def test_only_changes_that_no_trial_refuted_are_advised() -> None:
+    def changes(device: str, phase: Phase, *tried: Candidate) -> str:
+        out = Outcome(OutcomeKind.OOM_DEVICE, phase, missing_bytes=MIB)
+        earlier = Outcome(OutcomeKind.OOM_DEVICE, Phase.INIT, missing_bytes=MIB)
+        records = [Record(at, one, out if at == 0 else earlier, SEARCH) for at, one in enumerate(tried)]
+        hardware = detect("cpu", 2) if device == "cpu" else named_hardware("h100", 2)
+        return no_winner_lines(study_facts(records, make_job(), hardware), hardware)[-1]
+
+    closest, second, third = (make_candidate(stage, 2) for stage in (1, 2, 3))
+    first = changes("cuda", Phase.BACKWARD, closest)
+    assert "try: micro-batch 2 -> 1; activation checkpointing on; ZeRO stage 1 -> 2; optimizer offload to CPU" in first
+    assert "ZeRO stage 1 -> 3" in changes("cuda", Phase.BACKWARD, closest, second)
+    assert "ZeRO stage" not in changes("cuda", Phase.BACKWARD, closest, second, third)
+    thrifty = make_candidate(1, 1, activation_checkpointing=True)
+    assert "try: ZeRO stage 1 -> 2; optimizer offload" in changes("cuda", Phase.BACKWARD, closest, thrifty)
+    assert "offload" not in changes("cpu", Phase.BACKWARD, closest), "a CPU rank keeps what it offloads"
+    in_step = changes("cuda", Phase.STEP, closest)
+    assert "try: ZeRO stage 1 -> 2; optimizer offload" in in_step, "no activations are held"
+    assert "--seq-len" not in in_step
 
 
 def test_what_ran_over_the_headroom_names_the_headroom_that_lets_it_win() -> None:

@@ -101,6 +101,13 @@ def test_all_outputs_of_a_study_agree_and_no_margin_is_negative(
         assert f"{speed:.4g} samples/s" in terminal
         assert f"{speed:.4g} samples/s" in page
 
+    why = told["why_no_winner"]
+    assert bool(why) == (winner is None)
+    said = "\n".join((report.verdict.head, *report.verdict.lines)).lower()
+    for line in why:
+        assert line in terminal
+        assert all(part.lower() in said for part in line.split(": ", 1))
+
     margin, best = verdict["margin"], verdict["next_best"]
     reported = [gain for over, gain in gains.items() if over.startswith("the next best")]
     assert [gain.times - 1 for gain in reported] == ([] if margin is None else [margin])

@@ -110,17 +110,23 @@ def test_another_text_is_another_script(folder: Path) -> None:
     assert make_script(["train.py"], []).key != before
 
 
+AUTO, OF_TRAINER = "transformers.models.auto.modeling_auto", ("transformers.trainer", "transformers.training_args")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("import torch\n", []),
         ("from peft import x", ["accelerate", "peft"]),
-        ("from transformers import Trainer", ["accelerate", "transformers.trainer", "transformers.training_args"]),
+        ("from transformers import AutoModel", ["accelerate", AUTO]),
+        ("from transformers import Trainer", ["accelerate", AUTO, *OF_TRAINER]),
+        ("import transformers\nclass Mine(transformers.Seq2SeqTrainer): ...", ["accelerate", AUTO, *OF_TRAINER]),
+        ("from lightning import Trainer", []),
         ("import datasets, trl", ["accelerate", "datasets", "transformers.trainer", "trl"]),
         ("import mytransformers\n", []),
     ],
 )
-def test_what_is_worth_importing_beforehand(folder: Path, text: str, expected: list[str]) -> None:
+def test_modules_are_imported_beforehand_that_the_script_imports(folder: Path, text: str, expected: list[str]) -> None:
     (folder / "train.py").write_bytes(text.encode() + b"# \xff")
     assert heavy_imports(make_script(["train.py"], [])) == expected
     assert heavy_imports(Script(("gone.py",), str(folder))) == []

@@ -205,7 +205,7 @@ def test_where_nothing_is_predicted_to_fit_the_least_is_tried(replay_table: Repl
     proposer = Proposer(candidates, space, job, small, 0, Predictor(job, small, trace_job(job)))
     tried = 0
     while (proposal := proposer.next()) is not None:
-        assert "nothing is predicted to fit" in proposal.note
+        assert "nothing is likely to fit" in proposal.note
         tried += 1
         proposer.observe(proposal.candidate, Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=GIB))
     assert 1 <= tried <= 4

@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 
 from autotune.executors.replay import ReplayTable, Row
+from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
-from autotune.problem.outcome import OutcomeKind
+from autotune.problem.outcome import Outcome, OutcomeKind
+from autotune.problem.space import load_space
+from autotune.search.proposer import Proposer
+from autotune.search.stopping import StopReason
+from autotune.util.units import MIB
+from tests.conftest import capped_ranks, make_job
 from tests.search.test_tuner import search
 
 TABLE = Path(__file__).parents[1] / "data" / "qwen2.5-0.5b_2xrtx4090.csv.gz"
@@ -28,6 +34,20 @@ def test_where_nothing_runs_the_search_ends_soon(replay_table: ReplayTable, kind
     if kind is OutcomeKind.OOM_DEVICE:
         assert result.ended.startswith("nothing fits")
         assert len({c.stage for _, c, _ in executor.log.trials}) == 4, "each stage had its turn"
+
+
+def test_ooms_that_were_not_expected_lead_to_the_thriftiest_of_every_stage() -> None:
+    """Seven trials under a tight cap were of stages 0 and 1, at settings of the same size, until the budget ended."""
+    job, hardware, space = make_job(seq_len=64), capped_ranks(440), load_space("cpu_demo")
+    proposer = Proposer(space.candidates(job), space, job, hardware, 0, traced_predictor(job, hardware))
+    tried: list[Candidate] = []
+    while (found := proposer.next(60.0)) is not None:
+        tried.append(found.candidate)
+        proposer.observe(found.candidate, Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=32 * MIB))
+    assert {one.stage for one in tried[-4:]} == {0, 1, 2, 3}
+    assert len(tried) <= 7
+    assert proposer.stopped is not None
+    assert proposer.stopped.reason is StopReason.NOTHING_FITS
 
 
 @pytest.mark.slow

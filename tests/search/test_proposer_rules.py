@@ -101,7 +101,7 @@ def test_fallback_without_a_fit_applies_if_nothing_is_predicted_to_fit(replay_ta
     assert decide(make_proposer(replay_table), "fallback without a fit") is None
     found = decide(make_proposer(replay_table, capacity_gib=0.5), "fallback without a fit")
     assert isinstance(found, Proposal)
-    assert "nothing is predicted to fit" in found.note
+    assert "nothing is likely to fit" in found.note
 
 
 def test_first_fit_proposes_the_best_predicted_until_one_fits(replay_table: ReplayTable) -> None:

@@ -54,7 +54,7 @@ def test_a_study_may_be_called_as_anybody_likes(
     assert [path.name for path in Path("runs").iterdir()] == [name]
     assert StudyStore.load(name).name == StudyStore.load(str(folder)).name == made[0].name == name
     code, out, err = call(monkeypatch, capsys, "show", name)
-    assert (code, "no winner yet" in out, err) == (0, True, "")
+    assert (code, "no trial has ended yet" in out, err) == (0, True, "")
     (folder / "study.db").write_text("no database")
     with pytest.raises(UserError, match="is no SQLite database that can be read"):
         StudyStore.load(name)

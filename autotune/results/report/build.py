@@ -108,7 +108,7 @@ def study_report(
         ceiling_bytes=hardware.ceiling_bytes,
         headroom=hardware.headroom,
         objective=str(store.attributes.get("objective", "samples per second, all ranks")),
-        verdict=_verdict(store, facts, records, candidates),
+        verdict=_verdict(store, facts, records),
         trials=trials,
         varying=varying,
         constant=constant,
@@ -229,13 +229,11 @@ def _knobs(candidates: Sequence[Candidate]) -> tuple[tuple[str, ...], tuple[tupl
 # -- the verdict -----------------------------------------------------------------------------------------------------------
 
 
-def _verdict(
-    store: StudyStore, facts: StudyFacts, records: list[Record], candidates: Sequence[Candidate]
-) -> WinnerSummary:
+def _verdict(store: StudyStore, facts: StudyFacts, records: list[Record]) -> WinnerSummary:
     winner = facts.winner
     measured = winner.outcome.measurement if winner is not None and winner.outcome is not None else None
     if winner is None or measured is None:
-        return _no_winner(store, facts, records, candidates)
+        return _no_winner(store, facts)
     job, verified = store.job, facts.verified
     config = (store.folder or Path()) / f"{store.name}.json"
     exported = Code("DeepSpeed config", json.dumps(masked_data(deepspeed_config(winner.candidate, job)), indent=2))
@@ -277,26 +275,19 @@ def _verdict(
     )
 
 
-def _no_winner(
-    store: StudyStore, facts: StudyFacts, records: list[Record], candidates: Sequence[Candidate]
-) -> WinnerSummary:
+def _no_winner(store: StudyStore, facts: StudyFacts) -> WinnerSummary:
     # a masked command would not run
     again = tuple(Code("go on", command) for command in store.commands[-1:] if MASK not in command)
     own = own_line(facts, store.job)
-    if not facts.trials:
-        return WinnerSummary(
-            None, "Nothing was tried yet.", lines=("This study has no finished trial.",), run_now=again
-        )
     if facts.best is not None:
         why = facts.stop_reason
         said = f"The search ended: {why}." if why else "The search was stopped before it ended."
-        return WinnerSummary(None, "No winner was chosen yet.", own=own, lines=(said,), run_now=again)
-    tried = {record.candidate for record in records}
-    untried = [candidate for candidate in candidates if candidate not in tried]
-    head, *lines = no_winner_lines(facts, store.hardware, tried, untried)
-    if not lines:
-        head, lines = "No config can win.", [head]
-    return WinnerSummary(None, f"{head[0].upper()}{head[1:]}.", own=own, lines=tuple(lines), run_now=again)
+        return WinnerSummary(None, "No winner yet.", own=own, lines=(said,), run_now=again)
+    first, *lines = no_winner_lines(facts, store.hardware)
+    head, _, rest = first.partition(": ")
+    return WinnerSummary(
+        None, f"{head[0].upper()}{head[1:]}.", own=own, lines=(*filter(None, [rest]), *lines), run_now=again
+    )
 
 
 def _checks(winner: Record, records: Sequence[Record], hardware: Hardware, job: Job) -> tuple[str, ...]:

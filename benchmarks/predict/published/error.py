@@ -1,7 +1,8 @@
 """Writes `autotune/data/predictor_error.json`: published figures and their predictions without calibration.
 
     python benchmarks/predict/published/published.py --json benchmarks/results/published.json
-    python benchmarks/predict/published/error.py [--of FILE] [--write FILE]
+    python benchmarks/run_all.py published-jobs
+    python benchmarks/predict/published/error.py [--of FILE …] [--write FILE]
     python benchmarks/predict/published/error.py --rows 40
     python benchmarks/predict/published/error.py --trials
 
@@ -191,7 +192,12 @@ def _residuals(cases: Sequence[Case]) -> Callable[[Floats], Floats]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--of", type=Path, default=RESULTS / "published.json", metavar="FILE", help="what it is made of"
+        "--of",
+        type=Path,
+        nargs="+",
+        default=[RESULTS / "published.json", RESULTS / "published-jobs.json"],
+        metavar="FILE",
+        help="what it is made of",
     )
     parser.add_argument("--write", type=Path, default=SHIPPED, metavar="FILE", help="where it goes")
     parser.add_argument(
@@ -213,10 +219,11 @@ def main() -> None:
         print(f"{held} of {len(found)} rows of {len({one['source'].rsplit(' ', 1)[0] for one in found})} sources held")
         return
     try:
-        read = json.loads(arguments.of.read_text())["rows"]
+        read = [row for path in arguments.of for row in json.loads(path.read_text())["rows"]]
         rows = [shipped(one) for one in read if one["figure"] in FIGURES and one.get("sequence_ranks", 1) == 1]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        print(f"error: {arguments.of}: no result of published.py ({type(error).__name__}: {error})", file=sys.stderr)
+        files = ", ".join(map(str, arguments.of))
+        print(f"error: {files}: no result of published.py ({type(error).__name__}: {error})", file=sys.stderr)
         raise SystemExit(2) from None
     lines = ",\n".join("  " + json.dumps(one) for one in rows)
     source = json.dumps(

@@ -75,6 +75,7 @@ class Settings:
     attention: str | None = None
     loss: str = "own"  # one of `trace.LOSSES`
     liger: bool = False
+    keeps_inputs: bool = False  # 4-bit layers save their inputs until backward
     task: str = CAUSAL
     compiled: bool = False
     rate_is: str | None = None  # total or per_gpu, where the figure's kind leaves it open
@@ -100,6 +101,7 @@ class Case:
     quantity: str  # allocated, reserved, nvml: bytes of one GPU; step: seconds; decision: 1 ran, 0 did not
     value: float
     doubts: tuple[str, ...] = ()
+    keeps_inputs: bool = False
 
     @property
     def configuration(self) -> tuple[Job, Candidate]:
@@ -146,6 +148,8 @@ def settings_of(row: Row) -> Settings:
         s.attention = "eager"
     _loss(row, s, s.model)
     s.compiled = row.says("torch.compile")
+    # bitsandbytes 0.41, autograd/_functions.py, MatMul4Bit.forward: `ctx.tensors = (A, B)`; 0.50 keeps the weight alone
+    s.keeps_inputs = bool(s.lora and s.lora.quantize and row.says("bitsandbytes 0.41"))
     return s
 
 
@@ -287,7 +291,7 @@ def cases_of(row: Row, s: Settings) -> list[Case]:
     assert s.model
 
     def case(candidate: Candidate, value: float) -> Case:
-        return Case(row, job, hardware, candidate, s.loss, s.quantity, value, tuple(s.doubts))
+        return Case(row, job, hardware, candidate, s.loss, s.quantity, value, tuple(s.doubts), s.keeps_inputs)
 
     if s.quantity == "decision":
         if s.largest is None and s.ran is None:

@@ -106,7 +106,21 @@ def _trace(case: Case) -> Trace:
 
 
 def predictor_of(case: Case) -> Predictor:
-    return Predictor(case.job, case.hardware, _trace(case))
+    trace = _trace(case)
+    return Predictor(case.job, case.hardware, _with_inputs(trace) if case.keeps_inputs else trace)
+
+
+def _with_inputs(trace: Trace) -> Trace:
+    """The trace if frozen layers saved their inputs from forward to backward; a checkpoint drops them."""
+    run = trace.plain
+    (fixed, each), left = run.frozen_only, run.after_forward[1]
+    shares = [min(1.0, max(0.0, one / left)) if left > 0 else 0.0 for one in run.per_sequence]
+    kept = dataclasses.replace(
+        run,
+        fixed=[one + share * fixed for one, share in zip(run.fixed, shares, strict=True)],
+        per_sequence=[one + share * each for one, share in zip(run.per_sequence, shares, strict=True)],
+    )
+    return dataclasses.replace(trace, plain=kept)
 
 
 def parameters_of(case: Case) -> int:

@@ -466,7 +466,7 @@ def test_it_is_written_where_it_is_asked_for(
 ) -> None:
     open_study(there / "runs")
     assert call(monkeypatch, capsys, "report", "s") == (0, "wrote runs/s/s.html\n", "")
-    assert "Nothing was tried yet." in (there / "runs" / "s" / "s.html").read_text()
+    assert "No trial has ended yet." in (there / "runs" / "s" / "s.html").read_text()
     code, out, _ = call(monkeypatch, capsys, "report", "s", "--out", "there.html", "--json")
     assert (code, json.loads(out)) == (0, {"files": ["there.html"]})
 

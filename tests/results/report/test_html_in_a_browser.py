@@ -76,7 +76,7 @@ def test_the_sections_are_there(browser: Browser, pages: Pages) -> None:
 @pytest.mark.slow
 def test_an_empty_study_says_so(browser: Browser, pages: Pages) -> None:
     browser.open(pages("empty"))
-    assert "Nothing was tried yet." in browser.text("#verdict")
+    assert "No trial has ended yet." in browser.text("#verdict")
     assert browser.shown("svg.plot") == 0
     assert browser.complaints() == []
 
