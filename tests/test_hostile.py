@@ -210,6 +210,26 @@ def test_no_file_of_the_reader_is_written_through_a_link_in_the_studys_folder(
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "create trigger t after update on studies begin delete from trials; end",
+        "alter table trial_user_attributes rename to x; create view trial_user_attributes as with recursive n(i) as "
+        "(select 1 union all select i + 1 from n) select i as trial_user_attribute_id, 1 as trial_id, 'k' || i as key, "
+        "'1' as value_json from n",
+    ],
+    ids=["trigger", "endless view"],
+)
+def test_a_study_with_a_program_in_its_database_is_refused(tmp_path: Path, planted: str) -> None:
+    trap = lay(tmp_path)
+    with closing(sqlite3.connect(trap.study / "study.db")) as connection:
+        connection.executescript(planted)
+    done = trap.call("show", "s")
+    assert done.returncode == 2
+    assert "views or triggers" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
 def test_a_planted_journal_deletes_no_file_of_the_reader(tmp_path: Path) -> None:
     """SQLite deletes the file that a rollback journal names as its super-journal."""
     trap, mine = lay(tmp_path), tmp_path / "thesis"

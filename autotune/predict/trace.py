@@ -31,9 +31,9 @@ from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.models import IMAGE_TEXT
 from autotune.rank.sandbox import remove
-from autotune.util.entry_points import NOT_PROTECTED, SANDBOX, TRACER, WITHOUT_SANDBOX
+from autotune.util.entry_points import NOT_PROTECTED, TRACER
 from autotune.util.files import write_atomically
-from autotune.util.interpreter import Interpreter, module_command
+from autotune.util.interpreter import Interpreter, sandboxed_command
 from autotune.workers.launchers import IMPORT_SECONDS
 
 __all__ = ["LOSSES", "Trace", "trace_job", "trace_jobs", "traced_predictor"]
@@ -91,12 +91,11 @@ def _tracer(
     Raises:
         NotProtected: the machine offers none, and `agreed` is false.
     """
-    words = [WITHOUT_SANDBOX] if agreed else []
     seen = {} if "--sizes" in options else _NO_GPU
     with (
         temporary_folder() as folder,
         subprocess.Popen(
-            module_command(interpreter.path, SANDBOX, str(folder), *words, TRACER, *options),
+            sandboxed_command(interpreter.path, str(folder), TRACER, *options, agreed=agreed),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

@@ -16,8 +16,8 @@ from typing import Any
 
 from autotune.errors import NotProtected, UserError, did_you_mean
 from autotune.util.bounds import display_value, parse_json, read_text
-from autotune.util.entry_points import HUB_READER, NOT_PROTECTED, SANDBOX, WITHOUT_SANDBOX
-from autotune.util.interpreter import OWN, Interpreter, module_command
+from autotune.util.entry_points import HUB_READER, NOT_PROTECTED
+from autotune.util.interpreter import OWN, Interpreter, sandboxed_command
 from autotune.versions import release
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -100,8 +100,8 @@ def _from_hub(name: str, trust_remote_code: bool, unprotected: bool, interpreter
     """Read the configuration in a subprocess: this process never imports transformers."""
     flags = ["--trust-remote-code"] if trust_remote_code else []
     with tempfile.TemporaryDirectory(prefix="autotune-") as folder:  # takes what remote code writes
-        agreed = [WITHOUT_SANDBOX] if unprotected or not trust_remote_code else []
-        command = module_command(interpreter.path, SANDBOX, folder, *agreed, HUB_READER, *flags, name)
+        agreed = unprotected or not trust_remote_code
+        command = sandboxed_command(interpreter.path, folder, HUB_READER, *flags, name, agreed=agreed)
         environment = interpreter.environment()
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, encoding="utf-8")
     if done.returncode == NOT_PROTECTED:

@@ -132,14 +132,14 @@ class Sandbox:
                 linux.restrict_writes(["/"])
             if linux.in_user_namespace():
                 os.rename, os.replace = linux.copying_rename(os.rename), linux.copying_rename(os.replace)
-            linux.keep_capabilities(() if linux.in_user_namespace() else linux.CONTAINER_CAPABILITIES)
+            linux.keep_capabilities(() if linux.in_user_namespace() else linux.FILE_CAPABILITIES)
         elif self.protection is Protection.LANDLOCK:
             os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tmp-", dir=home)  # short: sockets
             own = "/proc" if linux.in_user_namespace() or os.getuid() else "/proc/self"  # root may change settings
             linux.restrict_writes(
                 [*writable, str(self.folder), _SHARED_MEMORY], files_in=[*linux.training_devices(), own]
             )
-            linux.keep_capabilities(linux.CONTAINER_CAPABILITIES)
+            linux.keep_capabilities(linux.FILE_CAPABILITIES)
             linux.ignore_attribute_changes()
         os.chdir(self.script_cwd)
 
@@ -267,7 +267,7 @@ class _Tree:
                 if _contains(path, mount) and mount != _TERMINALS:  # a file of Kubernetes, large pages
                     with suppress(OSError):  # it lies below another mount
                         linux.make_read_only(self._at(mount))
-            for device in linux.machine_devices(self._mounts) if path == "/dev" else ():
+            for device in linux.machine_devices() if path == "/dev" else ():
                 with suppress(FileNotFoundError):  # unplugged since
                     linux.mount(device, self._at(device), linux.BIND)
                     linux.make_read_only(self._at(device), devices=False)
@@ -394,12 +394,17 @@ class _Tree:
                 with suppress(OSError):  # it lies below another mount
                     self._show(path)
         self._overlay(_SHARED_MEMORY, self._at(_SHARED_MEMORY), self._memory)
-        sockets = {path for path in linux.listening_sockets() if not path.startswith(_KERNEL_FOLDERS)}
-        for path in dict.fromkeys([*sockets, *writable]):
+        for path in (one for one in linux.listening_sockets() if not one.startswith(_KERNEL_FOLDERS)):
             with suppress(OSError):
-                linux.mount(path, at := self._at(os.path.realpath(path)), linux.BIND | linux.RECURSIVE)
-                if path in sockets:  # can be connected to, but not changed
+                at = self._at(os.path.realpath(path))
+                if linux.serves_every_user(path):  # it can be connected to, but not changed
+                    linux.mount(path, at, linux.BIND)
                     linux.make_read_only(at)
+                elif os.path.samestat(os.stat(path), os.stat(at)):  # its daemon would do what the script may not
+                    linux.mount(os.devnull, at, linux.BIND)
+        for path in writable:
+            with suppress(OSError):
+                linux.mount(path, self._at(os.path.realpath(path)), linux.BIND | linux.RECURSIVE)
         linux.change_root(self._root)
 
     def _at(self, path: str) -> str:

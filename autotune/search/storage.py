@@ -216,7 +216,11 @@ def _check_sqlite(path: Path, reading: bool) -> None:
             # which needs writing
             address = f"{path.absolute().as_uri()}?mode=rw"
             with closing(sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS)) as connection:
-                connection.execute("select count(*) from sqlite_master").fetchone()
+                programs = connection.execute(
+                    "select 1 from sqlite_master where type in ('view', 'trigger')"
+                ).fetchone()
+            if programs:  # they run at each read or write, and a view may never end
+                raise UserError(f"{path} has views or triggers, which no study has: name the database of a study")
         except sqlite3.DatabaseError as error:
             if _DISK_FAILS.search(str(error)):
                 raise MachineError(

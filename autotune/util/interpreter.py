@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from autotune.errors import UserError
 from autotune.util import inquiry
+from autotune.util.entry_points import SANDBOX, WITHOUT_SANDBOX
 from autotune.util.files import cache_root
 
 ANSWER_SECONDS = 60.0  # for an interpreter to answer; a cold conda on a network takes ten
@@ -187,6 +188,16 @@ def other_python(interpreter: Interpreter) -> str | None:
 def module_command(python: str, module: str, *arguments: str) -> list[str]:
     """Return the words that run a module of this package like `-m`, but without searching the current folder."""
     return [python, "-c", APART + _RUN, module, *arguments]
+
+
+def sandboxed_command(python: str, folder: str, module: str, *arguments: str, agreed: bool) -> list[str]:
+    """Return `module_command` for a module that runs in a sandbox; its exit status is NOT_PROTECTED if there is none.
+
+    Args:
+        folder: takes what the module writes.
+        agreed: run it without a sandbox on a machine that offers none.
+    """
+    return module_command(python, SANDBOX, folder, *([WITHOUT_SANDBOX] if agreed else []), module, *arguments)
 
 
 def bound_command(python: str, module: str, *arguments: str) -> list[str]:

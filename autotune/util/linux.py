@@ -395,6 +395,15 @@ def listening_sockets() -> list[str]:
     return [path for path in paths if path.startswith("/")]
 
 
+def serves_every_user(path: str) -> bool:
+    """Return whether every user can connect to a socket, whose daemon is another user's: it does not act for this one."""
+    state = os.stat(path)
+    reached = all(one.stat().st_mode & stat.S_IXOTH for one in Path(os.path.realpath(path)).parents)
+    return (
+        stat.S_ISSOCK(state.st_mode) and bool(state.st_mode & stat.S_IWOTH) and reached and state.st_uid != os.getuid()
+    )
+
+
 def in_user_namespace() -> bool:
     """Return whether this process lives in a user namespace that does not know every user."""
     return Path("/proc/self/uid_map").read_text(encoding="utf-8").split() != ["0", "0", str(2**32 - 1)]
@@ -412,40 +421,39 @@ def machine_settings() -> list[str]:
     return found
 
 
-def machine_devices(mounts: Collection[str], folder: str = "/dev") -> list[str]:
+def machine_devices(folder: str = "/dev") -> list[str]:
     """Return the machine's own devices that this process may write to.
 
     These are block devices, and character devices that neither every user nor a group without disks may write to, such as
     SCSI and NVMe commands, /dev/mem, /dev/kmsg and watchdogs. Devices of trainings are open to other users.
 
     Args:
-        mounts: mount points, below which no device is looked for.
         folder: folder of the devices.
     """
     found = {}
-    for path, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if os.path.join(path, name) not in mounts]
-        for device in (os.path.join(path, name) for name in names):
-            with suppress(OSError):
-                mode = (state := os.lstat(device)).st_mode
-                if (stat.S_ISBLK(mode) or (stat.S_ISCHR(mode) and mode & stat.S_IWUSR)) and os.access(device, os.W_OK):
-                    found[device] = state
+    for device, state in _devices(folder):
+        mode = state.st_mode
+        if (stat.S_ISBLK(mode) or mode & stat.S_IWUSR) and os.access(device, os.W_OK):
+            found[device] = state
     groups = {0, *(state.st_gid for state in found.values() if stat.S_ISBLK(state.st_mode))}
     writers = {path: stat.S_IWOTH | (0 if state.st_gid in groups else stat.S_IWGRP) for path, state in found.items()}
     return [one for one, state in found.items() if stat.S_ISBLK(state.st_mode) or not state.st_mode & writers[one]]
 
 
 def training_devices() -> list[str]:
-    """Return paths that hold all devices except for the `machine_devices`."""
-    machine = machine_devices(mount_points())
+    """Return the terminals' folder and all devices except for the `machine_devices`; regular files in /dev are none."""
+    machine = {*machine_devices()}
+    return ["/dev/pts", *(device for device, _ in _devices("/dev") if device not in machine)]
 
-    def others(folder: str) -> Iterator[str]:
-        for entry in os.scandir(folder):
-            if not entry.is_symlink() and entry.path not in machine:
-                holds = any(path.startswith(f"{entry.path}/") for path in machine)
-                yield from others(entry.path) if holds else [entry.path]
 
-    return [*others("/dev")] if machine else ["/dev"]
+def _devices(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield all devices below a folder, except for terminals."""
+    for path, folders, names in os.walk(folder):
+        folders[:] = {*folders}.difference(("pts", "shm"))
+        for device in (os.path.join(path, name) for name in names):
+            with suppress(OSError):  # unplugged since
+                if stat.S_ISCHR((state := os.lstat(device)).st_mode) or stat.S_ISBLK(state.st_mode):
+                    yield device, state
 
 
 def make_cuda_device(devices: str = "/dev") -> None:
@@ -462,10 +470,10 @@ def make_cuda_device(devices: str = "/dev") -> None:
             subprocess.run(words, stdin=null, stdout=null, stderr=null, timeout=60, check=False)
 
 
-# capabilities(7) that root keeps: chown, dac_override, fowner, fsetid, kill, setgid, setuid, setpcap, net_bind_service, net_raw,
-# sys_chroot, audit_write, setfcap, as in a container (moby, oci/caps/defaults.go, without mknod), and ipc_lock and
-# sys_resource, to pin memory and to raise limits. A kernel's new ones are not among them.
-CONTAINER_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 29, 31, 14, 24)
+# capabilities(7) that root keeps: what ends at files, which the sandbox guards (chown, dac_override, fowner, fsetid), and at the
+# process itself (setgid, setuid, setpcap, ipc_lock to pin memory, sys_chroot, sys_resource to raise limits). All others are
+# dropped, a later kernel's too.
+FILE_CAPABILITIES = (0, 1, 3, 4, 6, 7, 8, 14, 18, 24)
 
 
 def keep_capabilities(numbers: Collection[int]) -> None:

@@ -169,6 +169,7 @@ class LocalWorkers:
         self._rank_pids: dict[int, int] = {}  # rank -> its own pid, not that of an interpreter's wrapper
         self._liveness = LivenessCheck(self._any_meter.busy)
         self._signalled = False  # True once a signal to end was sent
+        self._final: dict[int, int] | None = None  # exit statuses at the end: the launcher serves later groups
         self._monitor: MemoryMonitor | None = None
         self._oom_kills = kernel_oom_kills()
 
@@ -258,6 +259,8 @@ class LocalWorkers:
 
     def statuses(self) -> dict[int, int]:
         """Return the exit status of each rank that has ended."""
+        if self._final is not None:
+            return self._final
         found = {rank: self._launcher.status(pid) for rank, pid in zip(self.numbers, self.pids, strict=False)}
         return {rank: status for rank, status in found.items() if status is not None}
 
@@ -343,6 +346,8 @@ class LocalWorkers:
             for process in left:
                 self._print_line(f"{process} cannot be ended: the kernel has not let it go")
         finally:
+            self._final = self.statuses()
+            self._launcher.forget(self.pids)
             for channel in (*self._channels.values(), *self._unidentified):
                 channel.close()
             self._close_listener()

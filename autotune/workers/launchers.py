@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -61,6 +61,9 @@ class Launcher(Protocol):
     def status(self, pid: int) -> int | None:
         """Return the exit code, negative for a signal, or None while it runs."""
 
+    def forget(self, pids: Iterable[int]) -> None:
+        """Drop the exit statuses of ranks that have ended."""
+
     def descendants(self) -> list[psutil.Process]:
         """Return the processes that dead ranks left running."""
 
@@ -108,6 +111,11 @@ class SpawnLauncher:
         """Return the exit status of a rank, or None while it runs."""
         process = self._processes.get(pid)
         return process.poll() if process else None
+
+    def forget(self, pids: Iterable[int]) -> None:
+        """Drop the exit statuses of ranks that have ended."""
+        for pid in [one for one in pids if self.status(one) is not None]:
+            del self._processes[pid]
 
     def descendants(self) -> list[psutil.Process]:
         """Return the processes that ranks have started."""
@@ -245,6 +253,11 @@ class ForkLauncher:
         if pid not in self._statuses and self._channel.closed:
             return -signal.SIGKILL  # the server has ended, and its children with it
         return self._statuses.get(pid)
+
+    def forget(self, pids: Iterable[int]) -> None:
+        """Drop the exit statuses of ranks that have ended."""
+        for pid in pids:
+            self._statuses.pop(pid, None)
 
     def _take(self, message: Message | None) -> None:
         if message is None:

@@ -1,17 +1,20 @@
 """Memory and descriptors of the tuner:
 `python benchmarks/reliability/growth.py [--replayed 1000 106] [--live 100] [--json FILE]`.
 
-`autotune run` replays a table, once for each count, and then measures on two CPU ranks. Between trials its anonymous memory is
-read, after a collection and `malloc_trim`, with its open descriptors and the bytes of all objects that the search keeps: its
-history. Pages of files do not count: they are private while no other process maps the same library. The fork server's memory and
-descriptors are read too. A line is fitted to each over the second half of the trials, when windows and caches are full, with the
-95 % interval of its slope. Memory beyond the history is a leak. The residuals are not independent (an allocator grows in steps of
-1 MiB), so the interval is a lower bound of the uncertainty.
+`autotune run` measures on two CPU ranks, and replays a table, once for each count. Between trials its anonymous memory is read,
+after a collection and `malloc_trim`, with its open descriptors and the bytes of all objects that the search keeps: its history.
+Bytes that are allocated in the heaps of Python and of the C library are read as well: memory that grows without them is free
+pieces of the heap, which a later trial takes. Pages of files do not count: they are private while no other process maps the same
+library. The fork server's memory and descriptors are read too. A line is fitted to each over the second half of the trials, when
+windows and caches are full, with the 95 % interval of its slope. Memory beyond the history is a leak. The residuals are not
+independent (an allocator grows in steps of 1 MiB), so the interval is a lower bound of the uncertainty. A late import is one
+step: the largest step is shown, and the slopes without it.
 
 NumPy keeps seven freed blocks of each size below 1 KiB (3.6 MiB, numpy/_core/src/multiarray/alloc.cpp), which fill as arrays grow
 with the trials: they are taken before the first trial.
-The windows hold 128 and 512 outcomes, more than a quarter of an hour of live trials: theirs hold WINDOW. As many replayed trials
-with the usual windows show the growth before they are full.
+The windows hold 128 and 512 outcomes, more than a quarter of an hour of live trials: theirs hold WINDOW. As many are replayed
+with such windows: the difference is what measuring adds. A short replay with the usual windows shows the growth before they are
+full.
 `--replayed` without a count, or `--live 0`, leaves those rows of `--json` as they are.
 """
 
@@ -22,6 +25,7 @@ import ctypes
 import gc
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -53,7 +57,7 @@ from benchmarks.reliability.planting import SPACE
 from benchmarks.reliability.study_calls import RUN
 
 WINDOW = 12  # outcomes
-LIVE = f"live, two CPU ranks, windows of {WINDOW}"
+LIVE, REPLAYED = f"live, two CPU ranks, windows of {WINDOW}", f"as many replayed, windows of {WINDOW}"
 WARM_UP = 0.5  # share of the trials that are left out of the fit
 SAMPLES = 40
 SURE = statistics.NormalDist().inv_cdf(0.975)
@@ -65,6 +69,7 @@ class Samples:
 
     trials: list[int] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)  # bytes, anonymous
+    allocated: list[float] = field(default_factory=list)  # bytes that the process uses of them, and of its heaps
     descriptors: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # bytes of the history, by part
     server_memory: list[float] = field(default_factory=list)  # bytes, anonymous; empty without a fork server
@@ -79,6 +84,7 @@ class Samples:
         ctypes.CDLL(None).malloc_trim(0)
         self.trials.append(trials)
         self.memory.append(anonymous_bytes(process))
+        self.allocated.append(allocated_bytes())
         self.descriptors.append(process.num_fds())
         for name, kept_bytes in history_bytes(tuner).items():
             self.parts[name].append(kept_bytes)
@@ -90,6 +96,31 @@ class Samples:
 
 def anonymous_bytes(process: psutil.Process) -> int:
     return int(sum(one.anonymous for one in process.memory_maps(grouped=False)))
+
+
+class HeapFigures(ctypes.Structure):
+    """Bytes of the C library's heap: mallinfo(3)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def allocated_bytes() -> int:
+    """Bytes that are in use in the heaps of Python and of the C library."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = HeapFigures
+    with tempfile.TemporaryFile() as told:
+        standard_error = os.dup(2)
+        os.dup2(told.fileno(), 2)
+        sys._debugmallocstats()  # writes to descriptor 2
+        os.dup2(standard_error, 2)
+        os.close(standard_error)
+        told.seek(0)
+        found = re.search(rb"# bytes in allocated blocks += +([\d,]+)", told.read())
+    heap = libc.mallinfo2()
+    return heap.uordblks + heap.hblkhd + (int(found[1].replace(b",", b"")) if found else 0)
 
 
 def fill_numpy_cache() -> None:
@@ -167,6 +198,16 @@ def slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     return fitted.slope, SURE * spread**0.5
 
 
+def largest_step(y: Sequence[float]) -> int:
+    """Index of the sample after the largest rise."""
+    return max(range(1, len(y)), key=lambda at: y[at] - y[at - 1])
+
+
+def without_step(y: Sequence[float], at: int) -> list[float]:
+    """The samples without the rise before one of them."""
+    return [*y[:at], *(one - (y[at] - y[at - 1]) for one in y[at:])]
+
+
 def sampled(words: list[str], folder: Path, seconds: float, every: int, window: int = 0) -> Samples:
     """Run `autotune run` with these words as `child` does; it is ended after so many seconds."""
     samples_file = folder / "samples.json"
@@ -203,12 +244,17 @@ def row(what: str, samples: Samples) -> dict[str, Any]:
         return slope(samples.trials[first:], y[first:])
 
     history = samples.history
+    above = [(one - kept) / KIB for one, kept in zip(samples.memory, history, strict=True)]
+    allocated = [(one - kept) / KIB for one, kept in zip(samples.allocated, history, strict=True)]
+    step = first + largest_step(above[first:])
     measured: dict[str, list[float]] = {
         "memory, KiB a trial": [one / KIB for one in samples.memory],
         "history, KiB a trial": [one / KIB for one in history],
-        "above the history, KiB a trial": [
-            (one - kept) / KIB for one, kept in zip(samples.memory, history, strict=True)
-        ],
+        "above the history, KiB a trial": above,
+        "allocated, KiB a trial": [one / KIB for one in samples.allocated],
+        "allocated above the history, KiB a trial": allocated,
+        "without the largest step: above the history, KiB a trial": without_step(above, step),
+        "without the largest step: allocated above the history, KiB a trial": without_step(allocated, step),
         "descriptors a trial": samples.descriptors,
     }
     if len(samples.server_memory) == len(samples.trials):
@@ -219,6 +265,8 @@ def row(what: str, samples: Samples) -> dict[str, Any]:
         "count": samples.trials[-1],
         "memory, MiB": samples.memory[-1] / MIB,
         "descriptors": samples.descriptors[-1],
+        "largest step, KiB": above[step] - above[step - 1],
+        "largest step before trial": samples.trials[step],
     }
     for name, y in measured.items():
         found[name], found[f"± {name}"] = grows(y)
@@ -237,22 +285,27 @@ def main() -> None:
     arguments = parse(parser, replayed=[30], live=8)
     if arguments.child:
         return child(arguments.child, arguments.every, arguments.window, arguments.words)
-    rows = []
+    rows: list[dict[str, Any]] = []
+
+    def add(what: str, samples: Samples) -> None:
+        rows.append(row(what, samples))
+        write_json(arguments.json, [*kept_rows(arguments.json, "trials", [one["trials"] for one in rows]), *rows])
+
     with tempfile.TemporaryDirectory(prefix="growth-") as name:
         folder = Path(name)
-        for count in arguments.replayed:
-            write_table(folder, max(4 * count, 200))  # dominance rules two of three out
-            words = ["--executor", f"replay:{NAME}.csv.gz", "--study", f"replayed{count}", "--budget", "100h"]
-            words += ["--exhaustive", "--yes", "--max-trials", str(count)]
-            rows.append(row(f"{count} replayed", sampled(words, folder, 3600.0, max(1, count // SAMPLES))))
         if arguments.live:
             (folder / "faults.yaml").write_text(SPACE)
-            words = [*RUN, "--budget", "1h", "--max-trials", str(arguments.live)]
+            words = [*RUN, "--budget", "2h", "--max-trials", str(arguments.live)]
             every = max(1, arguments.live // SAMPLES)
-            rows.append(row(LIVE, sampled(words, folder, arguments.seconds, every, WINDOW)))
-    rows = [*kept_rows(arguments.json, "trials", [one["trials"] for one in rows]), *rows]
+            add(LIVE, sampled(words, folder, arguments.seconds, every, WINDOW))
+        alike = [(rows[0]["count"], WINDOW)] if rows else []
+        for count, window in [*alike, *((count, 0) for count in arguments.replayed)]:
+            write_table(folder, max(4 * count, 200))  # dominance rules two of three out
+            words = ["--executor", f"replay:{NAME}.csv.gz", "--study", f"replayed{count}-{window}", "--budget", "100h"]
+            words += ["--exhaustive", "--yes", "--max-trials", str(count)]
+            samples = sampled(words, folder, 3600.0, max(1, count // SAMPLES), window)
+            add(REPLAYED if window else f"{count} replayed", samples)
     print_table("growth of the tuner", rows)
-    write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -437,7 +437,9 @@ sandbox.main()
 @pytest.fixture
 def no_protection(monkeypatch: pytest.MonkeyPatch, tracer_process: None) -> None:
     """The kernel offers tracers no sandbox."""
-    monkeypatch.setattr(tracing, "module_command", lambda _, sandbox, *words: [sys.executable, "-c", REFUSED, *words])
+    monkeypatch.setattr(
+        "autotune.util.interpreter.module_command", lambda *words: [sys.executable, "-c", REFUSED, *words[2:]]
+    )
 
 
 def test_own_code_is_traced_without_a_sandbox_only_if_the_user_agrees(

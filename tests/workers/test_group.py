@@ -393,6 +393,23 @@ def test_a_rank_is_not_taken_for_an_earlier_one_of_the_same_number() -> None:
     assert server.status(4242) is None
 
 
+def test_exit_statuses_of_ended_ranks_are_forgotten() -> None:
+    """A tuner of thousands of trials would keep each."""
+    server, spawner = Server(), SpawnLauncher({**os.environ})
+    server.answer("exited", pid=4242, status=0)
+    assert server.status(4242) == 0
+    server.forget([4242, 4243])
+    assert server.status(4242) is None
+    pid = spawner.launch("this", "nowhere", 0)
+    spawner.forget([pid])
+    while spawner.status(pid) is None:
+        assert spawner._processes, "it was forgotten while it ran"
+        time.sleep(0.01)
+    assert spawner.status(pid) == 0
+    spawner.forget([pid, 1])
+    assert spawner.status(pid) is None
+
+
 def test_a_refused_fork_is_the_machines_trouble_of_that_launch_alone() -> None:
     server = Server()
     server.answer("refused", ticket="earlier#0", errno=12, text="Cannot allocate memory")
