@@ -210,7 +210,7 @@ def _run(
             tracking.begin(store.name, work, _tracked_job(setup), partial(_predicted_figures, predictor))
             begin_with_rates(setup, store, predictor, observer.print_line)
             candidates, left_out = predictor.buildable(setup.candidates)
-            wider = [f"{note}; predictions are wider for it" for note in predictor.notes()]
+            wider = [f"wider predictions: {note}" for note in predictor.notes()]
             for line in [*left_out, *wider]:
                 observer.print_line(line)
             with deadline.no_more_trials():

@@ -489,6 +489,7 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
 _INNER = ("intermediate_size", "n_inner", "hidden_dim", "d_ff", "encoder_ffn_dim")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_OVER_VOCABULARY = (*DECODED, MASKED, SEQ2SEQ)  # tasks with a head as wide as the vocabulary
 
 
 def _first(config: Config, names: tuple[str, ...]) -> int | None:
@@ -524,8 +525,7 @@ def fsdp_settings(config: Config, elements: float) -> dict[str, float]:
     if not blocks and one is not None:
         of_t5 = one if str(text.get("model_type", "")).endswith("t5") else 0
         blocks = one + int(text.get("num_decoder_layers") or of_t5)
-    tables = 1 if text.get("tie_word_embeddings") else 2
-    ends = int(text.get("vocab_size", 0)) * (_first(text, _HIDDEN) or 0) * tables if blocks else 0
+    ends = sum(table_sizes(config)) if blocks else 0
     block = max(1, int((elements - ends) / max(1, blocks)))
     zero = "zero_optimization.stage3_"
     return {
@@ -536,6 +536,23 @@ def fsdp_settings(config: Config, elements: float) -> dict[str, float]:
         zero + "max_reuse_distance": ends + 2 * block,
         zero + "param_persistence_threshold": 0,
     }
+
+
+def table_sizes(config: Config, task: str = CAUSAL) -> list[int]:
+    """Return the elements of each table over the vocabulary: the embedding, and a head that is not tied to it.
+
+    A configuration without `tie_word_embeddings` has the default of transformers' base class, a tied head.
+    """
+    text: Config = config.get("text_config") or config
+    own_head = task in _OVER_VOCABULARY and not text.get("tie_word_embeddings", True)
+    return [int(text.get("vocab_size") or 0) * (_first(text, _HIDDEN) or 0)] * (1 + own_head)
+
+
+def layer_parameters(config: Config, task: str = CAUSAL) -> int | None:
+    """Return the parameters of all layers, every expert included; None for an unknown shape."""
+    text: Config = config.get("text_config") or config
+    found = matmul_parameters({**text, "num_experts_per_tok": _first(text, _EXPERTS)}, task)
+    return None if found is None else found - table_sizes(config)[0] * (task in _OVER_VOCABULARY)
 
 
 def matmul_parameters(config: Config, task: str = CAUSAL) -> int | None:
@@ -552,7 +569,7 @@ def matmul_parameters(config: Config, task: str = CAUSAL) -> int | None:
     heads = _first(text, _HEADS) or 1
     key_value = text.get("num_key_value_heads") or heads
     projections = hidden * attention * 2 + hidden * (attention // heads * key_value) * 2
-    head = hidden * vocabulary if task in (*DECODED, MASKED, SEQ2SEQ) else 0
+    head = hidden * vocabulary if task in _OVER_VOCABULARY else 0
     head += hidden * hidden if task == MASKED else 0  # layer of a masked head
     return int(layers * projections + _mlp_parameters(text, hidden, layers) + head)
 
@@ -653,11 +670,8 @@ def parameter_count(job: Job) -> int:
         return int(sum(profile["trained"]) + profile["frozen"])
     if job.model.parameters:
         return job.model.parameters
-    shape, products = dense_shape(job.model.config), matmul_parameters(job.model.config)
-    if shape is None or products is None:
-        return 0
-    text = job.model.config.get("text_config") or job.model.config
-    return products + shape[2] * int(text.get("hidden_size", text.get("n_embd", 0)))
+    layers = layer_parameters(job.model.config, job.task)
+    return 0 if layers is None else layers + sum(table_sizes(job.model.config, job.task))
 
 
 def size_seconds(job: Job, candidate: Candidate) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 
 from autotune.errors import UserError
 from autotune.predict.calibration import UNTRACED
-from autotune.predict.step_time import dense_shape, matmul_parameters
+from autotune.predict.step_time import dense_shape, layer_parameters, matmul_parameters, table_sizes
 from autotune.predict.trace_data import BACKWARD, FORWARD, Pass, Trace
 from autotune.problem.job import CHUNKED, FULL, LIGER_LOSS, Job
 from autotune.problem.models import CAUSAL, IMAGE_TEXT, SEQ2SEQ, VOCABULARY_SLICES, loss_in_kernel
@@ -222,9 +222,9 @@ def closed_form_trace(job: Job, why: str, sizes: Sizes | None = None) -> Trace:
     head = tokens * vocabulary * per_logit
     block = tokens * hidden * width  # bytes that a checkpointed layer keeps: its input
     flops, scores = 2.0 * products * tokens, 4.0 * layers * attention * tokens * tokens
-    tied = bool(text.get("tie_word_embeddings", True))
     # With adapters, only the sizes show how little is trained.
-    parameters, frozen = sizes or ([products // layers] * layers + ([] if tied else [hidden * vocabulary]), 0)
+    each = (layer_parameters(job.model.config, job.task) or 0) // layers
+    parameters, frozen = sizes or ([each] * layers + table_sizes(job.model.config, job.task), 0)
     gradients = float(width * sum(parameters))
     waiting = width * hidden * vocabulary * waits
 

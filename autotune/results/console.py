@@ -27,6 +27,7 @@ from autotune.problem.candidate import (
     CHECKPOINTING,
     KNOBS,
     MICRO_BATCH,
+    ZERO_DEFAULTS,
     Candidate,
     Value,
     describe,
@@ -712,6 +713,11 @@ def _closest_lines(facts: StudyFacts, record: Record, outcome: Outcome, hardware
     # a setup and an optimizer step hold no activations
     has_activations = outcome.measurement is not None or outcome.phase in (Phase.FORWARD, Phase.BACKWARD)
     changes = _open_changes(record.candidate, facts.too_large, hardware.device == "cuda", has_activations)
+    candidate = record.candidate
+    bucket_bytes = 2 * candidate.get("reduce_bucket_size", ZERO_DEFAULTS["reduce_bucket_size"])  # or twice that in fp32
+    has_bucket = candidate.stage and candidate.get("contiguous_gradients", True)
+    if has_bucket and bucket_bytes > (missing_bytes(outcome, hardware) or 0):
+        changes.insert(0, f"smaller reduce_bucket_size, whose buffer takes at least {format_bytes(bucket_bytes)}")
     return [*lines, f"cheapest changes to try: {'; '.join(changes[:5])}"]
 
 
@@ -749,5 +755,5 @@ def _open_changes(
         found.append("optimizer offload to CPU")
     elif on_gpu and candidate.stage == 3 and candidate.offload_param == "none" and is_open(offload_param="cpu"):
         found.append("parameter offload to CPU")
-    found += ["a shorter --seq-len"] * has_activations
+    found += ["shorter sequences"] * has_activations
     return [*found, "more GPUs (stages 1 to 3 split their states over them)", "--space low_memory"]

@@ -169,7 +169,8 @@ def diff_studies(first: StudyStore, second: StudyStore) -> StudyDiff:
     known = [mark.get(VERSIONS, {}) for mark in marks]
     spaces = ["the search spaces differ"] * (first.space_text != second.space_text)
     models = [mark["job"]["model"]["name"] for mark in marks]
-    left_out = (f"{VERSIONS}.", "job.model.config.") if models[0] != models[1] else (f"{VERSIONS}.",)
+    of_the_model = ("job.model.config.", "job.script.profile.") if models[0] != models[1] else ()
+    left_out = (f"{VERSIONS}.", *of_the_model)
     changed = [line for line in changes(*marks) if not line.startswith(left_out)]
     return StudyDiff(
         names=_names(first, second),

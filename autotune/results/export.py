@@ -203,7 +203,9 @@ def fsdp_notes(candidate: Candidate, job: Job, device: str = "cuda") -> list[str
         lines.append("FSDP offloads weights, gradients and states together, and steps on the CPU; it has no NVMe")
     if low:
         kept = (
-            "accelerate keeps trained weights in fp32, like DeepSpeed's masters" if sharded else "load weights in fp32"
+            "accelerate keeps trained weights in fp32, like DeepSpeed's masters"
+            if sharded
+            else "load trained weights in fp32"
         )
         lines.append(f"{kept}; it computes under torch.autocast, and DeepSpeed in {job.precision} throughout")
         lines.append(f"gradients are reduced in {job.precision if sharded else 'fp32'}, and the states are fp32")
@@ -427,15 +429,9 @@ def write_export(
     elif style == "hf":
         write_atomically(out, _config_json(training_arguments(candidate, job, device)))
     elif style == "fsdp":
-        notes = fsdp_notes(candidate, job, device)
-        meta_data = {
-            **meta_data,
-            "your_training_must": [
-                _started_with(meta_data.get("environment", {})),
-                *needs_of_model(candidate, job),
-                *notes,
-            ],
-        }
+        notes = [*needs_of_model(candidate, job), *fsdp_notes(candidate, job, device)]
+        started = _started_with(meta_data.get("environment", {}))
+        meta_data = {**meta_data, "your_training_must": [started, *notes]}
         text = yaml.safe_dump(fsdp_config(candidate, job, device, nodes), sort_keys=False)
         write_atomically(out, "".join(f"# {line}\n" for line in notes) + text)
     else:

@@ -456,7 +456,8 @@ def _figures(reference: TrainingTrace, trace: TrainingTrace, found: dict[str, li
         if name in found:
             parts.append(f"{name} " + " / ".join(f"{value:.4g}" for value in means(name)))
     if UPDATE in found:
-        parts.append(f"update {math.exp(statistics.fmean(found[UPDATE])):.2f}x")
+        ahead = " (stage 0 counts Adam's steps one ahead)" * (_is_early(reference) != _is_early(trace))
+        parts.append(f"update {math.exp(statistics.fmean(found[UPDATE])):.2f}x{ahead}")
     steps = max(map(len, found.values()))
     return ", ".join([*parts, "learning rate equal", counted(steps, "step")])
 

@@ -1,11 +1,14 @@
 """Arithmetic from configurations against what traced models compute."""
 
+import dataclasses
+
 import pytest
 
-from autotune.predict.step_time import matmul_parameters, model_flops_per_token
+from autotune.predict.step_time import matmul_parameters, model_flops_per_token, parameter_count
 from autotune.predict.trace import trace_job
+from autotune.predict.trace_cache import closed_form_trace
 from autotune.problem.job import Job, Lora
-from autotune.problem.models import ModelSpec, resolve_model
+from autotune.problem.models import ModelSpec, default_task, resolve_model
 from tests.conftest import make_job
 
 
@@ -60,3 +63,19 @@ def test_what_is_not_known() -> None:
     assert model_flops_per_token(Job(ModelSpec("it", {"model_type": "x"}, "here"), 1, 32)) is None
     blind = {**resolve_model("tiny-llava").config, "vision_config": {"image_size": 56}}
     assert model_flops_per_token(Job(ModelSpec("it", blind, "here"), 1, 32, task="image-text")) is None
+
+
+def test_parameters_by_the_configuration_are_the_published_ones() -> None:
+    """Tied heads, heads of their own, and experts: GPT-2 ties by a default that its configuration omits."""
+    for name in ("gpt2-xl", "llama-3.1-8b", "qwen3-0.6b", "mixtral-8x7b", "bert-large-uncased"):
+        model = resolve_model(name)
+        assert model.parameters is not None
+        job = Job(dataclasses.replace(model, parameters=None), 1, 64, task=default_task(model.config))
+        assert parameter_count(job) == pytest.approx(model.parameters, rel=0.005), name
+        assert sum(closed_form_trace(job, "a test").parameters) == pytest.approx(model.parameters, rel=0.005), name
+
+
+def test_a_classifier_has_an_embedding_and_no_head_over_the_vocabulary() -> None:
+    job = make_job(model="tiny-bert", task="classification", seq_len=64)
+    estimated, traced = closed_form_trace(job, "a test"), trace_job(job)
+    assert sum(estimated.parameters) == pytest.approx(sum(traced.parameters), rel=0.1)

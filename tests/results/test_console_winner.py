@@ -223,6 +223,17 @@ def test_what_ran_over_the_headroom_names_the_headroom_that_lets_it_win() -> Non
     assert told.endswith("the same command with --headroom 1% may let it win")
 
 
+def test_a_bucket_larger_than_the_missing_memory_is_named_first() -> None:
+    capacity = detect("cpu", 2).capacity_bytes
+    plain = measured(0, SEARCH, 2, 9.0, peak_mib=0.982 * capacity / MIB)
+    large, small = (
+        no_winner([replace(plain, candidate=make_candidate(2, 2, **knobs))])[3]
+        for knobs in ({"reduce_bucket_size": 5 * 10**8}, {"reduce_bucket_size": 500_000})
+    )
+    assert ": smaller reduce_bucket_size, whose buffer takes at least 953.7 MiB; micro-batch 2 -> 1; " in large
+    assert "reduce_bucket_size" not in small
+
+
 def test_nothing_fits_is_only_said_about_memory(tmp_path: Path) -> None:
     records = study_of_every_kind(tmp_path).records()
     crashed = [record for record in records if record.outcome and record.outcome.kind is OutcomeKind.CRASH]

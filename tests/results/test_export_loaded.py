@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autotune.problem.candidate import GATHER_ON_SAVE, Candidate
-from autotune.problem.job import Job, Script
+from autotune.problem.job import Job, Lora, Script
 from autotune.results.export import training_arguments, write_export
 from autotune.search.certificate import LEAST_TOLERANCE
 from autotune.versions import release, version_of
@@ -167,6 +167,11 @@ def test_accelerate_reads_the_fsdp_config(tmp_path: Path) -> None:
         assert ("weights are sharded between steps too, unlike ZeRO-2" in text) is (stage == 2)
     write_export(make_candidate(0), job, tmp_path / "0.fsdp.yaml", {}, style="fsdp")
     assert "ACCELERATE_USE_FSDP" not in launched(tmp_path / "0.fsdp.yaml"), "stage 0 is DDP"
+    quantized = make_job(precision="bf16", lora=Lora(8, quantize="nf4"))
+    write_export(make_candidate(0), quantized, tmp_path / "q.fsdp.yaml", {}, style="fsdp")
+    text = (tmp_path / "q.fsdp.yaml").read_text()
+    assert "# load the base model with BitsAndBytesConfig(load_in_4bit=True" in text
+    assert "# load trained weights in fp32; " in text
     write_export(make_candidate(0), job, tmp_path / "cpu.yaml", {}, style="fsdp", device="cpu")
     assert launches_ranks(tmp_path / "cpu.yaml"), "it starts one process for MULTI_CPU"
 

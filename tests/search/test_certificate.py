@@ -409,7 +409,9 @@ def test_adams_counter_of_stage_0_in_16_bits_is_no_difference() -> None:
     first = (0.744, 0.83, 0.9, 0.93, 0.95)
     steps = tuple(dataclasses.replace(one, update=1e-3 * f) for one, f in zip(trace().steps, first, strict=True))
     early = dataclasses.replace(trace(), steps=steps)
-    assert compare(early, OWN, trace(stage=1), OWN.but(zero_stage=1)).verdict is Verdict.SAME
+    found = compare(early, OWN, trace(stage=1), OWN.but(zero_stage=1))
+    assert found.verdict is Verdict.SAME
+    assert "x (stage 0 counts Adam's steps one ahead)," in found.text
     in_fp32 = dataclasses.replace(early, precision="fp32")
     assert compare(in_fp32, OWN, trace("fp32", 1), OWN.but(zero_stage=1)).verdict is Verdict.DIFFERS
 
