@@ -346,8 +346,9 @@ class LocalWorkers:
             for process in left:
                 self._print_line(f"{process} cannot be ended: the kernel has not let it go")
         finally:
-            self._final = self.statuses()
-            self._launcher.forget(self.pids)
+            if len(found := self.statuses()) == len(self.pids):  # else one may still end
+                self._final = found
+                self._launcher.forget(self.pids)
             for channel in (*self._channels.values(), *self._unidentified):
                 channel.close()
             self._close_listener()
