@@ -129,7 +129,7 @@ def test_the_ladder_of_a_run_whose_winner_went_elsewhere_is_the_one(
         runs_ranks=True,
     )
     found = SearchSummary(store.winner, True, "budget used", False, 1.0)
-    files = run._summary(setup, store, found, [], traced_predictor(store.job, store.hardware), lambda line: None).files
+    files = run._summary(setup, store, found, traced_predictor(store.job, store.hardware), lambda line: None).files
     assert files[0] == tmp_path / "elsewhere/best.json"
     (ladder,) = [path for path in files if path.name.endswith(".ladder.json")]
     written = json.loads(ladder.read_text())

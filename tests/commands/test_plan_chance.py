@@ -71,10 +71,11 @@ def test_where_nothing_surely_fits_the_likeliest_is_said_to_be_that(
     trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = parse_space("knobs: {zero_stage: [3], train_micro_batch_size_per_gpu: [1, 2]}")
-    predictor = Predictor(JOB, CARD, trace)
-    table = predictor.table(one.candidates(JOB))
-    least = int(table.needed.argmin())
-    card = dataclasses.replace(CARD, memory_bytes=int(table.needed[least] + 0.5 * table.peak_sigma[least]))
+    card = CARD
+    for _ in range(3):  # the need depends a little on the card's memory
+        table = Predictor(JOB, card, trace).table(one.candidates(JOB))
+        least = int(table.needed.argmin())
+        card = dataclasses.replace(card, memory_bytes=int(table.needed[least] + 0.5 * table.peak_sigma[least]))
     plan, setup, _ = planned(trace, card, one)
     assert plan.best[0].chance == pytest.approx(0.69, abs=0.01)
     assert (plan.best[0].candidate.micro_batch, plan.best[0].sure, plan.best[0].fits) == (1, False, True)
