@@ -133,6 +133,7 @@ def test_bad_input_is_one_line_and_exit_2(options: tuple[str, ...], said: str) -
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_where_there_is_no_gpu_it_says_so_in_one_line() -> None:
     if has_cuda():
         pytest.skip("there is one: `make gpu-acceptance`")
@@ -386,6 +387,7 @@ def test_the_meter_can_be_switched_to_100_hz() -> None:
     assert (counting.samples, counting.closely) == (2, 1)
 
 
+@pytest.mark.slow
 def test_the_machine_is_described_without_torch_or_cuda(driver: Driver, tmp_path: Path) -> None:
     """Every call names its card; waking CUDA for that would cost seconds of a lent machine."""
     build(tmp_path, "libcuda.so.1")

@@ -93,6 +93,7 @@ def test_a_gpu_that_torch_counts_and_cannot_start_is_no_good_finding(trouble: st
     assert by_name(doctor.judge_libraries(facts, "cpu"))["torch"].level == "good"
 
 
+@pytest.mark.slow
 def test_the_examination_reports_torch_of_cuda_and_starts_cuda_where_torch_counts_a_gpu() -> None:
     torch = "import torch; torch.version.cuda = '13.0'; torch.cuda.nccl.version = lambda: (2, 27, 5)\n"
     count = "import sys; sys.argv[1:] = []; from autotune.rank import devices; devices.available = lambda: True\n"

@@ -68,6 +68,7 @@ def test_a_studys_winner_and_what_is_below_it(
     assert NoTraining.given["ladder"][0].peak_bytes == 7
 
 
+@pytest.mark.slow
 def test_variables_that_are_others_than_the_studys_are_said(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

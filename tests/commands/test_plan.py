@@ -81,6 +81,7 @@ def test_a_card_has_the_main_memory_of_its_common_cloud_machine() -> None:
     assert named_hardware("rtx3060", 16, nodes=2).host_memory_bytes == 256 * GIB  # of one node
 
 
+@pytest.mark.slow
 def test_too_little_main_memory_is_a_condition_and_not_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     typed = ["plan", "--model", "llama-3.1-8b", "--gpu", "h100", "--seq-len", "2048"]
     small = CliRunner().invoke(app, [*typed, "--host-memory", "64GiB"])
@@ -108,6 +109,7 @@ def test_the_nearest_config_is_the_thriftiest_and_its_shortage_adds_up() -> None
     assert done.exit_code == 3
 
 
+@pytest.mark.slow
 def test_without_a_batch_a_plausible_one_is_assumed_and_shown(tmp_path: Path) -> None:
     typed = ["plan", "--model", "tiny-llama", "--gpu", "t4", "--gpus", "2", "--seq-len", "2048"]
     text = CliRunner().invoke(app, typed).output
@@ -184,6 +186,7 @@ def test_muon_needs_a_deepspeed_that_has_it(tmp_path: Path, monkeypatch: pytest.
         plans(request, ["h100"])
 
 
+@pytest.mark.slow
 def test_positions_can_be_extended() -> None:
     request = Request("tiny-gemma-2", 8, seq_len=2048, max_positions=4096, global_batch_size=8)
     (plan, _) = plans(request, ["h100", "h200"])

@@ -19,6 +19,7 @@ from tests.conftest import make_candidate
 from tests.studies import study_of_every_kind
 
 
+@pytest.mark.slow
 def test_a_study_becomes_a_table_that_is_searched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

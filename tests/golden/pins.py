@@ -366,7 +366,7 @@ GROUPS: dict[str, Callable[[Path], Texts]] = {
     "templates": templates,
     "two-nodes": run_on_two_nodes,
 }
-SLOW = ("two-nodes", "search-simulated", "search-recorded")
+SLOW = ("two-nodes", "study-resumed", "search-simulated", "search-own", "search-recorded")
 
 
 def expected(group: str) -> Texts:

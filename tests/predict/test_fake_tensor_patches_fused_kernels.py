@@ -339,6 +339,7 @@ def test_a_closed_form_has_no_logits_either() -> None:
     assert fused.plain.after_forward[0] == WIDTH * WORDS * HIDDEN
 
 
+@pytest.mark.slow
 def test_a_candidate_with_them_is_predicted_by_its_own_trace() -> None:
     job = job_of("llama", liger=False)
     assert cache_key(job) != cache_key(job_of("llama"))

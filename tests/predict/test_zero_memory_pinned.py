@@ -22,6 +22,7 @@ def test_a_block_is_a_power_of_two(size: int, block: int) -> None:
     assert pinned_bytes(np.array([size, size])).tolist() == [block, block]
 
 
+@pytest.mark.slow
 @given(st.integers(1, 2**45))
 def test_a_block_is_the_least_power_that_holds_it(size: int) -> None:
     block = int(pinned_bytes(size))

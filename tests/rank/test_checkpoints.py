@@ -77,6 +77,7 @@ def test_every_group_keeps_its_own_settings_and_share_of_the_learning_rate() -> 
     assert all(group["step"] == 7 and group["params"] == [1] for group in loaded)
 
 
+@pytest.mark.slow
 def test_what_is_no_checkpoint_is_said_in_one_line(tmp_path: Path) -> None:
     assert written_under(tmp_path) is None
     with pytest.raises(RuntimeError, match="cannot be converted: FileNotFoundError"):

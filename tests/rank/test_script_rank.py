@@ -696,6 +696,7 @@ EVERY_FOURTH = """
     """
 
 
+@pytest.mark.slow
 def test_work_that_recurs_is_measured_as_often_as_it_does(parent: Parent, tmp_path: Path) -> None:
     rank = start(parent, tmp_path, EVERY_FOURTH)
     rank.wait_for("phase", phase="ready")

@@ -101,6 +101,7 @@ def test_a_script_without_deepspeed_trains_and_is_noticed(parent: Parent, tmp_pa
     assert rank.exit_status() == 0
 
 
+@pytest.mark.slow
 def test_a_loaded_checkpoint_is_told(parent: Parent, tmp_path: Path) -> None:
     text = LOOP.format(steps=2) + f"engine.save_checkpoint({str(tmp_path / 'out')!r})\n    "
     text += f"engine.load_checkpoint({str(tmp_path / 'out')!r})\n"

@@ -40,6 +40,7 @@ def test_adapters_train_and_the_rest_is_frozen(bench: Bench) -> None:
     assert trace.frozen == sum(whole.parameters)
 
 
+@pytest.mark.slow
 def test_adapters_and_packing_are_knobs(bench: Bench) -> None:
     job = make_job(seq_len=64, lengths=((8, 90), (64, 10)), lora=Lora(2))
     outcomes = measure(

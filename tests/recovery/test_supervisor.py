@@ -117,6 +117,7 @@ def test_the_first_rung_whose_op_cannot_be_built_ends_it(launch: Launch, monkeyp
     assert (summary.code, rungs(summary), kinds(summary)) == (1, [0], ["invalid"])
 
 
+@pytest.mark.slow
 def test_ranks_that_are_killed_twice_without_a_step_have_less_the_third_time(launch: Launch) -> None:
     plan = [{"signal": "SIGKILL"}] * 3 + [{"steps": 1}]
     summary = launch.run(plan)
@@ -135,6 +136,7 @@ def told(launch: Launch, what: str = "bad") -> list[list[str]]:
     return [json.loads(line) for line in (launch.folder / what).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_restart_takes_an_older_checkpoint_than_one_that_cannot_be_loaded(launch: Launch) -> None:
     damaged = {"error": CUT_OFF, "unloaded": "out/checkpoint-8/global_step8"}
     summary = launch.run([{"steps": 8, "signal": "SIGKILL"}, damaged, {"steps": 3, "signal": "SIGKILL"}, {"steps": 9}])
@@ -159,6 +161,7 @@ def test_what_the_first_attempt_cannot_load_is_the_scripts_own_failure(launch: L
     assert (summary.code, rungs(summary)) == (13, [0])
 
 
+@pytest.mark.slow
 def test_a_restart_knows_into_which_folders_the_training_may_have_written(launch: Launch) -> None:
     launch.run(
         [{"signal": "SIGKILL"}, {"output": "/out", "error": OOM}, {"output": "/two", "error": OOM}, {"steps": 3}]
@@ -202,6 +205,7 @@ def test_an_outage_after_steps_is_a_new_one(launch: Launch) -> None:
     assert launch.waited == [10.0, 30.0, 10.0, 30.0]
 
 
+@pytest.mark.slow
 def test_an_outage_is_not_waited_out_for_ever(launch: Launch) -> None:
     summary = launch.run([{"steps": 3, "error": DISK}, {"error": DISK}], max_restarts=2)
     assert (summary.code, rungs(summary)) == (4, [0, 0, 0])
@@ -219,6 +223,7 @@ def test_restarts_count_anew_from_each_newer_checkpoint(launch: Launch) -> None:
     assert (summary.code, len(summary.attempts)) == (0, 7)
 
 
+@pytest.mark.slow
 def test_an_older_checkpoint_is_not_getting_on(launch: Launch) -> None:
     plan = [
         {"resumed": f"out/checkpoint-{step}", "steps": steps, "signal": "SIGKILL"}
@@ -309,6 +314,7 @@ def test_ranks_that_break_before_their_first_word_twice_in_a_row_are_given_up(la
     assert launch.says[-1].endswith("giving up")
 
 
+@pytest.mark.slow
 def test_ranks_that_something_kills_before_their_first_word_are_waited_for(launch: Launch) -> None:
     assert launch.run([{"hello": "SIGKILL"}] * 3 + [{"steps": 3}]).code == 0
     assert launch.waited == [10.0, 30.0, 60.0]

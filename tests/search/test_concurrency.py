@@ -197,6 +197,7 @@ class Heavy(Slow):
         return session
 
 
+@pytest.mark.slow
 def test_nothing_is_measured_beside_an_opening_nor_alone_beside_an_end(replay_table: ReplayTable) -> None:
     busy: list[tuple[float, float, Candidate | None]] = []
     meeting = Meeting()

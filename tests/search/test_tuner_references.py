@@ -111,6 +111,7 @@ def test_a_call_without_references_measures_none(replay_table: ReplayTable) -> N
     assert not ReplayExecutor(replay_table).runs_torch_alone, "a table has no rows of torch alone"
 
 
+@pytest.mark.slow
 def test_an_oom_of_a_reference_is_a_measurement_and_an_interruption_is_not(replay_table: ReplayTable) -> None:
     oom = Outcome(OutcomeKind.OOM_DEVICE, Phase.BACKWARD, reason="CUDA out of memory", peak_bytes=22 * GIB)
     _, store = search(Torch(replay_table, oom), 900)

@@ -248,6 +248,7 @@ def test_the_end_of_the_stream_ends_all_that_an_agent_has_started(spread: Spread
     wait_until(lambda: gone(started), "the end of all")
 
 
+@pytest.mark.slow
 def test_an_agent_ends_whose_tuner_falls_silent(tmp_path: Path) -> None:
     """A cut link is no end of a stream."""
     text = "import autotune.executors.cluster.agent as a; a.SILENT_SECONDS = 1.0; a.main()"

@@ -263,6 +263,7 @@ def test_mentions_of_the_old_place() -> None:
     assert moved.path("/data/home/u/proj/x") == "/data/home/u/proj/x"
 
 
+@pytest.mark.slow
 @given(st.text(alphabet="/ab:=x", max_size=30))
 def test_a_text_without_the_old_place_stays(text: str) -> None:
     assert PathMap({"/ab/x": "/new"}).path(text) == text or "/ab/x" in text

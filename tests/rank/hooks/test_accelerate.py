@@ -57,6 +57,7 @@ def train(folder: str, candidate: dict[str, Any] | None, in_code: bool, hooked: 
     }
 
 
+@pytest.mark.slow
 def test_without_hooks_the_script_is_as_it_is(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     found = in_rank(train, str(tmp_path), make_candidate(2, 8).as_dict, False, False)
     assert (found["stage"], found["rows"], found["seen"]) == (1, 2, [])
@@ -168,6 +169,7 @@ def test_the_trainings_loader_is_found_in_whichever_call(
     assert found["known"] == 2
 
 
+@pytest.mark.slow
 def test_a_batch_sampler_stays_and_so_does_the_loader_behind_it(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     found = in_rank(in_several_calls, str(tmp_path), "own_sampler", 8)
     assert (found["rows"], found["others"], found["said"], found["prepared"]) == (2, 16, None, False)
@@ -184,6 +186,7 @@ def told_by_the_environment(folder: str) -> dict[str, Any]:
     return plugin.deepspeed_config
 
 
+@pytest.mark.slow
 def test_a_config_that_is_given_beside_the_script(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"train_batch_size": "auto", "zero_optimization": {"stage": 1}}')
     found = in_rank(told_by_the_environment, str(tmp_path))
@@ -223,6 +226,7 @@ def distil(folder: str, candidate: dict[str, Any] | None, kept: list[Any]) -> di
     }
 
 
+@pytest.mark.slow
 def test_the_plugin_of_a_teacher_keeps_its_own_config(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     probed = in_rank(distil, str(tmp_path), None, [])
     assert probed["configured"] == CONFIG, "of the engine that trains, though the teacher's was read first"

@@ -167,6 +167,7 @@ def in_evaluation_mode(folder: str) -> list[Any]:
     return [watcher.of("rows and tokens"), watcher.names().count("stepped")]
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_in_evaluation_mode(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     assert in_rank(in_evaluation_mode, str(tmp_path)) == [[[rows, rows] for rows in (2, 2, 3, 3, 5)], 1]
 
@@ -181,6 +182,7 @@ def which_trains(folder: str) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_an_engine_that_makes_its_own_optimizer_trains_unless_it_is_a_references(
     in_rank: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -218,6 +220,7 @@ def refuse(folder: str) -> list[Any]:
     return watcher.names()
 
 
+@pytest.mark.slow
 def test_a_config_that_deepspeed_refuses_is_seen(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     assert in_rank(refuse, str(tmp_path)) == ["init", "configured", "planned", "failed"]
 
@@ -328,6 +331,7 @@ def pad(folder: str) -> list[Any]:
     return [list(logits.shape), watcher.of("rows and tokens")]
 
 
+@pytest.mark.slow
 def test_every_batch_is_as_long_as_all_allow(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     assert in_rank(pad, str(tmp_path)) == [[2, 16, 64], [[2, 32], [2, 64]]]
 

@@ -60,6 +60,7 @@ def train(folder: str, candidate: dict[str, Any] | None, enabled: bool, hooked: 
     }
 
 
+@pytest.mark.slow
 def test_below_stage_3_its_parts_are_not_trained(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     """Why there is a hook."""
     with pytest.raises(AssertionError, match="RuntimeError"):
@@ -116,6 +117,7 @@ def offload(folder: str, candidate: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_the_trainings_config_has_the_candidates_keys_in_it(in_rank: Callable[..., Any], tmp_path: Path) -> None:
     found = in_rank(offload, str(tmp_path), make_candidate(3, 2, offload_param="cpu").as_dict)
     assert found["offloaded"] == ["dict", "file", "old name", "module"]

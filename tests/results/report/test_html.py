@@ -294,6 +294,7 @@ def test_of_main_memory_no_headroom_is_told() -> None:
     assert [trial.capacity_bytes for trial in report.trials] == [None], "main memory is no device's"
 
 
+@pytest.mark.slow
 def test_what_is_over_the_headroom_says_no_phase() -> None:
     store = in_memory()
     tell(store, plain(2), measured(10, 23.0))
@@ -384,6 +385,7 @@ def test_accuracy_counts_what_ran_out_though_it_was_expected_to_fit(tmp_path: Pa
     assert (accuracy.count, accuracy.ran_out) == (1, 1)
 
 
+@pytest.mark.slow
 def test_texts_that_look_like_html_are_text(tmp_path: Path) -> None:
     store = everything(in_memory(EVIL), EVIL)
     html = page(store, tmp_path / "p.html").read_text()
