@@ -152,8 +152,8 @@ def recoveries(folder: Path) -> list[tuple[float, int]]:
     entries = [json.loads(line) for line in (folder / "seen.rank0.jsonl").read_text().splitlines()]
     found, starts = [], [at for at, entry in enumerate(entries) if "started" in entry]
     for at in starts[1:]:
-        before, after = entries[at - 1], entries[at + 1 :]
-        stepped = [entry["at"] for entry in after if "step" in entry and entry["step"] > after[0].get("step", 0)]
+        before, after = entries[at - 1], [entry for entry in entries[at + 1 :] if "step" in entry]
+        stepped = [entry["at"] for entry in after if entry["step"] > after[0]["step"]]
         if "step" in before and stepped:
             found.append((stepped[0] - before["at"], before["step"] - after[0]["step"] + 1))
     return found
