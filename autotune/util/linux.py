@@ -389,19 +389,26 @@ def _reopen_folders() -> None:
 
 
 def listening_sockets() -> list[str]:
-    """Return the paths of Unix sockets of all processes. proc_net_unix(5)."""
+    """Return the paths of Unix sockets of all processes. proc_net_unix(5).
+
+    A path that leads to no socket here is left out: its socket was removed, or lies in another mount namespace.
+    """
     rows = [line.split(None, 7) for line in Path("/proc/net/unix").read_bytes().split(b"\n")]
     paths = [os.fsdecode(row[7]) for row in rows if len(row) == 8]
-    return [path for path in paths if path.startswith("/")]
+    return [path for path in paths if path.startswith("/") and _is_socket(path)]
+
+
+def _is_socket(path: str) -> bool:
+    with suppress(OSError):  # gone, or in a folder that this user cannot enter
+        return stat.S_ISSOCK(os.stat(path).st_mode)
+    return False
 
 
 def serves_every_user(path: str) -> bool:
     """Return whether every user can connect to a socket, whose daemon is another user's: it does not act for this one."""
     state = os.stat(path)
     reached = all(one.stat().st_mode & stat.S_IXOTH for one in Path(os.path.realpath(path)).parents)
-    return (
-        stat.S_ISSOCK(state.st_mode) and bool(state.st_mode & stat.S_IWOTH) and reached and state.st_uid != os.getuid()
-    )
+    return bool(state.st_mode & stat.S_IWOTH) and reached and state.st_uid != os.getuid()
 
 
 def in_user_namespace() -> bool:

@@ -242,6 +242,17 @@ def test_a_socket_path_with_a_newline_does_no_harm(base: Path) -> None:
         assert run(sandbox_in(base, Protection.OVERLAY), base / "sockets", "print(1)") == "1"
 
 
+def test_a_file_in_the_place_of_a_listening_socket_is_no_socket() -> None:
+    with socket.socket(socket.AF_UNIX) as server, tempfile.TemporaryDirectory() as folder:
+        place = Path(folder, "place")
+        server.bind(str(place))
+        server.listen()
+        assert str(place) in linux.listening_sockets()
+        place.unlink()
+        place.write_text("keep")
+        assert str(place) not in linux.listening_sockets()
+
+
 REFUSED = """
 import errno, sys
 from autotune.rank import sandbox
