@@ -27,7 +27,6 @@ from autotune.problem.candidate import (
     CHECKPOINTING,
     KNOBS,
     MICRO_BATCH,
-    ZERO_DEFAULTS,
     Candidate,
     Value,
     describe,
@@ -318,7 +317,7 @@ def study_json(store: StudyStore) -> dict[str, Any]:
         "used_seconds": sum(call.used_seconds for call in store.calls()),
         "winner": record_json(facts.winner) if facts.winner else None,
         "verdict": facts.to_json(),
-        "why_no_winner": [] if facts.winner else no_winner_lines(facts, store.hardware),
+        "why_no_winner": [] if facts.winner else no_winner_lines(facts, store.job, store.hardware),
         "skips": store.skips,
         "trials": [record_json(record) for record in store.records()],
     }
@@ -474,13 +473,18 @@ def own_line(facts: StudyFacts, job: Job) -> str:
 
 def _large_buckets(candidate: Candidate, outcome: Outcome, job: Job) -> str:
     """Name the reduce buckets of a config if they are a large part of its peak. DeepSpeed's default suits large models."""
-    columns = columns_of([candidate], job)
-    size = float(reduce_bucket_bytes(columns, job.element_bytes)[0])
-    peak_bytes = outcome.measurement.peak_bytes if outcome.measurement else outcome.peak_bytes or 0
+    size, peak_bytes = _bucket_bytes(candidate, job), outcome.peak_bytes or 0
+    if outcome.measurement is not None:
+        peak_bytes = outcome.measurement.peak_bytes
     if not LARGE_BUCKETS * peak_bytes <= size <= peak_bytes:
         return ""
-    elements = f"reduce_bucket_size {columns.reduce_bucket[0]:.0e}"
-    return f", peak {format_bytes(peak_bytes)}, of which {format_bytes(round(size))} for buckets of {elements}"
+    elements = f"reduce_bucket_size {columns_of([candidate], job).reduce_bucket[0]:.0e}"
+    return f", peak {format_bytes(peak_bytes)}, of which {format_bytes(size)} for buckets of {elements}"
+
+
+def _bucket_bytes(candidate: Candidate, job: Job) -> int:
+    """Return the bytes of a config's reduce buckets."""
+    return round(float(reduce_bucket_bytes(columns_of([candidate], job), job.element_bytes)[0]))
 
 
 def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardware: Hardware) -> list[str]:
@@ -488,7 +492,7 @@ def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardwa
     first = [own_line(facts, job)] if facts.own is not None else []
     record = facts.winner
     if record is None or record.outcome is None or record.outcome.measurement is None:
-        return [*filter(None, first), *no_winner_lines(facts, hardware)]
+        return [*filter(None, first), *no_winner_lines(facts, job, hardware)]
     measured = record.outcome.measurement
     spread = 100 * measured.step_seconds_spread / measured.step_seconds
     free = 100 * (1 - measured.peak_bytes / hardware.capacity_bytes)
@@ -669,7 +673,7 @@ def startup_used_all(budget_seconds: float, used_seconds: float) -> str:
 _NOTHING_IS_LEFT = (StopReason.NOTHING_FITS, StopReason.ALL_TRIED)
 
 
-def no_winner_lines(facts: StudyFacts, hardware: Hardware) -> list[str]:
+def no_winner_lines(facts: StudyFacts, job: Job, hardware: Hardware) -> list[str]:
     """Describe why there is no winner.
 
     "Nothing fits" is only said about memory, with the config that came closest and the cheapest changes that would help.
@@ -679,7 +683,7 @@ def no_winner_lines(facts: StudyFacts, hardware: Hardware) -> list[str]:
         return ["no winner yet"]
     if facts.closest is not None and facts.closest.outcome is not None:
         first = "nothing fits" if StopReason.of(facts.stop_reason) in _NOTHING_IS_LEFT else "nothing fits yet"
-        return [first, *_closest_lines(facts, facts.closest, facts.closest.outcome, hardware)]
+        return [first, *_closest_lines(facts, facts.closest, facts.closest.outcome, job, hardware)]
     budget, used = format_duration(facts.budget_seconds), facts.used_seconds
     if not facts.trials:
         if StopReason.of(facts.stop_reason) is StopReason.BUDGET_USED:
@@ -704,7 +708,7 @@ def no_winner_lines(facts: StudyFacts, hardware: Hardware) -> list[str]:
     return lines or ["no winner yet"]
 
 
-def _closest_lines(facts: StudyFacts, record: Record, outcome: Outcome, hardware: Hardware) -> list[str]:
+def _closest_lines(facts: StudyFacts, record: Record, outcome: Outcome, job: Job, hardware: Hardware) -> list[str]:
     lines = [f"closest: {record.candidate}: {missing_memory(outcome, hardware)}"]
     if outcome.measurement is not None and (used := outcome.measurement.peak_bytes) <= hardware.capacity_bytes:
         free = math.floor(100 * (1 - used / hardware.capacity_bytes))
@@ -713,11 +717,9 @@ def _closest_lines(facts: StudyFacts, record: Record, outcome: Outcome, hardware
     # a setup and an optimizer step hold no activations
     has_activations = outcome.measurement is not None or outcome.phase in (Phase.FORWARD, Phase.BACKWARD)
     changes = _open_changes(record.candidate, facts.too_large, hardware.device == "cuda", has_activations)
-    candidate = record.candidate
-    bucket_bytes = 2 * candidate.get("reduce_bucket_size", ZERO_DEFAULTS["reduce_bucket_size"])  # or twice that in fp32
-    has_bucket = candidate.stage and candidate.get("contiguous_gradients", True)
-    if has_bucket and bucket_bytes > (missing_bytes(outcome, hardware) or 0):
-        changes.insert(0, f"smaller reduce_bucket_size, whose buffer takes at least {format_bytes(bucket_bytes)}")
+    buckets = _bucket_bytes(record.candidate, job)
+    if buckets > (missing_bytes(outcome, hardware) or 0):
+        changes.insert(0, f"smaller reduce_bucket_size, whose buffers take {format_bytes(buckets)}")
     return [*lines, f"cheapest changes to try: {'; '.join(changes[:5])}"]
 
 

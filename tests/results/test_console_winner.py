@@ -181,7 +181,7 @@ def test_a_figure_that_may_be_anything_is_no_winner_without_a_word(spread: float
 
 def no_winner(records: list[Record], **call: Any) -> list[str]:
     hardware = detect("cpu", 2)
-    return no_winner_lines(study_facts(records, make_job(), hardware, **call), hardware)
+    return no_winner_lines(study_facts(records, make_job(), hardware, **call), make_job(), hardware)
 
 
 def test_what_came_closest(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_only_changes_that_no_trial_refuted_are_advised() -> None:
         earlier = Outcome(OutcomeKind.OOM_DEVICE, Phase.INIT, missing_bytes=MIB)
         records = [Record(at, one, out if at == 0 else earlier, SEARCH) for at, one in enumerate(tried)]
         hardware = detect("cpu", 2) if device == "cpu" else named_hardware("h100", 2)
-        return no_winner_lines(study_facts(records, make_job(), hardware), hardware)[-1]
+        return no_winner_lines(study_facts(records, make_job(), hardware), make_job(), hardware)[-1]
 
     closest, second, third = (make_candidate(stage, 2) for stage in (1, 2, 3))
     first = changes("cuda", Phase.BACKWARD, closest)
@@ -230,7 +230,7 @@ def test_a_bucket_larger_than_the_missing_memory_is_named_first() -> None:
         no_winner([replace(plain, candidate=make_candidate(2, 2, **knobs))])[3]
         for knobs in ({"reduce_bucket_size": 5 * 10**8}, {"reduce_bucket_size": 500_000})
     )
-    assert ": smaller reduce_bucket_size, whose buffer takes at least 953.7 MiB; micro-batch 2 -> 1; " in large
+    assert ": smaller reduce_bucket_size, whose buffers take 1.86 GiB; micro-batch 2 -> 1; " in large
     assert "reduce_bucket_size" not in small
 
 

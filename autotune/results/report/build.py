@@ -283,7 +283,7 @@ def _no_winner(store: StudyStore, facts: StudyFacts) -> WinnerSummary:
         why = facts.stop_reason
         said = f"The search ended: {why}." if why else "The search was stopped before it ended."
         return WinnerSummary(None, "No winner yet.", own=own, lines=(said,), run_now=again)
-    first, *lines = no_winner_lines(facts, store.hardware)
+    first, *lines = no_winner_lines(facts, store.job, store.hardware)
     head, _, rest = first.partition(": ")
     return WinnerSummary(
         None, f"{head[0].upper()}{head[1:]}.", own=own, lines=(*filter(None, [rest]), *lines), run_now=again
