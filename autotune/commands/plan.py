@@ -110,7 +110,7 @@ def with_plausible_batch(setup: PlanSetup, request: Request) -> PlanSetup:
 def make_plan(setup: PlanSetup, predictor: Predictor, *, elsewhere: bool = False) -> Plan:
     """Predict every candidate of the space.
 
-    The plan has the five fastest that surely fit (or else the likeliest to fit), and each way to train.
+    The plan has the MOST_SHOWN fastest that surely fit (or else the likeliest to fit), and each way to train.
 
     Args:
         elsewhere: add other machines that would suffice, and changes that would help.
@@ -203,6 +203,7 @@ def _with_answer(card: CardPlan, answer: Outlook | None) -> CardPlan:
     return dataclasses.replace(card, best=answer) if same and best.job.precision == answer.job.precision else card
 
 
+MOST_SHOWN = 5  # fastest configs of a plan
 LARGE_LOSS = 0.15  # share of the peak from which a loss in chunks is predicted, which costs one more trace
 
 
@@ -229,12 +230,12 @@ def _chunked_loss(predictor: Predictor, candidates: list[Candidate], before: Pre
 
 
 def _best(predictor: Predictor, candidates: list[Candidate], table: Table) -> list[Prediction]:
-    """Return the first five candidates of `ranked`; of several with the same main settings only the first."""
+    """Return the first MOST_SHOWN candidates of `ranked`; of several with the same main settings only the first."""
     chosen: dict[tuple[Any, ...], int] = {}
     for i in predictor.ranked(table):
         c = candidates[i]
         chosen.setdefault((c.stage, c.checkpointing, c.offload_optimizer, c.offload_param, c.micro_batch), i)
-        if len(chosen) == 5:
+        if len(chosen) == MOST_SHOWN:
             break
     return predictor.predict_many([candidates[i] for i in chosen.values()]) if chosen else []
 

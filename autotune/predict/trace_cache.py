@@ -28,6 +28,7 @@ from autotune.util.files import cache_root
 
 RUNS_IT = ("torch", "transformers")
 VERSION = 9  # of what the tracer finds: raise it when that changes
+_OF_LORA = _OF_CHUNKS = 2  # the same for jobs with adapters, and for losses in chunks, alone
 # Attention that can be run without a GPU. All other kernels (FlashAttention 2 and 3, compiled flex attention, those of the
 # Hub) keep for backward what `sdpa` keeps: query, key, value, output and a logarithm a row (Dao 2023, algorithm 2;
 # transformers' integrations/flash_attention.py adds nothing where batches are not padded).
@@ -54,14 +55,14 @@ def cache_key(job: Job, loss: str = "own", device: str = "cuda", versions: Mappi
         "version": VERSION,
         **({"loss": loss} if loss != "own" else {}),
         **({"device": device} if device != "cuda" else {}),
-        **({"lora": job.lora.to_json(), "inputs": 2} if job.lora else {}),
+        **({"lora": job.lora.to_json(), "inputs": _OF_LORA} if job.lora else {}),
         **({"plain": True} if job.lora and job.lora.fp32 and job.plain else {}),
         **({"autocast": job.autocast} if job.autocast else {}),
         **({"attention": job.attention} if job.attention else {}),
         **({"task": job.task} if job.task != CAUSAL else {}),
         **({"image_size": job.image_size} if job.image_size else {}),
         **({"liger": job.interpreter.version("liger_kernel")} if job.liger or job.loss == LIGER_LOSS else {}),
-        **({"computed": f"{job.loss} 2" if job.loss == CHUNKED else job.loss} if job.loss != FULL else {}),
+        **({"computed": f"{job.loss} {_OF_CHUNKS}" if job.loss == CHUNKED else job.loss} if job.loss != FULL else {}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 

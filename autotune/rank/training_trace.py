@@ -411,7 +411,7 @@ def _sampled(module: Any) -> list[tuple[Any, Any]]:
 
 
 def _holds_frozen(module: Any) -> bool:
-    """Return True if ZeRO's optimizer holds a parameter that is frozen now. It marks its parameters when it is made."""
+    """Return True if ZeRO's optimizer holds a parameter that is frozen now. ZeRO marks its parameters when it is made."""
     marks = ("_hp_mapping", "_z3_optimizer")
     return any(not one.requires_grad and any(hasattr(one, mark) for mark in marks) for one in module.parameters())
 
