@@ -72,23 +72,16 @@ def run(request: Request) -> None:
 
 def _in_one_job(request: Request) -> None:
     """Outside of a Slurm allocation, run this command in one and exit with its code."""
-    from autotune.commands.slurm_submit import is_outside_allocation, options_of, submit, words_without_password
+    from autotune.commands.slurm_submit import options_of, submit, words_without_password
+    from autotune.executors.cluster.transports import in_allocation
 
-    if is_outside_allocation():
-        words, _ = words_without_password(sys.argv[1:])
-        if request.storage:
-            os.environ[STORAGE_VARIABLE] = request.storage  # sbatch passes it on; the words are stored in a file
-        options = options_of(
-            nodes=request.nodes,
-            gpus=request.gpus,
-            device=request.device,
-            partition=request.partition,
-            account=request.account,
-            time=request.time,
-            more=request.slurm,
-        )
-        needs = [STORAGE_VARIABLE] if request.storage else []
-        raise typer.Exit(submit(words, options, request.runs / "slurm", print_line, needs=needs))
+    if in_allocation():
+        return
+    if request.storage:
+        os.environ[STORAGE_VARIABLE] = request.storage  # sbatch passes it on; the words are stored in a file
+    words = words_without_password(sys.argv[1:])
+    needs = [STORAGE_VARIABLE] if request.storage else []
+    raise typer.Exit(submit(words, options_of(request), request.runs / "slurm", print_line, needs=needs))
 
 
 def _tune(request: Request, shown: Console) -> None:

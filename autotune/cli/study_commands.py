@@ -25,8 +25,6 @@ from autotune.errors import readable
 from autotune.util.units import counted
 
 # -- commands for a study ----------------------------------------------------------------------------------------------
-#
-# `autotune show`, `diff`, `report`, `export` and `record`: commands that read a study.
 
 
 @readable("the study")
@@ -157,8 +155,6 @@ def record(
 
 
 # -- commands for the gallery ------------------------------------------------------------------------------------------
-#
-# `autotune share` and `autotune gallery`: writing a study as a public entry, and reading entries of other users.
 
 gallery_app = typer.Typer(cls=Group, help="List and check results of other users.")
 
@@ -228,8 +224,6 @@ def gallery_check(
 
 
 # -- commands for search spaces ----------------------------------------------------------------------------------------
-#
-# `autotune spaces`: listing, showing and validating search spaces.
 
 spaces_app = typer.Typer(cls=Group, help="List, show and validate search spaces.")
 SpaceArgument = Annotated[

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune._version import install_command
-from autotune.commands.environment import check_versions, versions_of
+from autotune.commands.environment import check_versions
 from autotune.errors import UNPROTECTED, UserError
 from autotune.executors.machine import protection_of
 from autotune.problem.faults import known_faults
@@ -304,7 +304,7 @@ def _python(ranks: Interpreter) -> Iterator[Finding]:
     if ranks.is_other:
         found += f", apart from autotune's own ({OWN.path})"
     try:
-        check_versions(versions_of(ranks))
+        check_versions(ranks)
     except UserError as error:
         yield Finding("bad", "Python", found, str(error), "--python PATH of an environment that has those")
     else:

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
@@ -40,8 +40,6 @@ from autotune.util.units import parse_duration
 from autotune.versions import complaint
 
 # -- Python of the ranks -----------------------------------------------------------------------------------------------
-#
-# Python in which ranks run: the typed one, the one of a study's measurements, or the active environment's.
 
 OPTION, VARIABLE = "--python", "AUTOTUNE_PYTHON"
 ACTIVE = ("VIRTUAL_ENV", "CONDA_PREFIX")  # set on activation of an environment
@@ -56,59 +54,50 @@ def ranks_python(
     needed: Sequence[str] = (),
     named: Sequence[str] | None = None,
     remembered: str | None = None,
-    judge: bool = True,
 ) -> Interpreter:
     """Select the ranks' Python.
 
     Args:
         typed: `--python`; without it AUTOTUNE_PYTHON counts, then `remembered`, then the tuner's own, then an active one.
         print_line: receives a line about the chosen Python if the user has not named it.
-        needed: packages that are required.
+        needed: packages that are required; without any, neither packages nor versions are checked.
         named: packages that are required if the user has named a Python; None: `needed`.
         remembered: the Python of a study's measurements, if that was not the tuner's own.
-        judge: False leaves the checks of packages and versions to the caller, as `autotune doctor` does.
 
     Raises:
         UserError: it is no Python, does not answer, lacks a package, or has an unsupported version.
     """
     found, named_by = _found(typed, print_line, remembered)
-    if named_by and named is not None and not needed and not _was_named(typed):
+    if named_by and named is not None and names_python(typed):
+        needed = named
+    elif named_by and named is not None:
         try:  # an unnamed active environment is optional: it is skipped if it does not suffice
             _check_packages(found, named, named_by)
-            check_versions(versions_of(found))
+            check_versions(found)
         except UserError as error:
             print_line(f"{error}: it is not used")
-            found, named_by = OWN, ""
-    elif named_by and named is not None:
-        needed = named
-    if judge and needed:
+            return OWN
+    if needed:
         _check_packages(found, needed, named_by)
         try:
-            check_versions(versions_of(found))
+            check_versions(found)
         except UserError as error:
             raise UserError(f"{named_by or found.path}: {error}") from None
     return found
 
 
-def _was_named(typed: str | None) -> bool:
+def names_python(typed: str | None) -> bool:
+    """Check that `--python` or AUTOTUNE_PYTHON names a Python."""
     return typed is not None or bool(os.environ.get(VARIABLE, "").strip())
 
 
-def versions_of(interpreter: Interpreter) -> dict[str, str]:
-    """Return the version of each relevant package that is installed."""
-    return {package: version for package in inquiry.PACKAGES if (version := interpreter.version(package))}
-
-
-def check_versions(found: Mapping[str, str]) -> None:
-    """Check that versions are supported.
-
-    Args:
-        found: version by package, without missing packages.
+def check_versions(interpreter: Interpreter) -> None:
+    """Check that the versions of an interpreter's packages are supported.
 
     Raises:
         UserError: a version is not supported; the message names all such versions, and the expected ones.
     """
-    if why := complaint(found):
+    if why := complaint({package: interpreter.version(package) for package in inquiry.PACKAGES}):
         raise UserError(f"{why}: use another version there, or another environment")
 
 
@@ -161,8 +150,6 @@ def _check_packages(found: Interpreter, needed: Sequence[str], named_by: str) ->
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------
-#
-# Nodes that the user has named, in a hostfile or by a scheduler: reached, and checked to be alike.
 
 # arguments: number of nodes, devices on each, and kind of device
 Placing = Callable[[int | None, int | None, str], Sequence[Host]]

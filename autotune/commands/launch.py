@@ -47,10 +47,6 @@ from autotune.search.study import StudyStore
 from autotune.util.units import counted
 from autotune.workers.gpu_locks import lock_gpus
 
-# -- launch ------------------------------------------------------------------------------------------------------------
-#
-# `autotune launch` without the command line: from a study or a plan to a supervised training.
-
 
 @dataclasses.dataclass(frozen=True)
 class _Training:
@@ -95,8 +91,10 @@ def launch_training(
 def _launch(
     setup: LaunchSetup, nodes: Nodes | None, accepted: Job | None, print_line: Callable[[str], None]
 ) -> LaunchSummary:
-    if setup.study is not None:
-        store = StudyStore.load(setup.study, setup.storage, interpreter=setup.interpreter)  # raises if there is none
+    request = setup.request
+    if request.study is not None:
+        # raises if there is none
+        store = StudyStore.load(request.study, request.storage or None, interpreter=setup.interpreter)
         assert accepted is not None
         accepted = dataclasses.replace(accepted, interpreter=setup.interpreter)
         training = _from_study(setup, store, accepted, print_line)
@@ -110,7 +108,7 @@ def _launch(
     ):
         print_line(half)
     print_line(
-        f"{counted(len(training.ladder), 'config')} on the ladder; {counted(setup.max_restarts, 'restart')} at most without "
+        f"{counted(len(training.ladder), 'config')} on the ladder; {counted(request.max_restarts, 'restart')} at most without "
         "a newer checkpoint"
     )
     supervisor = Supervisor(
@@ -118,9 +116,9 @@ def _launch(
         found,
         training.ladder,
         training.folder,
-        max_restarts=setup.max_restarts,
+        max_restarts=request.max_restarts,
         silent_seconds=setup.silent_seconds,
-        convert=setup.convert,
+        convert=request.convert,
         print_line=print_line,
         threads=training.threads,
     )
@@ -196,11 +194,12 @@ def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, print_line: Cal
     """Return a training under a study's winner, with the study's findings about the script that the reader accepted (`job`)."""
     script, tuned = setup.script, job
     check_script(store.name, job, script.target)
-    if setup.ranks not in (None, store.hardware.per_node):
+    typed = setup.typed
+    if typed.ranks not in (None, store.hardware.per_node):
         each = " on each node" if store.hardware.nodes > 1 else ""
         raise UserError(
-            f"study {store.name} was tuned with {store.hardware.per_node} ranks{each}, and `{setup.ranks_source}` starts "
-            f"{setup.ranks}. Start as many as the study"
+            f"study {store.name} was tuned with {store.hardware.per_node} ranks{each}, and `{typed.ranks_source}` starts "
+            f"{typed.ranks}. Start as many as the study"
         )
     winner = store.winner
     if winner is None:
@@ -221,7 +220,7 @@ def _from_study(setup: LaunchSetup, store: StudyStore, job: Job, print_line: Cal
         print_line(line)
     if line := about_variables(store.name, store.fingerprint, winner.candidate):
         print_line(line)
-    ladder = ladder_of(store, tuned, winner.candidate, setup.convert)
+    ladder = ladder_of(store, tuned, winner.candidate, setup.request.convert)
     return _Training(dataclasses.replace(job, script=script), store.hardware, ladder, _folder_of(store), store.threads)
 
 
@@ -279,7 +278,7 @@ def _from_plan(setup: LaunchSetup) -> _Training:
     assert setup.plan is not None
     assert setup.folder is not None
     plan = setup.plan
-    ladder = _planned_ladder(plan, setup.convert)
+    ladder = _planned_ladder(plan, setup.request.convert)
     make_study_folder(setup.folder)
     return _Training(dataclasses.replace(plan.job, script=setup.script), plan.hardware, ladder, setup.folder)
 
@@ -294,8 +293,6 @@ def _planned_ladder(plan: PlanSetup, convert: bool) -> list[Rung]:
 
 
 # -- launched command --------------------------------------------------------------------------------------------------
-#
-# Differences between a launched command and the tuned one: batch, optimizer, precision, and environment variables.
 #
 # The two commands are compared with each other, not with the observations of the first. A script may count its batch by
 # its own rules, and a change of the words changes its steps by the same factor.

@@ -39,10 +39,6 @@ from autotune.problem.models import has_expert_modules
 from autotune.problem.space import fitted, load_space
 from autotune.results.plan import CardPlan, ChunkedLoss, Outlook, Plan, PlannedGain, WayPlan, knobs_text
 
-# -- plan --------------------------------------------------------------------------------------------------------------
-#
-# `autotune plan`: configs that fit and their speed, without running anything.
-
 
 def plans(
     request: Request, gpus: Sequence[str | None], print_line: Callable[[str], None] = lambda text: None
@@ -280,8 +276,6 @@ def _ways(predictor: Predictor, candidates: list[Candidate], places: CandidateGr
 
 
 # -- plan machines -----------------------------------------------------------------------------------------------------
-#
-# Machines that would suffice for a job: the fewest GPUs of a card, and a comparison of all cards.
 
 PER_NODE = 8  # GPUs in rented machines; smaller ones have 1, 2 or 4
 LONGEST_SECONDS = 30 * 24 * 3600.0  # longer trainings are rejected at any price
@@ -389,8 +383,6 @@ def _rank(card: CardPlan) -> tuple[bool, bool, bool, bool, float, str]:
 
 
 # -- plan gains --------------------------------------------------------------------------------------------------------
-#
-# Changes that would make a job faster on its machine, ranked by prediction.
 
 WORTH = 0.02  # share of the speed; smaller gains are not shown
 MOST = 6

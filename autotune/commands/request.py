@@ -617,8 +617,6 @@ def check_value(name: str, value: object, shown: str) -> None:
 
 
 # -- options of the Python API -----------------------------------------------------------------------------------------
-#
-# Conversion of a Python call's values to a Request: each value is converted by the type of its field.
 
 MOST_NUMBER = 2**63
 _WORDS = 'expected a list of words, like ["train.py", "--epochs", "1"]'
@@ -774,8 +772,6 @@ def _shown_option(value: object) -> str:
 
 
 # -- typed keywords --------------------------------------------------------------------------------------------------------
-#
-# Types of the options for type checkers and editors: `python -m autotune.commands.request` prints `commands/keywords.py`.
 
 _ANNOTATIONS: dict[Any, str] = {
     str: "str | float | PurePath",

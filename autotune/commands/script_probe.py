@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from autotune.commands.setup import Setup
+from autotune.commands.setup import FREE, Setup
 from autotune.commands.trust import grant, is_granted
 from autotune.errors import MachineError, ScriptFails, Stopped, UserError
 from autotune.executors.base import Executor, MeasureSpec
@@ -58,10 +58,6 @@ from autotune.search.certificate import Verdict, compare, floor_of_cut, same_row
 from autotune.util.files import write_atomically
 from autotune.util.units import format_bytes, format_duration
 from autotune.workers.failure_classifier import UNEQUAL_COLLECTIVES, log_tail
-
-# -- probe run ---------------------------------------------------------------------------------------------------------
-#
-# Probe run: the first, unmodified run of a user's script, which shows what it trains and how fast.
 
 MEASURE_SPEC = MeasureSpec(full=True, min_steps=4, max_steps=8, min_seconds=2.0, max_seconds=60.0)
 LEAST_STEPS = 3  # two warm-up steps and a measured one, to which the share of the budget cuts the first run
@@ -586,7 +582,8 @@ def _profile(facts: dict[str, Any], batch: dict[str, Any], *, own: bool) -> dict
 
 def after_probe(setup: Setup, probed: Probe) -> Setup:
     """Return the setup of a script after its probe run: its real job, and the remaining space and candidates."""
-    job = job_of(probed.script, setup.hardware, setup.global_batch_size, free=setup.free_batch).called_like(setup.job)
+    free = setup.request.global_batch_size == FREE
+    job = job_of(probed.script, setup.hardware, setup.global_batch_size, free=free).called_like(setup.job)
     space, notes = fitted(setup.space, job, setup.hardware)
     notes = [*warnings_after_probe(setup, job), *notes]
     own, candidates = own_candidate(probed.script), tuple(space.candidates(job))
@@ -685,10 +682,6 @@ class ShortRuns:
 
 
 # -- flags that carry the batch ----------------------------------------------------------------------------------------
-#
-# Find flags without `--map`. Each integer flag with the value of the micro-batch or the accumulation gets another value, as does
-# each flag with the value of a product (a batch over all ranks, or a whole step's), all in one short run of the script. The
-# batch of its steps then shows the role of each flag.
 
 _NAMED = {MICRO_BATCH: "micro-batch", ACCUMULATION: "accumulation"}
 _OWN = ("micro_batch", "accumulation")  # keys of a profile
@@ -915,8 +908,6 @@ def _accumulation(profile: dict[str, Any], micros: int, of_engine: int) -> int:
 
 
 # -- batch check -------------------------------------------------------------------------------------------------------
-#
-# Batch check: run a user's script with another batch before the search, to see that it honours a batch size.
 
 _TWO_STEPS = MeasureSpec(min_steps=2, max_steps=2, min_seconds=0.0)
 _AVERAGES = "--average_tokens_across_devices True averages the loss over the tokens of all ranks, however they are cut"

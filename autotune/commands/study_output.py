@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     import pandas
 
 # -- report ------------------------------------------------------------------------------------------------------------
-#
-# `autotune report`: a study as one HTML file.
 
 
 @without_garbage_collection()
@@ -211,8 +209,6 @@ def _row(record: Record) -> dict[str, Any]:
 
 
 # -- record ------------------------------------------------------------------------------------------------------------
-#
-# `autotune record`: export of a study as a table that can be searched again without the machine.
 
 
 def record_study(study: str, storage: str | None, out: Path | None) -> tuple[Path, Path, int]:
@@ -281,8 +277,6 @@ def _facts(store: StudyStore) -> dict[str, Any]:
 
 
 # -- gallery -----------------------------------------------------------------------------------------------------------
-#
-# Commands `autotune share` and `autotune gallery check`.
 
 
 @dataclass(frozen=True)
