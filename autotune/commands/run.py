@@ -34,7 +34,6 @@ from autotune.masking import hide_password
 from autotune.predict.predictor import Predictor
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind
 from autotune.rank.sandbox import Protection
@@ -626,11 +625,7 @@ def first_executor(
 
 
 def _local(
-    setup: Setup,
-    slot: Slot,
-    work: Path,
-    cancelled: Callable[[], bool],
-    show: Callable[[str], None] = lambda text: None,
+    setup: Setup, slot: Slot, work: Path, cancelled: Callable[[], bool], show: Callable[[str], None] = lambda text: None
 ) -> LocalExecutor:
     return LocalExecutor(
         setup.job,
@@ -649,9 +644,7 @@ def _local(
 
 def parallel_executors(setup: Setup, work: Path, cancelled: Callable[[], bool]) -> list[LocalExecutor]:
     """Return the executors that measure in parallel to the first, each in its own folder."""
-    return [
-        _local(setup, slot, work / f"beside-{number}", cancelled) for number, slot in enumerate(setup.slots[1:], 2)
-    ]
+    return [_local(setup, slot, work / f"beside-{number}", cancelled) for number, slot in enumerate(setup.slots[1:], 2)]
 
 
 # -- start from the gallery ----------------------------------------------------------------------------------------------
