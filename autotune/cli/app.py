@@ -33,7 +33,7 @@ from autotune.cli.study_commands import diff, export, gallery_app, record, repor
 from autotune.commands.request import STORAGE_VARIABLE, Request
 from autotune.errors import DisplayedError, ExitCode, ScriptFails
 from autotune.masking import learn_environment
-from autotune.util.streams import is_watched, lasting_streams
+from autotune.util.streams import lasting_streams
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,12 +88,10 @@ def _tune(request: Request, shown: Console) -> None:
     from autotune.commands.run import run_study
 
     as_json = request.as_json
-    confirm = (
-        None
-        if request.yes or as_json or not is_watched(sys.stdin)
-        else (lambda text: typer.confirm(text, default=True))
+    confirm = question_asker(request.yes or as_json, default=True)
+    summary = run_study(
+        request, shown, quiet=as_json or request.quiet, confirm=confirm, ask=question_asker(as_json, err=True)
     )
-    summary = run_study(request, shown, quiet=as_json or request.quiet, confirm=confirm, ask=question_asker(as_json))
     if as_json:
         emit(summary.to_json())
     else:
@@ -123,9 +121,9 @@ def plan(request: Request) -> None:
     names = [one for one in map(str.strip, [request.gpu or "", *(request.compare or "").split(",")]) if one]
     found = plans(request, [*dict.fromkeys(names)] if request.compare else [request.gpu], line_printer(request.quiet))
     if request.html is not None:
-        from autotune.commands.study_output import write_plan
+        from autotune.results.report.html import plan_page, plan_report, write_page
 
-        write_plan(found, request.html)
+        write_page(plan_page(plan_report(found)), request.html)
     if request.as_json:
         emit([one.to_json() for one in found] if request.compare else found[0].to_json())
     elif request.compare:
@@ -156,7 +154,7 @@ def launch(request: Request) -> None:
 
     if not request.model and request.study is None and request.script:
         request = dataclasses.replace(request, study=request.script[0], script=request.script[1:])
-    summary = launch_training(request, line_printer(request.quiet), ask=question_asker(request.as_json))
+    summary = launch_training(request, line_printer(request.quiet), ask=question_asker(request.as_json, err=True))
     if request.as_json:
         emit(summary.to_json())
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -95,14 +96,14 @@ def report(
 ) -> None:
     """Write a study as one HTML page that works offline: winner, memory, trials and how to reproduce it."""
     load_numpy()
-    from autotune.commands.study_output import open_in_browser, report_study
+    from autotune.commands.study_output import report_study
 
     written = report_study(study, storage, out)
     if as_json:
         emit({"files": [str(written)]})
     else:
         print(f"wrote {written}")
-    if show_it and not open_in_browser(written):
+    if show_it and not webbrowser.open(written.resolve().as_uri()):
         print(f"autotune: no browser was found: open {written.resolve()} in one", file=sys.stderr)
 
 
@@ -213,9 +214,9 @@ def gallery_check(
     as_json: Json = False,
 ) -> None:
     """Check the format and the plausibility of entries, as the tests of the gallery do."""
-    from autotune.commands.study_output import check_entries
+    from autotune.gallery.warm_start import checked
 
-    found = check_entries(files)
+    found = {path: len(checked(path).candidates) for path in files}
     if as_json:
         emit({str(path): count for path, count in found.items()})
         return
