@@ -27,21 +27,6 @@ class _RunPlanLaunchOptions(TypedDict, total=False):
     task: str | float | PurePath | None
 
 
-class _RunPlanOptions(TypedDict, total=False):
-    attention: str | float | PurePath | None
-    headroom: str | float | PurePath | None
-    lengths: str | PurePath | None
-    lora: str | float | PurePath | None
-    loss: str | float | PurePath | None
-    optimizer: str | float | PurePath | None
-    packed: bool | None
-    quantize: str | float | PurePath | None
-    reserve: str | float | PurePath | None
-    trust_remote_code: bool | None
-    unprotected: bool | None
-    workload: str | float | PurePath | None
-
-
 class _RunLaunchOptions(TypedDict, total=False):
     device: str | float | PurePath | None
     exclude: str | float | PurePath | None
@@ -57,7 +42,22 @@ class _RunLaunchOptions(TypedDict, total=False):
     trust: bool | None
 
 
-class RunOptions(_RunPlanLaunchOptions, _RunPlanOptions, _RunLaunchOptions, total=False):
+class _RunPlanOptions(TypedDict, total=False):
+    attention: str | float | PurePath | None
+    headroom: str | float | PurePath | None
+    lengths: str | PurePath | None
+    lora: str | float | PurePath | None
+    loss: str | float | PurePath | None
+    optimizer: str | float | PurePath | None
+    packed: bool | None
+    quantize: str | float | PurePath | None
+    reserve: str | float | PurePath | None
+    trust_remote_code: bool | None
+    unprotected: bool | None
+    workload: str | float | PurePath | None
+
+
+class RunOptions(_RunPlanLaunchOptions, _RunLaunchOptions, _RunPlanOptions, total=False):
     """Options of `autotune.tune`; None keeps the default."""
 
     budget: str | float | PurePath | None

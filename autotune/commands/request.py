@@ -778,7 +778,7 @@ def keywords_text() -> str:
             if one.option.in_python:
                 users[one.name] = (*users.get(one.name, ()), command)
     lines = [*_KEYWORDS]
-    shared = sorted({commands for commands in users.values() if len(commands) > 1}, key=len, reverse=True)
+    shared = sorted({one for one in users.values() if len(one) > 1}, key=lambda one: (-len(one), one))
     for commands in [*shared, *((command,) for command in COMMANDS)]:
         bases = ["TypedDict"]
         if len(commands) == 1:

@@ -104,13 +104,7 @@ class Probe:
 
 
 class _ProbeBudget:
-    """Budget of the call during a probe run.
-
-    Args:
-        executor: provides the clock, and the seconds of builds of DeepSpeed's ops, which use up no budget.
-        seconds: budget of the call.
-        spent_seconds: part of it that was used before.
-    """
+    """Budget of the call during a probe run. Builds of DeepSpeed's ops use up none of it."""
 
     def __init__(self, executor: Executor, seconds: float, spent_seconds: float) -> None:
         self._executor, self.seconds = executor, seconds
@@ -138,8 +132,6 @@ def probe(
     """Run the script unchanged for a few steps, or load the findings of an earlier call on the same files (`remember`).
 
     Args:
-        executor: runs the script.
-        script: the script.
         folder: holds the findings.
         budget_seconds: budget of the call.
         print_line: receives lines for display.
@@ -155,8 +147,7 @@ def probe(
     text, known, sources = stored_findings(folder / MEMORY)
     if known.get("key") == key and not edited_since(sources, script.cwd):
         profile = known["profile"]
-        believed = not profile_names(profile) or is_granted(RecordedItem(_FIRST_RUN, text))
-        if believed and not _counted_otherwise(profile):
+        if not profile_names(profile) or is_granted(RecordedItem(_FIRST_RUN, text)):
             baseline = Outcome.from_json(known["baseline"]) if known["baseline"] else None
             ran_out = Outcome.from_json(known["ran_out"]) if known.get("ran_out") else None
             return Probe(_mapped(script, profile), baseline, ran_out=ran_out)
@@ -166,7 +157,7 @@ def probe(
     else:
         print_line(f"running {script.name} without changes, to learn what it trains")
         left_seconds = budget.left_seconds
-        baseline, facts = _run_with_ops(executor, Candidate(()), "probe", *_first_limits(left_seconds))
+        baseline, facts = _run_with_ops(executor, Candidate(()), "probe", left_seconds)
         _refuse_unless_run(executor, baseline, facts, left_seconds, budget)
     try:
         return _checked(executor, script, baseline, facts, key, budget, print_line)
@@ -179,12 +170,6 @@ def probe(
                 f"{script.name} as it is: {throughput_text(baseline.measurement)}; kept, and the same command goes on from there"
             )
         raise
-
-
-def _first_limits(left_seconds: float) -> tuple[float, MeasureSpec]:
-    """Return the time limit of a first run, and the length of its measurement."""
-    spec = dataclasses.replace(MEASURE_SPEC, share_seconds=MEASURED_SHARE * left_seconds)
-    return FIRST_SHARE * left_seconds, spec
 
 
 def _unfinished(folder: Path, key: str, cwd: str | Path) -> tuple[Outcome, dict[str, Any]] | None:
@@ -204,16 +189,7 @@ def _checked(
     budget: _ProbeBudget,
     print_line: Callable[[str], None],
 ) -> Probe:
-    """Return the findings of a first run, and of the runs that follow it: flags, another batch, noise.
-
-    Args:
-        executor: runs the script.
-        baseline: outcome of the first run.
-        facts: report of the first run.
-        key: of the stored findings.
-        budget: of the call.
-        print_line: receives lines for display.
-    """
+    """Return the findings of a first run with this outcome and report, and of the runs that follow: flags, another batch, noise."""
     measured = None if baseline.kind.is_oom else baseline
     ran_out = baseline if measured is None and "micro_batch" in facts else None
     if measured is None:
@@ -222,10 +198,9 @@ def _checked(
         if "micro_batch" not in facts:
             print_line("the script ran out of memory before its batch was known: give it as --global-batch-size")
         facts = {**found, **facts}
-    for count, one in facts.get(LARGEST, {}).items():
+    for one in facts.get(LARGEST, {}).values():
         which = f"sample {one['index']} is the largest" if one["bytes"] else "no sample is larger than another"
-        count = one.get("samples", count)  # an earlier version's key
-        print_line(f"--worst-case: {which} ({script.name} has {count} samples, {one['read']} were read)")
+        print_line(f"--worst-case: {which} ({script.name} has {one['samples']} samples, {one['read']} were read)")
     if facts.get(LARGEST) == {}:
         print_line(f"--worst-case: no sample could be read by number ({facts[UNREAD]}); batches are only padded")
     if late := facts.get("late"):
@@ -321,9 +296,6 @@ def _run_with_least_memory(
 
     A script that takes its batch from elsewhere than its config cannot have one sample a step yet, and keeps its own batch.
 
-    Args:
-        facts: of the unmodified run, as far as it came.
-
     Raises:
         UserError: it runs out of memory there too.
     """
@@ -331,12 +303,11 @@ def _run_with_least_memory(
     candidate = least_memory_candidate(facts.get("optimizer", ""), executor.hardware.device)
     executor.load_ops([candidate], job=job)
     left_seconds = budget.left_seconds
-    outcome, found = _run_with_ops(executor, candidate, "probe-least-memory", *_first_limits(left_seconds), job)
+    outcome, found = _run_with_ops(executor, candidate, "probe-least-memory", left_seconds, job)
     if outcome.source is Source.BATCH and "micro_batch" in facts:
         own = {MICRO_BATCH: facts["micro_batch"], ACCUMULATION: facts["accumulation"]}
         left_seconds = budget.left_seconds
-        limits = _first_limits(left_seconds)
-        outcome, found = _run_with_ops(executor, candidate.but(**own), "probe-least-memory-2", *limits, job)
+        outcome, found = _run_with_ops(executor, candidate.but(**own), "probe-least-memory-2", left_seconds, job)
         found |= {_OWN_STEPS: True}
     _refuse_unless_run(executor, outcome, found, left_seconds, budget)
     if not outcome.ok:
@@ -348,16 +319,6 @@ def least_memory_candidate(optimizer: str, device: str) -> Candidate:
     """Return the candidate with the least memory under which a script with this optimizer can run."""
     stays = {"offload_optimizer"} if device == "cuda" and steps_on_gpu(optimizer) else set()
     return Candidate.of({name: value for name, value in _LEAST_MEMORY.items() if name not in stays})
-
-
-def _counted_otherwise(profile: dict[str, Any]) -> bool:
-    """Check that an earlier version stored a profile that must be measured again.
-
-    Either it also counted forwards without gradients, so that every trial would fail the batch check. Or it did not keep the step
-    counts of a script that holds its batch.
-    """
-    older = "counted" not in profile and profile.get("rows_per_sample", 1) != 1
-    return older or bool(profile.get("batch_note") and "held" not in profile)
 
 
 def _script_batch_sizes(script: Script, facts: dict[str, Any]) -> dict[str, list[int]]:
@@ -406,10 +367,11 @@ def _counted_as(baseline: Outcome, facts: dict[str, Any], profile: dict[str, Any
 
 
 def _run_with_ops(
-    executor: Executor, candidate: Candidate, name: str, seconds: float, spec: MeasureSpec, job: Job | None = None
+    executor: Executor, candidate: Candidate, name: str, left_seconds: float, job: Job | None = None
 ) -> tuple[Outcome, dict[str, Any]]:
-    """Return the outcome and facts of a run, of which each missing op is built first."""
-    until, ops = executor.now() + seconds, list[str]()
+    """Return the outcome and facts of a run in its share of the budget. Each missing op is built first."""
+    spec = dataclasses.replace(MEASURE_SPEC, share_seconds=MEASURED_SHARE * left_seconds)
+    until, ops = executor.now() + FIRST_SHARE * left_seconds, list[str]()
     while True:
         began = executor.now()
         with closing(executor.session(candidate, name, job=job)) as session:
@@ -433,7 +395,6 @@ def _refuse_unless_run(
     Args:
         facts: report of the run; empty if it has not called `deepspeed.initialize`.
         left_seconds: budget that was left at its start.
-        budget: of the call.
 
     Raises:
         ScriptFails: with the reason, and the end of its log.
@@ -489,12 +450,7 @@ _NEAR_CAP = 0.7  # share of the cap from which a rank's peak may have reached it
 
 
 def _limits(outcome: Outcome, cap_bytes: int | None) -> str:
-    """Return which limit of autotune may have made a script fail, and the remedy; empty if none can have.
-
-    Args:
-        outcome: of the probe run.
-        cap_bytes: cap of a rank's memory; None without one.
-    """
+    """Return which limit of autotune may have made a script fail, and the remedy; empty if none can have."""
     found = []
     if cap_bytes is not None:
         near = outcome.peak_bytes is None or outcome.peak_bytes >= _NEAR_CAP * cap_bytes
@@ -508,9 +464,7 @@ def _limits(outcome: Outcome, cap_bytes: int | None) -> str:
 
 
 def _in_one_line(outcome: Outcome, target: str, longer: str, reached: bool) -> str:
-    """Return the error and its fix in one line if the cause is known, else an empty text.
-
-    The script's traceback is then not needed.
+    """Return the error and its fix in one line if the cause is known without a traceback, else an empty text.
 
     Args:
         longer: which budget to try if the script needs more time.
@@ -585,19 +539,15 @@ def after_probe(setup: Setup, probed: Probe) -> Setup:
     free = setup.request.global_batch_size == FREE
     job = job_of(probed.script, setup.hardware, setup.global_batch_size, free=free).called_like(setup.job)
     space, notes = fitted(setup.space, job, setup.hardware)
-    notes = [*warnings_after_probe(setup, job), *notes]
+    deepspeed = RequirementInputs.of(job, setup.hardware).deepspeed
+    # faults of the script's own training that its config alone did not show
+    found = [line for line in warnings(own_facts(job), deepspeed) if line not in setup.warnings]
     own, candidates = own_candidate(probed.script), tuple(space.candidates(job))
     if own not in candidates:
         candidates = (*candidates, own)
     return dataclasses.replace(
-        setup, job=job, space=_with_values(space, own), candidates=candidates, notes=(*setup.notes, *notes)
+        setup, job=job, space=_with_values(space, own), candidates=candidates, notes=(*setup.notes, *found, *notes)
     )
-
-
-def warnings_after_probe(setup: Setup, job: Job) -> list[str]:
-    """Return the known faults of the script's own training that its config alone did not show."""
-    deepspeed = RequirementInputs.of(job, setup.hardware).deepspeed
-    return [line for line in warnings(own_facts(job), deepspeed) if line not in setup.warnings]
 
 
 def _with_values(space: SearchSpace, own: Candidate) -> SearchSpace:
@@ -625,7 +575,6 @@ class ShortRuns:
     Later trials find what a check that was left out would have shown: each compares its own batch and trace.
 
     Args:
-        executor: runs the script.
         seconds: limit of all runs.
         baseline: the measured probe run, which shows how long a run takes; None if it ran out of memory.
     """
@@ -684,18 +633,12 @@ class ShortRuns:
 # -- flags that carry the batch ----------------------------------------------------------------------------------------
 
 _NAMED = {MICRO_BATCH: "micro-batch", ACCUMULATION: "accumulation"}
-_OWN = ("micro_batch", "accumulation")  # keys of a profile
 _MOST_FLAGS = 6  # flags that get another value at once
 _TIMES = (0.5, 2, 0.25, 3, 5, 7, 11, 13, 17, 19, 23, 29)  # of a flag's own value; at least one is free for each
 
 
 def flags_found(runs: ShortRuns, script: Script, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the flags that carry the micro-batch or the accumulation, of those that no known flag carries, as a profile.
-
-    Args:
-        runs: short runs that are left.
-        script: the script, with its profile.
-        facts: of the probe run.
 
     Returns:
         The keys `FOUND`, `TIMES` and `PRODUCTS` of a profile; only those that are not empty.
@@ -932,7 +875,6 @@ def check_batch(
 
     Args:
         runs: short runs that are left. Without one, the trials of the search check their own batch.
-        script: the script, with its profile.
         reference: trace of the probe run. A loss that depends on the cut of the batch, or a schedule that counts
             micro-batches, differs from it.
         least: settings with minimal memory, for a script that does not fit with its own.
