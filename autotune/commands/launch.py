@@ -248,29 +248,33 @@ def _config_beside(known: Script, script: Script) -> str | None:
 
 
 def ladder_of(store: StudyStore, job: Job, top: Candidate, convert: bool) -> list[Rung]:
-    """Return the recovery ladder of a study's winner: as `run` wrote it, or a new one if none was written for this winner."""
-    path = ladder_path(store.folder, store.name) if store.folder else None
-    if not convert and store.folder is not None:
-        known = stored_ladder(store.folder, store.name)
+    """Return the recovery ladder of a study's winner: as `run` wrote it, or a new one if none was written for this winner.
+
+    A new one is built from the study's measurements, and from predictions that its outcomes have calibrated.
+    """
+    folder = store.folder
+    if not convert and folder is not None:
+        known = stored_ladder(folder, store.name)
         if known and known[0].candidate == top:
             return known
-    ladder = make_ladder(store, job, top, convert)
-    if not convert and path is not None and output_folder(store.folder) == store.folder:
-        write_ladder(path, ladder, job)
-    return ladder
-
-
-def make_ladder(store: StudyStore, job: Job, top: Candidate, convert: bool = False) -> list[Rung]:
-    """Build a ladder from a study's measurements, and from predictions that its outcomes have calibrated."""
-    job = dataclasses.replace(job, unprotected=True)  # as the training itself, whose code was accepted
-    predictor = traced_predictor(job, store.hardware)
+    unprotected = dataclasses.replace(job, unprotected=True)  # as the training itself, whose code was accepted
+    predictor = traced_predictor(unprotected, store.hardware)
     for record in store.records():
         if record.outcome is not None:
             predictor.observe(record.candidate, record.outcome)
-    space = store.searched_space()
-    otherwise = trains_otherwise(store.job, store.records())
-    told = (store.measured(), store.failed())
-    return recovery_ladder(top, space, job, predictor, *told, convert=convert, trains_otherwise=otherwise)
+    ladder = recovery_ladder(
+        top,
+        store.searched_space(),
+        unprotected,
+        predictor,
+        store.measured(),
+        store.failed(),
+        convert=convert,
+        trains_otherwise=trains_otherwise(store.job, store.records()),
+    )
+    if not convert and folder is not None and output_folder(folder) == folder:
+        write_ladder(ladder_path(folder, store.name), ladder, job)
+    return ladder
 
 
 def _from_plan(setup: LaunchSetup) -> _Training:

@@ -189,7 +189,7 @@ def _checked(
     budget: _ProbeBudget,
     print_line: Callable[[str], None],
 ) -> Probe:
-    """Return the findings of a first run with this outcome and report, and of the runs that follow: flags, another batch, noise."""
+    """Return the findings of a first run, and of the runs that follow it: flags, another batch, noise."""
     measured = None if baseline.kind.is_oom else baseline
     ran_out = baseline if measured is None and "micro_batch" in facts else None
     if measured is None:
