@@ -323,7 +323,7 @@ def test_the_example_of_a_guide_works(name: str, at_work: Path) -> None:
         assert StudyStore.load(str(setup.study)).winner
         assert setup.script.path
         return
-    with named_nodes(request, print, request.budget) as nodes:
+    with named_nodes(request, print) as nodes:
         if nodes is not None:
             assert request.hostfile is not None
             return

@@ -21,6 +21,7 @@ from autotune.cli.options import (
     examples,
     load_numpy,
     option,
+    study_argument,
 )
 from autotune.errors import readable
 from autotune.util.units import counted
@@ -57,18 +58,8 @@ def show(
 
 @readable("the studies")
 def diff(
-    first: Annotated[
-        str,
-        typer.Argument(
-            metavar="STUDY",
-            help="Name or folder of a study, usually the earlier one.",
-            autocompletion=completer("studies"),
-        ),
-    ],
-    second: Annotated[
-        str,
-        typer.Argument(metavar="STUDY", help="Name or folder of another study.", autocompletion=completer("studies")),
-    ],
+    first: Annotated[str, study_argument("Name or folder of a study, usually the earlier one.")],
+    second: Annotated[str, study_argument("Name or folder of another study.")],
     storage: Storage = None,
     as_json: Json = False,
 ) -> None:

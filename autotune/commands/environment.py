@@ -162,34 +162,28 @@ class Nodes:
 
     Args:
         place: returns the hosts to use, given a number of nodes, of devices on each (None: all), and a device.
-        count: number of nodes to use; None: `place` decides.
     """
 
     place: Placing
     transport: Transport
     folder: Path
     print_line: Callable[[str], None]
-    count: int | None = None
-    interface: str | None = None
-    variables: tuple[str, ...] = ()
-    sync: bool = False
-    lasting: bool = False  # see `NodeRequirements`
-    interpreter: Interpreter = OWN  # of the ranks
+    request: Request
+    lasting: bool  # see `NodeRequirements`
+    interpreter: Interpreter  # of the ranks
+    variables: tuple[str, ...] = ()  # set by a typed command
     folders: tuple[Path, ...] = ()  # folders of scripts that are outside of the folder of the call
     cluster: Cluster | None = None
 
-    def also_send(self, variables: Iterable[str]) -> None:
-        """Send the nodes these variables of this process, too, since a typed command sets them."""
-        self.variables = tuple(dict.fromkeys([*self.variables, *variables]))
-
-    def also_sync(self, script: Script) -> None:
-        """Send the folder of a script's file, too, if it is outside of the folder of the call.
+    def also_send(self, variables: Iterable[str], script: Script) -> None:
+        """Send the variables of this process that a typed command sets, and the script's folder if it is outside of the call's.
 
         Raises:
-            UserError: its name is a path that only works from this folder.
+            UserError: the script's name is a path that only works from this folder.
         """
+        self.variables = tuple(variables)
         file = Path(os.path.normpath(Path(script.cwd) / script.target))
-        if not self.sync or script.is_module or script.program is not None or file.is_relative_to(script.cwd):
+        if not self.request.sync or script.is_module or script.program is not None or file.is_relative_to(script.cwd):
             return
         if not Path(script.target).is_absolute():
             raise UserError(
@@ -199,12 +193,11 @@ class Nodes:
         self.folders = (file.parent,)
 
     def _parcels(self, path: str) -> tuple[SyncManifest, ...]:
-        if not (self.sync and path):
+        if not (self.request.sync and path):
             return ()
         here = Path(path)
-        return tuple(
-            sync_manifest(one) for one in (here, *(two for two in self.folders if not two.is_relative_to(here)))
-        )
+        outside = [one for one in self.folders if not one.is_relative_to(here)]
+        return tuple(map(sync_manifest, (here, *outside)))
 
     def reach(
         self,
@@ -225,9 +218,11 @@ class Nodes:
         Raises:
             UserError: a node cannot be reached, lacks something, or differs from the others.
         """
-        sent = (self._parcels(path), preamble(PACKAGE) if self.sync else b"", self.lasting)
-        hosts = self.place(self.count or count, per_node, device)
-        about = (device, headroom, memory_cap_bytes, path, self.interface, self.variables)
+        request = self.request
+        sent = (self._parcels(path), preamble(PACKAGE) if request.sync else b"", self.lasting)
+        hosts = self.place(request.nodes or count, per_node, device)
+        variables = tuple(dict.fromkeys([*request.exports, *self.variables]))
+        about = (device, headroom, memory_cap_bytes, path, request.interface, variables)
         requirements = NodeRequirements(*about, *sent, self.interpreter)
         self.cluster = Cluster(hosts, self.transport, requirements, self.folder, print_line=self.print_line)
         return self.cluster.reach()
@@ -235,26 +230,20 @@ class Nodes:
 
 @contextmanager
 def named_nodes(
-    named: Request,
-    print_line: Callable[[str], None],
-    budget: str | None = None,
-    *,
-    lasting: bool = False,
-    interpreter: Interpreter = OWN,
+    named: Request, print_line: Callable[[str], None], interpreter: Interpreter = OWN, *, lasting: bool = False
 ) -> Iterator[Nodes | None]:
     """Yield the named nodes before any is reached, and end each agent at the end. None: this machine is used.
 
     Args:
-        budget: as typed; an allocation must last as long. None: nothing is measured, so that this machine cannot stand for
-            several.
-        lasting: files that ranks write into sent folders are kept, as for a training.
         interpreter: of the ranks.
+        lasting: for a training: files that ranks write into sent folders are kept. Otherwise an allocation must last as long as
+            the budget, and this machine may stand for several.
 
     Raises:
         UserError: the hostfile or a filter is wrong, or an option needs a hostfile.
     """
     scheduled = named.executor in SCHEDULERS
-    _refuse_strays(named, scheduled, budget is not None)
+    _refuse_strays(named, scheduled, slices=not lasting)
     if named.hostfile is None and not scheduled:
         yield None
         return
@@ -270,14 +259,13 @@ def named_nodes(
             place = transport.place
         elif named.executor == "slurm":
             place, transport = _evenly(*_allocated(named.gpus)), Srun(os.environ[JOB], sync=named.sync)
-            if budget is not None:
-                check_time_left(parse_duration(budget))
+            if not lasting:
+                check_time_left(parse_duration(named.budget))
         else:
             assert named.hostfile is not None
             hosts = read_hostfile(named.hostfile, named.include, named.exclude)
             place, transport = _evenly(hosts, str(named.hostfile)), Ssh(sync=named.sync)
-        asked = (named.nodes, named.interface, tuple(named.exports), named.sync, lasting, interpreter)
-        made = Nodes(place, transport, folder, print_line, *asked)
+        made = Nodes(place, transport, folder, print_line, named, lasting, interpreter)
         try:
             yield made
         finally:
@@ -285,7 +273,7 @@ def named_nodes(
                 made.cluster.close()
 
 
-def _refuse_strays(named: Request, scheduled: bool, slices: bool) -> None:
+def _refuse_strays(named: Request, scheduled: bool, *, slices: bool) -> None:
     """Raise UserError for options without meaning in this combination.
 
     Args:

@@ -84,7 +84,7 @@ def launch_training(
     known = remembered(request, ask)
     request = dataclasses.replace(request, maps=known.maps_under(request.maps))
     python = ranks_python(request.python, print_line, needed=TRAINING, remembered=known.python)
-    with named_nodes(request, print_line, lasting=True, interpreter=python) as nodes:
+    with named_nodes(request, print_line, python, lasting=True) as nodes:
         return _launch(launch_setup(request, nodes, python), nodes, known.job, print_line)
 
 

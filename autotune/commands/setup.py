@@ -267,7 +267,7 @@ def launch_setup(request: Request, nodes: Nodes | None = None, interpreter: Inte
         plan=plan,
         global_batch_size=batch,
         folder=folder,
-        memory_cap_bytes=_cap(request),
+        memory_cap_bytes=_limits(request)[0],
         silent_seconds=silent_seconds,
         interpreter=interpreter,
     )
@@ -352,11 +352,8 @@ def _slots(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> t
 
 def _limits(request: Request) -> tuple[int | None, float]:
     """Return a job's limit of device memory in bytes (None: none), and the headroom as a share."""
-    return _cap(request), parse_share(request.headroom or DEFAULT_HEADROOM)
-
-
-def _cap(request: Request) -> int | None:
-    return parse_memory(request.memory_cap, "--memory-cap") if request.memory_cap else None
+    cap = parse_memory(request.memory_cap, "--memory-cap") if request.memory_cap else None
+    return cap, parse_share(request.headroom or DEFAULT_HEADROOM)
 
 
 def _machine(request: Request, nodes: Nodes | None, interpreter: Interpreter) -> Hardware:
@@ -499,13 +496,12 @@ def typed_command(
         ds_config: DeepSpeed config that takes precedence over the command's.
 
     Raises:
-        UserError: see `read_command` and `Nodes.also_sync`.
+        UserError: see `read_command` and `Nodes.also_send`.
     """
     typed = read_command(request.script, request.maps, request.worst_case, ds_config, interpreter)
     os.environ.update(typed.variables)
     if nodes is not None:
-        nodes.also_send(typed.variables)
-        nodes.also_sync(typed.script)
+        nodes.also_send(typed.variables, typed.script)
     return typed
 
 

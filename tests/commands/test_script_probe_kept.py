@@ -62,7 +62,7 @@ def test_ops_built_in_the_first_run_use_up_no_budget(tmp_path: Path, monkeypatch
     executor.now = lambda: executor.clock
     limits, left = list[float](), list[float]()
 
-    def first_run(executor: Any, candidate: object, name: str, seconds: float, spec: object) -> tuple[Outcome, Any]:
+    def first_run(executor: Any, candidate: object, name: str, seconds: float) -> tuple[Outcome, Any]:
         limits.append(seconds)
         executor.clock += 120.0  # of which 100 for builds
         ops.all_build_seconds += 100.0
@@ -77,5 +77,5 @@ def test_ops_built_in_the_first_run_use_up_no_budget(tmp_path: Path, monkeypatch
     monkeypatch.setattr(script_probe, "_run_with_ops", first_run)
     monkeypatch.setattr(script_probe, "_checked", checks)
     probe(executor, Script(("train.py",), str(tmp_path)), tmp_path, 60.0, lambda line: None, spent_seconds=10.0)
-    assert limits == [script_probe.FIRST_SHARE * 50.0]
+    assert limits == [50.0]
     assert left == [30.0]
