@@ -19,11 +19,11 @@ from rich.console import Console
 from autotune.commands.environment import NAMED_MODEL, TRAINING, named_nodes, ranks_python
 from autotune.commands.job_file import COMMAND_FILE, job_text
 from autotune.commands.request import Request
-from autotune.commands.script_probe import Probe, after_probe, probe, remember
+from autotune.commands.script_probe import Probe, StartupDeadline, after_probe, probe, remember
 from autotune.commands.setup import Setup, run_setup
 from autotune.commands.study_output import write_study
 from autotune.commands.trust import Ask, accepted_table, grant, named_by, remembered_python
-from autotune.errors import UNPROTECTED, NothingFits, Stopped, UserError, one_line, readable
+from autotune.errors import UNPROTECTED, NothingFits, UserError, one_line, readable
 from autotune.executors.base import Executor
 from autotune.executors.cluster.transports import hostfile_of, hostfile_text
 from autotune.executors.local import LocalExecutor, SliceExtrapolator
@@ -38,14 +38,7 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind
 from autotune.rank.sandbox import Protection
 from autotune.recovery.ladder import ladder_path, recovery_ladder, write_ladder
-from autotune.results.console import (
-    PlainObserver,
-    make_observer,
-    record_json,
-    startup_used_all,
-    train_with,
-    verdict_lines,
-)
+from autotune.results.console import PlainObserver, make_observer, record_json, train_with, verdict_lines
 from autotune.results.export import environment_of, export_record
 from autotune.results.output_files import secrets_note
 from autotune.results.report.build import SearchedSpace
@@ -179,15 +172,7 @@ def _run(
                 with deadline.no_trial():
                     _open(first, observer.print_line)
                     observer.showing("running the script as it is, then with another batch")
-                    spent_seconds = first.now() - opening - first.ops.all_build_seconds
-                    probed = probe(
-                        first,
-                        setup.job.script,
-                        work,
-                        setup.budget_seconds,
-                        observer.print_line,
-                        spent_seconds=spent_seconds,
-                    )
+                    probed = probe(first, setup.job.script, work, deadline, observer.print_line)
                 setup = after_probe(setup, probed)
             complete = SliceExtrapolator(setup.job, setup.hardware).extrapolate if setup.hardware.sliced else None
             if complete is not None and probed is not None and probed.baseline is not None:
@@ -303,63 +288,6 @@ class CallClock:
                 self._answering += time.monotonic() - began
 
         return asked
-
-
-class StartupDeadline:
-    """End of the budget during start-up: imports, a script's probe run, the trace. A search keeps its own `Budget`.
-
-    Args:
-        budget_seconds: budget of the call, without builds of DeepSpeed's ops.
-    """
-
-    def __init__(self, budget_seconds: float) -> None:
-        self._budget_seconds = budget_seconds
-        self._clock: tuple[Executor, float] | None = None  # the executor, and its time at the start
-        self._starting = True
-
-    def begin(self, executor: Executor, began: float) -> None:
-        """Start at a time of the executor's clock."""
-        self._clock = executor, began
-
-    @property
-    def passed(self) -> bool:
-        """Return True if the budget is used."""
-        if self._clock is None:
-            return False
-        executor, began = self._clock
-        return executor.now() - began - executor.ops.all_build_seconds >= self._budget_seconds
-
-    @property
-    def ends_startup(self) -> bool:
-        """Return True if the start-up must end because the budget is used."""
-        return self._starting and self.passed
-
-    def end_startup(self) -> None:
-        """Leave the rest of the budget to the search."""
-        self._starting = False
-
-    @contextmanager
-    def no_trial(self) -> Iterator[None]:
-        """Say that no trial ran if the deadline ends the work.
-
-        Raises:
-            NothingFits: the deadline ended it.
-        """
-        try:
-            yield
-        except Stopped:
-            if self.ends_startup:
-                raise NothingFits(startup_used_all(self._budget_seconds, self._budget_seconds)) from None
-            raise
-
-    @contextmanager
-    def no_more_trials(self) -> Iterator[None]:
-        """Go on if the deadline ends the work, to the end of a search without time."""
-        try:
-            yield
-        except Stopped:
-            if not self.ends_startup:
-                raise
 
 
 def _with_ops(

@@ -7,13 +7,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from autotune.commands.setup import FREE, Setup
 from autotune.commands.trust import grant, is_granted
-from autotune.errors import MachineError, ScriptFails, Stopped, UserError
+from autotune.errors import MachineError, NothingFits, ScriptFails, Stopped, UserError
 from autotune.executors.base import Executor, MeasureSpec
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH, Candidate, Value
 from autotune.problem.faults import own_facts, warnings
@@ -22,7 +22,7 @@ from autotune.problem.knobs import RequirementInputs, steps_on_gpu
 from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Source
 from autotune.problem.space import SearchSpace, fitted
 from autotune.problem.training_trace import TrainingTrace
-from autotune.results.console import larger_budget, throughput_text
+from autotune.results.console import larger_budget, startup_used_all, throughput_text
 from autotune.script.argument_files import FOUND, PRODUCTS, TIMES, TRIED, argument_names, integers_in_words, knob_values
 from autotune.script.argument_writer import integers_in_files, with_declared_files
 from autotune.script.profile import (
@@ -103,46 +103,83 @@ class Probe:
     ran_out: Outcome | None = None  # OOM of the script's config, if its batch was known by then
 
 
-class _ProbeBudget:
-    """Budget of the call during a probe run. Builds of DeepSpeed's ops use up none of it."""
+class StartupDeadline:
+    """End of the budget during start-up: imports, a script's probe run, the trace. A search keeps its own `Budget`.
 
-    def __init__(self, executor: Executor, seconds: float, spent_seconds: float) -> None:
-        self._executor, self.seconds = executor, seconds
-        self._until = self._now + seconds - spent_seconds
+    Args:
+        seconds: budget of the call, without builds of DeepSpeed's ops.
+    """
 
-    @property
-    def _now(self) -> float:
-        return self._executor.now() - self._executor.ops.all_build_seconds
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._clock: tuple[Executor, float] | None = None  # the executor, and its time at the start
+        self._starting = True
+
+    def begin(self, executor: Executor, began: float) -> None:
+        """Start at a time of the executor's clock."""
+        self._clock = executor, began
 
     @property
     def left_seconds(self) -> float:
-        """Seconds that are left."""
-        return self._until - self._now
+        """Return the seconds that are left, all of them before `begin`."""
+        if self._clock is None:
+            return self.seconds
+        executor, began = self._clock
+        return self.seconds - (executor.now() - began - executor.ops.all_build_seconds)
+
+    @property
+    def passed(self) -> bool:
+        """Return True if the budget is used."""
+        return self.left_seconds <= 0
+
+    @property
+    def ends_startup(self) -> bool:
+        """Return True if the start-up must end because the budget is used."""
+        return self._starting and self.passed
+
+    def end_startup(self) -> None:
+        """Leave the rest of the budget to the search."""
+        self._starting = False
+
+    @contextmanager
+    def no_trial(self) -> Iterator[None]:
+        """Say that no trial ran if the deadline ends the work.
+
+        Raises:
+            NothingFits: the deadline ended it.
+        """
+        try:
+            yield
+        except Stopped:
+            if self.ends_startup:
+                raise NothingFits(startup_used_all(self.seconds, self.seconds)) from None
+            raise
+
+    @contextmanager
+    def no_more_trials(self) -> Iterator[None]:
+        """Go on if the deadline ends the work, to the end of a search without time."""
+        try:
+            yield
+        except Stopped:
+            if not self.ends_startup:
+                raise
 
 
 def probe(
-    executor: Executor,
-    script: Script,
-    folder: Path,
-    budget_seconds: float,
-    print_line: Callable[[str], None],
-    *,
-    spent_seconds: float = 0.0,
+    executor: Executor, script: Script, folder: Path, budget: StartupDeadline, print_line: Callable[[str], None]
 ) -> Probe:
     """Run the script unchanged for a few steps, or load the findings of an earlier call on the same files (`remember`).
 
     Args:
         folder: holds the findings.
-        budget_seconds: budget of the call.
+        budget: of the call.
         print_line: receives lines for display.
-        spent_seconds: part of the budget that was used before.
 
     Raises:
         UserError: it never calls DeepSpeed, ends too early, or fails by itself; the message ends with its own traceback.
         MachineError: the machine failed in the first run.
         Stopped: the user stopped the tuner.
     """
-    budget = _ProbeBudget(executor, budget_seconds, spent_seconds)
     key = f"{script.key}-{executor.hardware.device}-{executor.hardware.count}-{executor.hardware.limit_bytes}"
     text, known, sources = stored_findings(folder / MEMORY)
     if known.get("key") == key and not edited_since(sources, script.cwd):
@@ -186,7 +223,7 @@ def _checked(
     baseline: Outcome,
     facts: dict[str, Any],
     key: str,
-    budget: _ProbeBudget,
+    budget: StartupDeadline,
     print_line: Callable[[str], None],
 ) -> Probe:
     """Return the findings of a first run, and of the runs that follow it: flags, another batch, noise."""
@@ -290,7 +327,7 @@ def _keep(path: Path, text: str) -> None:
 
 
 def _run_with_least_memory(
-    executor: Executor, script: Script, facts: dict[str, Any], budget: _ProbeBudget
+    executor: Executor, script: Script, facts: dict[str, Any], budget: StartupDeadline
 ) -> dict[str, Any]:
     """Return the facts of a script that runs out of memory unmodified, from a run with minimal memory.
 
@@ -388,7 +425,7 @@ def _run_with_ops(
 
 
 def _refuse_unless_run(
-    executor: Executor, outcome: Outcome, facts: dict[str, Any], left_seconds: float, budget: _ProbeBudget
+    executor: Executor, outcome: Outcome, facts: dict[str, Any], left_seconds: float, budget: StartupDeadline
 ) -> None:
     """Refuse a script whose run failed otherwise than by its memory.
 
