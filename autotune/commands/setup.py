@@ -409,7 +409,7 @@ def _named_job(request: Request, hardware: Hardware, interpreter: Interpreter) -
     job = Job(
         model=model,
         ranks=hardware.count,
-        seq_len=seq_len_of(request.seq_len, request.packed, model, lengths, hardware),
+        seq_len=_seq_len(request, model, lengths, hardware),
         precision=precision,
         optimizer=request.optimizer,
         global_batch_size=kept_batch(request.global_batch_size, base, hardware.count, request.ds_config),
@@ -598,15 +598,20 @@ def batch_note(asked: int | str | None, job: Job, file: Path | None) -> list[str
 DEFAULT_SEQ_LEN = {"cuda": 2048, "cpu": 64}
 
 
-def seq_len_of(
-    asked: int | str | None, packed: bool, model: ModelSpec, lengths: tuple[tuple[int, int], ...], hardware: Hardware
-) -> int:
+def _seq_len(request: Request, model: ModelSpec, lengths: tuple[tuple[int, int], ...], hardware: Hardware) -> int:
     """Return tokens per sequence: as requested, else the longest of `--lengths`, else the device's default."""
-    longest = longest_sequence(model.config)
-    seq_len = _typed_seq_len(asked, longest, model.name)
+    longest, seq_len = longest_sequence(model.config), None
+    if request.seq_len == "max":
+        if longest is None:
+            raise UserError(
+                f"--seq-len max: the configuration of {model.name} names no longest sequence; give a number"
+            )
+        seq_len = longest
+    elif request.seq_len is not None:
+        seq_len = _number(request.seq_len, "--seq-len", "a number of tokens, or max")
     if lengths:
         most = max(tokens for tokens, _ in lengths)
-        if seq_len is not None and not packed:
+        if seq_len is not None and not request.packed:
             raise UserError("--seq-len cannot be combined with --lengths, which gives the lengths. Remove --seq-len.")
         seq_len = seq_len or most
         if seq_len < most:
@@ -618,16 +623,6 @@ def seq_len_of(
     if longest and seq_len > longest:
         raise UserError(f"--seq-len {seq_len}: {model.name} takes at most {longest} tokens")
     return seq_len
-
-
-def _typed_seq_len(asked: int | str | None, longest: int | None, model: str) -> int | None:
-    if asked is None:
-        return None
-    if asked == "max":
-        if longest is None:
-            raise UserError(f"--seq-len max: the configuration of {model} names no longest sequence; give a number")
-        return longest
-    return _number(asked, "--seq-len", "a number of tokens, or max")
 
 
 # -- precision ---------------------------------------------------------------------------------------------------------
