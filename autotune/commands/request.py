@@ -510,7 +510,9 @@ class Request:
     command: str = ""  # the whole command as typed
 
     def __post_init__(self) -> None:
-        _check_bounds(self)
+        for name, value in vars(self).items():
+            if name != "command":
+                check_value(name, value, flag_of(name))
 
 
 class Parameter(NamedTuple):
@@ -565,17 +567,6 @@ def flag_of(name: str) -> str:
 
 
 _MOST_OF = {"gpus": 4096, "nodes": 4096, "parallel": 4096, "image_size": 65_536}  # limits of options that count things
-
-
-def _check_bounds(request: Request) -> None:
-    """Check every number and text of a request.
-
-    Raises:
-        UserError: a value is out of bounds.
-    """
-    for name, value in vars(request).items():
-        if name != "command":
-            check_value(name, value, flag_of(name))
 
 
 def check_value(name: str, value: object, shown: str) -> None:
@@ -703,13 +694,10 @@ def _list(name: str, value: object, expected: str) -> list[str]:
     """Return the texts of paths and numbers. A single text is refused: it would be split into letters."""
     if isinstance(value, str | bytes | bytearray | memoryview) or not isinstance(value, Sequence):
         raise UserError(f"{name}: {expected}, found {_shown_option(value)}")
-    return [_word(f"{name}[{at}]", word) for at, word in enumerate(value)]
-
-
-def _word(name: str, value: object) -> str:
-    if isinstance(value, str) and "\0" not in value:
-        return value
-    return _text(name, value)
+    return [
+        word if isinstance(word, str) and "\0" not in word else _text(f"{name}[{at}]", word)
+        for at, word in enumerate(value)
+    ]
 
 
 def _number(name: str, value: object, expected: str, parse: Callable[[str], int | float] | None = None) -> int | float:
