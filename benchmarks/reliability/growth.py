@@ -2,7 +2,7 @@
 `python benchmarks/reliability/growth.py [--replayed 1000 106] [--live 100] [--json FILE]`.
 
 `autotune run` measures on two CPU ranks, and replays a table, once for each count. Between trials its anonymous memory is read,
-after a collection and `malloc_trim`, with its open descriptors and the bytes of the blocks of all objects that the search keeps: its history.
+after a collection and `malloc_trim`, with its open descriptors, and the blocks of all objects that the search keeps: its history.
 Bytes that are allocated in the heaps of Python and of the C library are read as well: memory that grows without them is free
 pieces of the heap, which a later trial takes. Pages of files do not count: they are private while no other process maps the same
 library. The fork server's memory and descriptors are read too. A line is fitted to each over the second half of the trials, when
