@@ -68,7 +68,9 @@ class Option:
 def _option(default: object, *attributes: Any, **more: Any) -> Any:
     """Return a field of Request that is an `Option` with these attributes. A default of `list` is an empty list."""
     metadata = {_OPTION: Option(*attributes, **more)}
-    return field(**{"default_factory" if default is list else "default": default}, metadata=metadata)
+    if default is list:
+        return field(default_factory=list, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 COMMANDS = ("run", "plan", "launch")
