@@ -125,7 +125,7 @@ def run_study(
     known = remembered_python(request, ask) if local else None
     python = ranks_python(request.python, print_line, needed=needed, remembered=known)
     with named_nodes(request, print_line, python) as nodes:
-        return _run(accepted_table(run_setup(request, nodes, python), request, ask), clock, console, quiet, confirm)
+        return _run(accepted_table(run_setup(request, nodes, python), ask), clock, console, quiet, confirm)
 
 
 def _run(

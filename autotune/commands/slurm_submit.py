@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
 
 from autotune.commands.request import Request
 from autotune.errors import UserError
@@ -196,9 +195,9 @@ def _cancelled_by_signals(job: str) -> Iterator[None]:
 def _follow(job: str, output: Path, code: Path, print_line: Callable[[str], None]) -> int:
     shown, state, next_question = 0, "", 0.0
     while True:
-        shown = _show(output, shown, sys.stdout)
+        shown = _show(output, shown)
         if code.exists():
-            _show(output, shown, sys.stdout)
+            _show(output, shown)
             status = int(code.read_text(encoding="utf-8").strip() or 1)
             if status == _ENDED:
                 raise UserError(f"job {job} was stopped before it began. Give it a longer --time, or try again.")
@@ -237,12 +236,11 @@ def _state(job: str) -> tuple[str, str]:
     ), why
 
 
-def _show(path: Path, shown: int, out: TextIO) -> int:
-    """Write the new part of a file, and return how much of it has been shown."""
+def _show(path: Path, shown: int) -> int:
+    """Print the new part of a file, and return how much of it has been shown."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(shown)
         data = file.read()
-        out.write(data.decode(errors="replace"))
-        out.flush()
+        print(data.decode(errors="replace"), end="", flush=True)
         return shown + len(data)
     return shown

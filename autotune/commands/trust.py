@@ -158,7 +158,7 @@ def remembered(request: Request, ask: Ask | None) -> Remembered:
     return Remembered(python.shown if python else None, maps, accepted)
 
 
-def accepted_table(setup: Setup, request: Request, ask: Ask | None) -> Setup:
+def accepted_table(setup: Setup, ask: Ask | None) -> Setup:
     """Return the setup of `run` with a replayed table's job accepted: its model is traced.
 
     Raises:
@@ -166,7 +166,7 @@ def accepted_table(setup: Setup, request: Request, ask: Ask | None) -> Setup:
     """
     if setup.replay_table is None:
         return setup
-    job = accept_job(f"table {setup.replay_table.name}", setup.job, trust=request.trust, ask=ask)
+    job = accept_job(f"table {setup.replay_table.name}", setup.job, trust=setup.request.trust, ask=ask)
     return dataclasses.replace(setup, job=job)
 
 
