@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import datetime
-import functools
-import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from autotune.problem.candidate import Candidate
 from autotune.problem.job import Job, Script
 from autotune.problem.outcome import Phase
+from autotune.rank.patches import Patches
 from autotune.rank.sandbox import Sandbox
 from autotune.rank.training_trace import TraceRecorder
 
-# -- training observer -------------------------------------------------------------------------------------------------
-#
-# Interface by which the hooks report a script's training to its rank.
-
-
-class TrainingObserver(Protocol):
-    """Observer of the script's training. Every method is called on every rank."""
+class TrainingObserver:
+    """Observer of the script's training, which ignores all events. Every method is called on every rank."""
 
     def configured(self, config: dict[str, Any]) -> None:
         """Receive the script's own DeepSpeed config without a candidate's keys.
@@ -79,75 +71,6 @@ class TrainingObserver(Protocol):
 
     def no_engine_found(self) -> None:
         """Note that the script trains without any DeepSpeed engine."""
-
-
-# -- patch registry ----------------------------------------------------------------------------------------------------
-#
-# Replace attributes in modules and classes of other libraries; `undo` restores each.
-
-_MISSING = object()
-
-
-class Patches:
-    """Attributes replaced by the hooks of one rank."""
-
-    def __init__(self) -> None:
-        self._undo = ExitStack()
-        self._originals: dict[tuple[int, str], Callable[..., Any]] = {}
-
-    def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Replace `owner.name` by a function that calls `around` with the original as its first argument.
-
-        Args:
-            owner: a module, or the class of a method (`self` is then the second argument).
-            around: takes its own arguments by position only, because keyword arguments belong to the caller.
-        """
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
-
-        if isinstance(owner, ModuleType):  # pickled by reference: a spawned process finds the original there
-            wrapper.__module__, wrapper.__qualname__ = owner.__name__, name
-        self.replace(owner, name, wrapper)
-
-    def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Replace `owner.name` by a value."""
-        self._originals.setdefault((id(owner), name), getattr(owner, name))
-        before = vars(owner).get(name, _MISSING)
-        setattr(owner, name, value)
-
-        def restore() -> None:
-            if before is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-        self._undo.callback(restore)
-
-    def original(self, owner: Any, name: str) -> Callable[..., Any]:
-        """Return `owner.name` from before its first wrap, or its current value without a wrap."""
-        found: Callable[..., Any] = self._originals.get((id(owner), name)) or getattr(owner, name)
-        return found
-
-    def set_environment(self, name: str, value: str) -> None:
-        """Set an environment variable until the patches are undone."""
-        before = os.environ.get(name)
-        os.environ[name] = value
-        if before is None:
-            self._undo.callback(os.environ.pop, name, None)
-        else:
-            self._undo.callback(os.environ.__setitem__, name, before)
-
-    def on_undo(self, callback: Callable[[], Any]) -> None:
-        """Register a callback that runs when the patches are undone."""
-        self._undo.callback(callback)
-
-    def undo(self) -> None:
-        """Restore all attributes, the last replaced first."""
-        self._undo.close()
-        self._originals.clear()
 
 
 # -- context -----------------------------------------------------------------------------------------------------------

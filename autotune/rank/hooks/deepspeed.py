@@ -843,7 +843,7 @@ def install_optimizers(context: Context) -> None:
             if steps >= _STEPS_WITHOUT_DEEPSPEED:
                 context.watcher.no_engine_found()
 
-    context.patches.on_undo(register_optimizer_step_post_hook(stepped).remove)
+    context.patches.callback(register_optimizer_step_post_hook(stepped).remove)
 
 
 def kind_of(context: Context, optimizer: Any) -> str:
