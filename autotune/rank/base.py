@@ -86,7 +86,7 @@ class BaseRank(ABC):
         self.number: int = spec["rank"]
         self.sliced = bool(spec.get("slice_of"))  # the group's ranks stand for those of several nodes (a node slice)
         self.world: int = spec.get("slice_of") or spec["world"]  # ranks of the training
-        self.local: int = spec.get("local_rank", spec["rank"])  # rank on its own host
+        self.local: int = spec["local_rank"] if "local_rank" in spec else self.number  # rank on its own host
         self.phase = Phase.START
         self.steps = 0  # optimizer steps so far
         self.device: Device | None = None

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from autotune.problem.outcome import Phase
+from autotune.problem.training_trace import MOST_STEPS
 from autotune.rank import measure
 from autotune.rank.base import BaseRank
 from autotune.rank.hooks.base import first_tensor, sizes_of
@@ -70,7 +72,6 @@ class ModelRank(BaseRank):
             self._initialize()
         self.engine_built()
         self.overflows = Overflows(self.engine)
-        self.trace: TraceRecorder | None = None
         self.own_device.note()
 
     def _initialize(self) -> None:
@@ -97,7 +98,8 @@ class ModelRank(BaseRank):
     def _measure(self, request: MeasureRequest) -> None:
         self._set_batch(request)
         # Weights have moved in later rungs of the engine, and ranks of a slice have parts of the gradients.
-        self.trace = TraceRecorder() if not (self.steps or self.sliced or self.spec.get("resume")) else None
+        untraced = self.steps or self.sliced or self.spec.get("resume")
+        self.trace = TraceRecorder(most_steps=0 if untraced else MOST_STEPS)
         device = self.own_device
         device.reset_peaks()
         batches = self._batches(request.micro_batch)
@@ -126,7 +128,7 @@ class ModelRank(BaseRank):
             boundary_seconds=measure.boundary_seconds(steps) if request.extrapolated else None,
             extrapolated=request.extrapolated,
             live_bytes=lowest(self.live_steps),
-            trace=self.trace.report() if self.trace is not None else None,
+            trace=self.trace.report(),
             **device.peaks(),
         )
 
@@ -184,8 +186,7 @@ class ModelRank(BaseRank):
             if request.extrapolated or at == last:
                 device.synchronize()
                 now = time.perf_counter()
-                recording = self.trace.take_seconds() if self.trace is not None else 0.0
-                parts.append(max(now - began - recording, 0.0))
+                parts.append(max(now - began - self.trace.take_seconds(), 0.0))
                 began = now
         if self.live_bytes:
             self.live_steps.append(self.live_bytes)
@@ -198,26 +199,20 @@ class ModelRank(BaseRank):
         self.phase = Phase.FORWARD
         batch = next(batches)
         self.fault(Phase.FORWARD)
-        trace = self.trace
-        if trace is not None and trace.records:
+        if self.trace.records:
             given = ((), batch) if isinstance(batch, dict) else (tuple(batch), {})
-            trace.forward(first_tensor(*given), sizes_of(*given).rows, certain=True)
+            self.trace.forward(first_tensor(*given), sizes_of(*given).rows, certain=True)
         loss = self.loss(self.engine, batch)
         self._note_memory()
         self.phase = Phase.BACKWARD
         self.fault(Phase.BACKWARD)
-        if trace is not None:
-            trace.backward(self.engine, loss)
+        self.trace.backward(self.engine, loss)
         self.engine.backward(loss)
         self._note_memory()
         self.phase = Phase.STEP
         self.fault(Phase.STEP)
-        boundary = self.engine.is_gradient_accumulation_boundary()
-        if trace is not None and boundary:
-            trace.before_step(self.engine)
-        self.engine.step()
-        if trace is not None and boundary:
-            trace.after_step(self.engine)
+        with self.trace.step(self.engine) if self.engine.is_gradient_accumulation_boundary() else nullcontext():
+            self.engine.step()
         self._note_memory()
 
     def _note_memory(self) -> None:

@@ -18,8 +18,8 @@ from autotune.problem.candidate import CHECKPOINTING, MICRO_BATCH, Candidate
 from autotune.problem.import_time_env import of_the_device, set_late, settings_in, too_late
 from autotune.problem.job import script_text
 from autotune.problem.outcome import Phase
-from autotune.rank.base import EXIT_REPORTED, BaseRank, exit_process
 from autotune.rank import hooks, measure
+from autotune.rank.base import EXIT_REPORTED, BaseRank, exit_process
 from autotune.rank.hooks import source_files
 from autotune.rank.hooks.base import Context, Sizes, TrainingObserver
 from autotune.rank.hooks.config import merged_arguments
@@ -110,7 +110,6 @@ class ScriptRank(BaseRank, TrainingObserver):
         self.rows_beside: dict[str, list[int]] = {}  # rows of every step, by number of the auxiliary engine
         self.saved_tensors: SavedTensors | None = None
         self.random_state = RandomState(self.number)
-        self.trace: TraceRecorder | None = None  # None in a slice
         self._failure: tuple[int, Message] | None = None  # id and description of the last failure since a step
         self._failures = 0  # since the last step
         self._evaluating = False  # True if the model was in evaluation mode in the last step
@@ -133,7 +132,6 @@ class ScriptRank(BaseRank, TrainingObserver):
         )
         if not self.sliced:  # ranks of a slice compute with parts of the gradients
             context.trace = TraceRecorder(self.random_state)
-        self.trace = context.trace
         hooks.install(context)
         self._variables = dict(os.environ)
         self.random_state.install(context.patches)
@@ -254,9 +252,7 @@ class ScriptRank(BaseRank, TrainingObserver):
         device = self.own_device
         device.synchronize()
         device.note()
-        seconds = time.perf_counter() - self._step_began
-        if self.trace is not None:
-            seconds = max(seconds - self.trace.take_seconds(), 0.0)
+        seconds = max(time.perf_counter() - self._step_began - self.context.trace.take_seconds(), 0.0)
         self.steps += 1
         self._failure, self._failures = None, 0
         self._evaluating = not self.engine.module.training
@@ -398,7 +394,7 @@ class ScriptRank(BaseRank, TrainingObserver):
             extrapolated=False,
             facts=facts,
             live_bytes={},
-            trace=self.trace.report() if self.trace is not None else None,
+            trace=self.context.trace.report(),
             **device.peaks(),
         )
         self._serve_certificates()

@@ -250,10 +250,9 @@ class TrainRank(BaseRank, TrainingObserver):
         """Count a step and report progress."""
         self.steps += 1
         self.progress(0.0 if self.steps <= _FIRST_STEPS else _PROGRESS_SECONDS)
-        trace = self.context.trace
-        if trace is not None and self.steps == LEAST_STEPS:
-            self.channel.send("traced", trace=trace.report())
-            self.context.trace = None
+        if self.steps == LEAST_STEPS:
+            self.channel.send("traced", trace=self.context.trace.report())
+            self.context.trace = TraceRecorder(most_steps=0)
 
     def failed(self, error: BaseException) -> None:
         """Report an OOM and end the rank."""

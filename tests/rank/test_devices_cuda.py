@@ -34,7 +34,9 @@ class StandIn:
             "_is_in_bad_fork": lambda: self.bad_fork,
             "device_count": lambda: self.devices,
             "current_device": lambda: 0,
-            "get_device_properties": lambda index: SimpleNamespace(uuid=self.said or self.card.uuid.removeprefix("GPU-")),
+            "get_device_properties": lambda index: SimpleNamespace(
+                uuid=self.said or self.card.uuid.removeprefix("GPU-")
+            ),
             "mem_get_info": self.free_and_total,
             "memory_reserved": lambda: self.reserved_mib * MIB,
             "max_memory_reserved": lambda: self.most_mib * MIB,

@@ -17,6 +17,7 @@ from autotune.rank.patches import Patches
 from autotune.rank.sandbox import Sandbox
 from autotune.rank.training_trace import TraceRecorder
 
+
 class TrainingObserver:
     """Observer of the script's training, which ignores all events. Every method is called on every rank."""
 
@@ -90,7 +91,7 @@ class Context:
     quiet: bool  # True in a measurement: no checkpoints, evaluations, trackers and uploads
     patches: Patches = field(default_factory=Patches)
     sandbox: Sandbox | None = None  # sandbox of a trial; None in a training
-    trace: TraceRecorder | None = None  # records the first optimizer steps; None records nothing
+    trace: TraceRecorder = field(default_factory=lambda: TraceRecorder(most_steps=0))  # of the first optimizer steps
 
     collective_timeout: datetime.timedelta = datetime.timedelta()  # timeout of the process group
     engine: Any = None  # the DeepSpeed engine that trains, once it is built
@@ -111,9 +112,8 @@ class Context:
     spellings: dict[str, list[str | None]] = field(default_factory=dict)  # flag -> [no, yes], see `hooks.config`
     integers: dict[str, int] = field(default_factory=dict)  # positive integers of the script's parsers, by flag
     said: dict[str, list[int]] = field(default_factory=dict)  # values in the script's arguments and loaders, by knob
-    beside: list[Any] = field(default_factory=list)  # engines with an optimizer, made after the one that trains
+    beside: list[Any] = field(default_factory=list)  # `OtherEngine`s made after the one that trains
     earlier: list[Any] = field(default_factory=list)  # engines made before the one that trains, see `hooks.deepspeed`
-    rivals: list[Any] = field(default_factory=list)  # entries of `beside` that may turn out to train, in a probe run
     trained: bool = False  # True once the engine that trains has had a backward
     trained_steps: int = 0  # optimizer steps of the engine that trains
     # accelerate's configs, and their original contents

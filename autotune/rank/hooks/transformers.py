@@ -188,7 +188,7 @@ def install_resuming(context: Context) -> None:
     def load_checkpoint(
         original: Callable[..., Any], engine: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        if engine is context.engine or any(engine is one for one in (*context.beside, *context.earlier)):
+        if engine in (context.engine, *(one.engine for one in context.beside), *context.earlier):
             found = _found(engine, Path(load_dir), tag)
             if found is not None:
                 return found
