@@ -44,10 +44,8 @@ EXIT_REPORTED = 13  # exit code of a rank that has reported its failure over the
 def connect_to_parent(address: str, number: int) -> tuple[Channel, Message]:
     """Connect to the parent and send this rank's number.
 
-    The process leaves with code 1 if the parent closes the channel instead of sending a spec.
-
-    Returns:
-        The channel, and the spec that the parent sent.
+    Return the channel, and the spec that the parent sent. The process leaves with code 1 if the parent closes the
+    channel instead.
     """
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(address)
@@ -86,7 +84,8 @@ class BaseRank(ABC):
         self.number: int = spec["rank"]
         self.sliced = bool(spec.get("slice_of"))  # the group's ranks stand for those of several nodes (a node slice)
         self.world: int = spec.get("slice_of") or spec["world"]  # ranks of the training
-        self.local: int = spec["local_rank"] if "local_rank" in spec else self.number  # rank on its own host
+        local: Any = spec.get("local_rank", self.number)
+        self.local: int = local  # rank on its own host
         self.phase = Phase.START
         self.steps = 0  # optimizer steps so far
         self.device: Device | None = None
@@ -252,11 +251,7 @@ class BaseRank(ABC):
         return [one / (1 if self.sliced else self.world) for one in self.reduce(seconds, "SUM")]
 
     def reduce(self, seconds: list[float], operation: str) -> list[float]:
-        """Reduce each element over the ranks. Every rank must call this.
-
-        Args:
-            operation: a name of torch.distributed.ReduceOp.
-        """
+        """Reduce each element over the ranks by an operation of torch.distributed.ReduceOp. Every rank must call this."""
         if self.world == 1 or self.sliced:
             return seconds
         # A script may have set a default dtype of 16 bits and a default device.
@@ -351,7 +346,7 @@ class Rendezvous:
 
 # -- memory snapshot ---------------------------------------------------------------------------------------------------
 #
-# Memory snapshot and disk check of a rank after a failure, sent with every error for ambiguous error texts.
+# Memory and disks after a failure, sent with every error for ambiguous error texts.
 #
 # torch is only used if it is loaded already, and CUDA is never initialized. No function raises. A driver or disk that
 # does not answer costs `PATIENCE_SECONDS`. The blocked call stays in a daemon thread, which ends with the process.
@@ -450,11 +445,8 @@ def _within(seconds: float, work: Callable[[], None]) -> None:
 
 # -- heartbeat ---------------------------------------------------------------------------------------------------------
 #
-# Heartbeat of a rank: a thread reports whether the main thread makes progress.
-#
-# Building, saving, evaluating, tokenizing and compiling send no message for minutes. Once a second the thread samples
-# the main thread's stack, and reports to the parent whether it has changed. The stack of a rank that hangs does not
-# change.
+# Building, saving, evaluating, tokenizing and compiling send no message for minutes. Once a second a thread samples the
+# main thread's stack, and reports to the parent whether it has changed. The stack of a rank that hangs does not change.
 
 BEAT_SECONDS = 1.0
 # Paths of code in which a rank waits for its peers. Some collectives spin, so CPU time there is no progress.

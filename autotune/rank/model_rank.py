@@ -67,7 +67,7 @@ class ModelRank(BaseRank):
 
             how = (self.job, self.own_device.torch_device(), self.spec["config"])
             self.engine: Any = torch_engine.TorchEngine(*how, checkpointing=self.spec["checkpointing"])
-            self.source = torch_engine.source_of(self.job)
+            self.source: workload.Source = partial(workload.synthetic_batches, self.job)
         else:
             self._initialize()
         self.engine_built()
@@ -133,11 +133,7 @@ class ModelRank(BaseRank):
         )
 
     def _timed_steps(self, batches: Iterator[Any], request: MeasureRequest, pace: float) -> list[StepParts]:
-        """Run steps until all ranks have enough.
-
-        Args:
-            pace: expected seconds per step.
-        """
+        """Run steps until all ranks have enough; `pace` is the expected seconds per step."""
         steps: list[StepParts] = []
         elapsed, began = 0.0, time.perf_counter()
         while not measure.enough(request, elapsed, len(steps)):
@@ -170,11 +166,7 @@ class ModelRank(BaseRank):
             del self.live_steps[-1:]
 
     def _step(self, batches: Iterator[Any], request: MeasureRequest) -> StepParts:
-        """Run one optimizer step.
-
-        Returns:
-            Seconds of the whole step, or of each micro-batch if the rest is extrapolated.
-        """
+        """Run one optimizer step. Return its seconds, or those of each micro-batch if the rest is extrapolated."""
         parts = []
         device = self.own_device
         device.synchronize()

@@ -30,12 +30,8 @@ class RandomState:
     seeds that it names from the time, a process id, a hash or a UUID. Its first run records those before the first forward,
     and the next runs repeat them.
 
-    Args:
-        rank: number of the rank.
-        named: `named` of the script's first run.
-
     Attributes:
-        named: the first seeds that the script named, each with its place in the code.
+        named: the first seeds that the script named, each with its place in the code. The argument has the first run's.
         repeats: the script named another seed than in its first run.
     """
 
@@ -290,10 +286,5 @@ def _global_states() -> tuple[Any, ...]:
     from autotune.rank.devices import generator_state
 
     numpy = sys.modules.get("numpy")
-    states: list[Any] = [random.getstate()]
-    if numpy is not None:
-        states += _numpy_state(numpy)
-    states.append(torch.get_rng_state().numpy().tobytes())
-    if (state := generator_state()) is not None:
-        states.append(state)
-    return tuple(states)
+    of_torch = torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), numpy and _numpy_state(numpy), of_torch, generator_state()

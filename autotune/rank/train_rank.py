@@ -100,18 +100,16 @@ class TrainRank(BaseRank, TrainingObserver):
             return
 
         def post_init(original: Callable[..., Any], arguments: Any) -> None:
-            if isinstance(given := arguments.output_dir, str):
-                self._begin(Path(os.path.expanduser(given)).resolve(), arguments)
+            if isinstance(arguments.output_dir, str):
+                folder = Path(os.path.expanduser(arguments.output_dir)).resolve()
+                if self.number == 0:
+                    self.channel.send("output", folder=str(folder))
+                unsaved = str(folder) in self.spec["begun"] and not any(folder.glob("checkpoint-*"))
+                if unsaved and hasattr(arguments, "overwrite_output_dir"):  # transformers < 5, other libraries
+                    arguments.overwrite_output_dir = True
             original(arguments)
 
         self.context.patches.wrap(arguments_class, "__post_init__", post_init)
-
-    def _begin(self, folder: Path, arguments: Any) -> None:
-        if self.number == 0:
-            self.channel.send("output", folder=str(folder))
-        unsaved = str(folder) in self.spec["begun"] and not any(folder.glob("checkpoint-*"))
-        if unsaved and hasattr(arguments, "overwrite_output_dir"):  # transformers < 5, other libraries
-            arguments.overwrite_output_dir = True
 
     def _resume_trainer(self) -> None:
         """Make Trainer resume from the newest whole checkpoint of the same `train` call in this launch.

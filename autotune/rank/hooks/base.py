@@ -104,8 +104,7 @@ class Context:
     accelerated: bool = False  # True if accelerate makes the engine that trains
     loader_prepared: bool = False  # True if accelerate has prepared the script's own loader
     loader_split: bool = False  # True if accelerate splits that loader's batches over the ranks
-    trains_anew: bool = False  # True if transformers' Trainer is kept from resuming
-    trainer_silent: bool = False  # True if Trainer is kept from evaluating and saving
+    trainer_silent: bool = False  # True if transformers' Trainer is kept from resuming, evaluating and saving
     zero_init: bool = False  # True if the script's own code builds its model under `deepspeed.zero.Init`
     relaunched: int = 0  # number of ranks that the script would have started; 1 if unknown
     flags: set[str] = field(default_factory=set)  # flags of `script.script.FLAGS` that the script's parsers have

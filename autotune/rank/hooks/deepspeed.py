@@ -1,4 +1,4 @@
-"""Hooks of DeepSpeed: the engine that trains, its config and its steps."""
+"""Hooks of DeepSpeed: pass the candidate's config to the engine that trains, and report its steps to the watcher."""
 
 from __future__ import annotations
 
@@ -27,10 +27,6 @@ from autotune.script.profile import BY_RANK, EARLIER, EXPERTS_ELSEWHERE, KEPT, L
 from autotune.script.script import several_configs
 from autotune.workers import jit_ops
 from autotune.workers.jit_ops import LIVELY_SECONDS, hold_build_lock
-
-# -- deepspeed ---------------------------------------------------------------------------------------------------------
-#
-# Hook DeepSpeed: pass the candidate's config to the engine that trains, and report its steps to the watcher.
 
 _WATCHED = (("forward", Phase.FORWARD), ("backward", Phase.BACKWARD), ("step", Phase.STEP))
 
@@ -78,15 +74,15 @@ def unhooked(context: Context, method: str, *args: Any) -> Any:
 
 
 def _initialize(context: Context, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Change the call that makes the engine that trains.
+    """Change the call that makes the engine that trains. Later ones change only in the batch, earlier ones not at all.
 
-    Later calls change only in the batch, and earlier ones not at all.
+    The probe run has counted the earlier ones.
     """
     given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
     config = _config_of(given)
     if not _trains(context, given, config):
         return _build(context, original, *args, **kwargs)
-    if is_early(context):
+    if context.engine is None and len(context.earlier) < int(context.script.profile.get(EARLIER, 0)):
         made = _build(context, original, *args, **kwargs)
         context.earlier.append(made[0])
         return made
@@ -113,12 +109,7 @@ def _build(context: Context, original: Callable[..., Any], /, *args: Any, **kwar
 
 
 def _made(context: Context, original: Callable[..., Any], given: dict[str, Any], config: dict[str, Any]) -> Any:
-    """Make the engine that trains, and return the result of `deepspeed.initialize`.
-
-    Args:
-        given: arguments of the call.
-        config: the config in these arguments.
-    """
+    """Make the engine that trains by a call with the `given` arguments, and return its result."""
     import deepspeed
 
     if isinstance(given.get("model"), deepspeed.PipelineModule):
@@ -141,11 +132,7 @@ def _made(context: Context, original: Callable[..., Any], given: dict[str, Any],
 
 
 def _choose(context: Context, engine: Any, optimizer: Any) -> None:
-    """Report an engine as the one that trains.
-
-    Args:
-        optimizer: the optimizer that the script made itself, or None.
-    """
+    """Hook and report the engine that trains; `optimizer` is the one that the script made itself, or None."""
     context.engine = engine
     watch_module(context, engine.module)
     context.watcher.built(engine, engine_facts(context, optimizer))
@@ -448,11 +435,6 @@ class OtherEngine:
     optimizer: Any  # optimizer that the script made itself, or None
     late: bool  # True if the current choice had stepped before this one was made
     steps: int = 0  # in a row
-
-
-def is_early(context: Context) -> bool:
-    """Return True if the engine being made precedes the one that trains, by the probe run."""
-    return context.engine is None and len(context.earlier) < int(context.script.profile.get(EARLIER, 0))
 
 
 def note_backward(context: Context) -> None:
