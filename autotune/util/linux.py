@@ -81,6 +81,11 @@ def _plugged_bytes(folder: Path, links: int) -> int:
     )
 
 
+def data_bytes(pid: int | str) -> int:
+    """Return the bytes of a process that RLIMIT_DATA counts, from /proc/PID/statm."""
+    return int(_text(f"/proc/{pid}/statm").split()[5]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def boot_id() -> str:
     """Return an id of this boot of this machine, equal in all its containers; empty if the kernel gives none."""
     with suppress(OSError):
