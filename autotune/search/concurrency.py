@@ -149,20 +149,14 @@ class PeerTrials:
         self._store = store
         self.known: set[int] = set()  # numbers of trials that were already processed
         self.running_elsewhere: list[Record] = []  # running trials of peers
-        self._found: dict[tuple[Candidate, str], Outcome] = {}  # outcomes of peers since this call began
 
     def poll(self) -> list[tuple[Record, Outcome]]:
         """Return outcomes that peers stored since the last poll."""
         if not self._store.tuners.shared:
             return []
         ended, self.running_elsewhere = self._store.news(self.known)
-        news = []
-        for record in ended:
-            self.known.add(record.number)
-            if record.outcome is not None:
-                self._found[record.candidate, record.role] = record.outcome
-                news.append((record, record.outcome))
-        return news
+        self.known.update(record.number for record in ended)
+        return [(record, record.outcome) for record in ended if record.outcome is not None]
 
     def searching(self) -> list[Candidate]:
         """Return the candidates that peers measure in their searches."""
@@ -171,14 +165,6 @@ class PeerTrials:
     def are_at(self, candidate: Candidate, role: str) -> bool:
         """Return True if a peer tuner runs the candidate in the role."""
         return any((record.candidate, record.role) == (candidate, role) for record in self.running_elsewhere)
-
-    def result_for(self, candidate: Candidate, role: str) -> Outcome | None:
-        """Return the outcome that a peer tuner measured, or None."""
-        return self._found.get((candidate, role))
-
-    def discard_result(self, candidate: Candidate, role: str) -> None:
-        """Remove an outcome of a peer tuner."""
-        self._found.pop((candidate, role), None)
 
 
 # -- machines of peer tuners -------------------------------------------------------------------------------------------

@@ -63,7 +63,8 @@ class CandidatePool:
         self.family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
         self._refused: dict[str, list[Candidate]] = {}
         self._retried: set[Candidate] = set()
-        self._worked: list[Candidate] = []
+        self._worked: list[Candidate] = []  # candidates of other spaces too
+        self._worked_mask = np.zeros(len(candidates), dtype=bool)
 
     @property
     def available_mask(self) -> Flags:
@@ -99,7 +100,7 @@ class CandidatePool:
         if outcome.kind is OutcomeKind.OK:
             self._worked.append(candidate)
             if (at := self.index.get(candidate)) is not None:
-                self._shared_causes.record_success(at)
+                self._worked_mask[at] = True
         elif outcome.kind is OutcomeKind.OOM_DEVICE:
             self._exclude_larger(candidate)
         elif outcome.least_step_seconds is not None:
@@ -108,7 +109,8 @@ class CandidatePool:
             self.exclude(self.same_engine(candidate), f"same engine as {candidate}, which the tuner did not survive")
             self._exclude_shared_cause(candidate, outcome)
         elif outcome.source is Source.STEPS:
-            self._exclude_larger_batches(candidate)
+            reason = f"its batch is no smaller than that of {candidate}, which left too few steps"
+            self.exclude_sharing_cause(candidate, lambda other: other.rows_per_rank >= candidate.rows_per_rank, reason)
         elif outcome.source is Source.TRACE:  # `exclude_sharing_cause` excludes what shares the cause
             return
         elif outcome.kind is OutcomeKind.INVALID:
@@ -175,7 +177,7 @@ class CandidatePool:
         """Exclude all candidates of a test, or only this one if a candidate of the test has worked."""
         self.close(candidate)
         if not any(map(shares_cause, self._worked)):
-            self.exclude(np.array([shares_cause(other) for other in self.candidates], dtype=bool), reason[:160])
+            self.exclude(np.array([shares_cause(other) for other in self.candidates], dtype=bool), reason)
 
     def _exclude_larger(self, candidate: Candidate) -> None:
         """Exclude candidates that need at least as much device memory as one with a device OOM."""
@@ -189,28 +191,15 @@ class CandidatePool:
     def _exclude_larger_on_host(self, candidate: Candidate) -> None:
         """Exclude candidates that offload at least as much as one with a host OOM, unless one of them has worked."""
         larger = self._host.at_least_as_large(candidate)
-        if not any(larger[self.index[one]] for one in self._worked if one in self.index):
+        if not (larger & self._worked_mask).any():
             self.too_large |= larger
             self.exclude(larger, f"offloads no less to the host than {candidate}, for which its memory was too small")
 
     def _exclude_shared_cause(self, candidate: Candidate, outcome: Outcome) -> None:
         """Exclude the settings that this failed engine shares with other failed ones."""
         if (at := self.index.get(candidate)) is not None:
-            excluded = self._shared_causes.record_failure(at, int(self.family[at]))
+            excluded = self._shared_causes.record_failure(at, int(self.family[at]), self._worked_mask)
             self.exclude(excluded, f"first-order settings like those of {candidate} and others: {outcome.kind.value}")
-
-    def _exclude_larger_batches(self, candidate: Candidate) -> None:
-        """Exclude batches that are at least as large as one that left too few steps of data.
-
-        Nothing is excluded if such a batch has worked.
-        """
-
-        def no_smaller(other: Candidate) -> bool:
-            return other.rows_per_rank >= candidate.rows_per_rank
-
-        if not any(map(no_smaller, self._worked)):
-            larger = np.array([no_smaller(other) for other in self.candidates])
-            self.exclude(larger, f"its batch is no smaller than that of {candidate}, which left too few steps")
 
     def _learn_refusal(self, candidate: Candidate, reason: str, how: str) -> None:
         """Exclude every candidate with the settings that all failures with this message share, whatever its numbers.
@@ -436,22 +425,20 @@ class SharedCauseDetector:
                 columns.append([kinds[value] for value in values])
         self._settings = np.array(columns, dtype=np.intp).T.reshape(len(candidates), len(columns))
         self._offloads = np.array([bool(c.offloaded) for c in candidates])
-        self._worked = np.zeros(len(candidates), dtype=bool)
         self._failed: dict[int, int] = {}  # engine -> place of one of its candidates
 
-    def record_success(self, at: int) -> None:
-        """Record that the candidate at this place has worked."""
-        self._worked[at] = True
-
-    def record_failure(self, at: int, engine: int) -> Flags:
+    def record_failure(self, at: int, engine: int, worked: Flags) -> Flags:
         """Record a failure of the candidate at this place.
+
+        Args:
+            worked: (n,) candidates that have worked.
 
         Returns:
             (n,) candidates with the settings that this failure shares with others and that no working candidate has.
         """
         self._failed.setdefault(engine, at)
         failed_places = list(self._failed.values())
-        failed, excluded = self._settings[failed_places], np.zeros(len(self._worked), dtype=bool)
+        failed, excluded = self._settings[failed_places], np.zeros_like(worked)
         width = self._settings.shape[1]
         for size in range(width + 1):
             for shared in map(list, itertools.combinations(range(width), size)):
@@ -464,6 +451,6 @@ class SharedCauseDetector:
                 alike = (self._settings[:, shared] == self._settings[at, shared]).all(axis=1)
                 if self._offloads[failed_places][sharing].all():
                     alike &= self._offloads
-                if not (alike & self._worked).any():
+                if not (alike & worked).any():
                     excluded |= alike
         return excluded

@@ -8,10 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Protocol
+from typing import Any, Protocol
 
 from autotune.errors import MachineError, Stopped, Unusable, UserError
 from autotune.executors.base import REFERENCE as REFERENCE_SPEC
@@ -44,7 +44,7 @@ from autotune.search.stopping import Stop, StopReason
 from autotune.search.study import StudyStore
 from autotune.search.surrogate import HOPELESS_SIGMAS
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, set_attribute
-from autotune.util.units import format_bytes, format_duration
+from autotune.util.units import counted, format_bytes, format_duration
 
 # -- tuner -------------------------------------------------------------------------------------------------------------
 #
@@ -382,11 +382,13 @@ class TrialRecorder:
         self.observer.clock(used_seconds, self.clock.budget_seconds)
         return used_seconds
 
-    def poll_peers(self) -> None:
-        """Learn outcomes of peer tuners."""
-        for record, outcome in self.peers.poll():
+    def poll_peers(self) -> list[tuple[Record, Outcome]]:
+        """Learn outcomes of peer tuners since the last poll, and return them."""
+        news = self.peers.poll()
+        for record, outcome in news:
             self.observer.trial_finished(record.number, record.candidate, record.role, outcome)
             self._replay_outcome(record, outcome)
+        return news
 
     def begin(self, candidate: Candidate, role: str, note: str) -> int | None:
         """Store that a trial begins, and return its number; None if a peer tuner is already trying the candidate."""
@@ -505,9 +507,9 @@ class Verifier:
                     break
         if passed := leaderboard.passed():
             chosen = leaderboard.choose_least_memory(passed)
-            return self._as_record(chosen, leaderboard.verified[chosen], VERIFY), True
+            return self.store.record(leaderboard.verified[chosen][0]), True
         best = leaderboard.best
-        return (self._as_record(best, leaderboard.measured[best], SEARCH) if best else None), False
+        return (self.store.record(leaderboard.measured[best][0]) if best else None), False
 
     def _to_verify(self) -> Candidate | None:
         """Return the next candidate to verify; None if the verified ones are good enough or no time is left."""
@@ -573,11 +575,11 @@ class Verifier:
 
     def _awaited(self, candidate: Candidate, role: str) -> Outcome | None:
         """Wait for a peer tuner's outcome of the same trial; None if the peer ended without a usable one."""
-        self.peers.discard_result(candidate, role)
         while True:
-            self.trials.poll_peers()
-            if (found := self.peers.result_for(candidate, role)) is not None:
-                return found if found.kind.is_attributable_to_candidate else None
+            news = self.trials.poll_peers()
+            found = [outcome for record, outcome in news if (record.candidate, record.role) == (candidate, role)]
+            if found:
+                return found[-1] if found[-1].kind.is_attributable_to_candidate else None
             if self.cancelled() or self.clock.left_seconds < 1.0:
                 return Outcome(
                     OutcomeKind.INTERRUPTED, reason="ended while another tuner was at it", source=Source.STOP
@@ -586,14 +588,13 @@ class Verifier:
                 return None
             time.sleep(_LOOK_SECONDS)
 
-    def _as_record(self, candidate: Candidate, measured: tuple[int, Measurement], role: str) -> Record:
-        made = Record(measured[0], candidate, Outcome(OutcomeKind.OK, measurement=measured[1]), role)
-        return next((record for record in self.store.records() if record.number == made.number), made)
-
 
 # -- references --------------------------------------------------------------------------------------------------------
 #
 # Measure the winner's training without DeepSpeed, after the search.
+
+
+_SPLITTING = (MICRO_BATCH, ACCUMULATION, CHECKPOINTING)  # knobs that say how a batch is cut
 
 
 class References:
@@ -645,9 +646,9 @@ class References:
             if self.trials.cancelled():
                 break
             if (needed := self.clock.reference_seconds) > left:
-                self._print_line(
-                    f"{name} was not measured for comparison: it may take {format_duration(needed)}, and "
-                    f"{format_duration(max(0.0, left))} of the budget are left for it"
+                free = format_duration(max(0.0, left))
+                self._print_why_not(
+                    name, f"it may take {format_duration(needed)}, and {free} of the budget are left for it"
                 )
                 continue
             if (candidate := self._chosen(stage, name, winner)) is not None:
@@ -666,15 +667,14 @@ class References:
         }
         size = winner.rows_per_rank
         options = [
-            Candidate.of(kept | {knob: one.get(knob) for knob in splitting if knob in one.as_dict})
+            Candidate.of(kept | {knob: value for knob, value in one.knobs if knob in _SPLITTING})
             for one in dict.fromkeys([winner, *self.proposer.candidates])
-            for splitting in [(MICRO_BATCH, ACCUMULATION, CHECKPOINTING)]
             if one.rows_per_rank == size
         ]
         reasons = {one: why_no_reference(one, self.proposer.job) for one in options}
         options = [one for one, why in reasons.items() if not why]
         if not options:  # LoRA may be a knob
-            self._print_line(f"{name} was not measured for comparison: {next(iter(reasons.values()))}")
+            self._print_why_not(name, next(iter(reasons.values())))
             return None
         predictor = self.proposer.predictor.for_torch_alone()
         table = predictor.table(options)
@@ -684,29 +684,25 @@ class References:
         if margins.max() >= -HOPELESS_SIGMAS:
             return options[int(margins.argmax())]
         least, ceiling = format_bytes(int(table.needed.min())), format_bytes(predictor.hardware.ceiling_bytes)
-        self._print_line(f"{name} was not measured for comparison: it is predicted to need {least} of {ceiling}")
+        self._print_why_not(name, f"it is predicted to need {least} of {ceiling}")
         return None
 
     def _measured(self, candidate: Candidate, name: str, left_seconds: float) -> bool:
         job = dataclasses.replace(self.proposer.job, torch_alone=True)
         self._print_line(f"measuring {name} without DeepSpeed, for comparison: {candidate}")
-        session = self.executor.session(candidate, f"reference-{candidate.stage}", job=job)
-        try:
-            measure_spec = dataclasses.replace(REFERENCE_SPEC, share_seconds=left_seconds)
+        measure_spec = dataclasses.replace(REFERENCE_SPEC, share_seconds=left_seconds)
+        with closing(self.executor.session(candidate, f"reference-{candidate.stage}", job=job)) as session:
             outcome = session.measure(candidate, measure_spec, left_seconds)
-        finally:
-            session.close()
         self.trials.save_call()
-        if outcome.source is Source.BUDGET:
-            self._print_line(
-                f"{name} was not measured for comparison: {format_duration(left_seconds)} were not enough for it"
-            )
-            return False
-        if not outcome.kind.is_attributable_to_candidate:
-            self._print_line(f"{name} was not measured for comparison: {outcome.reason}")
-            return False
-        self.trials.store.note_reference(candidate, outcome)
-        return True
+        if outcome.kind.is_attributable_to_candidate and outcome.source is not Source.BUDGET:
+            self.trials.store.note_reference(candidate, outcome)
+            return True
+        too_little = f"{format_duration(left_seconds)} were not enough for it"
+        self._print_why_not(name, too_little if outcome.source is Source.BUDGET else outcome.reason)
+        return False
+
+    def _print_why_not(self, name: str, why: str) -> None:
+        self._print_line(f"{name} was not measured for comparison: {why}")
 
 
 # -- retries -----------------------------------------------------------------------------------------------------------
@@ -852,8 +848,8 @@ def mark_out_of_space(store: StudyStore, candidates: Collection[Candidate]) -> s
     store.note_set_aside([record.number for record in store.records() if record.candidate in candidates])
     if not candidates:
         return ""
-    they = "1 measured candidate is" if len(candidates) == 1 else f"{len(candidates)} measured candidates are"
-    return f"{they} not in this call's space: what they taught counts, and they cannot win"
+    they, are = counted(len(candidates), "measured candidate"), "is" if len(candidates) == 1 else "are"
+    return f"{they} {are} not in this call's space: what they taught counts, and they cannot win"
 
 
 # -- retryable trials --------------------------------------------------------------------------------------------------
@@ -905,14 +901,7 @@ class Observer(Protocol):
 class NullObserver:
     """Observer that ignores all events."""
 
-    def trial_started(self, number: int, candidate: Candidate, role: str, note: str) -> None:
+    def trial_started(self, *event: Any, **named: Any) -> None:
         """Do nothing."""
 
-    def trial_finished(self, number: int, candidate: Candidate, role: str, outcome: Outcome) -> None:
-        """Do nothing."""
-
-    def print_line(self, text: str) -> None:
-        """Do nothing."""
-
-    def clock(self, used_seconds: float, budget_seconds: float) -> None:
-        """Do nothing."""
+    trial_finished = print_line = clock = trial_started

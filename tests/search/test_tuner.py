@@ -21,7 +21,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, S
 from autotune.rank.step_statistics import OVERRUN
 from autotune.script.profile import own_candidate
 from autotune.search.budget import too_short
-from autotune.search.leaderboard import SPEED_FOR_MEMORY, Leaderboard, averaged, overlap
+from autotune.search.leaderboard import SPEED_FOR_MEMORY, Leaderboard, SpeedRatio, averaged
 from autotune.search.proposer import TRIAL_SHARE, Proposer
 from autotune.search.stopping import StopReason
 from autotune.search.study import StudyStore
@@ -618,8 +618,8 @@ def test_intervals_overlap() -> None:
     def at(seconds: float, spread: float) -> Measurement:
         return Measurement(seconds, spread, 5, 1 / seconds, 1.0, 1)
 
-    assert overlap(at(1.0, 0.1), at(1.1, 0.1))
-    assert not overlap(at(1.0, 0.01), at(1.1, 0.01))
+    assert SpeedRatio.of(at(1.0, 0.1), at(1.1, 0.1)).is_noise
+    assert not SpeedRatio.of(at(1.0, 0.01), at(1.1, 0.01)).is_noise
     assert too_short(2.0) is not None
     assert too_short(60.0) is None
     assert make_candidate() == make_candidate()
