@@ -138,8 +138,6 @@ class SearchWorkers:
 
 
 # -- peer trials -------------------------------------------------------------------------------------------------------
-#
-# Trials of peer tuners on a shared study.
 
 
 class PeerTrials:
@@ -168,8 +166,6 @@ class PeerTrials:
 
 
 # -- machines of peer tuners -------------------------------------------------------------------------------------------
-#
-# Compare the memory of peer tuners before they share a study.
 #
 # An OOM of one tuner excludes candidates for all peers, while each tuner chooses the winner under its own ceiling.
 

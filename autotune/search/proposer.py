@@ -715,8 +715,6 @@ class Proposer:
 
 
 # -- warm start --------------------------------------------------------------------------------------------------------
-#
-# Proposals, and an optional start candidate that was good in another study. The model decides whether it is tried.
 
 SURE = 0.5  # probability of fitting; lower than usual, because the candidate fitted in another study
 # Sigmas of a start's prediction by which it may be below the most valuable candidate. With 1.0 a right start finds a
@@ -872,8 +870,6 @@ def memory_demand_score(candidate: Candidate, device: str) -> float:
 
 
 # -- trial costs -------------------------------------------------------------------------------------------------------
-#
-# Estimate trial durations: the expected time for the choice of a candidate, and the time limit.
 
 STARTUP_SECONDS = 15.0  # engine start before the first measured one
 RECENT = 8  # starts that the median covers

@@ -24,8 +24,6 @@ from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO, OFFLOADING
 from autotune.problem.outcome import Outcome, OutcomeKind, Source
 
 # -- candidate pool ----------------------------------------------------------------------------------------------------
-#
-# Pool of candidates that may still be tried, and the reasons that exclude the others. Only outcomes of trials exclude.
 
 
 class CandidatePool:

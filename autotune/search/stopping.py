@@ -71,8 +71,6 @@ class Stop:
 
 
 # -- confidence --------------------------------------------------------------------------------------------------------
-#
-# Bound the speed that a search has left, from the predictions for all untried candidates.
 
 PROBABILITY = 0.9
 # Measured configs; with fewer, bounds of 90 % hold too rarely (tiny-llama_2xcpu of `benchmarks/search/search.py`: never

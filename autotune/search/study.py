@@ -1,4 +1,4 @@
-"""The persistent study."""
+"""Study: all candidates and outcomes, in an Optuna database from which any later run resumes."""
 
 from __future__ import annotations
 
@@ -61,8 +61,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 # -- study -------------------------------------------------------------------------------------------------------------
-#
-# Study: all candidates and outcomes, in an Optuna database from which any later run resumes.
 
 _CALL = "call "  # prefix of the names of attributes with calls
 _REFERENCE = "reference "  # prefix of the names of attributes with trials without DeepSpeed

@@ -489,8 +489,6 @@ def _beside(columns: list[Floats], rows: int) -> Floats:
 
 
 # -- level coverage ----------------------------------------------------------------------------------------------------
-#
-# Track first-order knobs: which of their levels and combinations a study has measured.
 
 SECOND_ORDER_GAIN = 0.1  # logarithm; prior gain of second-order knobs, until the study has measured it twice
 LEAST_REACH = 0.01

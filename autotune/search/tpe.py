@@ -18,8 +18,6 @@ from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, MICRO_BATCH,
 from autotune.problem.space import SearchSpace
 
 # -- sampler -----------------------------------------------------------------------------------------------------------
-#
-# Optuna's TPE sampler over the candidates, independent of other strategies.
 
 MOST_ASKED = 24  # consecutive proposals with a known result; an experienced sampler proposes few new candidates
 # results that the sampler reads: the best, of which Optuna's TPE models at most 25, and the latest

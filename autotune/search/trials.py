@@ -33,8 +33,6 @@ from autotune.util.files import write_atomically
 from autotune.util.units import GIB
 
 # -- trials ------------------------------------------------------------------------------------------------------------
-#
-# Stored trials: begin, end, and close after their tuner died.
 
 _BEGINNERS = 8  # tuners with different spaces that may begin a study's first trials at once
 
@@ -155,8 +153,6 @@ def now() -> str:
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
-#
-# Records of a study's trials: candidate, reason and outcome.
 
 AS_IS = "the script as it is"  # note of the trial of the script's own config
 SEARCH, VERIFY, RESUME = "search", "verify", "resume"  # roles of trials; RESUME continues from a checkpoint

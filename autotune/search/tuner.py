@@ -47,8 +47,6 @@ from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, set_attribute
 from autotune.util.units import counted, format_bytes, format_duration
 
 # -- tuner -------------------------------------------------------------------------------------------------------------
-#
-# One `run` call: search loop, verification of the winner, and budget.
 
 MAX_VERIFIED = 4
 VERIFYING_SHARE = 0.8  # share of the time left in which a verification starts and measures; the rest is for the save
@@ -171,8 +169,6 @@ class Tuner:
 
 
 # -- search loop -------------------------------------------------------------------------------------------------------
-#
-# Propose and measure, with one or several executors.
 
 
 class SearchLoop:
@@ -324,12 +320,10 @@ class SearchLoop:
 
 
 # -- trial recorder ----------------------------------------------------------------------------------------------------
-#
-# Store each outcome before the next measurement, and pass it to all parts that learn from it.
 
 
 class TrialRecorder:
-    """Trials of one call, of earlier calls and of peer tuners."""
+    """Stores each outcome before the next measurement, and passes it to all parts that learn from it."""
 
     def __init__(
         self,
@@ -454,8 +448,6 @@ class TrialRecorder:
 
 
 # -- verifier ----------------------------------------------------------------------------------------------------------
-#
-# Verify the best candidates in fresh processes, and choose the winner.
 
 
 class Verifier:
@@ -590,8 +582,6 @@ class Verifier:
 
 
 # -- references --------------------------------------------------------------------------------------------------------
-#
-# Measure the winner's training without DeepSpeed, after the search.
 
 
 _SPLITTING = (MICRO_BATCH, ACCUMULATION, CHECKPOINTING)  # knobs that say how a batch is cut
@@ -706,8 +696,6 @@ class References:
 
 
 # -- retries -----------------------------------------------------------------------------------------------------------
-#
-# Retry failures once before they count against a candidate: time limits, and host OOM in parallel trials.
 
 
 def downgrade_retryable_failure(
@@ -777,14 +765,12 @@ def apply_verification_result(
 
 
 # -- failure attribution -----------------------------------------------------------------------------------------------
-#
-# Attribute repeated failures to the machine or to the job, which a single trial cannot show.
 
 MACHINE_FAILURES = 3  # consecutive failures of any candidates that are attributed to the machine
 
 
 class CallFailures:
-    """Failures of one call."""
+    """Failures of one call, which show repeated failures of the machine or the job."""
 
     def __init__(self, proposer: Proposer, leaderboard: Leaderboard, space: SearchSpace) -> None:
         self._proposer, self._leaderboard, self._space = proposer, leaderboard, space
@@ -878,8 +864,6 @@ def retryable_trial_numbers(store: StudyStore, known: Collection[tuple[Record, O
 
 
 # -- observer ----------------------------------------------------------------------------------------------------------
-#
-# Observer of a search's progress.
 
 
 class Observer(Protocol):
