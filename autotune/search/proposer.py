@@ -14,7 +14,6 @@ from autotune.predict.features import Flags, Floats
 from autotune.predict.predictor import Predictor
 from autotune.predict.step_time import size_seconds
 from autotune.problem.candidate import Candidate
-from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.knobs import OFFLOADING
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase, Source
@@ -85,8 +84,6 @@ class Proposer:
         self,
         candidates: list[Candidate],
         space: SearchSpace,
-        job: Job,
-        hardware: Hardware,
         seed: int,
         predictor: Predictor,
         *,
@@ -94,10 +91,11 @@ class Proposer:
         exhaustive: bool = False,
         effect_sigmas: Mapping[str, float] = EFFECT_SIGMA,
     ) -> None:
-        self.space, self.job, self.hardware, self.predictor = space, job, hardware, predictor
+        self.space, self.predictor = space, predictor
+        self.job, self.hardware = job, hardware = predictor.job, predictor.hardware
         self.tolerance, self.exhaustive = tolerance, exhaustive
         self.candidates = candidates
-        self._model = SpeedMemoryModel(predictor, job, hardware, candidates)
+        self._model = SpeedMemoryModel(predictor, candidates)
         rules = DominanceRules.for_device(hardware.device, job.ranks, predictor.trace)
         run = MAX_TIMED_MICRO_BATCHES if job.script is None else math.inf
         self._pool = CandidatePool(candidates, rules, self._model.host_bytes, run)

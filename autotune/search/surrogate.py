@@ -15,8 +15,6 @@ from autotune.predict.predictor import Predictor, Prepared, Table
 from autotune.predict.step_time import host_limit_bytes
 from autotune.predict.zero_memory import saved_bytes
 from autotune.problem.candidate import ACCUMULATION, MICRO_BATCH, Candidate, Value, samples
-from autotune.problem.hardware import Hardware
-from autotune.problem.job import Job
 from autotune.problem.knobs import FIRST_ORDER
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 
@@ -77,10 +75,10 @@ class Forecast:
 class SpeedMemoryModel:
     """The predictor and the surrogate, and the choice between them."""
 
-    def __init__(self, predictor: Predictor, job: Job, hardware: Hardware, candidates: Sequence[Candidate]) -> None:
-        self.predictor, self.job, self.hardware = predictor, job, hardware
+    def __init__(self, predictor: Predictor, candidates: Sequence[Candidate]) -> None:
+        self.predictor, self.job, self.hardware = predictor, predictor.job, predictor.hardware
         self._prepared = predictor.prepare(candidates)
-        self._saved_bytes = saved_bytes(job, predictor.trace, self._prepared.columns)
+        self._saved_bytes = saved_bytes(self.job, predictor.trace, self._prepared.columns)
         self._count = len(candidates)
         first, second = features(candidates)
         self._speeds, self._peaks = Surrogate(first, second), Surrogate(first, second)
@@ -88,7 +86,7 @@ class SpeedMemoryModel:
         self._stage = np.array([candidate.stage for candidate in candidates])
         # bytes that a candidate may use so that its verification fits, for predicted and for measured peaks:
         # verification uses more memory than a search trial
-        self._room = np.full(self._count, float(hardware.ceiling_bytes))
+        self._room = np.full(self._count, float(self.hardware.ceiling_bytes))
         self._measured_room = self._room.copy()
         self._host_ran_out = False
         self._surprises: list[float] = []  # errors of predicted speeds, in standard deviations

@@ -29,10 +29,8 @@ from autotune.problem.candidate import (
     Candidate,
     samples,
 )
-from autotune.problem.hardware import Hardware
 from autotune.problem.knobs import lossy_of
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Source
-from autotune.problem.space import SearchSpace
 from autotune.rank.ds_config import why_no_reference
 from autotune.script.profile import own_candidate
 from autotune.search.budget import LEAST_REFERENCE_BUDGET, REFERENCE_SHARE, Budget
@@ -75,8 +73,6 @@ class Tuner:
         store: StudyStore,
         executor: Executor,
         proposer: Proposer,
-        space: SearchSpace,
-        hardware: Hardware,
         *,
         budget_seconds: float,
         max_trials: int | None = None,
@@ -91,15 +87,12 @@ class Tuner:
     ) -> None:
         self.store, self.proposer, self.cancelled = store, proposer, cancelled
         self.observer: Observer = observer or NullObserver()
-        self.leaderboard = Leaderboard(hardware, proposer.job, proposer.candidates)
+        self.leaderboard = Leaderboard(proposer.hardware, proposer.job, proposer.candidates)
         script = proposer.job.script
         self._own = own_candidate(script) if script is not None and script.profile else None
         self.clock = Budget(executor, proposer, verify_spec, budget_seconds, spent_seconds, self._best, self._due)
-        failures = CallFailures(proposer, self.leaderboard, space)
         workers = workers or SearchWorkers()
-        self.trials = TrialRecorder(
-            store, proposer, space, hardware, self.leaderboard, self.clock, failures, workers, self.observer, cancelled
-        )
+        self.trials = TrialRecorder(store, proposer, self.leaderboard, self.clock, workers, self.observer, cancelled)
         self.loop = SearchLoop(self.trials, [executor, *beside], search_spec, max_trials)
         self.verifier = Verifier(self.trials, executor, verify_spec)
         self.references = References(self.trials, executor) if references else None
@@ -329,18 +322,15 @@ class TrialRecorder:
         self,
         store: StudyStore,
         proposer: Proposer,
-        space: SearchSpace,
-        hardware: Hardware,
         leaderboard: Leaderboard,
         clock: Budget,
-        failures: CallFailures,
         workers: SearchWorkers,
         observer: Observer,
         cancelled: Callable[[], bool],
     ) -> None:
-        self.store, self.proposer, self.space, self.hardware = store, proposer, space, hardware
-        self.leaderboard, self.clock, self.failures, self.workers = leaderboard, clock, failures, workers
-        self.observer, self.cancelled = observer, cancelled
+        self.store, self.proposer, self.leaderboard, self.clock = store, proposer, leaderboard, clock
+        self.workers, self.observer, self.cancelled = workers, observer, cancelled
+        self.failures = CallFailures(proposer, leaderboard)
         self.certifier = Certifier(proposer.job)
         self.peers = PeerTrials(store)
         self.ended = 0  # trials of this search
@@ -386,7 +376,7 @@ class TrialRecorder:
 
     def begin(self, candidate: Candidate, role: str, note: str) -> int | None:
         """Store that a trial begins, and return its number; None if a peer tuner is already trying the candidate."""
-        number = self.store.claim(candidate, self.space, role, note, self.peers.known)
+        number = self.store.claim(candidate, self.proposer.space, role, note, self.peers.known)
         if number is not None:
             self.observer.trial_started(number, candidate, role, note)
         return number
@@ -422,7 +412,7 @@ class TrialRecorder:
         """
         if outcome.least_step_seconds is not None:  # this call may have more time for one trial than that one had
             mended |= outcome.seconds < TRIAL_SHARE * self.clock.left_seconds
-        if not (mended or self.hardware.outgrew(outcome.kind, outcome.capacity_bytes)):
+        if not (mended or self.proposer.hardware.outgrew(outcome.kind, outcome.capacity_bytes)):
             self._learn(record.number, record.candidate, outcome, record.role)
         elif outcome.kind is not OutcomeKind.OOM_HOST and record.role not in (VERIFY, RESUME):
             self.proposer.observe(record.candidate, outcome, outdated=True)
@@ -772,8 +762,8 @@ MACHINE_FAILURES = 3  # consecutive failures of any candidates that are attribut
 class CallFailures:
     """Failures of one call, which show repeated failures of the machine or the job."""
 
-    def __init__(self, proposer: Proposer, leaderboard: Leaderboard, space: SearchSpace) -> None:
-        self._proposer, self._leaderboard, self._space = proposer, leaderboard, space
+    def __init__(self, proposer: Proposer, leaderboard: Leaderboard) -> None:
+        self._proposer, self._leaderboard = proposer, leaderboard
         self.machine_failures = 0  # in a row
         self._retried: set[Candidate] = set()
         self._crashes: dict[str, set[Candidate]] = {}
@@ -817,9 +807,8 @@ class CallFailures:
     def _model_is_the_cause(self, crashed: set[Candidate]) -> bool:
         """Return True if all crashed candidates share the model settings and the space has other ones."""
         ways = {tuple(one.get(knob) for knob in MODEL_KNOBS) for one in crashed}
-        return len(ways) == 1 and any(
-            len(self._space.knobs[knob].values) > 1 for knob in MODEL_KNOBS if knob in self._space.knobs
-        )
+        knobs = self._proposer.space.knobs
+        return len(ways) == 1 and any(len(knobs[knob].values) > 1 for knob in MODEL_KNOBS if knob in knobs)
 
 
 # -- candidates outside the space --------------------------------------------------------------------------------------
