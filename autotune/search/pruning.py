@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.predict.features import Flags, Floats
+from autotune.predict.features import Flags, Floats, Places
 from autotune.predict.trace_data import Trace
 from autotune.problem.candidate import ACCUMULATION, CHECKPOINTING, EXPANDABLE, MICRO_BATCH, Candidate, Value
 from autotune.problem.knobs import FIRST_ORDER, OFFLOAD_RATIO, OFFLOADING
@@ -57,8 +57,7 @@ class CandidatePool:
         self._shared_causes = SharedCauseDetector(candidates)
         self._micro_batch = np.array([candidate.micro_batch for candidate in candidates])
         self._run_per_step = np.minimum([candidate.accumulation for candidate in candidates], most_micro_batches)
-        families: dict[tuple[tuple[str, Value], ...], int] = {}
-        self.family = np.array([families.setdefault(c.family, len(families)) for c in candidates])
+        self.family = numbered(candidate.family for candidate in candidates)
         self._refused: dict[str, list[Candidate]] = {}
         self._retried: set[Candidate] = set()
         self._worked: list[Candidate] = []  # candidates of other spaces too
@@ -241,6 +240,12 @@ def _named_settings(candidate: Candidate, reason: str) -> set[tuple[str, Value]]
     return {(name, value) for name, value in candidate.family if is_named(name)}
 
 
+def numbered(keys: Iterable[object]) -> Places:
+    """Return the number of each key in order of first appearance, (n,)."""
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.intp)
+
+
 # -- dominance ---------------------------------------------------------------------------------------------------------
 #
 # Find candidates that need at least as much device memory as a failed one, by rules that hold for every model.
@@ -320,13 +325,7 @@ class Dominance:
         ]
         self._offload_ratios = np.array([_offload_ratio(c) for c in candidates])
         self._overlap = np.array([{True: 1.0, False: 0.0}.get(c.get("overlap_comm"), -1.0) for c in candidates])
-        others: dict[tuple[object, ...], int] = {}
-        self._others = np.array(
-            [
-                others.setdefault(tuple(item for item in c.knobs if item[0] not in handled), len(others))
-                for c in candidates
-            ]
-        )
+        self._others = numbered(tuple(item for item in c.knobs if item[0] not in handled) for c in candidates)
 
     def at_least_as_large(self, candidate: Candidate) -> Flags:
         """Return whether each candidate needs at least as much memory as the given one, (n,).
@@ -346,20 +345,14 @@ class Dominance:
             found &= more == more[at] if keeps or more[at] < 0 else more >= more[at]
         for spares in self._spares:
             found &= (spares == 0) | (spares == spares[at])
-        found &= self._offloads_no_more(at)
+        # A split optimizer keeps whole sub-groups on the device, rounded down. Shares are therefore compared only between
+        # equal sub-group sizes.
+        groups, ratios = self._more["sub_group_size"], self._offload_ratios
+        comparable = (groups == groups[at]) | (ratios[at] == 1) | (ratios == 0)
+        found &= (ratios <= ratios[at]) & comparable
         doubles = self._rules.overlap_doubles and self._stage[at] in (1, 2)
         found &= (self._overlap == self._overlap[at]) | (doubles & (self._overlap == 1.0))
         return np.asarray(found)
-
-    def _offloads_no_more(self, at: int) -> Flags:
-        """Return whether each candidate offloads at most the share of the one at `at`, (n,).
-
-        A split optimizer keeps whole sub-groups on the device, rounded down. Shares are therefore compared only between
-        equal sub-group sizes.
-        """
-        groups, mine = self._more["sub_group_size"], self._offload_ratios[at]
-        comparable = (groups == groups[at]) | (mine == 1) | (self._offload_ratios == 0)
-        return np.asarray((self._offload_ratios <= mine) & comparable)
 
 
 class HostDominance:
@@ -415,12 +408,8 @@ class SharedCauseDetector:
     """First-order settings of engines, and the failed ones among them."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
-        columns = []
-        for name in _KNOBS:
-            values = [candidate.get(name) for candidate in candidates]
-            kinds = {value: i for i, value in enumerate(dict.fromkeys(values))}
-            if len(kinds) > 1:
-                columns.append([kinds[value] for value in values])
+        columns = [numbered(candidate.get(name) for candidate in candidates) for name in _KNOBS]
+        columns = [column for column in columns if column.any()]  # knobs with several values
         self._settings = np.array(columns, dtype=np.intp).T.reshape(len(candidates), len(columns))
         self._offloads = np.array([bool(c.offloaded) for c in candidates])
         self._failed: dict[int, int] = {}  # engine -> place of one of its candidates

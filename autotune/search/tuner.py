@@ -231,7 +231,8 @@ class SearchLoop:
                     continue
                 return self.proposer.stopped or StopReason.ALL_TRIED.stop()
             patience = self.proposer.patience(proposal.candidate)
-            session = executor.session(proposal.candidate, self._session_name(), patience)
+            name = f"{len(self.trials.store.study.get_trials(deepcopy=False)):04d}"
+            session = executor.session(proposal.candidate, name, patience)
             try:
                 self._measure_ladder(session, proposal)
             finally:
@@ -290,9 +291,6 @@ class SearchLoop:
             beaten_step_seconds=samples(self.proposer.job, candidate) / slowest if slowest else math.inf,
             share_seconds=math.inf if compiles else self.proposer.trial_share_seconds,
         )
-
-    def _session_name(self) -> str:
-        return f"{len(self.trials.store.study.get_trials(deepcopy=False)):04d}"
 
     def _trial(self, session: Session, proposal: Proposal) -> Outcome | None:
         """Measure a candidate; None if a peer tuner is already trying it."""
