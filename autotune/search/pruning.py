@@ -323,7 +323,10 @@ class Dominance:
             np.array([kinds.index(c.get(name)) + 1 if c.get(name) in kinds else 0 for c in candidates])
             for name, kinds in spares.items()
         ]
-        self._offload_ratios = np.array([_offload_ratio(c) for c in candidates])
+        # requested shares of the optimizer that go to the host
+        offloading = [candidate.offload_optimizer != "none" for candidate in candidates]
+        requested = np.array([float(candidate.get(OFFLOAD_RATIO, 1.0)) for candidate in candidates])
+        self._offload_ratios = np.where(offloading, requested, 0.0)
         self._overlap = np.array([{True: 1.0, False: 0.0}.get(c.get("overlap_comm"), -1.0) for c in candidates])
         self._others = numbered(tuple(item for item in c.knobs if item[0] not in handled) for c in candidates)
 
@@ -383,11 +386,6 @@ class HostDominance:
         for where in self._where:
             found &= (where == where[at]) | (where[at] == "none")
         return np.asarray(found)
-
-
-def _offload_ratio(candidate: Candidate) -> float:
-    """Return the requested share of the optimizer that goes to the host."""
-    return float(candidate.get(OFFLOAD_RATIO, 1.0)) if candidate.offload_optimizer != "none" else 0.0
 
 
 # -- shared causes -----------------------------------------------------------------------------------------------------

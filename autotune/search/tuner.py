@@ -60,7 +60,6 @@ class SearchSummary:
     ended: str  # reason
     interrupted: bool
     used_seconds: float
-    measured: int = 0
     by_kind: Counter[str] = field(default_factory=Counter)
     confidence: str = ""  # sentence of `Confidence`; empty without a measurement
 
@@ -137,8 +136,7 @@ class Tuner:
         confidence = left.sentence if left is not None else ""
         used = self.trials.save_call(ended.sentence, confidence)
         counts = self.store.finished
-        measured = counts[OutcomeKind.OK.value]
-        return SearchSummary(winner, verified, ended.sentence, self.cancelled(), used, measured, counts, confidence)
+        return SearchSummary(winner, verified, ended.sentence, self.cancelled(), used, counts, confidence)
 
     def _search_and_verify(self) -> tuple[Stop, Record | None, bool]:
         """Search and verify until neither can improve the result.
@@ -168,7 +166,6 @@ class SearchLoop:
     """Measures proposed candidates until there is a reason to stop.
 
     Args:
-        trials: records each trial.
         executors: one per search worker; the first worker is the calling thread.
         measure_spec: length of a trial.
         max_trials: trials of this call, at most; None without a limit.
@@ -439,13 +436,7 @@ class TrialRecorder:
 
 
 class Verifier:
-    """Verifies candidates until none that is unverified looks better.
-
-    Args:
-        trials: records each trial.
-        executor: runs each verification in fresh processes.
-        verify_spec: length of a verification.
-    """
+    """Verifies candidates in fresh processes until none that is unverified looks better."""
 
     def __init__(self, trials: TrialRecorder, executor: Executor, verify_spec: MeasureSpec) -> None:
         self.trials, self.executor, self.verify_spec = trials, executor, verify_spec
@@ -579,10 +570,6 @@ class References:
     """Trials of plain DDP, and of FSDP2 on several ranks, with the winner's model, data, global batch and optimizer.
 
     They show what DeepSpeed gains. They are stored apart from the candidates, never win, and teach the search nothing.
-
-    Args:
-        trials: knows the job and the call's clock.
-        executor: runs each trial in fresh processes.
     """
 
     def __init__(self, trials: TrialRecorder, executor: Executor) -> None:
@@ -696,8 +683,6 @@ def downgrade_retryable_failure(
 
     Args:
         limit: the trial's limit in seconds; None if the budget or the user ended it.
-        proposer: knows the candidate's earlier timeouts.
-        workers: knows the parallel trials.
     """
     if outcome.kind is OutcomeKind.INTERRUPTED and outcome.source is Source.BUDGET and limit:
         why = f"took over {format_duration(limit)}, far more than what similar trials took"
