@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from autotune.predict.fake_tensor_patches import (
     FusedLinear,
     LossInPlace,
+    Patch,
     at_once,
     liger_kernels,
     plain_conversion,
@@ -27,7 +29,7 @@ from autotune.predict.fake_tensor_patches import (
     with_values,
 )
 from autotune.predict.op_counters import CountedTensors, Counters, add_counter_hooks, follow_encoder, joined_passes
-from autotune.predict.trace_data import BACKWARD, IMPORTED, Pass, Trace
+from autotune.predict.trace_data import BACKWARD, ENTRIES, IMPORTED, Pass, Trace
 from autotune.problem.job import CHUNKED, LIGER_LOSS, Job
 from autotune.problem.models import DECODED, IMAGE_TEXT, SEQ2SEQ, kernels_of, loss_in_kernel
 from autotune.rank import model_builder
@@ -282,7 +284,7 @@ def _run(
                 looping.enter_context(liger_kernels(model, version_of("liger_kernel")))
             with autocast(job):
                 loss = loss_of(job, model, batches, micro_batch, options.loss, live)
-            run.add(Uncounted.of(job, model, micro_batch, options.loss))
+            add_uncounted(run, job, model, micro_batch, options.loss)
             run.after_forward = live.bytes - run.base
             run.frozen_only = 0.0 if checkpointing else run.dropped_inputs()  # checkpoints drop them in any case
             run.phase = BACKWARD
@@ -336,12 +338,12 @@ def _build(job: Job, config: Any) -> tuple[Any, Any]:
 _OF_LOOP = 0.2
 
 
-@contextlib.contextmanager
-def _first_slices(live: LiveTensors, run: Counters) -> Iterator[None]:
+def _first_slices(live: LiveTensors, run: Counters) -> Patch:
     """Record the allocations of two slices of a chunked loss only.
 
     The others repeat them, and `extrapolate` would take so many for those of layers. Their work is counted.
     """
+    slices = model_builder.vocabulary_slices
 
     def watched(vocabulary: int) -> Iterator[slice]:
         watch, before = live.watch, run.operators[run.phase]
@@ -351,11 +353,7 @@ def _first_slices(live: LiveTensors, run: Counters) -> Iterator[None]:
         live.watch = watch
         run.operators[run.phase] = before + round(_OF_LOOP * (run.operators[run.phase] - before))
 
-    slices, model_builder.vocabulary_slices = model_builder.vocabulary_slices, watched
-    try:
-        yield
-    finally:
-        model_builder.vocabulary_slices = slices
+    return patch.object(model_builder, "vocabulary_slices", watched)
 
 
 # -- the process ---------------------------------------------------------------------------------------------------------
@@ -394,15 +392,6 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
-def answer_all(asked: list[dict[str, Any]], workers: int) -> Iterator[dict[str, Any]]:
-    """Yield an answer for each `{"job", "options"}` as it arrives, with its index as `at`.
-
-    Each worker traces one job at a time; torch and transformers are imported once.
-    """
-    with _children(workers) as pool:
-        yield from pool.imap_unordered(_answer_at, enumerate(asked))
-
-
 def _children(workers: int) -> Any:
     """Create a pool of forked processes that end with this one.
 
@@ -412,6 +401,7 @@ def _children(workers: int) -> Any:
 
 
 def _answer_at(one: tuple[int, dict[str, Any]]) -> dict[str, Any]:
+    """Return the answer to `{"job", "options"}`, with its index as `at`."""
     at, asked = one
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(MOST_SECONDS)
@@ -430,8 +420,10 @@ def _too_long(*_: Any) -> None:
 def main() -> None:
     """Trace the job on standard input, or many jobs with `--many`; print JSON lines."""
     if "--many" in sys.argv:
-        for answer in answer_all(json.loads(sys.stdin.read()), workers=2):
-            print(json.dumps(answer), flush=True)
+        asked = json.loads(sys.stdin.read())
+        with _children(2) as pool:  # torch and transformers are imported once
+            for answer in pool.imap_unordered(_answer_at, enumerate(asked)):
+                print(json.dumps(answer), flush=True)
         return
     with contextlib.suppress(Exception):  # a failing import fails again, with a message, when it is needed
         importlib.import_module("transformers.modeling_utils")
@@ -446,7 +438,7 @@ def main() -> None:
 
 # -- losses ------------------------------------------------------------------------------------------------------------
 #
-# Losses of a traced model, one for each of `trace.LOSSES`. Only the tracer imports this module.
+# Losses of a traced model, one for each of `trace.LOSSES`.
 
 IN_CHUNKS = ("chunked", "chunked-apart")
 
@@ -515,35 +507,26 @@ def bytes_of_head(job: Job, model: Any, loss: str) -> float:
     """
     if loss not in IN_CHUNKS or job.task not in DECODED:
         return 0.0
+    return float(model.get_output_embeddings().weight.nbytes)
+
+
+def add_uncounted(run: Counters, job: Job, model: Any, micro_batch: int, loss: str) -> None:
+    """Add the work of a fused kernel's loss in forward, which reads the logits twice and writes their gradient once.
+
+    In parts, add logits and both gradients for all parts except the one that runs.
+    """
+    if loss not in (*IN_CHUNKS, "fused32") or job.task not in DECODED:
+        return
     weight = model.get_output_embeddings().weight
-    return float(weight.numel() * weight.element_size())
-
-
-@dataclass(frozen=True)
-class Uncounted:
-    """Work of a loss in forward that a traced run does not do."""
-
-    flops: float = 0.0
-    moved: float = 0.0  # bytes
-    operators: int = 0
-
-    @classmethod
-    def of(cls, job: Job, model: Any, micro_batch: int, loss: str) -> Uncounted:
-        """Return the work of a fused kernel's loss, which reads the logits twice and writes their gradient once.
-
-        In parts, add logits and both gradients for all parts except the one that runs.
-        """
-        if loss not in (*IN_CHUNKS, "fused32") or job.task not in DECODED:
-            return cls()
-        weight = model.get_output_embeddings().weight
-        products, (vocabulary, width) = (3 if weight.requires_grad else 2), weight.shape
-        tokens = micro_batch * job.seq_len
-        if loss == "fused32":
-            return cls(0.0, 3.0 * 4 * tokens * vocabulary, 1)
-        at_once = width * _chunk_of(model)
-        chunks = -(-vocabulary // at_once)
-        flops = 2 * products * tokens * width * max(0, vocabulary - at_once)
-        return cls(float(flops), 3.0 * tokens * vocabulary * weight.element_size(), (products + 1) * (chunks - 1) + 1)
+    products, (vocabulary, width) = (3 if weight.requires_grad else 2), weight.shape
+    tokens = micro_batch * job.seq_len
+    if loss == "fused32":
+        run.add(1, 3.0 * 4 * tokens * vocabulary)
+        return
+    chunk = width * _chunk_of(model)
+    flops = 2 * products * tokens * width * max(0, vocabulary - chunk)
+    chunks = -(-vocabulary // chunk)
+    run.add((products + 1) * (chunks - 1) + 1, 3.0 * tokens * vocabulary * weight.element_size(), float(flops))
 
 
 def blank_batch(job: Job, config: Any, micro_batch: int) -> dict[str, Any]:
@@ -573,8 +556,7 @@ def _zeros(shape: tuple[int, ...], below: int) -> torch.Tensor:
 #
 # Extrapolate a deep model's pass from those of shallow models: each repeated layer adds as much as the one before.
 #
-# A model has one stack of layers, or two: an encoder's and a decoder's. Nothing here imports torch: configurations are
-# any objects with transformers' attributes.
+# A model has one stack of layers, or two: an encoder's and a decoder's.
 
 _STACKS = ("ModuleList", "Sequential")
 Depths = dict[str, int]  # number of layers of each stack, by the attribute that counts them
@@ -756,43 +738,27 @@ def extrapolate(short: Pass, longer: Sequence[tuple[Pass, float]]) -> Pass:
     Allocations are matched by section of each phase (a model's stacks and their surroundings): the first half from the
     section's beginning, the second half from its end. The allocations between are whole layers.
     """
-    names = ("fixed", "per_sequence", "gradients", "in_use")
     places = [_matched(short, long) for long, _ in longer]
 
-    def further(of_short: float, of_longer: Sequence[float]) -> float:
+    def further(of_short: Any, *of_longer: Any) -> Any:
+        """Extrapolate a number, or each number of a tuple."""
+        if isinstance(of_short, tuple):
+            return tuple(further(*parts) for parts in zip(of_short, *of_longer, strict=True))
         # Each longer model includes all of the short one, so only its growth is multiplied.
         return of_short + sum(
             (more - of_short) * (factor + 1) for more, (_, factor) in zip(of_longer, longer, strict=True)
         )
 
-    columns: dict[str, list[float]] = {
+    found: dict[str, Any] = {
         name: [
-            further(value, [getattr(long, name)[at[i]] for at, (long, _) in zip(places, longer, strict=True)])
+            further(value, *(getattr(long, name)[at[i]] for at, (long, _) in zip(places, longer, strict=True)))
             for i, value in enumerate(getattr(short, name))
         ]
-        for name in names
+        for name in ENTRIES
     }
-
-    def pair(name: str, *parts: int) -> Any:
-        runs = [short, *(long for long, _ in longer)]
-        values = [getattr(run, name) for run in runs]
-        for part in parts:
-            values = [value[part] for value in values]
-        return tuple(further(first, others) for first, *others in zip(*values, strict=True))
-
-    return Pass(
-        list(short.phase),
-        fixed=columns["fixed"],
-        per_sequence=columns["per_sequence"],
-        gradients=columns["gradients"],
-        in_use=columns["in_use"],
-        after_forward=pair("after_forward"),
-        flops=pair("flops"),
-        attention=pair("attention"),
-        moved=(pair("moved", 0), pair("moved", 1)),
-        operators=pair("operators"),
-        frozen_only=pair("frozen_only"),
-    )
+    for name in ("after_forward", "flops", "attention", "moved", "operators", "frozen_only"):
+        found[name] = further(getattr(short, name), *(getattr(long, name) for long, _ in longer))
+    return replace(short, section=[], **found)
 
 
 def _matched(short: Pass, long: Pass) -> list[int]:
