@@ -477,10 +477,10 @@ def loss_of(job: Job, model: Any, batches: Any, micro_batch: int, loss: str, liv
 
 
 def _chunked_loss(model: Any, batch: dict[str, Any], apart: bool) -> Any:
-    """Run a head and loss that are one kernel (liger-kernel, ops/fused_linear_cross_entropy.py; Hsu et al.
+    """Run a head and loss that are one kernel (liger-kernel, ops/fused_linear_cross_entropy.py; Hsu et al. 2024).
 
-    2024). Forward handles a part of the tokens at a time, with logits about as large as the hidden states, and already
-    makes both gradients.
+    Forward handles a part of the tokens at a time, with logits about as large as the hidden states, and already makes both
+    gradients.
     """
     head, read = model.get_output_embeddings(), []
 
