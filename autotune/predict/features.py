@@ -127,6 +127,11 @@ class Columns:
         return len(self.stage)
 
     @property
+    def passes(self) -> Floats:
+        """Return the passes through the model in a micro-batch: forward, backward and the recomputation, (n,)."""
+        return np.where(self.checkpointing > 0, 3.0, 2.0)
+
+    @property
     def fused_by_compiling(self) -> Flags:
         """Select the candidates that torch.compile fuses. Liger's kernels are fused already."""
         return np.asarray((self.compiled > 0) & (self.liger == 0))
