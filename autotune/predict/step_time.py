@@ -165,8 +165,6 @@ class StepWork:
     nvme: Floats
     collectives: Floats
     loop: Floats  # data and the training loop
-    hides: Floats  # 1 if communication overlaps computation
-    adam_beside: Floats  # 1 if the host's Adam overlaps computation
     queued: Floats  # share of the passes whose kernels start while earlier ones run; a CPU rank does both itself
 
 
@@ -206,7 +204,6 @@ def step_work(job: Job, hardware: Hardware, trace: Trace, c: Columns, loss: Floa
         hooks=np.where(apart, hooks, 0.0),
         step_starts=_step_operators(job, hardware, trace, c) * rates.operator_seconds,
         loop=c.accumulation * MICRO_SECONDS,
-        hides=np.where(c.overlap > 0, 1.0, 0.0),  # at every stage; otherwise both use one stream
         queued=_queued(job, hardware, c),
         exchange_micro=_exchanged(job, hardware, c, rates),
         **_sent(job, hardware, trace, c, rates),
@@ -315,7 +312,6 @@ def _stepped(job: Job, hardware: Hardware, trace: Trace, c: Columns, rates: Devi
         / np.where(c.stage == 0, 1.0, job.ranks)
         / rates.flops,
         "cpu_adam": leaves * total / hardware.nodes * host_bytes / host_memory_rate(hardware),
-        "adam_beside": c.adam_beside,
         "nvme": ((c.offload_optimizer == 2) * 2 * (4 + states) * part + (c.offload_param == 2) * 2 * width * held)
         / (NVME_GB_PER_S * 1e9),
     }
@@ -398,7 +394,7 @@ def spend(w: StepWork, c: Columns, k: Mapping[str, float | Floats]) -> StepSecon
     gpu = products + moved
     micro = k["comm"] * (w.gather_micro + k["reduce"] * w.reduce_micro)
     step = k["comm"] * (w.gather_step + k["reduce"] * w.reduce_step)
-    hidden = k["hidden"] * w.hides
+    hidden = k["hidden"] * (c.overlap > 0)  # at every stage; otherwise both use one stream
 
     def started(running: Floats) -> Floats:
         return w.queued * _larger(running, starts) + (1 - w.queued) * (running + starts)
@@ -416,18 +412,17 @@ def spend(w: StepWork, c: Columns, k: Mapping[str, float | Floats]) -> StepSecon
     pcie = np.maximum(pcie - lies_beside * compute, (1 - lies_beside) * pcie)
     # SuperOffload steps a sub-group as soon as the last backward has made its gradients (superoffload_stage3.py).
     cpu_adam = k["cpu_adam"] * w.cpu_adam
-    cpu_adam = np.maximum(cpu_adam - w.adam_beside * 0.66 * compute, (1 - w.adam_beside) * cpu_adam)
-    offload = pcie * c.accumulation + k["pcie"] * w.pcie_step + cpu_adam + w.nvme
+    cpu_adam = np.maximum(cpu_adam - c.adam_beside * 0.66 * compute, (1 - c.adam_beside) * cpu_adam)
     return StepSeconds(
         forward=total * w.forward_share,
         recompute=total * w.recompute_share,
         backward=total * (1 - w.forward_share - w.recompute_share),
         communication=exposed + k["collectives"] * w.collectives,
         optimizer=k["optimizer"] * w.optimizer,
-        offload=offload,
+        offload=pcie * c.accumulation + k["pcie"] * w.pcie_step + cpu_adam + w.nvme,
         loop=k["loop"] * w.loop + k["starts"] * w.step_starts,  # the host reads the norm, so nothing hides its work
-        launch_bound=np.where(starts > products + moved, 1.0, 0.0),
-        moved_share=moved / np.maximum(products + moved, np.finfo(float).tiny),
+        launch_bound=np.where(starts > gpu, 1.0, 0.0),
+        moved_share=moved / np.maximum(gpu, np.finfo(float).tiny),
     )
 
 

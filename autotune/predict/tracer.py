@@ -8,7 +8,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +42,7 @@ from autotune.versions import version_of
 # -- tracer ------------------------------------------------------------------------------------------------------------
 #
 # The process that traces a model: `python -m autotune.predict.tracer [--loss KIND] [--cpu] [--sizes] < JOB.json >
-# ANSWER.json`; `--many` reads a list of jobs with their options and writes one answer per line.
+# ANSWER.json`.
 #
 # The model's forward and backward run under fake tensors: operators only derive shapes, and use no memory. Two runs, at
 # micro-batches of two and three sequences, give every allocation as `fixed + per_sequence x micro_batch`. A deep model
@@ -51,8 +50,6 @@ from autotune.versions import version_of
 #
 # Within `predict`, only this module, `op_counters` and `fake_tensor_patches` import torch and transformers. The tuner's
 # process never imports them.
-
-MOST_SECONDS = 300  # limit of each trace under --many
 
 
 class Untraceable(Exception):
@@ -113,8 +110,9 @@ def trace_model(
     options = _Options(use_cache, loss, device)
     both = [(job, config, depths, options, checkpointing) for checkpointing in (False, True)]
     if workers > 1:
-        # The fork happens before torch has run anything: each child has the imports, and a core.
-        with _children(workers) as pool:
+        # The fork happens before torch has run anything: each child has the imports, and a core. Children end with this
+        # process, so that a caller that gives up a trace only has to end the process that it started.
+        with multiprocessing.get_context("fork").Pool(workers, die_with_parent, (os.getpid(),)) as pool:
             passes = pool.starmap(_one_pass, both)
     else:
         passes = [_one_pass(*arguments) for arguments in both]
@@ -359,19 +357,14 @@ def _first_slices(live: LiveTensors, run: Counters) -> Patch:
 # -- the process ---------------------------------------------------------------------------------------------------------
 
 
-def answer_to(
-    job: Job,
-    options: list[str],
-    workers: int = 2,
-    on_sizes: Callable[[tuple[list[int], int]], None] = lambda sizes: None,
-) -> dict[str, Any]:
+def answer_to(job: Job, options: list[str], on_sizes: Callable[[tuple[list[int], int]], None]) -> dict[str, Any]:
     """Return `trace`; `untraceable` with the reason, and the parameters' `sizes` if known; or `impossible`."""
     try:
         if "--sizes" in options:
             return {"sizes": _sizes(job, "cpu" if job.workload else "meta")}
         device = "cpu" if "--cpu" in options else "cuda"
         loss = options[options.index("--loss") + 1] if "--loss" in options else "own"
-        return {"trace": trace_model(job, loss=loss, device=device, workers=workers, on_sizes=on_sizes).to_json()}
+        return {"trace": trace_model(job, loss=loss, device=device, workers=2, on_sizes=on_sizes).to_json()}
     except Impossible as error:
         return {"impossible": str(error)}
     except Untraceable as error:
@@ -392,39 +385,8 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
-def _children(workers: int) -> Any:
-    """Create a pool of forked processes that end with this one.
-
-    A caller that gives up a trace only has to end the process that it started.
-    """
-    return multiprocessing.get_context("fork").Pool(workers, die_with_parent, (os.getpid(),))
-
-
-def _answer_at(one: tuple[int, dict[str, Any]]) -> dict[str, Any]:
-    """Return the answer to `{"job", "options"}`, with its index as `at`."""
-    at, asked = one
-    signal.signal(signal.SIGALRM, _too_long)
-    signal.alarm(MOST_SECONDS)
-    try:
-        return {"at": at, **answer_to(Job.from_json(asked["job"]), asked["options"], workers=1)}
-    except Exception as error:  # one model's code must not end the other traces
-        return {"at": at, "untraceable": _line(error)}
-    finally:
-        signal.alarm(0)
-
-
-def _too_long(*_: Any) -> None:
-    raise Untraceable(f"no trace within {MOST_SECONDS} s")
-
-
 def main() -> None:
-    """Trace the job on standard input, or many jobs with `--many`; print JSON lines."""
-    if "--many" in sys.argv:
-        asked = json.loads(sys.stdin.read())
-        with _children(2) as pool:  # torch and transformers are imported once
-            for answer in pool.imap_unordered(_answer_at, enumerate(asked)):
-                print(json.dumps(answer), flush=True)
-        return
+    """Trace the job on standard input; print JSON lines."""
     with contextlib.suppress(Exception):  # a failing import fails again, with a message, when it is needed
         importlib.import_module("transformers.modeling_utils")
     print(IMPORTED, flush=True)
@@ -433,7 +395,7 @@ def main() -> None:
     def on_sizes(sizes: tuple[list[int], int]) -> None:  # sizes are reported even if the trace fails
         print(json.dumps({"sizes": sizes}), flush=True)
 
-    print(json.dumps(answer_to(job, sys.argv[1:], on_sizes=on_sizes)))
+    print(json.dumps(answer_to(job, sys.argv[1:], on_sizes)))
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------

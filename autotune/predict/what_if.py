@@ -134,7 +134,6 @@ class JobPredictions:
         self.hardware, self.job, self.table = hardware, predictor.job, table
         self._predictor, self._candidates, self._prepared = predictor, candidates, prepared
         self._sure = predictor.margins(table) >= SURE_SIGMAS
-        self._told: dict[int, Prediction] = {}
 
     def fastest(self, *, offload: bool = True, any_host: bool = False) -> int | None:
         """Return the index of the fastest candidate that fits with the probability SURE, or None.
@@ -152,12 +151,10 @@ class JobPredictions:
 
     def prediction(self, place: int) -> Prediction:
         """Return the prediction of one candidate with its breakdowns."""
-        if place not in self._told:
-            at = np.array([place])
-            row = Table(**{name: column[at] for name, column in vars(self.table).items()})
-            prepared = self._prepared.rows(at)
-            (self._told[place],) = self._predictor.prepared_predictions([self._candidates[place]], prepared, row)
-        return self._told[place]
+        at = np.array([place])
+        row = Table(**{name: column[at] for name, column in vars(self.table).items()})
+        candidates = [self._candidates[place]]
+        return self._predictor.prepared_predictions(candidates, self._prepared.rows(at), row)[0]
 
 
 def host_bytes_per_node(host_bytes_per_rank: float, hardware: Hardware) -> float:
