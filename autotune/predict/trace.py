@@ -77,36 +77,6 @@ def temporary_folder() -> Iterator[Path]:
             remove(left)
 
 
-@contextlib.contextmanager
-def _tracer(interpreter: Interpreter, *options: str, agreed: bool) -> Iterator[subprocess.Popen[str]]:
-    """Run a tracer in a sandbox: it calls the user's `--workload`, or code of the model's repository.
-
-    Without `--sizes` it sees no GPU.
-
-    Args:
-        agreed: run it without a sandbox on a machine that offers none.
-
-    Raises:
-        NotProtected: the machine offers none, and `agreed` is false.
-    """
-    seen = {} if "--sizes" in options else _NO_GPU
-    with (
-        temporary_folder() as folder,
-        subprocess.Popen(
-            sandboxed_command(interpreter.path, str(folder), TRACER, *options, agreed=agreed),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**interpreter.environment(), **seen, **_ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"},
-            text=True,
-            encoding="utf-8",
-        ) as tracing,
-    ):
-        yield tracing
-    if tracing.returncode == NOT_PROTECTED:
-        raise NotProtected
-
-
 def missing_packages(interpreter: Interpreter) -> list[str]:
     """Return the packages that a trace needs and the ranks' environment lacks."""
     return [name for name in RUNS_IT if interpreter.version(name) is None]
@@ -219,16 +189,38 @@ def _run_tracer(
     interpreter: Interpreter,
     agreed: bool,
 ) -> tuple[str, str]:
-    """Run a tracer with these options and a job, and return its stdout and stderr; `agreed` as in `_tracer`.
+    """Run a tracer in a sandbox, and return its stdout and stderr. It may call the user's workload, or the model's own code.
+
+    Without `--sizes` it sees no GPU.
+
+    Args:
+        asked: the job in JSON, for the tracer's standard input.
+        agreed: run it without a sandbox on a machine that offers none.
 
     Raises:
+        NotProtected: the machine offers none, and `agreed` is false.
         TimeoutError: it does not end, or the caller cancelled; the message is one line.
     """
-    with _tracer(interpreter, *options, agreed=agreed) as tracing:
+    seen = {} if "--sizes" in options else _NO_GPU
+    with (
+        temporary_folder() as folder,
+        subprocess.Popen(
+            sandboxed_command(interpreter.path, str(folder), TRACER, *options, agreed=agreed),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**interpreter.environment(), **seen, **_ONE_THREAD, "TRANSFORMERS_VERBOSITY": "error"},
+            text=True,
+            encoding="utf-8",
+        ) as tracing,
+    ):
         try:
-            return _outputs(tracing, asked, timeout_seconds, cancelled)
+            found = _outputs(tracing, asked, timeout_seconds, cancelled)
         finally:
             tracing.kill()
+    if tracing.returncode == NOT_PROTECTED:
+        raise NotProtected
+    return found
 
 
 class _TooLong(TimeoutError):
