@@ -29,10 +29,6 @@ from autotune.search.trials import RESUME, VERIFY, Record
 from autotune.util.bounds import bounded_bytes
 from autotune.util.units import GIB
 
-# -- values ------------------------------------------------------------------------------------------------------------
-#
-# Values that a knob, a LoRA and a model's size may have in a gallery entry.
-
 # Names of layers in public architectures. A LoRA on other layers is recorded as one on all layers.
 PUBLIC_TARGETS = frozenset(
     (

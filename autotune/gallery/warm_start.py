@@ -21,10 +21,6 @@ from autotune.problem.job import Job
 from autotune.problem.outcome import OutcomeKind
 from autotune.search.tpe import Distances
 
-# -- shipped entries ---------------------------------------------------------------------------------------------------
-#
-# Folder of the gallery's entries, and the function that reads them.
-
 
 def entries_folder() -> Path:
     """Return the folder: inside the package if installed, otherwise at the top of the repository."""

@@ -1,4 +1,4 @@
-"""Patches and stub kernels that let models run under FakeTensorMode."""
+"""Patches of torch and transformers around a traced run, and stub kernels, so that fake tensors can run without values."""
 
 from __future__ import annotations
 
@@ -21,10 +21,6 @@ from autotune.predict.op_counters import Counters
 from autotune.problem.models import Kernels, kernels_of, liger_replaces_anything
 from autotune.rank.versions import experts_module, looks_inside, masks_module
 from autotune.versions import release, version_of
-
-# -- fake tensor patches -----------------------------------------------------------------------------------------------
-#
-# Patches of torch and transformers around a traced run, so that fake tensors can run without values.
 
 Patch = contextlib.AbstractContextManager[Any]
 

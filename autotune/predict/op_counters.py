@@ -1,4 +1,4 @@
-"""Counters of allocations and FLOPs in a traced run."""
+"""Counters of allocations and FLOPs in one forward and backward, and the Pass that two such runs make."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ from torch.utils.flop_counter import flop_registry
 
 from autotune.predict.trace_data import BACKWARD, FORWARD, Pass
 from autotune.rank.devices import LiveTensors
-
-# -- counters ----------------------------------------------------------------------------------------------------------
-#
-# Counters of one forward and backward, and the Pass that two such runs make.
 
 
 class Counters:
@@ -222,8 +218,6 @@ class _ModuleUse:
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------
-#
-# FLOPs and bytes moved by the operators of a traced run.
 
 
 class CountedTensors(LiveTensors):

@@ -1,4 +1,4 @@
-"""Peak memory and step time of candidates, with the feature cache and breakdowns."""
+"""Peak memory and step time of any candidate without running it, corrected by a study's measurements."""
 
 from __future__ import annotations
 
@@ -68,10 +68,6 @@ from autotune.problem.outcome import Outcome, OutcomeKind
 from autotune.util.units import GIB, MIB
 
 __all__ = ["SIGMAS", "SURE_SIGMAS", "Prediction", "Predictor", "Prepared", "Table"]
-
-# -- predictor ---------------------------------------------------------------------------------------------------------
-#
-# Predict peak memory and step time of any candidate without running it, corrected by a study's measurements.
 
 # Similar candidates share what the fit leaves unexplained. More neighbours add little and cost much.
 _LATEST = slice(-128, None)
@@ -682,8 +678,6 @@ def _interval(size: float, sigma: float) -> tuple[float, float]:
 
 
 # -- prepared features -------------------------------------------------------------------------------------------------
-#
-# The parts of many predictions that do not depend on the calibration, computed once.
 
 
 _PER_CANDIDATE = ("quirks", "features", "doubt", "uneven", "loss")  # plain arrays of a Prepared

@@ -1,4 +1,4 @@
-"""Roofline step time, FLOPs, and start-up time."""
+"""Roofline step time (operators against the device's peak and bandwidth, bytes against links), FLOPs, and start-up time."""
 
 from __future__ import annotations
 
@@ -33,10 +33,6 @@ from autotune.problem.models import (
     has_expert_modules,
 )
 from autotune.util.units import GIB, MIB
-
-# -- roofline ----------------------------------------------------------------------------------------------------------
-#
-# Seconds of an optimizer step: every operator against the device's peak and bandwidth, every byte against its link.
 
 # DeviceRates of a CPU rank before the first trial: FLOPs, bytes and link bytes per second of one rank on one core. Measured
 # on the machine of benchmarks/data/landscapes_real (an AMD EPYC), where 16 bits were as fast as 32. Cores without

@@ -1,4 +1,4 @@
-"""Trace cache, tracer requests, and the closed-form fallback."""
+"""Trace of a job, from the cache or from an `autotune.predict.tracer` process. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -37,12 +37,6 @@ from autotune.util.interpreter import Interpreter, sandboxed_command
 from autotune.workers.launchers import IMPORT_SECONDS
 
 __all__ = ["LOSSES", "Trace", "trace_job", "traced_predictor"]
-
-# -- trace -------------------------------------------------------------------------------------------------------------
-#
-# The trace of a job, from the cache or from an `autotune.predict.tracer` process.
-#
-# The tuner's process never imports torch, so nothing here does.
 
 # Ways to compute a decoder's loss. `own`: as transformers does (32-bit logits). `fused`: from the 16-bit logits in
 # place, as fused cross-entropy kernels do; `fused32`: in place of their 32-bit copy. `chunked`: chunk by chunk, as
@@ -265,11 +259,6 @@ def _worked_seconds(pid: int) -> float:
             with contextlib.suppress(psutil.Error):
                 worked += sum(process.cpu_times()[:4])  # includes ended children
     return worked
-
-
-# -- traced ------------------------------------------------------------------------------------------------------------
-#
-# Predictor of a job that this process may run: its model is traced in a separate process if no trace is known.
 
 
 def traced_predictor(

@@ -1,4 +1,4 @@
-"""Cache of traces, and the closed-form fallback."""
+"""Cache of traces, which is read without starting a process, and the closed-form fallback."""
 
 from __future__ import annotations
 
@@ -21,10 +21,6 @@ from autotune.predict.trace_data import BACKWARD, FORWARD, Pass, Trace
 from autotune.problem.job import CHUNKED, FULL, LIGER_LOSS, Job
 from autotune.problem.models import CAUSAL, IMAGE_TEXT, SEQ2SEQ, VOCABULARY_SLICES, loss_in_kernel
 from autotune.util.files import cache_root
-
-# -- trace cache -------------------------------------------------------------------------------------------------------
-#
-# Cache of traces. Reading it starts no process: the commands that read a study take no other trace (`stored_trace`).
 
 RUNS_IT = ("torch", "transformers")
 VERSION = 9  # of what the tracer finds: raise it when that changes

@@ -1,4 +1,4 @@
-"""Predictions of a job on other hardware, and the predictor's published error."""
+"""Predictions of a job on other machines, from one trace and a thinned space, and the predictor's published error."""
 
 from __future__ import annotations
 
@@ -31,10 +31,6 @@ from autotune.problem.gpu_specs import gpu_table
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import Job
 from autotune.problem.space import SearchSpace
-
-# -- other hardware ----------------------------------------------------------------------------------------------------
-#
-# Predictions of one job on other machines, from one trace and a thinned space.
 
 PLENTY = 2**50  # bytes of main memory that hold any offload
 _DECIDING = ("zero_stage", CHECKPOINTING, "offload_optimizer", "offload_param", *TRACED_KNOBS)

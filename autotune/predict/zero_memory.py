@@ -781,9 +781,6 @@ def _of_script(job: Job) -> tuple[float, bool, bool] | None:
 
 
 # -- unmodelled keys ---------------------------------------------------------------------------------------------------
-#
-# DeepSpeed keys that change memory and that no formula here reads.
-#
 # Predictions are less certain if such a key is set, and report it.
 
 # Keys of `zero_optimization` that the formulas read, or that hardly change memory (deepspeed 0.19.8,
