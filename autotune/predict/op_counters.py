@@ -165,12 +165,12 @@ class _ModuleUse:
         self._gathered = False
         if not trained:
             module.register_forward_pre_hook(self._watch_inputs)
-        module.register_forward_pre_hook(self._begin_forward)
+        module.register_forward_pre_hook(self._gather)
         module.register_forward_hook(self._end_forward)
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._made_gradient)
 
-    def _gather(self) -> None:
+    def _gather(self, *_: Any) -> None:
         if not self._gathered:
             self._gathered = True
             self._counters.in_use += self._bytes
@@ -191,9 +191,6 @@ class _ModuleUse:
             self._counters.passed(one, self._made_gradient) if yes else one
             for one, yes in zip(args, wanted, strict=True)
         )
-
-    def _begin_forward(self, *_: Any) -> None:
-        self._gather()
 
     def _end_forward(self, module: Any, args: Any, output: Any) -> None:
         if self._counters.phase != FORWARD:

@@ -36,8 +36,6 @@ from autotune.util.files import write_atomically
 from autotune.util.interpreter import Interpreter, sandboxed_command
 from autotune.workers.launchers import IMPORT_SECONDS
 
-__all__ = ["LOSSES", "Trace", "trace_job", "traced_predictor"]
-
 # Ways to compute a decoder's loss. `own`: as transformers does (32-bit logits). `fused`: from the 16-bit logits in
 # place, as fused cross-entropy kernels do; `fused32`: in place of their 32-bit copy. `chunked`: chunk by chunk, as
 # kernels do that include the head and never hold all logits; each chunk adds its part of the head's gradient in

@@ -761,7 +761,8 @@ def optimizer_of_trials(job: Job) -> Stepper:
 def _of_script(job: Job) -> tuple[float, bool, bool] | None:
     """Return (bytes of intermediates, `flattens`, `loops`) of the script's own optimizer, which steps regardless of the config.
 
-    None if the profile has no optimizer. torch uses `foreach` on CUDA if a script sets neither option (torch 2.13, torch/optim/adam.py, `adam`).
+    None if the profile has no optimizer. torch uses `foreach` on CUDA if a script sets neither option (torch 2.13,
+    torch/optim/adam.py, `adam`).
     """
     profile = job.script.profile if job.script is not None else {}
     if found := profile.get(TORCHS):
