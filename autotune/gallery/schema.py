@@ -6,7 +6,7 @@ import datetime
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -389,39 +389,34 @@ def check(entry: Entry) -> None:
     Raises:
         UserError: a figure is impossible, or there is no winner; the message names the field.
     """
+    for why in _troubles(entry):
+        raise UserError(why)
+
+
+def _troubles(entry: Entry) -> Iterator[str]:
+    """Yield a line for each impossible figure, with its field and the reason."""
+    machine, trained = entry.machine, entry.job
     if entry.winner is None:
-        raise UserError("winner: there is none; the gallery takes what fits and is fastest, beside what was tried")
-    _check_memory(entry)
-    _check_shape(entry)
+        yield "winner: there is none; the gallery takes what fits and is fastest, beside what was tried"
+    if machine.capacity_gib > ABOVE_MEMORY * machine.memory_gib:
+        yield f"machine.capacity_gib: {machine.capacity_gib:g} GiB are more than the card's {machine.memory_gib:g}"
+    if machine.facts is not None and not 0.8 < machine.memory_gib / machine.facts.memory_gib < 1.1:
+        yield f"machine.memory_gib: {machine.memory_gib:g} GiB, and a {machine.gpu} has {machine.facts.memory_gib:g}"
+    # Peaks are judged by the sizes, so these have to describe the model of the parameter count.
+    if trained.parameters is not None and trained.task == CAUSAL and not _has_experts(trained):
+        multiplied, (low, high) = matmul_parameters(trained.config(), trained.task), FITTING_SHARES
+        if multiplied is not None and not low < multiplied / trained.parameters < high:
+            yield (
+                f"job.shape: multiplies by {multiplied:.3g} weights, and job.parameters says {trained.parameters:.3g}: "
+                "one of them is of another model"
+            )
     for at, one in enumerate(entry.candidates):
         if why := _trouble(entry, one):
-            raise UserError(f"candidates[{at}].{why}")
+            yield f"candidates[{at}].{why}"
 
 
-def _check_memory(entry: Entry) -> None:
-    machine = entry.machine
-    if machine.capacity_gib > ABOVE_MEMORY * machine.memory_gib:
-        raise UserError(
-            f"machine.capacity_gib: {machine.capacity_gib:g} GiB are more than the card's {machine.memory_gib:g}"
-        )
-    if machine.facts is not None and not 0.8 < machine.memory_gib / machine.facts.memory_gib < 1.1:
-        raise UserError(
-            f"machine.memory_gib: {machine.memory_gib:g} GiB, and a {machine.gpu} has {machine.facts.memory_gib:g}"
-        )
-
-
-def _check_shape(entry: Entry) -> None:
-    """Check that the parameter count and the sizes describe one model, as peaks are judged by the sizes."""
-    trained, config = entry.job, entry.job.config()
-    if trained.parameters is None or trained.task != CAUSAL or any("expert" in key for key in trained.shape):
-        return
-    multiplied = matmul_parameters(config, trained.task)
-    low, high = FITTING_SHARES
-    if multiplied is not None and not low < multiplied / trained.parameters < high:
-        raise UserError(
-            f"job.shape: multiplies by {multiplied:.3g} weights, and job.parameters says {trained.parameters:.3g}: one of them "
-            "is of another model"
-        )
+def _has_experts(trained: Trained) -> bool:
+    return any("expert" in key for key in trained.shape)
 
 
 def _trouble(entry: Entry, one: Tried) -> str | None:
@@ -473,7 +468,7 @@ def _counted_otherwise(entry: Entry, one: Tried) -> str | None:
 
 
 def _least_flops(entry: Entry) -> float | None:
-    if entry.job.parameters is None or any("expert" in key for key in entry.job.shape):
+    if entry.job.parameters is None or _has_experts(entry.job):
         return None
     return FORWARD_AND_BACKWARD * ALL_BUT_EMBEDDINGS * entry.job.parameters
 

@@ -94,7 +94,7 @@ def trace_model(
 
     Raises:
         Untraceable: an operator needs values, not shapes, or the model's code needs something that is missing here.
-        Impossible: transformers refuses the configuration.
+        Impossible: transformers refuses the configuration, or no batch with images can be made for the model.
     """
     config = _configuration(job)
     model = _built(job, config)
@@ -104,7 +104,11 @@ def trace_model(
     if (job.liger or job.loss == LIGER_LOSS) and config is not None and loss == "own":
         liger, torchs, wide = version_of("liger_kernel"), version_of("torch"), job.precision == "fp32"
         loss = loss_in_kernel(model.config.model_type, liger, wide=wide, torch=torchs)
-    _try_batch(job, config)
+    if job.task == IMAGE_TEXT:
+        try:
+            blank_batch(job, config, 1)
+        except ValueError as error:
+            raise Impossible(" ".join(str(error).split())) from None
     depths = None if whole_depth or config is None else extrapolation(config, model)
     del model
     options = _Options(use_cache, loss, device)
@@ -129,7 +133,7 @@ def allocations(job: Job, checkpointing: bool, micro_batch: int, layers: int) ->
     """
     config = transformers_config(job.model)
     config = at_depth(config, dict.fromkeys(depths_of(config) or (), layers))
-    return _run(job, config, checkpointing, _Options(), micro_batch, keep_events=True).allocations
+    return _run(job, config, checkpointing, _Options(), micro_batch).allocations
 
 
 def _configuration(job: Job) -> Any:
@@ -179,19 +183,6 @@ def _orthogonalized(model: Any) -> list[int]:
     """
     named = ((name.lower(), p) for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1)
     return [p.numel() for name, p in named if "embed" not in name and "lm_head" not in name]
-
-
-def _try_batch(job: Job, config: Any) -> None:
-    """Check that a batch with images can be made.
-
-    Raises:
-        Impossible: no batch with images can be made for the model.
-    """
-    if job.task == IMAGE_TEXT:
-        try:
-            blank_batch(job, config, 1)
-        except ValueError as error:
-            raise Impossible(" ".join(str(error).split())) from None
 
 
 def _one_pass(
@@ -246,9 +237,7 @@ class _Passed(torch.autograd.Function):
         return gradients[0], None
 
 
-def _run(
-    job: Job, config: Any, checkpointing: bool, options: _Options, micro_batch: int, keep_events: bool = False
-) -> Counters:
+def _run(job: Job, config: Any, checkpointing: bool, options: _Options, micro_batch: int) -> Counters:
     """Run one forward and backward under fake tensors.
 
     Raises:
@@ -276,7 +265,7 @@ def _run(
             if (encoder := _encoder(model, job.task)) is not None:
                 follow_encoder(encoder, run)
             live.watch = run.saw
-            live.events = run.allocations if keep_events else None
+            live.events = run.allocations
             looping.enter_context(_first_slices(live, run))
             if job.liger and job.workload is None:
                 looping.enter_context(liger_kernels(model, version_of("liger_kernel")))
@@ -497,7 +486,7 @@ def blank_batch(job: Job, config: Any, micro_batch: int) -> dict[str, Any]:
     Raises:
         ValueError: no batch with images can be made for the model.
     """
-    return one_batch(job, config, micro_batch, job.seq_len, _zeros)
+    return one_batch(job, config, micro_batch, job.seq_len, lambda shape, below: torch.zeros(shape, dtype=torch.long))
 
 
 def _counted_batch(job: Job, config: Any, micro_batch: int, live: LiveTensors) -> dict[str, Any]:
@@ -508,10 +497,6 @@ def _counted_batch(job: Job, config: Any, micro_batch: int, live: LiveTensors) -
     for tensor in batch.values():
         live.add(tensor)
     return batch
-
-
-def _zeros(shape: tuple[int, ...], below: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.long)
 
 
 # -- layer extrapolation -----------------------------------------------------------------------------------------------
