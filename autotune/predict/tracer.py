@@ -510,6 +510,8 @@ Depths = dict[str, int]  # number of layers of each stack, by the attribute that
 
 # Attributes that count an encoder-decoder's layers (T5's and BART's families).
 _TWO_STACKS = (("num_layers", "num_decoder_layers"), ("encoder_layers", "decoder_layers"))
+# Attributes of a model whose layers differ: only some have experts, or share keys and values.
+_UNLIKE = ("num_kv_shared_layers", "mlp_only_layers", "first_k_dense_replace", "sparse_step", "encoder_sparse_step")
 
 
 class Extrapolation(NamedTuple):
@@ -625,11 +627,7 @@ def _small_depths(text: Any, name: str, least: int, kinds: Sequence[Any] | None 
         kinds: value per layer from `layer_kinds`; None if unknown.
     """
     deep = getattr(text, name)
-    if getattr(text, "num_kv_shared_layers", 0) or getattr(text, "mlp_only_layers", None):
-        return None
-    if getattr(text, "first_k_dense_replace", 0) or (getattr(text, "decoder_sparse_step", 1) or 1) > 1:
-        return None
-    if getattr(text, "sparse_step", 0) or getattr(text, "encoder_sparse_step", 0):  # only some layers have experts
+    if any(getattr(text, key, 0) for key in _UNLIKE) or (getattr(text, "decoder_sparse_step", 1) or 1) > 1:
         return None
     patterns = [list(value) for value in vars(text).values() if isinstance(value, list | tuple) and len(value) == deep]
     if _whole_blocks(text):

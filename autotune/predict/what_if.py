@@ -295,7 +295,7 @@ class PublishedRow:
     def __str__(self) -> str:
         where = f"{self.gpus} x {self.gpu}{f' in {self.nodes} nodes' if self.nodes > 1 else ''}"
         again = ", checkpointing" if self.checkpointing else ""
-        how = f"ZeRO {self.kind.stage}{' with offload' if self.kind.offloaded else ''}, micro-batch {self.micro_batch}{again}"
+        how = f"{self.kind.words(('stage',))}, micro-batch {self.micro_batch}{again}"
         return f"{self.model}, {self.seq_len} tokens, {where}, {how} ({self.source}, row {self.id})"
 
 
