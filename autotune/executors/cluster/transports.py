@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import io
 import json
@@ -12,14 +11,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
+import zipfile
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from autotune.errors import UserError, did_you_mean
 from autotune.executors.cluster.rpc import NoGreeting
@@ -263,13 +262,13 @@ BOOT = APART + "import os;exec(bytes.fromhex(b''.join(iter(lambda:os.read(0,1),b
 def _on_the_node() -> None:
     """Read a header and an archive on the node with the standard library only, then become the agent."""
     import fcntl
-    import hashlib
     import io
     import json
     import os
+    import pathlib
     import sys
-    import tarfile
     import tempfile
+    import zipfile
 
     def take(count: int) -> bytes:
         found = b""
@@ -284,19 +283,12 @@ def _on_the_node() -> None:
     while not line.endswith(b"\n"):
         line += take(1)
     header = json.loads(line)
-    sent, place = take(header["bytes"]), header["place"]
-
-    def there() -> bool:
-        try:
-            for name, known in header["files"].items():
-                with open(os.path.join(place, name), "rb") as file:
-                    if hashlib.sha256(file.read()).hexdigest() != known:
-                        return False
-            return True
-        except OSError:
-            return False
-
-    if not there():
+    archive, place = zipfile.ZipFile(io.BytesIO(take(header["bytes"]))), pathlib.Path(header["place"])
+    try:
+        there = all((place / name).read_bytes() == archive.read(name) for name in archive.namelist())
+    except OSError:
+        there = False
+    if not there:
         # Compatible with `files.SocketFolder`: the next agent deletes the folder of a killed one.
         folder = tempfile.mkdtemp(prefix="autotune-agent-")
         held = os.open(os.path.join(folder, "new"), os.O_CREAT | os.O_RDWR)
@@ -306,18 +298,10 @@ def _on_the_node() -> None:
         except OSError:
             pass
         os.set_inheritable(held, True)
-        place = os.path.join(folder, "autotune")
-        with tarfile.open(fileobj=io.BytesIO(sent), mode="r:gz") as archive:
-            for member in archive:
-                source = archive.extractfile(member)
-                if source is None or member.name.startswith("/") or ".." in member.name.split("/"):
-                    continue
-                target = os.path.join(place, *member.name.split("/"))
-                os.makedirs(os.path.dirname(target), exist_ok=True)
-                with open(target, "wb") as file:
-                    file.write(source.read())
+        place = pathlib.Path(folder, "autotune")
+        archive.extractall(place)
         os.environ["AUTOTUNE_SENT_FOLDER"] = folder
-    os.execv(sys.executable, [sys.executable, place, "agent"])
+    os.execv(sys.executable, [sys.executable, str(place), "agent"])
 
 
 @cache
@@ -327,19 +311,14 @@ def preamble(package: Path, place: Path | None = None) -> bytes:
     Args:
         place: its path on the node; None: the same path.
     """
-    files, buffer = {}, io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(package.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
-                name, data = path.relative_to(package).as_posix(), path.read_bytes()
-                files[name] = hashlib.sha256(data).hexdigest()
-                about = tarfile.TarInfo(name)
-                about.size = len(data)
-                archive.addfile(about, io.BytesIO(data))
-    archived = buffer.getvalue()
-    header: dict[str, Any] = {"bytes": len(archived), "place": str(place or package), "files": files}
+                archive.writestr(path.relative_to(package).as_posix(), path.read_bytes())
+    header = json.dumps({"bytes": len(buffer.getvalue()), "place": str(place or package)})
     code = f"{inspect.getsource(_on_the_node)}\n_on_the_node()\n"
-    return code.encode().hex().encode() + b"\n" + json.dumps(header).encode() + b"\n" + archived
+    return code.encode().hex().encode() + b"\n" + header.encode() + b"\n" + buffer.getvalue()
 
 
 # -- hostfile ----------------------------------------------------------------------------------------------------------
