@@ -17,9 +17,7 @@ from autotune.workers.memory_monitor import FOREIGN_BYTES, MemoryPeaks
 
 # -- failure kind ------------------------------------------------------------------------------------------------------
 #
-# Classify a failure from evidence: exception type first, then exit status and signal, counters, text last.
-#
-# Memory figures (`failure_classifier.py`) decide ambiguous texts (`failure_classifier.py`).
+# Exception type first, then exit status and signal, counters, text last. Memory figures decide ambiguous texts.
 
 
 @dataclass
@@ -75,37 +73,24 @@ _MISMATCH = "collective mismatch"  # gloo's words
 
 def classify_failure(evidence: FailureEvidence) -> FailureVerdict:
     """Return the class of a failed trial, and the evidence that decided it."""
+    phase = evidence.phase
     if evidence.unreachable:  # the lost ranks and those that waited for them say nothing of the candidate
         why = "the stream of that machine's agent"
-        return FailureVerdict(OutcomeKind.INFRASTRUCTURE, evidence.phase, evidence.unreachable, why, Source.NODE)
-    if evidence.peaks.lost:  # overrides the ranks' errors, which differ in their words
-        why = f"NVML: {evidence.peaks.lost}"
-        return FailureVerdict(OutcomeKind.INFRASTRUCTURE, evidence.phase, evidence.peaks.lost, why, Source.DEVICE)
+        return FailureVerdict(OutcomeKind.INFRASTRUCTURE, phase, evidence.unreachable, why, Source.NODE)
+    if lost := evidence.peaks.lost:  # overrides the ranks' errors, which differ in their words
+        return FailureVerdict(OutcomeKind.INFRASTRUCTURE, phase, lost, f"NVML: {lost}", Source.DEVICE)
     dead = [rank for rank, status in evidence.statuses.items() if status < 0]
     if evidence.errors and not (dead and all(is_secondary(error) for error in evidence.errors)):
         verdicts = [(_weight(error, verdict := _classify_error(error, evidence)), verdict) for error in evidence.errors]
         return min(verdicts, key=lambda weighed: weighed[0])[1]
-    for rank, status in sorted(evidence.statuses.items()):
-        if status < 0:
-            return _classify_signal(rank, -status, evidence)
-    if evidence.timed_out:
-        return FailureVerdict(
-            OutcomeKind.TIMEOUT,
-            evidence.phase,
-            f"no rank got on: {evidence.timed_out}",
-            f"deadline: {evidence.timed_out}",
-            Source.SILENCE,
-        )
-    for rank, status in sorted(evidence.statuses.items()):
-        if status != 0:
-            return _classify_status(rank, status, evidence)
-    return FailureVerdict(
-        OutcomeKind.CRASH,
-        evidence.phase,
-        "the ranks ended without a result",
-        "channel closed, exit status 0",
-        Source.EXIT,
-    )
+    if dead:
+        return _classify_signal(min(dead), -evidence.statuses[min(dead)], evidence)
+    if late := evidence.timed_out:
+        return FailureVerdict(OutcomeKind.TIMEOUT, phase, f"no rank got on: {late}", f"deadline: {late}", Source.SILENCE)
+    if failed := [rank for rank, status in evidence.statuses.items() if status]:
+        return _classify_status(min(failed), evidence.statuses[min(failed)], evidence)
+    why = "channel closed, exit status 0"
+    return FailureVerdict(OutcomeKind.CRASH, phase, "the ranks ended without a result", why, Source.EXIT)
 
 
 # Errors of the kernel by which a limit shows. Native libraries and child processes print its texts.
@@ -170,8 +155,8 @@ def _classify_error(error: dict[str, Any], evidence: FailureEvidence) -> Failure
     name, text = type_names[0] if type_names else "Exception", error.get("text", "")
     snapshot = MemorySnapshot.of(text, error.get("numbers"))
     kind, why = _class_of_error(error, FailureContext(evidence.device, snapshot, _is_host_full(evidence, snapshot)))
-    if kind is OutcomeKind.OOM_DEVICE:
-        kind, why = _unless_gpu_contention(kind, why, snapshot, evidence.peaks)
+    if kind is OutcomeKind.OOM_DEVICE and (taken := _gpu_contention(snapshot, evidence.peaks)):
+        kind, why = OutcomeKind.GPU_CONTENTION, f"{why}; {taken}"
     if counted := str(MemorySnapshot.of("", error.get("numbers"))):
         why = f"{why}; {counted}"
     reason = f"{name.split('.')[-1]}: {_first_line(text) or name}{f' ({UNEQUAL_COLLECTIVES})' * (_MISMATCH in text)}"
@@ -209,19 +194,14 @@ def _class_of_error(error: dict[str, Any], context: FailureContext) -> tuple[Out
     return (found[0], by_text) if found else (OutcomeKind.CRASH, by_type)
 
 
-def _unless_gpu_contention(
-    kind: OutcomeKind, why: str, snapshot: MemorySnapshot, peaks: MemoryPeaks
-) -> tuple[OutcomeKind, str]:
-    """Return GPU_CONTENTION if another process took enough device memory for the failure, or holds most of the device."""
+def _gpu_contention(snapshot: MemorySnapshot, peaks: MemoryPeaks) -> str:
+    """Describe other processes that took enough device memory for the failure, or hold most of the device."""
     capped = snapshot.under_cap is not None and snapshot.under_cap < (snapshot.free or 0)
     if not capped and peaks.foreign > FOREIGN_BYTES and peaks.foreign >= (snapshot.missing or 0):
-        return (
-            OutcomeKind.GPU_CONTENTION,
-            f"{why}; NVML: other processes grew by {format_bytes(peaks.foreign)} meanwhile",
-        )
+        return f"NVML: other processes grew by {format_bytes(peaks.foreign)} meanwhile"
     if others := snapshot.held_by_others:
-        return OutcomeKind.GPU_CONTENTION, f"{why}; other processes hold {format_bytes(others)} of the device"
-    return kind, why
+        return f"other processes hold {format_bytes(others)} of the device"
+    return ""
 
 
 def _is_host_full(evidence: FailureEvidence, snapshot: MemorySnapshot) -> bool:
@@ -237,9 +217,8 @@ def _classify_signal(rank: int, number: int, evidence: FailureEvidence) -> Failu
 
     if number == signal.SIGKILL:
         if evidence.peaks.oom_kills > 0:
-            return verdict(
-                OutcomeKind.OOM_HOST, "killed by the kernel for want of main memory", "SIGKILL, oom_kill counter rose"
-            )
+            why = "SIGKILL, oom_kill counter rose"
+            return verdict(OutcomeKind.OOM_HOST, "killed by the kernel for want of main memory", why)
         if _is_host_full(evidence, MemorySnapshot()):
             why = f"SIGKILL with {format_bytes(evidence.peaks.host_low)} of main memory left"
             return verdict(OutcomeKind.OOM_HOST, "killed, with main memory used up", why)
@@ -260,18 +239,9 @@ def _classify_signal(rank: int, number: int, evidence: FailureEvidence) -> Failu
 def _classify_status(rank: int, status: int, evidence: FailureEvidence) -> FailureVerdict:
     tail = evidence.logs.get(rank, "")
     found = classify_text(tail, _context(evidence))
-    if found:
-        return FailureVerdict(
-            found[0], evidence.phase, _last_line(tail), f"exit {status}, log text {found[1]!r}", Source.EXIT, rank
-        )
-    return FailureVerdict(
-        OutcomeKind.CRASH,
-        evidence.phase,
-        _last_line(tail) or f"exit status {status}",
-        f"exit {status}",
-        Source.EXIT,
-        rank,
-    )
+    kind = found[0] if found else OutcomeKind.CRASH
+    why = f"exit {status}, log text {found[1]!r}" if found else f"exit {status}"
+    return FailureVerdict(kind, evidence.phase, _last_line(tail) or f"exit status {status}", why, Source.EXIT, rank)
 
 
 def _context(evidence: FailureEvidence) -> FailureContext:
@@ -302,8 +272,6 @@ def log_tail(path: Path, limit_bytes: int = 16384) -> str:
 
 
 # -- memory accounting -------------------------------------------------------------------------------------------------
-#
-# Memory snapshot at a rank's failure, from the allocator's error text and the rank's own figures.
 
 _FULL = 0.02  # share of a device free below which handles and communicators (tens to hundreds of MiB) may not fit
 _ROOMY = 0.10  # share of a device free above which no handle fails for lack of memory
@@ -357,10 +325,9 @@ class MemorySnapshot:
     def of(cls, text: str, numbers: dict[str, Any] | None = None) -> MemorySnapshot:
         """Build from an error's text, which is closer to the failure and wins, and from `rank.base.collect`."""
         counted = {key: value for key, value in (numbers or {}).items() if isinstance(value, int) and value >= 0}
-        allocated, unallocated = _find(_ALLOCATED, text), _find(_UNALLOCATED, text)
         reserved = _find(_RESERVED, text)
-        if reserved is None and allocated is not None:
-            reserved = allocated + (unallocated or 0)
+        if reserved is None and (allocated := _find(_ALLOCATED, text)) is not None:
+            reserved = allocated + (_find(_UNALLOCATED, text) or 0)
         said = {
             "asked": next((size for pattern in _ASKED if (size := _find(pattern, text)) is not None), None),
             "free": _find(_FREE, text),
@@ -450,8 +417,6 @@ def _find(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 # -- failure texts -----------------------------------------------------------------------------------------------------
-#
-# Texts of failures that libraries print, with the outcome class of each.
 #
 # The first match decides, so certain texts precede general ones. The patterns come from real failures, which
 # `tests/data/failures.yaml` lists with their threads.
