@@ -321,8 +321,6 @@ class LocalSession:
         self._results = [self._answers[rank] for rank in sorted(self._answers)]
         return stop
 
-
-
     def _resume(self, candidate: Candidate, measure_spec: MeasureSpec, deadline: float) -> Outcome:
         """Save a checkpoint, end the group, and have a new group resume from it."""
         group, folder = self._running(), self._folder.resolve() / CHECKPOINT

@@ -182,7 +182,8 @@ def interpreter_at(typed: str, said_by: str) -> Interpreter:
     if found is None:
         least = ".".join(map(str, LEAST_PYTHON))
         raise UserError(f"{label} is Python {version}: expected {least} or newer")
-    if Path(found["prefix"]).resolve() == Path(sys.prefix).resolve() and version == "%d.%d.%d" % sys.version_info[:3]:
+    own = ".".join(map(str, sys.version_info[:3]))
+    if Path(found["prefix"]).resolve() == Path(sys.prefix).resolve() and version == own:
         return OWN
     # Later calls skip a shim of pyenv or a wrapper script, which would be an extra process in between.
     return Interpreter({**found, "executable": found["executable"] or executable})

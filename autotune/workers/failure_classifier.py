@@ -86,7 +86,9 @@ def classify_failure(evidence: FailureEvidence) -> FailureVerdict:
     if dead:
         return _classify_signal(min(dead), -evidence.statuses[min(dead)], evidence)
     if late := evidence.timed_out:
-        return FailureVerdict(OutcomeKind.TIMEOUT, phase, f"no rank got on: {late}", f"deadline: {late}", Source.SILENCE)
+        return FailureVerdict(
+            OutcomeKind.TIMEOUT, phase, f"no rank got on: {late}", f"deadline: {late}", Source.SILENCE
+        )
     if failed := [rank for rank, status in evidence.statuses.items() if status]:
         return _classify_status(min(failed), evidence.statuses[min(failed)], evidence)
     why = "channel closed, exit status 0"

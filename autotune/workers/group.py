@@ -24,10 +24,6 @@ from autotune.workers.memory_monitor import MemoryPeaks, Meter, merged
 from autotune.workers.protocol import Message
 
 # -- group -------------------------------------------------------------------------------------------------------------
-#
-# Parent's view of a worker group: start the ranks together, receive their messages, and end them as a whole.
-#
-# Trials and trainings differ in their time limits and in the ends that they allow. Both are in their Policy.
 
 T = TypeVar("T")
 
@@ -186,18 +182,14 @@ class WorkerGroup:
                 return WatchEnd.ARRIVED
             if self._has_lost_rank():
                 self._receive(0.0)  # its last message may have arrived in between
-            if (
-                self.errors
-                or self._has_lost_rank()
-                or any(host.lost_device or host.unreachable for host in self._hosts)
-            ):
+            has_lost_part = any(host.lost_device or host.unreachable for host in self._hosts)
+            if self.errors or has_lost_part or self._has_lost_rank():
                 self.failed_at = time.monotonic()
                 return WatchEnd.FAILED
 
     def _check_progress(self) -> bool:
         """Return True if silent ranks compute, read or write."""
-        alive = self._on_all_hosts(lambda host: host.is_progressing(self._waiting))
-        return any(alive)
+        return any(self._on_all_hosts(lambda host: host.is_progressing(self._waiting)))
 
     @property
     def compiles(self) -> bool:
@@ -325,9 +317,8 @@ class WorkerGroup:
         if self.errors and self.errors[0].get("phase") in set(Phase):
             phase = Phase(self.errors[0]["phase"])
         for error in self.errors:
-            attribute_hidden_usage(
-                peaks, error.get("numbers") or {}, self._bytes_outside_allocator.get(error.get("rank", -1))
-            )
+            outside = self._bytes_outside_allocator.get(error.get("rank", -1))
+            attribute_hidden_usage(peaks, error.get("numbers") or {}, outside)
         return FailureEvidence(
             self._hardware.device,
             self.errors,
@@ -425,8 +416,6 @@ class WorkerGroup:
 
 
 # -- group policy ------------------------------------------------------------------------------------------------------
-#
-# Time limits for a worker group, and the reasons for which a watch ends.
 
 _LAPSE_SECONDS = 5.0  # seconds; a normal turn of the watch loop takes tenths of a second
 
@@ -443,33 +432,21 @@ class WatchEnd(StrEnum):
 
 @dataclass(frozen=True)
 class GroupPolicy:
-    """Differences between the ranks of a trial and those of a training.
+    """Differences between the ranks of a trial and those of a training."""
 
-    Args:
-        hello_seconds: limit for all ranks to start and connect.
-        silence_seconds: limit without a heartbeat per phase. A heartbeat is a message, progress of the main thread, or
-            computing, reading or writing.
-        settle_seconds: wait after the first failure, because a peer's consequential error may arrive before the cause.
-        may_exit: True if a rank may end by itself with exit code 0. A trial's ranks wait for the order.
-    """
-
-    hello_seconds: float
+    hello_seconds: float  # limit for all ranks to start and connect
+    # Limit without a heartbeat per phase: a message, progress of the main thread, or computing, reading or writing.
     silence_seconds: Callable[[Phase], float]
-    settle_seconds: float
-    may_exit: bool
+    settle_seconds: float  # wait after the first failure: a peer's consequential error may arrive before the cause
+    may_exit: bool  # a rank may end by itself with exit code 0; a trial's ranks wait for the order
 
 
 class SilenceTimer:
     """Time without a heartbeat, in a loop that marks its turns.
 
     A loop that stands still was suspended itself, usually with its ranks (`scontrol suspend`, `docker pause`). The
-    suspended time does not count.
-
-    Attributes:
-        now: start of this turn. All times are on the monotonic clock.
-        began: start of the loop.
-        last_alive: last heartbeat of a rank.
-        last_look: last check of silent ranks.
+    suspended time does not count. All times are on the monotonic clock; `now` is the start of a turn, and `last_check`
+    the last check of silent ranks.
     """
 
     def __init__(self) -> None:

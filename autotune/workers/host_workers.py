@@ -31,8 +31,6 @@ from autotune.workers.protocol import Channel, Message
 
 # -- host workers ------------------------------------------------------------------------------------------------------
 #
-# Host workers: ranks of a group on one machine, with their start, messages, memory monitor and end.
-#
 # A group has one `HostWorkers` per machine. `LocalWorkers` serves this machine. For another machine, the
 # same class runs in that machine's agent behind a stream (`executors/cluster`).
 
@@ -124,16 +122,11 @@ class HostWorkers(Protocol):
 
 @dataclass(frozen=True)
 class MultiHostLaunch:
-    """Several machines over which a group's ranks are spread evenly.
+    """Several machines over which a group's ranks are spread evenly."""
 
-    Args:
-        make_workers: makes the workers of each machine, in order. Arguments: True if memory is sampled continuously, and a
-            function for lines for people.
-        store_host: address of the first machine, at which all others reach the rendezvous.
-    """
-
+    # Make the workers of each machine, in order: `memory is sampled continuously`, and a function for lines for people.
     make_workers: Callable[[bool, Callable[[str], None]], list[HostWorkers]]
-    store_host: str
+    store_host: str  # address of the first machine, at which all others reach the rendezvous
 
 
 class LocalWorkers:
@@ -293,14 +286,13 @@ class LocalWorkers:
 
     def peaks(self) -> MemoryPeaks:
         """Return the peaks of the ranks, and the kernel's OOM kills since the launch."""
-        peaks = self._monitor.look() if self._monitor is not None else self._memory_now()
+        if self._monitor is not None:
+            peaks = self._monitor.look()
+        else:
+            peaks = MemoryPeaks(used=[0] * len(self.pids), host_low=host_available_bytes())
+            with suppress(Exception):  # a GPU may answer late while a process dies
+                self._any_meter.sample(list(self._known_pids().values()), peaks)
         peaks.oom_kills = kernel_oom_kills() - self._oom_kills
-        return peaks
-
-    def _memory_now(self) -> MemoryPeaks:
-        peaks = MemoryPeaks(used=[0] * len(self.pids), host_low=host_available_bytes())
-        with suppress(Exception):  # a GPU may answer late while a process dies
-            self._any_meter.sample(list(self._known_pids().values()), peaks)
         return peaks
 
     def reset_peaks(self) -> None:
@@ -318,22 +310,18 @@ class LocalWorkers:
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
-    def _notify(self, number: signal.Signals, pids: Sequence[int]) -> None:
-        for rank, pid in zip(self.numbers, self.pids, strict=False):
-            own = self._rank_pids.get(rank, pid)
+    def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
+        """Send a signal to ranks; notices go to their scripts only."""
+        if number not in NOTICES:
+            self._signalled = True
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, number)
+            return
+        for pid, own in zip(self.pids, self._known_pids().values(), strict=False):
             if pid in pids and has_signal_handler(own, number):
                 with suppress(ProcessLookupError):
                     os.kill(own, number)
-
-    def signal(self, number: signal.Signals, pids: Sequence[int]) -> None:
-        """Send a signal to ranks; notices go to their scripts only."""
-        if number in NOTICES:
-            self._notify(number, pids)
-            return
-        self._signalled = True
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.killpg(pid, number)
 
     def end(self, *, done: bool) -> None:
         """Stop sampling, kill the ranks that are left, and close all connections."""
@@ -365,8 +353,6 @@ def _free_port() -> int:
 
 
 # -- wait for free memory ----------------------------------------------------------------------------------------------
-#
-# Wait between two groups until the devices regain memory from ended ranks and from other processes.
 
 RELEASED_MEMORY_SECONDS = 10.0  # limit for a device's memory to return after the last rank
 FREE_MEMORY_SECONDS = 30.0  # limit for other processes to release memory taken since the study began; awaited once
@@ -414,8 +400,6 @@ def wait_for_released_memory(meter: Meter, print_line: Callable[[str], None]) ->
 
 
 # -- liveness ----------------------------------------------------------------------------------------------------------
-#
-# Check if silent processes are alive: computing, reading and writing of the processes and their children.
 
 _ANSWER_SECONDS = 0.5  # a driver answers within milliseconds
 LEAST_CPU_SHARE = 0.05  # share of one core; idle ranks with their helper threads stay far below

@@ -56,7 +56,9 @@ def test_a_plan_names_what_leaf_modules_and_cpu_threads_change() -> None:
     def advice(
         stage: int, transformers: str, ranks: int = 8, model: str = "mixtral-8x7b", place: str = "none"
     ) -> list[str]:
-        other = Interpreter({"executable": "/other/bin/python", "versions": {"transformers": transformers}, "cuda": None})
+        other = Interpreter(
+            {"executable": "/other/bin/python", "versions": {"transformers": transformers}, "cuda": None}
+        )
         job = Job(resolve_model(model), ranks, 2048, "bf16", interpreter=other)
         candidate = make_candidate(zero_stage=stage, offload_optimizer=place)
         return list(_advice(job, named_hardware("h100", ranks), candidate))

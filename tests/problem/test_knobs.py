@@ -293,9 +293,7 @@ def test_a_study_is_read_where_other_packages_are_installed(monkeypatch: pytest.
 
 def test_a_knob_of_another_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     before = inquiry.version
-    monkeypatch.setattr(
-        inquiry, "version", lambda name: "0.18.2" if name == "deepspeed" else before(name)
-    )
+    monkeypatch.setattr(inquiry, "version", lambda name: "0.18.2" if name == "deepspeed" else before(name))
     text = "{knobs: {zero_stage: [2], parameter_alignment: [true, false]}}"
     with pytest.raises(UserError, match=r"is not known to deepspeed 0\.18\.2: 0\.19\.7 or newer knows it"):
         written(text)

@@ -224,8 +224,6 @@ class Cluster:
         answer = self._await_answer(*node.begin("unpack", **about), _SURVEY_SECONDS)
         self.print_line(f"sent to {node.name}, into {answer['folder']}: {parcel}{_kept_files_note(answer)}")
 
-
-
     def _compare(self) -> Hardware:
         names, surveys = [node.name for node in self.nodes], [node.survey for node in self.nodes]
         ours = {package: self.requirements.interpreter.version(package) for package in COMPARED}

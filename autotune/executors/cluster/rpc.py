@@ -489,8 +489,6 @@ class RemoteWorkers:
         asked = {"entry": entry, "numbers": list(numbers), "gauged": self._gauged, "node": self._node}
         self._launching = self._connection.begin("launch", **asked, left_seconds=left)
 
-
-
     def sources(self) -> list[Any]:
         """Return the streams to wait on: the agent's, while it is connected."""
         return [] if self.unreachable else [self._connection]
