@@ -25,8 +25,6 @@ from autotune.util.linux import boot_id, is_open, pid_is_alive, pids_working_in
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
 #
-# Load DeepSpeed's JIT ops, and build those that this environment lacks.
-#
 # torch guards every build by a lock file and waits for it without limit. A killed build leaves its lock, and then every
 # process that needs the op hangs: training, DeepSpeed's own tuner, `ds_report`.
 #
@@ -72,14 +70,14 @@ def _load(name: str, builder: Any, folder: Path, report: ProgressCallback) -> bo
         builder.load(verbose=False)
         return False
     library = folder / builder.name / f"{builder.name}.so"
-    before = _written_ns(library)
-    seconds = last_seconds(name, folder)
-    with hold_build_lock(
-        folder, builder.name, lambda: report(op=name, state="waiting", last_seconds=seconds)
-    ) as going_on:
+    before, seconds = _written_ns(library), last_seconds(name, folder)
+
+    def wait() -> None:
+        report(op=name, state="waiting", last_seconds=seconds)
+
+    with hold_build_lock(folder, builder.name, wait) as going_on:
         ours = _written_ns(library)
-        state = "loading" if ours else "building"
-        report(op=name, state=state, last_seconds=seconds, going_on=going_on)
+        report(op=name, state="loading" if ours else "building", last_seconds=seconds, going_on=going_on)
         began = time.monotonic()
         builder.load(verbose=False)
         took = time.monotonic() - began if _written_ns(library) != ours else None
@@ -210,8 +208,6 @@ def _last_change(folder: Path) -> float:
 
 # -- extension folders -------------------------------------------------------------------------------------------------
 #
-# Folder in which this environment's DeepSpeed ops are built. Standard library only, for ranks and their parent.
-#
 # torch keeps run-time builds in one folder per user and Python, and rebuilds an op if a path or version has changed.
 # Two environments in alternation would rebuild every op at every start. Each environment therefore has a folder next to
 # torch's. A `TORCH_EXTENSIONS_DIR` set by the user is respected.
@@ -306,8 +302,9 @@ def note_built(builder: str, op: str, seconds: float | None, folder: Path) -> No
         OSError: the folder cannot be written.
     """
     path = folder / f"{builder}.json"
-    record = {"op": op, "seconds": _record(path).get("seconds") if seconds is None else round(seconds, 1)}
-    if record == _record(path):
+    known = _record(path)
+    record = {"op": op, "seconds": known.get("seconds") if seconds is None else round(seconds, 1)}
+    if record == known:
         return
     descriptor, name = tempfile.mkstemp(dir=folder, prefix=f".{path.name}.")
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -354,20 +351,10 @@ def _made_with() -> list[str]:
         said = (torch / "version.py").read_text(encoding="utf-8") if torch else ""
     with suppress(OSError):
         cuda = os.path.realpath(cuda) if cuda else ""
-    compilers = [os.path.realpath(shutil.which(name) or name) for name in (_cxx(), os.environ.get("CC", "cc"))]
-    return [
-        os.path.realpath(sys.prefix),
-        str(torch),
-        str(_package_folder("deepspeed")),
-        said,
-        cuda,
-        *compilers,
-        *_chips(),
-    ]
-
-
-def _cxx() -> str:
-    return os.environ.get("CXX") or "c++"
+    named = (os.environ.get("CXX") or "c++", os.environ.get("CC", "cc"))
+    compilers = [os.path.realpath(shutil.which(name) or name) for name in named]
+    folders = [os.path.realpath(sys.prefix), str(torch), str(_package_folder("deepspeed"))]
+    return [*folders, said, cuda, *compilers, *_chips()]
 
 
 def _chips() -> list[str]:
