@@ -28,11 +28,8 @@ from autotune.util.units import format_duration
 
 # -- transports --------------------------------------------------------------------------------------------------------
 #
-# Transports: a command that starts an agent on a node and connects its standard input and output.
-#
-# All further data goes over the stream, so host names, folders and variables never become shell text. ssh passes to a
-# login shell only the words that start an agent, each quoted. With `--sync` it passes one constant line of Python
-# instead (`transports.py`).
+# All data goes over the stream, so host names, folders and variables never become shell text. ssh passes to a login
+# shell only the words that start an agent, each quoted. With `--sync` it passes one constant line of Python instead.
 
 PACKAGE = Path(__file__).parents[2]
 CONNECT_SECONDS = 10
@@ -40,7 +37,7 @@ _SSH_FAILED = 255  # ssh's own exit status: ssh(1)
 
 
 class Transport(Protocol):
-    """Way to reach nodes."""
+    """Way to reach nodes: a command that starts an agent on a node and connects its standard input and output."""
 
     def command(self, node: str) -> list[str]:
         """Return the command that starts a node's agent."""
@@ -80,14 +77,8 @@ class Ssh:
             "RequestTTY": "no",
         }
         given = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-        return [
-            "ssh",
-            "-T",
-            *given,
-            "--",
-            node,
-            f"exec {shlex.join(agent_words(self.python, self.package, sync=self.sync))}",
-        ]
+        agent = shlex.join(agent_words(self.python, self.package, sync=self.sync))
+        return ["ssh", "-T", *given, "--", node, f"exec {agent}"]
 
     def complaint(self, node: str, failure: NoGreeting) -> str:
         """Return the reason why a node's agent did not start, from ssh's messages if ssh failed."""
@@ -118,7 +109,7 @@ _SSH_SAYS = (
 )
 
 
-def agents_complaint(node: str, failure: NoGreeting, python: str, package: Path) -> str:
+def agents_complaint(node: str, failure: NoGreeting, python: str = sys.executable, package: Path = PACKAGE) -> str:
     """Return why an agent did not start on a node that was reached, in one line."""
     log = failure.log.splitlines()
     if failure.received:
@@ -146,8 +137,6 @@ def agents_complaint(node: str, failure: NoGreeting, python: str, package: Path)
 
 
 # -- Slurm -------------------------------------------------------------------------------------------------------------
-#
-# Slurm transport: the nodes of this process's allocation, and one agent on each, started by `srun`.
 
 _ANSWER_SECONDS = 60.0  # seconds; a controller under load answers slowly
 # Variables that an agent inherits before it receives more. A Python from `module load` may need the library path.
@@ -157,25 +146,23 @@ JOB, NODES, GPUS = "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_GPUS_ON_NODE"  #
 
 @dataclass(frozen=True)
 class Srun:
-    """Job step on one node of the allocation, parallel to other steps."""
+    """Job step on one node of this process's allocation, parallel to other steps."""
 
     job: str
-    python: str = sys.executable
-    package: Path = PACKAGE
     sync: bool = False
 
     def command(self, node: str) -> list[str]:
         """Return the srun command that starts a node's agent inside the Slurm job."""
         where = ["--jobid", self.job, "--nodelist", node, "--nodes=1", "--ntasks=1"]
         how = ["--overlap", "--mem=0", "--mpi=none", "--cpu-bind=none", "--unbuffered", f"--export={_KEPT}"]
-        return ["srun", *where, *how, "--", *agent_words(self.python, self.package, sync=self.sync)]
+        return ["srun", *where, *how, "--", *agent_words(sync=self.sync)]
 
     def complaint(self, node: str, failure: NoGreeting) -> str:
         """Return the reason why a node's agent did not start, from srun's messages if srun failed."""
         said = [line for line in failure.log.splitlines() if line.startswith("srun: ")]
         if said and not failure.received and "exited" not in said[-1].lower() and "task" not in said[-1]:
             return f"node {node}: Slurm starts no agent there ({said[-1].removeprefix('srun: ')[:200]})"
-        return agents_complaint(node, failure, self.python, self.package)
+        return agents_complaint(node, failure)
 
 
 def in_allocation(environment: Mapping[str, str] = os.environ) -> bool:
@@ -246,8 +233,6 @@ def slurm_output(*words: str) -> str:
 
 
 # -- sending the package to a node -------------------------------------------------------------------------------------
-#
-# `--sync`: start an agent on a node that may lack this package, by sending the package first.
 #
 # The transport passes only one constant line of Python (`BOOT`), which executes the first data of the stream: the code
 # of `_on_the_node`, then the package. A node that has an identical package at the same path runs that one. Otherwise it
@@ -348,10 +333,6 @@ class Host:
 def read_hostfile(path: Path, include: str | None = None, exclude: str | None = None) -> list[Host]:
     """Return the hosts of a hostfile in order, after the filters.
 
-    Args:
-        include: filter of hosts and slots to use.
-        exclude: filter of hosts and slots to leave out.
-
     Raises:
         UserError: the file cannot be read or parsed, or names a host twice. A filter names an unknown host or slot, or
             leaves no host.
@@ -359,12 +340,12 @@ def read_hostfile(path: Path, include: str | None = None, exclude: str | None = 
     if include and exclude:
         raise UserError("--include and --exclude together: give one of them")
     hosts = _hosts(path)
-    for option, text in (("--include", include), ("--exclude", exclude)):
-        if text:
-            named = _filter(option, text, hosts, path)
-            hosts = _kept(hosts, named) if option == "--include" else _without(hosts, named)
-            if not hosts:
-                raise UserError(f"{option} {text}: no host of {path} is left")
+    option, text = ("--include", include) if include else ("--exclude", exclude)
+    if text:
+        named = _filter(option, text, hosts, path)
+        hosts = _kept(hosts, named) if include else _without(hosts, named)
+        if not hosts:
+            raise UserError(f"{option} {text}: no host of {path} is left")
     return hosts
 
 
