@@ -52,13 +52,9 @@ _ASK = (
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python and its environment.
+    """A Python and its environment."""
 
-    Attributes:
-        answer: `inquiry.facts` of another environment; None: the tuner's own Python.
-    """
-
-    answer: Mapping[str, Any] | None = field(default=None, hash=False)
+    answer: Mapping[str, Any] | None = field(default=None, hash=False)  # `inquiry.facts` there; None: the tuner's own
 
     @property
     def is_other(self) -> bool:

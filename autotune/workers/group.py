@@ -126,23 +126,19 @@ class WorkerGroup:
         common = {**spec, "world": world}
         if len(self._hosts) > 1:
             return self._send_specs_to_hosts(common, logs, deadline)
-        self._send_specs(self._hosts[0], common, logs)
+        self._hosts[0].send_specs(common, logs)
         return stop
-
-    def _send_specs(self, host: HostWorkers, spec: Message, logs: Path | None) -> None:
-        host.send_specs(spec, logs)
-        host.begin([self._rank_pids[rank] for rank in host.numbers])
 
     def _send_specs_to_hosts(self, common: Message, logs: Path | None, deadline: float) -> WatchEnd:
         """Send the specs to several machines: the first rank opens the store, then the other machines follow."""
         first, *others = self._hosts
         store = {"host": self._store_host, "token": uuid.uuid4().hex}
-        self._send_specs(first, {**common, "store": {**store, "port": None}}, logs)
+        first.send_specs({**common, "store": {**store, "port": None}}, logs)
         stop = self.watch(lambda: self._rendezvous is not None, deadline)
         if stop is WatchEnd.ARRIVED and self._rendezvous is not None:
             found = {"store": {**store, "port": self._rendezvous["port"]}, "port": self._rendezvous["scripts_port"]}
             for host in others:
-                self._send_specs(host, {**common, **found}, logs)
+                host.send_specs({**common, **found}, logs)
         return stop
 
     @property

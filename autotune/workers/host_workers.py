@@ -68,10 +68,7 @@ class HostWorkers(Protocol):
         """Return the ranks' new messages with their rank, `hello` included."""
 
     def send_specs(self, spec: Message, logs: Path | None) -> None:
-        """Send each rank its spec, once all have sent hello: the common fields and its own."""
-
-    def begin(self, workers: Sequence[int]) -> None:
-        """Start the memory monitor with the ranks' own process ids."""
+        """Send each rank its spec, once all have sent hello: the common fields and its own. Start the memory monitor."""
 
     def send(self, verb: str, **fields: Any) -> None:
         """Send a message to every rank."""
@@ -168,20 +165,11 @@ class LocalWorkers:
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
-    def launch(
-        self,
-        entry: str,
-        numbers: Sequence[int],
-        *,
-        deadline: float = math.inf,
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def launch(self, entry: str, numbers: Sequence[int], *, deadline: float, cancelled: Callable[[], bool]) -> None:
         """Wait for free memory, then start the ranks."""
         self.numbers = numbers
         if self._meter is not None:
-            self.waited_seconds = wait_for_free_memory(
-                self._meter, self._print_line, deadline=deadline, cancelled=cancelled
-            )
+            self.waited_seconds = wait_for_free_memory(self._meter, self._print_line, deadline, cancelled)
         address = str(self.home / "home.sock")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
@@ -198,11 +186,8 @@ class LocalWorkers:
         for local, rank in enumerate(self.numbers):
             log = str(logs.resolve() / f"rank{rank}.log") if logs is not None else None
             self._channels[rank].send("spec", **{**own, **spec, "rank": rank, "local_rank": local, "log": log})
-
-    def begin(self, workers: Sequence[int]) -> None:
-        """Start to sample the memory of the workers."""
         if self._meter is not None:
-            self._monitor = MemoryMonitor(self._meter, list(workers))
+            self._monitor = MemoryMonitor(self._meter, [self._rank_pids[rank] for rank in self.numbers])
 
     def _close_listener(self) -> None:
         if self._listener is not None:
@@ -360,7 +345,7 @@ _POLL_SECONDS = 0.05
 
 
 def wait_for_free_memory(
-    meter: Meter, print_line: Callable[[str], None], *, deadline: float, cancelled: Callable[[], bool] = lambda: False
+    meter: Meter, print_line: Callable[[str], None], deadline: float, cancelled: Callable[[], bool]
 ) -> float:
     """Wait until the devices have as much free memory as when the study began.
 

@@ -242,7 +242,7 @@ class Agent:
             for request in list(self._requests.queue)
         )
 
-    def on_brief(self, *, spec: Message, workers: list[int], logs: bool) -> None:
+    def on_brief(self, *, spec: Message, logs: bool) -> None:
         """Create the ranks' files on this machine's disk, then send the ranks their spec."""
         running, spec = self.running, self.path_map.all_of(spec)
         folder = self.folder / "logs"
@@ -251,7 +251,6 @@ class Agent:
         if "sandbox" in spec or "candidate" in spec:
             self._make_files(spec, running.home)
         running.send_specs(spec, folder if logs else None)
-        running.begin(workers)
 
     def _make_files(self, spec: Message, home: Path) -> None:
         """Create the ranks' files on this machine's disk, and add their location to the spec."""

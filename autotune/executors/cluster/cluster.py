@@ -76,31 +76,18 @@ def sent_variables(environment: Mapping[str, str], also: Sequence[str] = ()) -> 
 
 @dataclass(frozen=True)
 class NodeRequirements:
-    """Requirements of a job for its nodes.
+    """Requirements of a job for its nodes."""
 
-    Args:
-        device: `auto`, `cuda` or `cpu`.
-        headroom: share of capacity left free.
-        memory_cap_bytes: limit per rank.
-        path: the script's folder, which must exist on each node; empty without a script.
-        interface: network interface between the nodes; None: detected.
-        variables: the user's variables that are sent in addition to `SENT`.
-        parcels: folders to send to nodes that lack them.
-        preamble: first bytes of the stream for a transport that syncs, see `transports.py`.
-        lasting: files that ranks write into sent folders are kept, as for a training.
-        interpreter: of the ranks here, whose path and versions the nodes must have.
-    """
-
-    device: str = "auto"
-    headroom: float = 0.05
-    memory_cap_bytes: int | None = None
-    path: str = ""
-    interface: str | None = None
-    variables: tuple[str, ...] = ()
-    parcels: tuple[SyncManifest, ...] = ()
-    preamble: bytes = b""
-    lasting: bool = False
-    interpreter: Interpreter = OWN
+    device: str = "auto"  # `auto`, `cuda` or `cpu`
+    headroom: float = 0.05  # share of capacity left free
+    memory_cap_bytes: int | None = None  # limit per rank
+    path: str = ""  # the script's folder, which must exist on each node; empty without a script
+    interface: str | None = None  # network interface between the nodes; None: detected
+    variables: tuple[str, ...] = ()  # the user's variables that are sent in addition to `SENT`
+    parcels: tuple[SyncManifest, ...] = ()  # folders to send to nodes that lack them
+    preamble: bytes = b""  # first bytes of the stream for a transport that syncs, see `transports.py`
+    lasting: bool = False  # files that ranks write into sent folders are kept, as for a training
+    interpreter: Interpreter = OWN  # of the ranks here, whose path and versions the nodes must have
 
 
 def _kept_files_note(answer: Message) -> str:
@@ -131,20 +118,14 @@ class Node:
 
 @dataclass
 class Cluster:
-    """Nodes that start groups of ranks, like `LocalMachine` on this machine.
-
-    Args:
-        folder: for the standard error of transports and agents.
-        who: holder of the nodes' devices in messages to other users, such as `study NAME`.
-        print_line: receives lines for the user.
-    """
+    """Nodes that start groups of ranks, like `LocalMachine` on this machine."""
 
     hosts: Sequence[Host]
     transport: Transport
     requirements: NodeRequirements
-    folder: Path
-    who: str = "a study"
-    print_line: Callable[[str], None] = lambda text: None
+    folder: Path  # for the standard error of transports and agents
+    who: str = "a study"  # holder of the nodes' devices in messages to other users
+    print_line: Callable[[str], None] = lambda text: None  # receives lines for the user
     cancelled: Callable[[], bool] = lambda: False
     echo: bool = False  # copy the ranks' output to this process's standard error, for a training
     ops: Ops = field(default_factory=lambda: Ops(lambda text: None))

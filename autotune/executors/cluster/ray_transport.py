@@ -56,20 +56,13 @@ def ray_address(typed: str | None, environment: Mapping[str, str] = os.environ) 
 
 @dataclass
 class RayNodes:
-    """Transport whose nodes Ray reserves.
+    """Transport whose nodes Ray reserves."""
 
-    Args:
-        address: see `ray_address`.
-        folder: for the driver's log.
-        print_line: receives lines for the user.
-        place_seconds: wait for resources that other jobs hold; None: the driver's default.
-    """
-
-    address: str
-    folder: Path
-    print_line: Callable[[str], None] = lambda text: None
+    address: str  # see `ray_address`
+    folder: Path  # for the driver's log
+    print_line: Callable[[str], None] = lambda text: None  # receives lines for the user
     sync: bool = False
-    place_seconds: float | None = None
+    place_seconds: float | None = None  # wait for resources that other jobs hold; None: the driver's default
     _ask: Message = field(default_factory=dict)
     _names: list[str] = field(default_factory=list)
     _bundles: list[int] = field(default_factory=list)

@@ -475,14 +475,7 @@ class RemoteWorkers:
         down = self._connection.failure or self._failed
         return f"node {down}" if down else ""
 
-    def launch(
-        self,
-        entry: str,
-        numbers: Sequence[int],
-        *,
-        deadline: float = math.inf,
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def launch(self, entry: str, numbers: Sequence[int], *, deadline: float, cancelled: Callable[[], bool]) -> None:
         """Request the start of the node's ranks. The answer is awaited later."""
         self.numbers = numbers
         left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
@@ -519,12 +512,9 @@ class RemoteWorkers:
         return heard
 
     def send_specs(self, spec: Message, logs: Path | None) -> None:
-        """Store the spec that each rank receives, and the folder of the logs."""
-        self._spec, self._logs = spec, logs
-
-    def begin(self, workers: Sequence[int]) -> None:
-        """Send the stored spec to the node's ranks."""
-        self._connection.send("brief", spec=self._spec, workers=list(workers), logs=self._logs is not None)
+        """Send the spec to the node's ranks."""
+        self._logs = logs
+        self._connection.send("brief", spec=spec, logs=logs is not None)
 
     def send(self, verb: str, **fields: Any) -> None:
         """Send a message to the node's ranks."""

@@ -318,16 +318,11 @@ _FILTER = "expected HOST@HOST, or HOST:SLOT,SLOT@HOST as DeepSpeed's launcher ta
 
 @dataclass(frozen=True)
 class Host:
-    """Line of a hostfile.
-
-    Args:
-        slots: its devices, by number.
-        chosen: a filter has named the slots, so that other devices must be hidden from ranks.
-    """
+    """Line of a hostfile."""
 
     name: str
-    slots: tuple[int, ...]
-    chosen: bool = False
+    slots: tuple[int, ...]  # its devices, by number
+    chosen: bool = False  # a filter has named the slots, so that other devices must be hidden from ranks
 
 
 def read_hostfile(path: Path, include: str | None = None, exclude: str | None = None) -> list[Host]:
