@@ -362,17 +362,12 @@ class MemorySnapshot:
     @property
     def is_full(self) -> bool:
         """True if the device has almost nothing free."""
-        return self.free is not None and bool(self.total) and self.free < _FULL * (self.total or 0)
+        return self.free is not None and self.total is not None and self.free < _FULL * self.total
 
     @property
     def is_roomy(self) -> bool:
         """True if the device has so much free that no small allocation can have failed."""
         return self.free is not None and bool(self.total) and self.free > _ROOMY * (self.total or 0)
-
-    @property
-    def pins_much(self) -> bool:
-        """Return True if the rank has pinned so much host memory that it may cause an OOM."""
-        return (self.pinned or 0) >= _MUCH_PINNED_BYTES
 
     @property
     def held_by_others(self) -> int | None:
@@ -447,32 +442,20 @@ def _allocation(context: FailureContext) -> OutcomeKind:
     torch's own allocator prints another text. The remaining device allocations (contexts, modules, streams, workspaces)
     are small.
     """
-    if context.snapshot.is_roomy and (context.snapshot.pins_much or context.host_is_full):
+    pins_much = (context.snapshot.pinned or 0) >= _MUCH_PINNED_BYTES
+    if context.snapshot.is_roomy and (pins_much or context.host_is_full):
         return OutcomeKind.OOM_HOST
     return OutcomeKind.OOM_DEVICE
 
 
-def _mapping(context: FailureContext) -> OutcomeKind:
-    """Classify a failure of the driver's virtual memory (`expandable_segments`).
-
-    torch prints another text when the device is full. Some machines (Jetson, vGPU, WSL) have too little of it, or none.
-    """
-    return OutcomeKind.INFRASTRUCTURE if context.snapshot.is_roomy else OutcomeKind.OOM_DEVICE
+def _if_roomy(kind: OutcomeKind) -> Callable[[FailureContext], OutcomeKind]:
+    """Return `kind` if the device has memory, and otherwise an OOM."""
+    return lambda context: kind if context.snapshot.is_roomy else OutcomeKind.OOM_DEVICE
 
 
-def _handle(context: FailureContext) -> OutcomeKind:
-    """Classify a library's failure to create a handle: an OOM, or a consequence of a failed kernel."""
-    return OutcomeKind.CRASH if context.snapshot.is_roomy else OutcomeKind.OOM_DEVICE
-
-
-def _internal(context: FailureContext) -> OutcomeKind:
-    """Classify a library's internal error, which a full device explains."""
-    return OutcomeKind.OOM_DEVICE if context.snapshot.is_full else OutcomeKind.CRASH
-
-
-def _communicator(context: FailureContext) -> OutcomeKind:
-    """Classify a failure of NCCL, whose buffers (0.2-1.5 GiB) are outside torch's allocator."""
-    return OutcomeKind.OOM_DEVICE if context.snapshot.is_full else OutcomeKind.INFRASTRUCTURE
+def _unless_full(kind: OutcomeKind) -> Callable[[FailureContext], OutcomeKind]:
+    """Return `kind` unless a full device explains the failure."""
+    return lambda context: OutcomeKind.OOM_DEVICE if context.snapshot.is_full else kind
 
 
 def _lost(context: FailureContext) -> OutcomeKind | None:
@@ -482,9 +465,8 @@ def _lost(context: FailureContext) -> OutcomeKind | None:
 
 @dataclass(frozen=True)
 class FailurePattern:
-    """Pattern of one failure text."""
+    """Pattern of one failure text. If `points_to` returns None, the search continues with the next pattern."""
 
-    # None makes the search continue with the next pattern
     points_to: OutcomeKind | Callable[[FailureContext], OutcomeKind | None]
     text: re.Pattern[str]
     frames: re.Pattern[str] | None = None  # an innermost frame must match too: file, function, source
@@ -563,7 +545,9 @@ _PATTERNS = (
         r"NCCL WARN.{0,200}out of memory|Cuda failure[^\n]{0,20}out of memory|Failed to CUDA (?:m|c)alloc",
         r"unhandled cuda error.{0,400}out of memory",
     ),
-    *_patterns(_mapping, r"(?:CUDA|HIP) driver error: out of memory"),
+    # The driver's virtual memory (`expandable_segments`), of which some machines (Jetson, vGPU, WSL) have too little or
+    # none. torch prints another text when the device is full.
+    *_patterns(_if_roomy(OutcomeKind.INFRASTRUCTURE), r"(?:CUDA|HIP) driver error: out of memory"),
     *_patterns(
         _allocation,
         r"(?:CUDA|HIP)(?: runtime)? error[^\n]{0,200}out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY",
@@ -586,12 +570,15 @@ _PATTERNS = (
         r"subprocesses has abruptly died|exit ?code:? (?:-9|137)\b|exit(?:ed with)? status 137|signal 9\b|SIGKILL",
     ),
     *_patterns(
-        _handle,
+        _if_roomy(OutcomeKind.CRASH),  # no handle: an OOM, or a consequence of a failed kernel
         r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE|CUFFT)_STATUS_NOT_INITIALIZED",
         r"when calling `?(?:cublas|cusolver|cudnn|cusparse)\w*Create",
         r"unable to find an engine to execute|valid (?:cuDNN|convolution) algorithm",
     ),
-    *_patterns(_internal, r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)"),
+    *_patterns(
+        _unless_full(OutcomeKind.CRASH),
+        r"(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)",
+    ),
     *_patterns(
         OutcomeKind.INFRASTRUCTURE,
         r"Address already in use|EADDRINUSE",
@@ -606,7 +593,7 @@ _PATTERNS = (
         r"couldn't connect to .{0,3}https?:|Max retries exceeded with url|HTTPSConnectionPool",
     ),
     *_patterns(
-        _communicator,
+        _unless_full(OutcomeKind.INFRASTRUCTURE),  # NCCL's buffers (0.2-1.5 GiB) are outside torch's allocator
         r"nccl(?:System|Internal|Remote|UnhandledCuda)Error|NCCL error|NCCL WARN",
         r"unhandled (?:cuda|system) error",
     ),

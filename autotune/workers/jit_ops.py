@@ -48,7 +48,8 @@ def load_ops(names: list[str], report: ProgressCallback = lambda **said: None) -
         began = time.monotonic()
         try:
             builder = get_accelerator().create_op_builder(name)
-            if builder is None or not _wanted(name, builder):
+            # CPU ranks do without shared memory on unsupported machines
+            if builder is None or (name == "ShareMemCommBuilder" and not builder.is_compatible(False)):
                 continue
             built = _load(name, builder, folder, report)
             report(op=name, state="done", built=built, seconds=time.monotonic() - began)
@@ -57,11 +58,6 @@ def load_ops(names: list[str], report: ProgressCallback = lambda **said: None) -
             failed[name] = why[:300].removesuffix(" None")  # DeepSpeed appends its error log, which may be None
             report(op=name, state="failed", seconds=time.monotonic() - began)
     return failed
-
-
-def _wanted(name: str, builder: Any) -> bool:
-    """Return True if DeepSpeed would load the op: CPU ranks do without shared memory on unsupported machines."""
-    return name != "ShareMemCommBuilder" or bool(builder.is_compatible(False))
 
 
 def _load(name: str, builder: Any, folder: Path, report: ProgressCallback) -> bool:
@@ -124,7 +120,9 @@ def hold_build_lock(folder: Path, op: str, wait: Callable[[], None] = lambda: No
     try:
         # The writer of the mark has ended, because the kernel has released its lock. A mark of another machine proves
         # nothing and stays: locks may not work between machines that share a home.
-        mark = _mark(building)
+        mark: str | None = None  # boot id of the building machine, empty from old versions; None without a build
+        with suppress(OSError):
+            mark = building.read_text(errors="replace", encoding="utf-8")
         ours = descriptor is not None and mark in (None, "", boot)
         going_on = ours and mark is not None and not is_open(place / "lock")
         if going_on:
@@ -144,13 +142,6 @@ def hold_build_lock(folder: Path, op: str, wait: Callable[[], None] = lambda: No
         if descriptor is not None:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked in between must not keep the lock
             os.close(descriptor)
-
-
-def _mark(path: Path) -> str | None:
-    """Return the boot id of the building machine, an empty string from old versions, or None without a build."""
-    with suppress(OSError):
-        return path.read_text(errors="replace", encoding="utf-8")
-    return None
 
 
 def _lock(path: Path, wait: Callable[[], None]) -> int | None:
@@ -185,10 +176,10 @@ def _end_left(place: Path) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def wait_for_lock(lock: Path, lively_seconds: float = LIVELY_SECONDS) -> None:
+def wait_for_lock(lock: Path) -> None:
     """Wait until no process builds behind `lock`, and remove the file if its creator has ended."""
     while lock.exists():
-        if time.time() - _last_change(lock.parent) > lively_seconds and not is_open(lock):
+        if time.time() - _last_change(lock.parent) > LIVELY_SECONDS and not is_open(lock):
             lock.unlink(missing_ok=True)
             print(f"removed {lock}: the build that made it is gone", flush=True)
             return
@@ -197,13 +188,7 @@ def wait_for_lock(lock: Path, lively_seconds: float = LIVELY_SECONDS) -> None:
 
 def _last_change(folder: Path) -> float:
     """Return the last change of a file in the folder, in seconds since the epoch."""
-    times = []
-    for entry in folder.iterdir():
-        try:
-            times.append(entry.stat().st_mtime)
-        except FileNotFoundError:
-            continue
-    return max(times, default=0.0)
+    return max((_written_ns(entry) / 1e9 for entry in folder.iterdir()), default=0.0)
 
 
 # -- extension folders -------------------------------------------------------------------------------------------------

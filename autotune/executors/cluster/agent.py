@@ -1,4 +1,4 @@
-"""node-side process."""
+"""`autotune agent`: a node's side of a study, at the end of a stream."""
 
 from __future__ import annotations
 
@@ -47,8 +47,6 @@ from autotune.workers.host_workers import LocalWorkers
 from autotune.workers.protocol import Message, Stream
 
 # -- agent -------------------------------------------------------------------------------------------------------------
-#
-# `autotune agent`: a node's side of a study, at the end of a stream.
 #
 # The agent reads requests from standard input, answers on standard output (`rpc.py`) and listens on no port. When its
 # input ends, its tuner is silent or a signal arrives, the agent ends with all that it has started.
@@ -378,8 +376,6 @@ def main() -> None:
 
 
 # -- node survey -------------------------------------------------------------------------------------------------------
-#
-# Survey of a node, for the comparison of all nodes before anything starts.
 
 LEAST_FREE_BYTES = 64 * 2**20  # bytes free on a disk for logs
 _ADDRESS_OF_SSH = "SSH_CONNECTION"  # client's address and port, then the server's: ssh(1)
@@ -389,15 +385,10 @@ _ADDRESS_OF_RAY = "AUTOTUNE_REACHED_AT"  # see ray_driver.Carrier
 def survey(
     *, device: str, count: int, headroom: float, memory_cap_bytes: int | None, path: str, interpreter: Interpreter = OWN
 ) -> dict[str, Any]:
-    """Return all values that the tuner compares, as JSON.
+    """Return all values that the tuner compares before anything starts, as JSON. The arguments are `NodeRequirements`.
 
     Args:
-        device: `auto`, `cuda` or `cpu`.
         count: number of devices that the job uses on this node.
-        headroom: share of capacity left free.
-        memory_cap_bytes: limit per rank.
-        path: the script's folder, which must exist; empty without a script.
-        interpreter: of the ranks.
 
     Raises:
         UserError: the node has too few devices, the path is missing, or a required folder cannot be written.
@@ -411,13 +402,14 @@ def survey(
     if held:
         raise UserError(f"{held[0]}: wait for it, or leave the node out")
     versions = {package: found for package in PACKAGES if (found := interpreter.version(package))}
+    by_ray, by_ssh = os.environ.get(_ADDRESS_OF_RAY), os.environ.get(_ADDRESS_OF_SSH, "").split()[2:3]
     return {
         "hardware": hardware.to_json(),
         "versions": {**versions, "cuda": interpreter.cuda, "nccl": interpreter.nccl, "driver": _driver()},
         "threads": threads_per_rank(count),
         "clock": time.time(),
         "addresses": addresses(),
-        "reached_at": _reached_at(),
+        "reached_at": [by_ray] if by_ray else by_ssh,  # by the transport; empty if unknown
         "hostname": socket.gethostname(),
     }
 
@@ -443,22 +435,11 @@ def addresses() -> list[tuple[str, str, int]]:
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found = [(name, one) for name, known in psutil.net_if_addrs().items() if name in up for one in known]
     return [
-        (name, one.address, _prefix(one.netmask, most))
+        (name, one.address, int(ipaddress.ip_address(one.netmask)).bit_count() if one.netmask else most)
         for family, most in ((socket.AF_INET, 32), (socket.AF_INET6, 128))
         for name, one in found
         if one.family == family and not (most == 128 and ipaddress.ip_address(one.address).is_link_local)
     ]
-
-
-def _prefix(mask: str | None, most: int) -> int:
-    """Return the number of bits that a netmask sets; all bits without a netmask."""
-    return int(ipaddress.ip_address(mask)).bit_count() if mask else most
-
-
-def _reached_at() -> list[str]:
-    """Return the address by which the transport reached this node; empty if unknown."""
-    by_ray = os.environ.get(_ADDRESS_OF_RAY)
-    return [by_ray] if by_ray else os.environ.get(_ADDRESS_OF_SSH, "").split()[2:3]
 
 
 def _driver() -> str | None:

@@ -124,11 +124,6 @@ Verb = Literal[
 # fmt: on
 
 
-def peaks_of(data: dict[str, Any]) -> MemoryPeaks:
-    """Convert JSON to MemoryPeaks; JSON keys are strings."""
-    return MemoryPeaks(**{**data, "grown": by_rank(data["grown"])})
-
-
 def by_rank(data: dict[str, Any]) -> dict[int, Any]:
     """Return JSON data keyed by rank, with integer keys."""
     return {int(rank): value for rank, value in data.items()}
@@ -542,7 +537,9 @@ class RemoteWorkers:
     def peaks(self) -> MemoryPeaks:
         """Return the peaks of the node's ranks: zeros if the node is lost."""
         answer = self._ask("peaks")
-        return peaks_of(answer["peaks"]) if answer else MemoryPeaks(used=[0] * len(self.numbers))
+        if not answer:
+            return MemoryPeaks(used=[0] * len(self.numbers))
+        return MemoryPeaks(**{**answer["peaks"], "grown": by_rank(answer["peaks"]["grown"])})
 
     def reset_peaks(self) -> None:
         """Reset the peaks of the node's ranks."""
