@@ -492,8 +492,6 @@ def measurement_of(
 
     Args:
         results: the `measured` message of each rank, by rank.
-        peaks: sampled peaks.
-        phase_seconds: seconds by phase.
         facts: report of rank 0 of a script.
     """
     # ranks of a slice are timed separately; other ranks share one time
@@ -575,7 +573,6 @@ def failed_outcome(evidence: FailureEvidence, *, greeted: bool, server_lives: bo
 
     Args:
         greeted: True if all ranks had started; before that, they have received nothing of the candidate.
-        server_lives: True if the fork server is alive.
     """
     verdict = classify_failure(evidence)
     kind, reason, said = verdict.kind, verdict.reason, verdict.evidence
@@ -624,8 +621,7 @@ def _peak_of(evidence: FailureEvidence) -> int | None:
 def untunable_outcome(evidence: FailureEvidence, phase: Phase, *, known: bool) -> Outcome | None:
     """Return the outcome of a trial whose ranks report an untunable script; None if they do not.
 
-    Args:
-        known: the script has been measured before, so that the candidate is the cause.
+    The candidate is the cause if the script is `known`: measured before.
 
     Raises:
         Unusable: the script cannot be tuned with any candidate.
@@ -682,9 +678,6 @@ class SliceExtrapolator:
     """Adds predicted communication to a slice's measurement.
 
     Its predictor does not learn, so that all trials are treated alike.
-
-    Args:
-        hardware: all nodes.
     """
 
     def __init__(self, job: Job, hardware: Hardware) -> None:

@@ -373,11 +373,6 @@ _SCRATCH = "scratch"
 def protection_of(cwd: Path, folder: Path, *, unprotected: bool, interpreter: Interpreter = OWN) -> Protection:
     """Return the protection of trials whose script runs in `cwd` and whose folders are in `folder`.
 
-    Args:
-        folder: the folder of the trials.
-        unprotected: run without protection if this machine has none.
-        interpreter: of the trials' ranks.
-
     Raises:
         NotProtected: the machine has none, and `unprotected` is false.
     """
@@ -392,9 +387,17 @@ def protection_of(cwd: Path, folder: Path, *, unprotected: bool, interpreter: In
 def _available(cwd: Path, folder: Path, interpreter: Interpreter) -> Protection:
     """Return the best mechanism that this machine offers, by entering a sandbox in a separate process."""
     words, aside = bound_command(interpreter.path, SANDBOX, str(folder)), subprocess.DEVNULL
-    streams = {"stdin": aside, "stdout": subprocess.PIPE, "stderr": aside, "encoding": "utf-8"}
     with suppress(OSError, ValueError, subprocess.SubprocessError):
-        done = subprocess.run(words, cwd=cwd, env=interpreter.environment(), timeout=60, **streams)
+        done = subprocess.run(
+            words,
+            cwd=cwd,
+            env=interpreter.environment(),
+            stdin=aside,
+            stdout=subprocess.PIPE,
+            stderr=aside,
+            encoding="utf-8",
+            timeout=60,
+        )
         return Protection((done.stdout.splitlines() or [""])[-1])  # a sitecustomize may print lines before
     return Protection.NONE
 
@@ -409,7 +412,6 @@ def trial_sandbox(
 
     Args:
         study: the study's folder, which a view of the user's folder leaves out.
-        unprotected: run without protection if this machine has none.
         kept: folders whose content outlives the trial; created if missing.
 
     Raises:

@@ -555,9 +555,8 @@ class RestartPolicy:
         An infrastructure failure or GPU contention affects all configs alike, so it is followed by a pause and a retry.
 
         Args:
-            steps: steps of the attempt.
             words: message of a rank that reported a failing machine itself; empty if none did.
-            origin: see `End.origin`.
+            origin: see `AttemptEnd.origin`.
         """
         words = _CHANGING.sub("#", words)
         self._stepped = self._stepped or steps > 0

@@ -268,8 +268,6 @@ def make_read_only(at: str, *, recursive: bool = False, devices: bool = True) ->
     """Make the mount at a path read-only. mount_setattr(2), or mount(2) before Linux 5.12.
 
     Args:
-        at: the path.
-        recursive: include all mounts below it.
         devices: devices can be opened, and written to.
     """
     set_, flags = READ_ONLY | (0 if devices else _NO_DEVICE), _AT_RECURSIVE if recursive else 0
@@ -430,9 +428,6 @@ def machine_devices(folder: str = "/dev") -> list[str]:
 
     These are block devices, and character devices that neither every user nor a group without disks may write to, such as
     SCSI and NVMe commands, /dev/mem, /dev/kmsg and watchdogs. Devices of trainings are open to other users.
-
-    Args:
-        folder: folder of the devices.
     """
     found = {}
     for device, state in _devices(folder):
@@ -464,9 +459,6 @@ def make_cuda_device(devices: str = "/dev") -> None:
     """Load the driver's module for CUDA if no process has used CUDA since the machine has started.
 
     CUDA itself starts this program at its first use, and no process may load a module or make a device file in a sandbox.
-
-    Args:
-        devices: folder of the device files.
     """
     if os.path.exists(f"{devices}/nvidiactl") and not os.path.exists(f"{devices}/nvidia-uvm"):
         with suppress(OSError, subprocess.SubprocessError):

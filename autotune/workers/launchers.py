@@ -311,12 +311,7 @@ THREADS = "OMP_NUM_THREADS"
 
 
 def training_environment(device: str, threads: int, interpreter: Interpreter = OWN) -> dict[str, str]:
-    """Return the environment of a rank that trains, or of a process that builds for ranks.
-
-    Args:
-        device: `cuda` or `cpu`.
-        threads: number of CPU threads for computing.
-    """
+    """Return the environment of a rank that trains, or of a process that builds for ranks."""
     env = {
         **interpreter.environment(),
         # torch looks for ninja in PATH. pip installs it next to this Python, whose environment may not be activated.

@@ -385,10 +385,7 @@ _ADDRESS_OF_RAY = "AUTOTUNE_REACHED_AT"  # see ray_driver.Carrier
 def survey(
     *, device: str, count: int, headroom: float, memory_cap_bytes: int | None, path: str, interpreter: Interpreter = OWN
 ) -> dict[str, Any]:
-    """Return all values that the tuner compares before anything starts, as JSON. The arguments are `NodeRequirements`.
-
-    Args:
-        count: number of devices that the job uses on this node.
+    """Return all values that the tuner compares before anything starts, as JSON. `count` is the number of devices in use.
 
     Raises:
         UserError: the node has too few devices, the path is missing, or a required folder cannot be written.

@@ -58,11 +58,8 @@ SENT_PREFIXES = (
 def sent_variables(environment: Mapping[str, str], also: Sequence[str] = ()) -> dict[str, str]:
     """Return the variables that are sent to the nodes.
 
-    Args:
-        also: further names, from the user.
-
     Raises:
-        UserError: one of these is not set.
+        UserError: one of `also`, which the user has named, is not set.
     """
     for name in also:
         if name not in environment:
@@ -406,11 +403,7 @@ def check_versions_and_clocks(
 
 
 def combined(parts: Sequence[Hardware], threads: int) -> Hardware:
-    """Return the hardware of all nodes together. The node with the least memory determines the capacity.
-
-    Args:
-        threads: CPU threads per rank.
-    """
+    """Return the hardware of all nodes together. The node with the least memory determines the capacity."""
     free = min(part.memory_bytes - part.taken_bytes for part in parts)
     memory = min(part.memory_bytes for part in parts)
     return dataclasses.replace(
@@ -449,7 +442,6 @@ def rendezvous_network(
     without a common IPv4 network, because some libraries and scripts cannot read IPv6 addresses.
 
     Args:
-        surveys: the nodes' surveys, see `agent.survey`.
         interface: required interface, with the same name on every node.
 
     Raises:

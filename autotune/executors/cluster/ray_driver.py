@@ -98,11 +98,7 @@ class AgentActor:
 
 
 class Driver:
-    """The Ray job.
-
-    Args:
-        ask: the request of `ray_transport.RayNodes`.
-    """
+    """The Ray job."""
 
     def __init__(self, ask: dict[str, Any]) -> None:
         self._ask = ask
@@ -258,7 +254,6 @@ def bundle_of(
     """Return the resources to reserve on each node, and the number of nodes.
 
     Args:
-        nodes: nodes as returned by `ray.nodes()`.
         count: number of nodes; None: one.
         per_node: devices per node; None: as many as each of the `count` largest nodes has.
         device: `auto`, `cuda` or `cpu`.

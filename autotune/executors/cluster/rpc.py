@@ -36,7 +36,6 @@ class OutputForwarder:
     over one channel, so an unread output would block the heartbeats, and the node would be given up.
 
     Args:
-        descriptor: destination.
         log: log file that the note refers to.
     """
 
@@ -354,8 +353,6 @@ class AgentConnection:
         """Wait for the answer to a request and return it.
 
         Args:
-            seconds: time limit.
-            cancelled: True if the user cancelled.
             take: receives the agent's events during the wait; None leaves them for `events`.
 
         Raises:

@@ -433,7 +433,6 @@ def evenly_filled_hosts(hosts: list[Host], nodes: int | None, per_node: int | No
     Args:
         nodes: number of hosts; None: all.
         per_node: slots per host; None: all, which must be the same number on each.
-        named_by: source of the hosts, for error messages.
 
     Raises:
         UserError: there are too few hosts or slots, or the numbers of slots differ.
