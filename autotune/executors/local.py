@@ -582,16 +582,12 @@ def failed_outcome(evidence: FailureEvidence, *, greeted: bool, server_lives: bo
         kind, reason = OutcomeKind.INFRASTRUCTURE, "the fork server was killed from outside, and its ranks with it"
     if not greeted:
         kind, reason = OutcomeKind.INFRASTRUCTURE, f"the ranks did not come up: {verdict.reason}"
-    return Outcome(
-        kind,
-        verdict.phase,
+    return dataclasses.replace(
+        verdict,
+        kind=kind,
         reason=reason,
         evidence=said,
-        source=verdict.source,
         limits=suspected_limits(evidence),
-        exceptions=verdict.exceptions,
-        rank=verdict.rank,
-        missing_bytes=verdict.missing_bytes,
         capacity_bytes=_capacity_of(kind, evidence),
         peak_bytes=_peak_of(evidence),
     )

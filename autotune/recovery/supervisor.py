@@ -190,15 +190,14 @@ class Supervisor:
                 return LaunchSummary(end.code, attempts)
             self.print_line(f"{end.kind.value} after {end.steps} steps: {end.reason}")
             down = way.next_action(end.kind, end.steps, end.words, end.origin)
-            if way.hopeless:
-                self.print_line(f"{way.hopeless}: giving up")
-                return LaunchSummary(_given_up(end), attempts)
-            if down and rung is self.ladder[-1]:
-                self.print_line("no config with less memory is left on the ladder: giving up")
-                return LaunchSummary(_given_up(end), attempts)
-            if tries > self.max_restarts:
-                self.print_line(f"--max-restarts {self.max_restarts} reached: giving up")
-                return LaunchSummary(_given_up(end), attempts)
+            reasons = [
+                way.hopeless,
+                "no config with less memory is left on the ladder" if down and rung is self.ladder[-1] else "",
+                f"--max-restarts {self.max_restarts} reached" if tries > self.max_restarts else "",
+            ]
+            if why := next(filter(None, reasons), ""):
+                self.print_line(f"{why}: giving up")
+                return LaunchSummary(ExitCode.MACHINE if end.kind in _OUTAGES else end.code or 1, attempts)
             if down:
                 way.down()
                 self.print_line("stepping down")
@@ -485,7 +484,8 @@ def end_of(stop: WatchEnd, group: WorkerGroup, heard: AttemptMessages, hardware:
         return heard.end(code, OutcomeKind.INFRASTRUCTURE, reason, words=verdict.reason if broken else "")
     # torch ends a rank with SIGABRT when its collective times out.
     deadly = (signal.SIGKILL, signal.SIGABRT) if heard.steps else (signal.SIGKILL,)
-    killed = verdict.kind is OutcomeKind.CRASH and verdict.signal in deadly
+    died_by = -evidence.statuses[verdict.rank or 0] if verdict.source is Source.SIGNAL else 0
+    killed = verdict.kind is OutcomeKind.CRASH and died_by in deadly
     if killed or verdict.kind in _GOES_ON:
         own = verdict.kind is OutcomeKind.INFRASTRUCTURE and verdict.source in (Source.EXCEPTION, Source.EXIT)
         return heard.end(code, verdict.kind, verdict.reason, words=verdict.reason if own else "")
@@ -505,11 +505,6 @@ def _hang(group: WorkerGroup, heard: AttemptMessages, hardware: Hardware) -> Att
     if peaks.host_low < 0.03 * hardware.host_memory_bytes:
         return heard.end(1, OutcomeKind.OOM_HOST, f"{text}, with main memory full")
     return heard.end(1, OutcomeKind.TIMEOUT, f"{text}, with memory to spare")
-
-
-def _given_up(end: AttemptEnd) -> int:
-    """Return the command's exit code after a last attempt that was not restarted."""
-    return ExitCode.MACHINE if end.kind in _OUTAGES else end.code or 1
 
 
 # -- restart policy ----------------------------------------------------------------------------------------------------

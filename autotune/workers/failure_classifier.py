@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.problem.outcome import Limit, OutcomeKind, Phase, Source
+from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Phase, Source
 from autotune.util.units import GIB, KIB, MIB, format_bytes
 from autotune.workers.memory_monitor import FOREIGN_BYTES, MemoryPeaks
 
@@ -36,21 +36,6 @@ class FailureEvidence:
     unreachable: str = ""  # name of a lost machine, and how it was lost
 
 
-@dataclass(frozen=True)
-class FailureVerdict:
-    """Cause of a failure, with its evidence and source."""
-
-    kind: OutcomeKind
-    phase: Phase
-    reason: str
-    evidence: str
-    source: Source
-    rank: int | None = None
-    missing_bytes: int | None = None
-    signal: int | None = None  # signal that ended the rank
-    exceptions: tuple[str, ...] = ()  # as in an Outcome
-
-
 _INVALID_TYPES = ("DeepSpeedConfigError", "pydantic_core._pydantic_core.ValidationError", "ZeRORuntimeException")
 _MACHINE_TYPES = ("DistStoreError", "DistNetworkError", "DistBackendError")
 _RUNTIME_TYPES = ("builtins.RuntimeError", "builtins.OSError", "builtins.MemoryError")  # includes their subclasses
@@ -71,28 +56,28 @@ UNEQUAL_COLLECTIVES = (
 _MISMATCH = "collective mismatch"  # gloo's words
 
 
-def classify_failure(evidence: FailureEvidence) -> FailureVerdict:
+def classify_failure(evidence: FailureEvidence) -> Outcome:
     """Return the class of a failed trial, and the evidence that decided it."""
-    phase = evidence.phase
-    if evidence.unreachable:  # the lost ranks and those that waited for them say nothing of the candidate
-        why = "the stream of that machine's agent"
-        return FailureVerdict(OutcomeKind.INFRASTRUCTURE, phase, evidence.unreachable, why, Source.NODE)
+
+    def verdict(kind: OutcomeKind, source: Source, reason: str, why: str) -> Outcome:
+        return Outcome(kind, evidence.phase, reason=reason, evidence=why, source=source)
+
+    if lost := evidence.unreachable:  # the lost ranks and those that waited for them say nothing of the candidate
+        return verdict(OutcomeKind.INFRASTRUCTURE, Source.NODE, lost, "the stream of that machine's agent")
     if lost := evidence.peaks.lost:  # overrides the ranks' errors, which differ in their words
-        return FailureVerdict(OutcomeKind.INFRASTRUCTURE, phase, lost, f"NVML: {lost}", Source.DEVICE)
+        return verdict(OutcomeKind.INFRASTRUCTURE, Source.DEVICE, lost, f"NVML: {lost}")
     dead = [rank for rank, status in evidence.statuses.items() if status < 0]
     if evidence.errors and not (dead and all(is_secondary(error) for error in evidence.errors)):
-        verdicts = [(_weight(error, verdict := _classify_error(error, evidence)), verdict) for error in evidence.errors]
+        verdicts = [(_weight(error, found := _classify_error(error, evidence)), found) for error in evidence.errors]
         return min(verdicts, key=lambda weighed: weighed[0])[1]
     if dead:
         return _classify_signal(min(dead), -evidence.statuses[min(dead)], evidence)
     if late := evidence.timed_out:
-        return FailureVerdict(
-            OutcomeKind.TIMEOUT, phase, f"no rank got on: {late}", f"deadline: {late}", Source.SILENCE
-        )
+        return verdict(OutcomeKind.TIMEOUT, Source.SILENCE, f"no rank got on: {late}", f"deadline: {late}")
     if failed := [rank for rank, status in evidence.statuses.items() if status]:
         return _classify_status(min(failed), evidence.statuses[min(failed)], evidence)
     why = "channel closed, exit status 0"
-    return FailureVerdict(OutcomeKind.CRASH, phase, "the ranks ended without a result", why, Source.EXIT)
+    return verdict(OutcomeKind.CRASH, Source.EXIT, "the ranks ended without a result", why)
 
 
 # Errors of the kernel by which a limit shows. Native libraries and child processes print its texts.
@@ -138,7 +123,7 @@ def is_secondary(error: dict[str, Any]) -> bool:
     return is_peer_gone(error.get("text", ""))
 
 
-def _weight(error: dict[str, Any], verdict: FailureVerdict) -> tuple[int, int]:
+def _weight(error: dict[str, Any], verdict: Outcome) -> tuple[int, int]:
     secondary = is_secondary(error) and verdict.kind in (OutcomeKind.CRASH, OutcomeKind.INFRASTRUCTURE)
     return (len(_ORDER) if secondary else _ORDER.index(verdict.kind), verdict.rank or 0)
 
@@ -152,7 +137,7 @@ def is_memory_error(error: dict[str, Any], device: str) -> bool:
     return kind.is_oom or kind is OutcomeKind.GPU_CONTENTION
 
 
-def _classify_error(error: dict[str, Any], evidence: FailureEvidence) -> FailureVerdict:
+def _classify_error(error: dict[str, Any], evidence: FailureEvidence) -> Outcome:
     type_names = tuple(error.get("kinds") or ())
     name, text = type_names[0] if type_names else "Exception", error.get("text", "")
     snapshot = MemorySnapshot.of(text, error.get("numbers"))
@@ -165,8 +150,16 @@ def _classify_error(error: dict[str, Any], evidence: FailureEvidence) -> Failure
     if kind is OutcomeKind.INFRASTRUCTURE and error.get("full_disk"):  # some libraries' texts do not reveal a full disk
         reason = f"{reason} (the disk of {error['full_disk']} is full)"
     missing = MemorySnapshot.of(text).missing if kind.is_oom else None  # later figures describe another state
-    phase, rank = _phase(error.get("phase")), error.get("rank")
-    return FailureVerdict(kind, phase, reason, why, Source.EXCEPTION, rank, missing, exceptions=type_names)
+    return Outcome(
+        kind,
+        _phase(error.get("phase")),
+        reason=reason,
+        evidence=why,
+        exceptions=type_names,
+        source=Source.EXCEPTION,
+        missing_bytes=missing,
+        rank=error.get("rank"),
+    )
 
 
 def _class_of_error(error: dict[str, Any], context: FailureContext) -> tuple[OutcomeKind, str]:
@@ -211,11 +204,11 @@ def _is_host_full(evidence: FailureEvidence, snapshot: MemorySnapshot) -> bool:
     return evidence.peaks.oom_kills > 0 or lowest < _HOST_LOW * evidence.host_total_bytes
 
 
-def _classify_signal(rank: int, number: int, evidence: FailureEvidence) -> FailureVerdict:
+def _classify_signal(rank: int, number: int, evidence: FailureEvidence) -> Outcome:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
-    def verdict(kind: OutcomeKind, reason: str, why: str) -> FailureVerdict:
-        return FailureVerdict(kind, evidence.phase, reason, why, Source.SIGNAL, rank, signal=number)
+    def verdict(kind: OutcomeKind, reason: str, why: str) -> Outcome:
+        return Outcome(kind, evidence.phase, reason=reason, evidence=why, source=Source.SIGNAL, rank=rank)
 
     if number == signal.SIGKILL:
         if evidence.peaks.oom_kills > 0:
@@ -238,12 +231,13 @@ def _classify_signal(rank: int, number: int, evidence: FailureEvidence) -> Failu
     return verdict(OutcomeKind.CRASH, f"died by {name}", name)
 
 
-def _classify_status(rank: int, status: int, evidence: FailureEvidence) -> FailureVerdict:
+def _classify_status(rank: int, status: int, evidence: FailureEvidence) -> Outcome:
     tail = evidence.logs.get(rank, "")
     found = classify_text(tail, _context(evidence))
     kind = found[0] if found else OutcomeKind.CRASH
     why = f"exit {status}, log text {found[1]!r}" if found else f"exit {status}"
-    return FailureVerdict(kind, evidence.phase, _last_line(tail) or f"exit status {status}", why, Source.EXIT, rank)
+    reason = _last_line(tail) or f"exit status {status}"
+    return Outcome(kind, evidence.phase, reason=reason, evidence=why, source=Source.EXIT, rank=rank)
 
 
 def _context(evidence: FailureEvidence) -> FailureContext:

@@ -286,11 +286,9 @@ class LocalWorkers:
 
     def log_tails(self, greeted: bool) -> dict[int, str]:
         """Return the end of each rank's log."""
-        return {rank: log_tail(path) for rank in self.numbers if (path := self.log_of(rank, greeted)) is not None}
-
-    def log_of(self, rank: int, greeted: bool) -> Path | None:
-        """Return the log that the rank wrote last."""
-        return self._logs / f"rank{rank}.log" if greeted and self._logs is not None else self._launcher.log
+        if greeted and self._logs is not None:
+            return {rank: log_tail(self._logs / f"rank{rank}.log") for rank in self.numbers}
+        return {rank: log_tail(self._launcher.log) for rank in self.numbers if self._launcher.log is not None}
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
