@@ -66,13 +66,8 @@ class LocalMachine:
 
     @property
     def launcher(self) -> Launcher:
-        """Return the launcher.
-
-        Raises:
-            RuntimeError: `open` was not called.
-        """
-        if self.opened_launcher is None:
-            raise RuntimeError("open() comes first")
+        """Return the launcher, after `open`."""
+        assert self.opened_launcher is not None
         return self.opened_launcher
 
     def begin(self, needs: RankRequirements) -> None:

@@ -150,19 +150,16 @@ def _lock(path: Path, wait: Callable[[], None]) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError:
         return None
-    waited = False
-    while True:
+    try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
         except BlockingIOError:
-            if not waited:
-                wait()
-            waited = True
-            time.sleep(_LOOK_SECONDS)
-        except OSError:
-            os.close(descriptor)
-            return None
+            wait()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _end_left(place: Path) -> None:

@@ -283,7 +283,7 @@ def test_what_is_only_a_lost_peer(text: str, secondary: bool) -> None:
 def test_a_death_is_the_cause_where_others_only_lost_a_peer() -> None:
     lost = error("builtins.RuntimeError", LOST, rank=0)
     verdict = classify_failure(FailureEvidence("cpu", [lost], {0: 1, 1: -signal.SIGSEGV}))
-    assert (verdict.source, verdict.signal, verdict.rank) == (Source.SIGNAL, signal.SIGSEGV, 1)
+    assert (verdict.source, verdict.evidence, verdict.rank) == (Source.SIGNAL, "SIGSEGV", 1)
     verdict = classify_failure(FailureEvidence("cpu", [lost], {0: 1, 1: 0}))
     assert (verdict.source, verdict.rank) == (Source.EXCEPTION, 0), "nobody died: the error is all there is"
     both = [lost, error("builtins.KeyError", "'x'", rank=2)]
