@@ -67,6 +67,11 @@ class Interpreter:
         return str(self.answer["executable"]) if self.answer else sys.executable
 
     @property
+    def python(self) -> str:
+        """Its version, like `3.12.1`."""
+        return str(self.answer["python"]) if self.answer else ".".join(map(str, sys.version_info[:3]))
+
+    @property
     def cuda(self) -> str | None:
         """CUDA version for which its torch is built."""
         return self.answer["cuda"] if self.answer else inquiry.cuda()
@@ -178,11 +183,10 @@ def interpreter_at(typed: str, said_by: str) -> Interpreter:
     if found is None:
         least = ".".join(map(str, LEAST_PYTHON))
         raise UserError(f"{label} is Python {version}: expected {least} or newer")
-    own = ".".join(map(str, sys.version_info[:3]))
-    if Path(found["prefix"]).resolve() == Path(sys.prefix).resolve() and version == own:
+    if Path(found["prefix"]).resolve() == Path(sys.prefix).resolve() and version == OWN.python:
         return OWN
     # Later calls skip a shim of pyenv or a wrapper script, which would be an extra process in between.
-    return Interpreter({**found, "executable": found["executable"] or executable})
+    return Interpreter({**found, "executable": found["executable"] or executable, "python": version})
 
 
 def _executable(typed: str, label: str) -> str:

@@ -71,6 +71,7 @@ def test_a_virtual_environment_is_another_though_its_python_is_the_same_file(tmp
         found = interpreter_at(str(typed), "--python")
         assert found.is_other
         assert Path(found.path).parent == tmp_path / "env/bin"
+        assert found.python == OWN.python
         assert (found.version("torch"), found.cuda, found.has("torch"), found.has("json")) == (None, None, False, True)
         assert found.origin("torch") is None
     assert Path(found.origin("json.decoder") or "").name == "decoder.py"

@@ -151,7 +151,7 @@ class Agent:
 
     def _handle(self, request: Message) -> None:
         verb, number = request.pop("type"), request.pop("ask", None)
-        answer: dict[str, Any]
+        answer: Mapping[str, Any]
         try:
             answer = HANDLERS[verb](self, **request) or {}
         except UserError as error:
