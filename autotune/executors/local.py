@@ -222,7 +222,7 @@ class LocalSession:
         self._executor, self._candidate, self._patience, self._job = executor, candidate, patience, job
         self._folder = executor.folder / "trials" / name
         self._group: WorkerGroup | None = None
-        self._ended = False
+        self.alive = True
         self._ready, self._answers = set[int](), dict[int, Message]()
         self._results: list[Message] = []  # results of the last measurement, by rank
         self._checkpoint: Path | None = None  # loaded by the next group
@@ -230,11 +230,6 @@ class LocalSession:
         self._steps = 0.0  # optimizer steps of a script so far
         self.facts: dict[str, Any] = {}  # reported by rank 0 of a script
         self.missing_op = ""  # builder of an op that the probe run needs and no config predicted
-
-    @property
-    def alive(self) -> bool:
-        """Return False after the session has ended."""
-        return not self._ended
 
     @property
     def failed_at(self) -> float | None:
@@ -465,8 +460,8 @@ class LocalSession:
 
     def close(self) -> None:
         """End all ranks and wait until none is left."""
-        ended, self._ended = self._ended, True
-        if not ended and self._group is not None:
+        was_alive, self.alive = self.alive, False
+        if was_alive and self._group is not None:
             self._group.end()
             remove_scratch(self._executor.folder)
             with suppress(OSError):  # the folder is not empty during a resume trial

@@ -274,19 +274,9 @@ class ReplayExecutor(Executor):
 
     def __init__(self, replay_table: ReplayTable, seed: int = 0, headroom: float = 0.0) -> None:
         self.replay_table, self.log = replay_table, ReplayLog()
-        self._job, self._hardware = replay_table.job(), replay_table.hardware(headroom)
+        self.job, self.hardware = replay_table.job(), replay_table.hardware(headroom)
         self._random = random.Random(seed)
         self._now = 0.0
-
-    @property
-    def job(self) -> Job:
-        """Return the table's job."""
-        return self._job
-
-    @property
-    def hardware(self) -> Hardware:
-        """Return the table's machine."""
-        return self._hardware
 
     def session(
         self, candidate: Candidate, name: str, patience: float = 1.0, *, job: Job | None = None
@@ -308,12 +298,7 @@ class ReplaySession(Session):
 
     def __init__(self, executor: ReplayExecutor, candidate: Candidate) -> None:
         self._executor, self._candidate = executor, candidate
-        self._started = self._ended = False
-
-    @property
-    def alive(self) -> bool:
-        """Return False after the session has ended."""
-        return not self._ended
+        self._started, self.alive = False, True
 
     def measure(self, candidate: Candidate, measure_spec: MeasureSpec, deadline_seconds: float) -> Outcome:
         """Return the recorded outcome of the candidate, and advance the simulated clock.
@@ -367,13 +352,13 @@ class ReplaySession(Session):
     def _end(self, outcome: Outcome, seconds: float) -> Outcome:
         """End the session `seconds` after the trial's start, and return its outcome."""
         self._executor.advance(seconds)
-        self._ended = True
+        self.alive = False
         return dataclasses.replace(outcome, seconds=seconds, outside_seconds=seconds)
 
     def _failed(self, row: Row) -> Outcome:
         missing = None
         if row.kind is OutcomeKind.OOM_DEVICE:
-            capacity_gib = self._executor._hardware.memory_bytes / GIB
+            capacity_gib = self._executor.hardware.memory_bytes / GIB
             missing = int(max(0.0, min(row.peak_gib - capacity_gib, 0.25 * row.peak_gib)) * GIB)
         return Outcome(
             row.kind,
@@ -388,14 +373,14 @@ class ReplaySession(Session):
         executor = self._executor
         assert row.step_seconds is not None
         step = row.step_seconds * executor._random.lognormvariate(0.0, NOISE)
-        trained = samples(executor._job, candidate)
+        trained = samples(executor.job, candidate)
         peak = int(row.peak_gib * GIB)
         measurement = Measurement(
             step_seconds=step,
             step_seconds_spread=1.96 * NOISE * step,
             steps=4,
             samples_per_second=trained / step,
-            tokens_per_second=trained * executor._job.tokens_per_sample / step,
+            tokens_per_second=trained * executor.job.tokens_per_sample / step,
             peak_bytes=peak,
             extrapolated=candidate.accumulation > 3,
         )
@@ -411,4 +396,4 @@ class ReplaySession(Session):
 
     def close(self) -> None:
         """End the session."""
-        self._ended = True
+        self.alive = False

@@ -38,14 +38,9 @@ class HostWorkers(Protocol):
     """Ranks of one group on one machine. Rank numbers are those of the whole group."""
 
     numbers: Sequence[int]
-
-    @property
-    def home(self) -> Path:
-        """Folder of this group only; an empty path for another machine."""
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of its ranks from the machine's launcher, in rank order."""
+    home: Path  # folder of this group only; an empty path for another machine
+    pids: list[int]  # process ids of its ranks from the machine's launcher, in rank order
+    waited_seconds: float  # of waiting for other processes to leave the devices
 
     def launch(self, entry: str, numbers: Sequence[int], *, deadline: float, cancelled: Callable[[], bool]) -> None:
         """Launch ranks that run module `entry`, once the devices have enough free memory.
@@ -55,10 +50,6 @@ class HostWorkers(Protocol):
         Raises:
             OSError: the machine refuses to start them, or a GPU does not answer.
         """
-
-    @property
-    def waited_seconds(self) -> float:
-        """Seconds of waiting for other processes to leave the devices."""
 
     def sources(self) -> list[Any]:
         """Return the sources that become readable when messages arrive."""
