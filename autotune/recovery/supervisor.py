@@ -189,7 +189,7 @@ class Supervisor:
             if end.kind is None or self._signal is not None or (end.kind is OutcomeKind.INVALID and way.at == 0):
                 return LaunchSummary(end.code, attempts)
             self.print_line(f"{end.kind.value} after {end.steps} steps: {end.reason}")
-            down = way.next_action(end.kind, end.steps, end.words, end.origin)
+            down = way.next_action(end.kind, end)
             reasons = [
                 way.hopeless,
                 "no config with less memory is left on the ladder" if down and rung is self.ladder[-1] else "",
@@ -395,13 +395,8 @@ def check_script(study: str, job: Job, target: str) -> None:
 # -- ends of attempts --------------------------------------------------------------------------------------------------
 
 _NEAR_FULL = 0.97  # share of the capacity; a hang above it counts as an OOM
-_GOES_ON = (
-    OutcomeKind.OOM_DEVICE,
-    OutcomeKind.OOM_HOST,
-    OutcomeKind.INVALID,
-    OutcomeKind.INFRASTRUCTURE,
-    OutcomeKind.GPU_CONTENTION,
-)
+_TOO_MUCH = (OutcomeKind.OOM_DEVICE, OutcomeKind.OOM_HOST, OutcomeKind.INVALID)
+_OUTAGES = (OutcomeKind.INFRASTRUCTURE, OutcomeKind.GPU_CONTENTION)
 
 
 @dataclass(frozen=True)
@@ -486,7 +481,7 @@ def end_of(stop: WatchEnd, group: WorkerGroup, heard: AttemptMessages, hardware:
     deadly = (signal.SIGKILL, signal.SIGABRT) if heard.steps else (signal.SIGKILL,)
     died_by = -evidence.statuses[verdict.rank or 0] if verdict.source is Source.SIGNAL else 0
     killed = verdict.kind is OutcomeKind.CRASH and died_by in deadly
-    if killed or verdict.kind in _GOES_ON:
+    if killed or verdict.kind in (*_TOO_MUCH, *_OUTAGES):
         own = verdict.kind is OutcomeKind.INFRASTRUCTURE and verdict.source in (Source.EXCEPTION, Source.EXIT)
         return heard.end(code, verdict.kind, verdict.reason, words=verdict.reason if own else "")
     unloaded = next((error["unloaded"] for error in evidence.errors if error.get("unloaded")), "")
@@ -510,8 +505,6 @@ def _hang(group: WorkerGroup, heard: AttemptMessages, hardware: Hardware) -> Att
 # -- restart policy ----------------------------------------------------------------------------------------------------
 
 PAUSES_SECONDS = (10.0, 30.0, 60.0, 120.0, 300.0)  # before the next attempt in an outage; the last one repeats
-_TOO_MUCH = (OutcomeKind.OOM_DEVICE, OutcomeKind.OOM_HOST, OutcomeKind.INVALID)
-_OUTAGES = (OutcomeKind.INFRASTRUCTURE, OutcomeKind.GPU_CONTENTION)
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)  # addresses, ports and process ids differ each time
 _MOST_ALIKE = 3  # attempts that end at the same step after the same checkpoint
 _NEAR = 0.02  # share of the steps; not every step is reported, so steps this close count as equal
@@ -544,33 +537,29 @@ class RestartPolicy:
         self._origins.add(resumed_from)
         return newer
 
-    def next_action(self, kind: OutcomeKind, steps: int, words: str = "", origin: str | None = None) -> bool:
+    def next_action(self, kind: OutcomeKind, end: AttemptEnd) -> bool:
         """Record an attempt's end. Return True if the failure is attributable to its config, so that the next rung is due.
 
         An infrastructure failure or GPU contention affects all configs alike, so it is followed by a pause and a retry.
-
-        Args:
-            words: message of a rank that reported a failing machine itself; empty if none did.
-            origin: see `AttemptEnd.origin`.
         """
-        words = _CHANGING.sub("#", words)
-        self._stepped = self._stepped or steps > 0
+        words = _CHANGING.sub("#", end.words)
+        self._stepped = self._stepped or end.steps > 0
         self.hopeless = ""
         if words and words == self._words and not self._stepped:
             self.hopeless = "it has failed so before its first step twice in a row, which no waiting mends"
-        elif self._comes_alike(kind, steps, origin):
+        elif self._comes_alike(kind, end.steps, end.origin):
             self.hopeless = (
                 f"it has ended so {_MOST_ALIKE} times in a row at the same step, which starting again does not mend"
             )
         self._words = words
-        if steps:
+        if end.steps:
             self._barren = self._outages = 0
         if kind in _OUTAGES:
             self.pause_seconds = PAUSES_SECONDS[min(self._outages, len(PAUSES_SECONDS) - 1)]
             self._outages += 1
             return False
         self.pause_seconds, self._outages = 0.0, 0
-        self._barren += not steps
+        self._barren += not end.steps
         return kind in _TOO_MUCH or self._barren >= _MOST_BARREN
 
     def _comes_alike(self, kind: OutcomeKind, steps: int, origin: str | None) -> bool:
