@@ -629,8 +629,8 @@ def untunable_outcome(evidence: FailureEvidence, phase: Phase, *, known: bool) -
 
 def interrupted_outcome(phase: Phase) -> Outcome:
     """Return the outcome of a trial that the user stopped."""
-    why = {"reason": "the study was stopped", "evidence": "stop requested"}
-    return Outcome(OutcomeKind.INTERRUPTED, phase, **why, source=Source.STOP)
+    why, said = "the study was stopped", "stop requested"
+    return Outcome(OutcomeKind.INTERRUPTED, phase, reason=why, evidence=said, source=Source.STOP)
 
 
 def infrastructure_outcome(phase: Phase, error: Exception, source: Source) -> Outcome:
