@@ -57,7 +57,7 @@ class Shared(ReplayExecutor):
                 if executor.replay_table.rows[candidate].peak_gib * GIB <= executor.capacity_bytes:
                     return super().measure(candidate, measure_spec, deadline_seconds)
                 executor.advance(5.0)
-                self._ended = True
+                self.alive = False
                 told = executor.capacity_bytes if executor.says else None
                 return Outcome(
                     OutcomeKind.OOM_DEVICE, Phase.BACKWARD, missing_bytes=GIB // 4, capacity_bytes=told, seconds=5.0

@@ -117,7 +117,7 @@ class Scripted(ReplayExecutor):
                 executor.count += 1
                 if (outcome := executor.script(executor.count, candidate)) is not None:
                     executor.advance(5.0)
-                    self._ended = True
+                    self.alive = False
                     return outcome
                 return super().measure(candidate, measure_spec, deadline_seconds)
 
@@ -526,7 +526,7 @@ class Tighter(ReplayExecutor):
                     return super().measure(candidate, measure_spec, deadline_seconds)
                 outer.advance(outcome.seconds)
                 outer.failed.append(candidate)
-                self._ended = outcome.measurement is None
+                self.alive = outcome.measurement is not None
                 return outcome
 
         return Session(self, candidate)
