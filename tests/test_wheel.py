@@ -62,7 +62,7 @@ def user(tmp_path: Path) -> Path:
 
 class Installed:
     """A console script, run from a folder that has nothing to do with it. DeepSpeed's ops are built anew for each environment, by a
-    compiler that is done at once: a single rank never calls them."""
+    compiler that is done at once: a single rank has nothing to do for them."""
 
     def __init__(self, folder: Path, scripts: Path) -> None:
         self.folder, self.script = folder, str(scripts / "autotune")
