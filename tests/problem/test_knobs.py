@@ -358,6 +358,7 @@ def test_how_many_at_once_is_a_number(typed: str) -> None:
         parse_space(f"{{at_once: {typed}, knobs: {{zero_stage: [1]}}}}")
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", shipped_spaces())
 @pytest.mark.parametrize("hardware", [ONE, TWO_NODES, CPU], ids=["node", "nodes", "cpu"])
 def test_shipped_spaces_are_of_use_and_of_a_size(name: str, hardware: Hardware) -> None:
