@@ -384,8 +384,6 @@ def _search(
     proposer = Proposer(
         list(setup.candidates),
         setup.space,
-        setup.job,
-        setup.hardware,
         setup.request.seed,
         predictor,
         tolerance=setup.tolerance,
@@ -396,8 +394,6 @@ def _search(
         store,
         executor,
         proposer,
-        setup.space,
-        setup.hardware,
         budget_seconds=setup.budget_seconds,
         max_trials=setup.request.max_trials,
         spent_seconds=spent_seconds,
