@@ -326,8 +326,7 @@ class LocalSession:
             if stop is not WatchEnd.ARRIVED:
                 return self._failed(stop)
             if not all(answer["checkpointed"] for answer in self._answers.values()):
-                why, said = f"{folder.parent} has no room for a checkpoint", "disk's free bytes"
-                return Outcome(OutcomeKind.INTERRUPTED, Phase.SAVE, reason=why, evidence=said, source=Source.LIMIT)
+                return no_space_outcome(folder.parent)
             group.end()
             self._checkpoint = folder
             self._ready.clear()
@@ -631,6 +630,12 @@ def interrupted_outcome(phase: Phase) -> Outcome:
     """Return the outcome of a trial that the user stopped."""
     why, said = "the study was stopped", "stop requested"
     return Outcome(OutcomeKind.INTERRUPTED, phase, reason=why, evidence=said, source=Source.STOP)
+
+
+def no_space_outcome(folder: Path) -> Outcome:
+    """Return the outcome of a trial whose checkpoint does not fit on the disk of a folder."""
+    why, said = f"{folder} has no room for a checkpoint", "disk's free bytes"
+    return Outcome(OutcomeKind.INTERRUPTED, Phase.SAVE, reason=why, evidence=said, source=Source.DISK)
 
 
 def infrastructure_outcome(phase: Phase, error: Exception, source: Source) -> Outcome:

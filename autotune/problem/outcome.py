@@ -62,7 +62,8 @@ class Source(StrEnum):
     DEVICE = "device"  # the driver reports a lost GPU
     NODE = "node"  # one of several machines is gone, or cut off
     BUDGET = "budget"  # the trial's share of the budget ended
-    LIMIT = "limit"  # a limit set by the tuner, which may have been too short
+    LIMIT = "limit"  # a time limit set by the tuner, which may have been too short
+    DISK = "disk"  # the disk lacks space for a checkpoint; LIMIT in studies of earlier versions
     STOP = "stop"  # the tuner was stopped
     DEATH = "death"  # the tuner's process was gone
     TABLE = "table"  # a row of a replay's table

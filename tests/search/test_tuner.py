@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from autotune.errors import MachineError, UserError
 from autotune.executors.base import SEARCH as SEARCH_SPEC
 from autotune.executors.base import MeasureSpec, too_slow_outcome
+from autotune.executors.local import no_space_outcome
 from autotune.executors.replay import ReplayExecutor, ReplaySession, ReplayTable, Row, load_replay_table
 from autotune.predict.predictor import Predictor, Prepared, Table
 from autotune.predict.trace import trace_job
@@ -405,6 +406,23 @@ def test_a_save_that_fails_by_itself_rejects_nobody(replay_table: ReplayTable) -
     assert result.verified
     assert result.winner is not None
     assert executor.tried == [result.winner.candidate]
+
+
+def test_disk_without_space_for_a_checkpoint_lengthens_no_time_limit(replay_table: ReplayTable) -> None:
+    patiences: list[float] = []
+
+    class Noticing(Resuming):
+        def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
+            patiences.append(patience)
+            return super().session(candidate, name, patience)
+
+    executor = Noticing(replay_table, lambda candidate: no_space_outcome(Path("trials/0001-resume")))
+    result, _, store = search(replay_table, 1800, executor=executor)
+    assert result.verified
+    assert result.winner is not None
+    assert executor.tried == [result.winner.candidate]
+    search(replay_table, 1800, store=store, executor=executor)  # verifies the winner again
+    assert set(patiences) == {1.0}
 
 
 def test_a_job_that_fails_by_itself_stops_the_study_with_its_reason(replay_table: ReplayTable) -> None:
