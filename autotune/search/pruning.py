@@ -47,8 +47,9 @@ class CandidatePool:
         self.candidates = candidates
         self.index = {candidate: i for i, candidate in enumerate(candidates)}
         self.open_mask = np.ones(len(candidates), dtype=bool)
-        # need at least as much memory as a candidate with an OOM
-        self.too_large = np.zeros(len(candidates), dtype=bool)
+        # need at least as much memory as a candidate with a device OOM, or with a host OOM
+        self.device_too_large = np.zeros(len(candidates), dtype=bool)
+        self.host_too_large = np.zeros(len(candidates), dtype=bool)
         self.running = np.zeros(len(candidates), dtype=bool)  # peer tuners or other workers measure them now
         self._reserved = self.running  # running candidates and similar ones
         self.skipped: Counter[str] = Counter()
@@ -62,6 +63,11 @@ class CandidatePool:
         self._retried: set[Candidate] = set()
         self._worked: list[Candidate] = []  # candidates of other spaces too
         self._worked_mask = np.zeros(len(candidates), dtype=bool)
+
+    @property
+    def too_large(self) -> Flags:
+        """Return whether each candidate needs at least as much memory of either kind as one with an OOM, (n,)."""
+        return self.device_too_large | self.host_too_large
 
     @property
     def available_mask(self) -> Flags:
@@ -179,17 +185,17 @@ class CandidatePool:
     def _exclude_larger(self, candidate: Candidate) -> None:
         """Exclude candidates that need at least as much device memory as one with a device OOM."""
         at = self.index.get(candidate)
-        if at is None or self.too_large[at]:  # the OOM that excluded it has already excluded all larger candidates
+        if at is None or self.device_too_large[at]:  # an earlier device OOM has already excluded all larger candidates
             return
         larger = self._dominance.at_least_as_large(candidate)
-        self.too_large |= larger
+        self.device_too_large |= larger
         self.exclude(larger, f"needs no less memory than {candidate}, which ran out")
 
     def _exclude_larger_on_host(self, candidate: Candidate) -> None:
         """Exclude candidates that offload at least as much as one with a host OOM, unless one of them has worked."""
         larger = self._host.at_least_as_large(candidate)
         if not (larger & self._worked_mask).any():
-            self.too_large |= larger
+            self.host_too_large |= larger
             self.exclude(larger, f"offloads no less to the host than {candidate}, for which its memory was too small")
 
     def _exclude_shared_cause(self, candidate: Candidate, outcome: Outcome) -> None:

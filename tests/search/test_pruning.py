@@ -78,6 +78,17 @@ def test_a_host_that_ran_out_rules_out_what_offloads_no_less_to_it() -> None:
         assert set(left(pool)) == {*others, *(hungrier[1:] if worked else [])}
 
 
+def test_a_device_oom_of_a_candidate_excluded_by_a_host_oom_excludes_larger_ones() -> None:
+    """The candidate ran in parallel when a host OOM excluded it."""
+    ran_out, parallel = offloading(3, 8), offloading(3, 2)
+    larger = make_candidate(3, 2)  # offloads nothing, so it needs less of the host and more of the device
+    pool = CandidatePool([ran_out, parallel, larger], EVERY_RULE, np.array([8.0, 8.0, 0.0]))
+    pool.observe(ran_out, Outcome(OutcomeKind.OOM_HOST))
+    assert left(pool) == [larger]
+    pool.observe(parallel, Outcome(OutcomeKind.OOM_DEVICE))
+    assert left(pool) == []
+
+
 @pytest.mark.parametrize("kind", [OutcomeKind.TIMEOUT, OutcomeKind.CRASH, OutcomeKind.OOM_HOST])
 @pytest.mark.parametrize("bad", [{"zero_stage": 3}, {"offload_optimizer": "nvme"}])
 def test_what_failures_have_in_common_is_ruled_out_after_a_few_engines(
