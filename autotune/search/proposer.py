@@ -216,10 +216,10 @@ class Proposer:
         self.speed |= {one: pace * speed for one, speed in self._earlier.items() if one in self.speed}
         self._model.set_pace(pace)
 
-    def exclude(self, candidate: Candidate) -> None:
-        """Remove a candidate that cannot win, or is unlikely to.
+    def drop_from_best(self, candidate: Candidate) -> None:
+        """Remove a measured candidate from the best ones if it cannot win, or is unlikely to.
 
-        Gains are then computed against the best of the rest.
+        Gains are then computed against the best of the rest. The candidate stays open if it was (`exclude`).
         """
         if self.speed.pop(candidate, None) is not None:
             self._improved_at, self._audited = self._proposed, 0
@@ -276,7 +276,7 @@ class Proposer:
         """Exclude the candidates that train something else for the same reason as this one."""
         self._pool.exclude_sharing_cause(candidate, shares_cause, reason[:160])
 
-    def give_up(self, candidate: Candidate) -> None:
+    def exclude(self, candidate: Candidate) -> None:
         """Exclude the candidate for this call."""
         self._pool.close(candidate)
 

@@ -429,7 +429,7 @@ class TrialRecorder:
         is_unknown = self.leaderboard.why_not(candidate) in ("", NOT_VERIFIED)
         # unlikely to win, or with another global batch size
         if self.leaderboard.is_deprioritized(candidate) or not is_unknown:
-            self.proposer.exclude(candidate)
+            self.proposer.drop_from_best(candidate)
 
 
 # -- verifier ----------------------------------------------------------------------------------------------------------
@@ -721,7 +721,7 @@ def apply_verification_result(
     if why in ("", NOT_VERIFIED):
         return
     leaderboard.reject(candidate, why)
-    proposer.exclude(candidate)
+    proposer.drop_from_best(candidate)
     verified = outcome.measurement
     if verified is None and not outcome.kind.is_oom:  # a hang or a crash says nothing about other candidates
         return
@@ -734,7 +734,7 @@ def apply_verification_result(
     if searched is not None and outcome.kind is not OutcomeKind.OOM_HOST:
         leaderboard.deprioritize_stage(candidate.stage, share * held_bytes(searched[1]))
     for other in filter(leaderboard.is_deprioritized, list(proposer.speed)):
-        proposer.exclude(other)
+        proposer.drop_from_best(other)
 
 
 # -- failure attribution -----------------------------------------------------------------------------------------------
@@ -765,7 +765,7 @@ class CallFailures:
         """
         if outcome.kind in (OutcomeKind.INFRASTRUCTURE, OutcomeKind.GPU_CONTENTION):
             if candidate in self._retried:
-                self._proposer.give_up(candidate)
+                self._proposer.exclude(candidate)
             self._retried.add(candidate)
         self.machine_failures = self.machine_failures + 1 if outcome.kind is OutcomeKind.INFRASTRUCTURE else 0
         if self.machine_fails and not self._leaderboard.measured:
