@@ -143,12 +143,12 @@ class Proposer:
         )
 
     @property
-    def open(self) -> list[Candidate]:
+    def open_candidates(self) -> list[Candidate]:
         """Candidates that may still be tried."""
         return [self.candidates[i] for i in np.flatnonzero(self._pool.open_mask)]
 
     @property
-    def _open(self) -> Flags:
+    def _available(self) -> Flags:
         return self._pool.available_mask
 
     def reserve(self, running: Iterable[Candidate]) -> None:
@@ -283,11 +283,11 @@ class Proposer:
     def skips(self) -> dict[str, int]:
         """Return counts of untried candidates by reason, both measured and predicted."""
         counts, forecast, table = dict(self._pool.skipped), self._model.forecast(), self._model.table()
-        if (beyond := forecast.hopeless & self._open).any():
+        if (beyond := forecast.hopeless & self._available).any():
             capacity, least = format_bytes(self.hardware.capacity_bytes), format_bytes(int(table.peak[beyond].min()))
             more = f"predicted to need more than the {capacity} of a device beyond the interval (the least {least})"
             counts[more] = int(beyond.sum())
-        if count := int((forecast.host & ~forecast.hopeless & self._open).sum()):
+        if count := int((forecast.host & ~forecast.hopeless & self._available).sum()):
             counts["predicted to need more than the host's memory beyond the interval"] = count
         return counts
 
@@ -314,10 +314,10 @@ class Proposer:
         ahead, sigma = self._ahead(forecast)
         sigma = np.hypot(sigma, self.knobs.unmeasured_sigma())
         if (best := self._best_at) is not None:
-            for way in self.knobs.turns(best, self._open, forecast.logs):
+            for way in self.knobs.turns(best, self._available, forecast.logs):
                 ahead[way.at], sigma[way.at] = self.knobs.effect(best, way, forecast.logs)
         fits = forecast.may_fit if claims else np.where(forecast.hopeless, 0.0, forecast.fits)
-        places = np.flatnonzero(self._open & (fits > 0) & ~forecast.host)
+        places = np.flatnonzero(self._available & (fits > 0) & ~forecast.host)
         if not len(places):
             return 0.0, None
         ahead, fits = ahead[places], fits[places]
@@ -335,7 +335,7 @@ class Proposer:
     @property
     def _start_is_due(self) -> bool:
         at = self._index.get(self._start.candidate) if self._start and not self._start.tried else None
-        if self._start is None or at is None or not self._open[at] or len(self.speed) > 1:
+        if self._start is None or at is None or not self._available[at] or len(self.speed) > 1:
             return False
         worth, gain = self._worth()
         worthwhile = not self.speed or gain[at] >= WORTHWHILE * self.tolerance
@@ -349,7 +349,7 @@ class Proposer:
         """
         if math.isinf(self.trial_share_seconds):
             self.trial_share_seconds = max(TRIAL_SHARE * left_seconds, min(LEAST_SHARE_SECONDS, left_seconds))
-        if np.count_nonzero(self._open) == 1:  # no other trial needs the time
+        if np.count_nonzero(self._available) == 1:  # no other trial needs the time
             self.trial_share_seconds = left_seconds
         decision = self._decide(left_seconds)
         if isinstance(decision, Stop) and self._pool.release_similar():
@@ -359,7 +359,7 @@ class Proposer:
 
     def _decide(self, left_seconds: float) -> Proposal | Stop:
         """Apply the rules in order, and return the first decision."""
-        if not self._open.any():
+        if not self._available.any():
             return StopReason.ALL_TRIED.stop()
         if self._model.predictor_rejected and self._is_stale and not self.exhaustive:
             return StopReason.NOTHING_BETTER.stop(count=self._proposed - self._improved_at)
@@ -425,7 +425,7 @@ class Proposer:
             return None
         forecast = self._model.forecast()
         most = max(IMPLAUSIBLE, 1 + IMPLAUSIBLE_BYTES / self.hardware.capacity_bytes)
-        mask = self._open & self._coverage.uncovered() & (forecast.share < most) & ~forecast.host
+        mask = self._available & self._coverage.uncovered() & (forecast.share < most) & ~forecast.host
         mask &= self._is_no_slower(forecast)
         if not mask.any():
             return None
@@ -514,7 +514,7 @@ class Proposer:
         if (best := self._best_at) is None:
             return []
         forecast = self._model.forecast()
-        believed = self._open & ~forecast.hopeless & ~forecast.host & (forecast.fits > SURE)
+        believed = self._available & ~forecast.hopeless & ~forecast.host & (forecast.fits > SURE)
         return [way for way in self.knobs.turns(best, believed, forecast.logs) if not way.settled]
 
     def _turn_gain(self, way: KnobTurn) -> float:
@@ -552,7 +552,9 @@ class Proposer:
             None if every level was tried, is predicted not to fit, or is predicted to be far slower than the best.
         """
         forecast = self._model.forecast()
-        mask = self._open & self._coverage.uncovered() & ~forecast.hopeless & ~forecast.host & (forecast.fits > 0.5)
+        mask = (
+            self._available & self._coverage.uncovered() & ~forecast.hopeless & ~forecast.host & (forecast.fits > 0.5)
+        )
         mask &= self._is_no_slower(forecast)
         if not mask.any():
             return None
@@ -571,7 +573,7 @@ class Proposer:
         """
         forecast = self._model.forecast()
         need = np.maximum(forecast.share, forecast.held)
-        at = self._fallback.next(self._open, need, believed=not self._model.memory.predictor_rejected)
+        at = self._fallback.next(self._available, need, believed=not self._model.memory.predictor_rejected)
         if at is None:
             return self._fallback.stop()
         why = "has fitted" if self._fallback.is_due else "is likely to fit"
@@ -594,10 +596,10 @@ class Proposer:
         mine &= (self._micro_batch > current.micro_batch) | (
             (self._micro_batch == current.micro_batch) & (self._accumulation > current.accumulation)
         )
-        if not (mine & self._open).any():
+        if not (mine & self._available).any():
             return None
         if self.exhaustive and not self._ran_out.total() and len(self.speed) >= MEMORY_END_AFTER:
-            higher = self._open & mine & (self._micro_batch > current.micro_batch)
+            higher = self._available & mine & (self._micro_batch > current.micro_batch)
             if higher.any():  # one OOM calibrates all predicted peaks
                 return Proposal(self._lowest(higher), "looks for where memory ends")
         if self._model.predictor_rejected and self._sampler_is_due and not self.exhaustive:
@@ -632,7 +634,7 @@ class Proposer:
             alive: candidates that the running engine can measure without a new start.
         """
         forecast = forecast or self._model.forecast()
-        barred = ~self._open | forecast.hopeless | forecast.host
+        barred = ~self._available | forecast.hopeless | forecast.host
         startup = np.where(False if alive is None else alive, 0.0, self._costs.startup_seconds)
         seconds = self._costs.measuring_seconds(forecast.step, self._accumulation) + startup
         barred |= self._too_long(forecast, ~barred)
@@ -694,7 +696,7 @@ class Proposer:
         Unless the predictor is refuted, the choice is limited to candidates that are predicted to fit, if there are
         any.
         """
-        allowed = self._open.copy()
+        allowed = self._available.copy()
         if not self._model.predictor_rejected:
             forecast = self._model.forecast()
             fitting = allowed & (forecast.fits > 0.5) & ~forecast.host

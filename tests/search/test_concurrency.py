@@ -246,7 +246,7 @@ def test_what_runs_elsewhere_is_not_handed_out(replay_table: ReplayTable) -> Non
         running.append(proposal.candidate)
         proposer.reserve(running)
     assert len({first_order_key(candidate) for candidate in running}) == 5, "what is like it comes later"
-    assert set(proposer.open) == set(candidates), "and all may still be tried"
+    assert set(proposer.open_candidates) == set(candidates), "and all may still be tried"
     # where only what is like it is left, that is handed out
     only = [candidate for candidate in candidates if candidate.family == running[0].family]
     few = Proposer(only, space, 0, Predictor(job, hardware, trace_job(job)))

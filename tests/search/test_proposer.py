@@ -90,9 +90,9 @@ def test_a_kernel_that_crashes_everywhere_is_given_up() -> None:
         flex[0].but(attention="sdpa"), Outcome(OutcomeKind.OK, measurement=Measurement(1, 0, 4, 1, 1, GIB))
     )
     proposer.observe(flex[0], crashed)
-    assert any(c.get("attention") == "flex_attention" for c in proposer.open)
+    assert any(c.get("attention") == "flex_attention" for c in proposer.open_candidates)
     proposer.observe(apart, crashed)
-    assert all(c.get("attention") == "sdpa" for c in proposer.open)
+    assert all(c.get("attention") == "sdpa" for c in proposer.open_candidates)
     assert any("no such kernel" in reason for reason in proposer.skips())
 
 
@@ -130,7 +130,7 @@ def test_an_out_of_memory_rules_out_what_needs_no_less(replay_table: ReplayTable
         if row.kind is OutcomeKind.OOM_DEVICE and c.stage == 2 and c.micro_batch > 4
     )
     proposer.observe(out, Outcome(OutcomeKind.OOM_DEVICE, missing_bytes=GIB))
-    left = set(proposer.open)
+    left = set(proposer.open_candidates)
     assert out not in left
     assert not any(needs_no_less(c, out) for c in list(left)[::7])
     assert any("needs no less memory" in reason for reason in proposer.skips())
@@ -176,18 +176,18 @@ def test_a_refusal_is_learnt_once_its_pattern_shows(replay_table: ReplayTable) -
     for candidate in wanted:
         proposer.observe(candidate, Outcome(OutcomeKind.INVALID, reason="offload_param is not for you"))
     assert any("DeepSpeed refuses" in reason for reason in proposer.skips())
-    assert wanted[0] not in proposer.open
+    assert wanted[0] not in proposer.open_candidates
 
 
 def test_a_crash_closes_its_engine_only(replay_table: ReplayTable) -> None:
     proposer = make_proposer(replay_table)
     candidate = next(iter(replay_table.rows))
-    before = len(proposer.open)
+    before = len(proposer.open_candidates)
     proposer.observe(candidate, Outcome(OutcomeKind.CRASH, reason="boom"))
-    gone = before - len(proposer.open)
+    gone = before - len(proposer.open_candidates)
     assert gone == sum(c.family == candidate.family for c in replay_table.rows)
     proposer.observe(candidate, Outcome(OutcomeKind.INFRASTRUCTURE, reason="port"))
-    assert len(proposer.open) == before - gone
+    assert len(proposer.open_candidates) == before - gone
 
 
 def test_a_trial_gets_time_by_what_it_is_expected_to_take(replay_table: ReplayTable) -> None:

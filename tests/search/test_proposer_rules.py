@@ -250,7 +250,7 @@ def test_loose_bound_measures_the_candidate_that_makes_it_so_loose(replay_table:
     assert claimed.left_share > before, "what is predicted not to fit may fit, and the best speed is noisy"
     found = decide(proposer, "loose bound")
     assert isinstance(found, Proposal)
-    assert found.candidate in proposer.open
+    assert found.candidate in proposer.open_candidates
     assert found.note == f"up to {100 * before:.0f} % may be left"
 
 

@@ -150,7 +150,7 @@ def test_what_ran_out_of_less_memory_teaches_what_a_search_needs(
     executor = Shared(replay_table, MUCH, says=True)
     Tuner(store, executor, proposer, budget_seconds=60, cancelled=lambda: True).run()
     assert (predictor._seen == {candidate: out}) is told
-    assert len(proposer.open) == len(replay_table.rows)
+    assert len(proposer.open_candidates) == len(replay_table.rows)
 
 
 def test_predictions_learn_that_more_was_needed_than_there_was_then(replay_table: ReplayTable) -> None:
@@ -210,5 +210,5 @@ def test_what_ran_out_of_less_main_memory_is_tried_again_and_teaches_nothing(
     proposer = Proposer(sorted(replay_table.rows, key=str), space, 0, predictor)
     executor = Shared(replay_table, LITTLE, says=True)
     Tuner(store, executor, proposer, budget_seconds=60, cancelled=lambda: True).run()
-    assert (len(proposer.open) == len(replay_table.rows)) is again
+    assert (len(proposer.open_candidates) == len(replay_table.rows)) is again
     assert proposer._model._host_ran_out is not again

@@ -216,7 +216,7 @@ def test_too_slow_for_one_budget_is_not_too_slow_for_a_longer_one(
     proposer = Proposer(list(replay_table.rows), space, 0, predictor)
     executor = ReplayExecutor(replay_table)
     Tuner(store, executor, proposer, budget_seconds=budget, max_trials=0).run()
-    assert (slow in proposer.open) is opened
+    assert (slow in proposer.open_candidates) is opened
     assert predictor.table([slow]).step[0] > 2 * expected, "it is a lower bound of the step in any call"
 
 
