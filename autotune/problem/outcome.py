@@ -18,11 +18,14 @@ class OutcomeKind(StrEnum):
     OOM_DEVICE = "oom_device"  # the accelerator, or a CPU rank's cap
     OOM_HOST = "oom_host"  # main memory, pinned memory, shared memory
     TIMEOUT = "timeout"  # a phase passed its deadline
-    INVALID = "invalid"  # DeepSpeed refused the config, or the script trained on another batch
+    # DeepSpeed refused the config, or the script had another batch, too few steps, or trained something else
+    INVALID = "invalid"
     CRASH = "crash"  # the model's or the script's own error, or death by a signal
     GPU_CONTENTION = "foreign"  # another process took the device's memory during the trial
     INFRASTRUCTURE = "infrastructure"  # port, NCCL, disk: the machine, not the candidate
-    INTERRUPTED = "interrupted"  # the tuner was stopped during the trial
+    # ended without evidence about the candidate: stop of the user, dead tuner, used budget, first time limit, first host
+    # OOM in parallel, or a disk without space for a checkpoint
+    INTERRUPTED = "interrupted"
 
     @property
     def is_oom(self) -> bool:
