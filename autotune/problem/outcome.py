@@ -34,12 +34,12 @@ class OutcomeKind(StrEnum):
 
     @property
     def is_attributable_to_candidate(self) -> bool:
-        """True if a repeated trial would end the same way."""
+        """True if it counts against the candidate: on the same machine, a repeated trial would end the same way."""
         return self not in (OutcomeKind.GPU_CONTENTION, OutcomeKind.INFRASTRUCTURE, OutcomeKind.INTERRUPTED)
 
     @property
-    def is_retryable(self) -> bool:
-        """True if the machine or the job may be the cause, so that it can be fixed before the next call."""
+    def may_be_fixed_between_calls(self) -> bool:
+        """True if the user may fix the cause, in the machine or the job, before the next call."""
         return self in (OutcomeKind.TIMEOUT, OutcomeKind.CRASH)
 
 
@@ -154,8 +154,8 @@ class Outcome:
         return self.kind is OutcomeKind.OK
 
     @property
-    def may_end_otherwise(self) -> bool:
-        """True if the outcome is not attributable to the candidate, so that a retry may end differently."""
+    def is_retried_now(self) -> bool:
+        """True if a verification that ended so is retried in the same call, because the candidate is not the cause."""
         return self.kind in (OutcomeKind.INFRASTRUCTURE, OutcomeKind.GPU_CONTENTION) or (
             self.kind is OutcomeKind.INTERRUPTED and self.source in (Source.LIMIT, Source.SILENCE)
         )

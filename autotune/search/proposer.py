@@ -161,7 +161,7 @@ class Proposer:
         """Learn from an outcome, and exclude the candidates that it speaks against.
 
         Args:
-            outdated: the outcome excludes nothing, because the failure is retryable or the exhausted memory has grown.
+            outdated: the outcome excludes nothing, because its cause may be fixed or the exhausted memory has grown.
         """
         if not outcome.kind.is_attributable_to_candidate:
             return
@@ -174,7 +174,7 @@ class Proposer:
         self._model.observe(candidate, at, outcome)
         self._costs.observe(outcome)
         if outdated:
-            return self._pool.note_retryable(candidate, outcome)
+            return self._pool.note_fixable(candidate, outcome)
         self._pool.observe(candidate, outcome)
         # the start candidate was not chosen by a prediction
         foreign = self._start is not None and candidate == self._start.candidate

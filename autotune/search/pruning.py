@@ -60,7 +60,7 @@ class CandidatePool:
         self._run_per_step = np.minimum([candidate.accumulation for candidate in candidates], most_micro_batches)
         self.family = numbered(candidate.family for candidate in candidates)
         self._refused: dict[str, list[Candidate]] = {}
-        self._retried: set[Candidate] = set()
+        self._fixable: set[Candidate] = set()
         self._worked: list[Candidate] = []  # candidates of other spaces too
         self._worked_mask = np.zeros(len(candidates), dtype=bool)
 
@@ -96,7 +96,7 @@ class CandidatePool:
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
         """Close the candidate, and exclude other candidates by its outcome.
 
-        The first host OOM of a candidate in parallel trials does not arrive here: `downgrade_retryable_failure`
+        The first host OOM of a candidate in parallel trials does not arrive here: `downgrade_first_failure`
         (`search/tuner.py`) has it retried alone.
         """
         self.close(candidate)
@@ -138,16 +138,16 @@ class CandidatePool:
         slower &= self._run_per_step >= self._run_per_step[at]
         self.exclude(slower, f"same engine and no smaller batch than {candidate}, which was too slow")
 
-    def note_retryable(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Keep a candidate open whose failure is retryable.
+    def note_fixable(self, candidate: Candidate, outcome: Outcome) -> None:
+        """Keep a candidate open whose failure may have been fixed between calls.
 
         A second hang or crash closes the candidate without excluding any other, so that repeated calls make progress.
         Trials that were too slow for earlier budgets close nothing.
         """
-        if outcome.kind.is_retryable and outcome.least_step_seconds is None:
-            if candidate in self._retried:
+        if outcome.kind.may_be_fixed_between_calls and outcome.least_step_seconds is None:
+            if candidate in self._fixable:
                 self.close(candidate)
-            self._retried.add(candidate)
+            self._fixable.add(candidate)
 
     def same_engine(self, candidate: Candidate) -> Flags:
         """Return a mask of the candidates with the same engine."""

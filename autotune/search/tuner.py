@@ -333,7 +333,7 @@ class TrialRecorder:
     def replay_study(self) -> None:
         """Learn the outcomes of the study's earlier calls."""
         known = [(one, one.outcome) for one in self.store.records() if one.outcome is not None]
-        mended = retryable_trial_numbers(self.store, known)
+        fixable = fixable_trial_numbers(self.store, known)
         self.certifier = Certifier.of(self.proposer.job, [record for record, _ in known])
         begins = [first for first, _ in first_of_calls([record for record, _ in known])]
         for left, first, (record, outcome) in zip(range(len(known), 0, -1), begins, known, strict=True):
@@ -343,7 +343,7 @@ class TrialRecorder:
             self.peers.known.add(record.number)
             if record.role == SEARCH:
                 self.clock.note(record.candidate, outcome, SEARCH)  # such as the start of a script's probe run
-            self._replay_outcome(record, outcome, record.number in mended)
+            self._replay_outcome(record, outcome, record.number in fixable)
 
     def begin_call(self) -> None:
         """Start a call. Its speeds are compared with those of earlier calls through what both have verified."""
@@ -388,7 +388,7 @@ class TrialRecorder:
         """
         # the budget or the user may have ended the trial before its own limit
         limited = limit_seconds if limit_seconds < left_seconds and not self.cancelled() else None
-        outcome = downgrade_retryable_failure(candidate, outcome, limited, self.proposer, self.workers)
+        outcome = downgrade_first_failure(candidate, outcome, limited, self.proposer, self.workers)
         outcome = self.certifier.checked(candidate, outcome, role)
         self.store.finish(number, outcome)
         self.peers.known.add(number)
@@ -400,14 +400,14 @@ class TrialRecorder:
         self.failures.take(candidate, outcome)
         return outcome
 
-    def _replay_outcome(self, record: Record, outcome: Outcome, mended: bool = False) -> None:
+    def _replay_outcome(self, record: Record, outcome: Outcome, fixable: bool = False) -> None:
         """Learn an outcome of an earlier call or a peer.
 
-        An OOM with clearly less memory, or a failure that is `mended` (retryable), excludes nothing.
+        An OOM with clearly less memory, or a failure that is `fixable` (between calls), excludes nothing.
         """
         if outcome.least_step_seconds is not None:  # this call may have more time for one trial than that one had
-            mended |= outcome.seconds < TRIAL_SHARE * self.clock.left_seconds
-        if not (mended or self.proposer.hardware.outgrew(outcome.kind, outcome.capacity_bytes)):
+            fixable |= outcome.seconds < TRIAL_SHARE * self.clock.left_seconds
+        if not (fixable or self.proposer.hardware.outgrew(outcome.kind, outcome.capacity_bytes)):
             self._learn(record.number, record.candidate, outcome, record.role)
         elif outcome.kind is not OutcomeKind.OOM_HOST and record.role not in (VERIFY, RESUME):
             self.proposer.observe(record.candidate, outcome, outdated=True)
@@ -467,7 +467,7 @@ class Verifier:
                 continue
             tried += 1
             outcome = self._verification(candidate, VERIFY)
-            if outcome.may_end_otherwise and self.clock.left_seconds > self.clock.verification_seconds:
+            if outcome.is_retried_now and self.clock.left_seconds > self.clock.verification_seconds:
                 outcome = self._verification(candidate, VERIFY)
             why = leaderboard.why_not(candidate)
             if why in ("", NOT_VERIFIED) and not outcome.ok:  # an earlier call may have verified it
@@ -673,10 +673,10 @@ class References:
 # -- retries -----------------------------------------------------------------------------------------------------------
 
 
-def downgrade_retryable_failure(
+def downgrade_first_failure(
     candidate: Candidate, outcome: Outcome, limit: float | None, proposer: Proposer, workers: SearchWorkers
 ) -> Outcome:
-    """Return the outcome, marked as interrupted if the trial is retried.
+    """Return the outcome, marked as interrupted if the trial is retried in this call.
 
     A time limit may have been too short, and host OOM may come from trials that ran in parallel. The retry has twice
     the time, or runs alone, and its outcome counts.
@@ -810,28 +810,28 @@ def mark_out_of_space(store: StudyStore, candidates: Collection[Candidate]) -> s
     return f"{they} {are} not in this call's space: what they taught counts, and they cannot win"
 
 
-# -- retryable trials --------------------------------------------------------------------------------------------------
+# -- failures fixed between calls --------------------------------------------------------------------------------------
 #
 # Retry failures from before a study's first success, because the user may have fixed the machine or the job since.
 
-_FORGIVEN = "forgiven"  # trial numbers
+_FIXABLE = "forgiven"  # trial numbers
 
 
-def retryable_trial_numbers(store: StudyStore, known: Collection[tuple[Record, Outcome]]) -> set[int]:
-    """Return the numbers of retryable trials, whose hangs and crashes no longer exclude candidates.
+def fixable_trial_numbers(store: StudyStore, known: Collection[tuple[Record, Outcome]]) -> set[int]:
+    """Return the numbers of trials whose hangs and crashes the user may have fixed. They no longer exclude candidates.
 
-    A call adds all retryable failures so far if no trial has succeeded and no peer tuner is active. Later calls keep
+    A call adds all such failures so far if no trial has succeeded and no peer tuner is active. Later calls keep
     the list.
 
     Args:
         known: the study's ended trials.
     """
-    numbers: set[int] = set(store.attributes.get(_FORGIVEN, ()))
+    numbers: set[int] = set(store.attributes.get(_FIXABLE, ()))
     if any(outcome.ok for _, outcome in known) or store.tuners.others():
         return numbers
-    found = numbers | {record.number for record, outcome in known if outcome.kind.is_retryable}
+    found = numbers | {record.number for record, outcome in known if outcome.kind.may_be_fixed_between_calls}
     if found != numbers:
-        set_attribute(store.study, _FORGIVEN, sorted(found))
+        set_attribute(store.study, _FIXABLE, sorted(found))
     return found
 
 

@@ -54,10 +54,10 @@ def test_a_step_too_slow_for_the_budget_rules_out_no_less_work_and_no_other_engi
 def test_trials_too_slow_for_several_earlier_budgets_close_nothing() -> None:
     pool, slow = CandidatePool(CANDIDATES, EVERY_RULE), CANDIDATES[0]
     for _ in range(3):
-        pool.note_retryable(slow, too_slow_outcome(Phase.FORWARD, slow, 30.0))
+        pool.note_fixable(slow, too_slow_outcome(Phase.FORWARD, slow, 30.0))
     assert slow in left(pool)
     for _ in range(2):
-        pool.note_retryable(slow, Outcome(OutcomeKind.TIMEOUT))
+        pool.note_fixable(slow, Outcome(OutcomeKind.TIMEOUT))
     assert slow not in left(pool)
 
 
