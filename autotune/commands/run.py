@@ -77,7 +77,7 @@ class RunSummary:
     folder: Path
     winner: Record | None
     verified: bool
-    ended: str  # reason for the end
+    ended: str  # sentence of the Stop
     interrupted: bool
     files: list[Path]
     lines: list[str]  # for display
@@ -448,7 +448,7 @@ def _summary(
         lines += [f"  {line}" for line in secrets_note(files)]
         counts = ", ".join(f"{count} {kind}" for kind, count in found.by_kind.most_common())
         trials, used = sum(found.by_kind.values()), format_duration(found.used_seconds)
-        lines.append(f"  {counted(trials, 'trial')}{f' ({counts})' if counts else ''} in {used}; {found.ended}")
+        lines.append(f"  {counted(trials, 'trial')}{f' ({counts})' if counts else ''} in {used}; {found.stop_sentence}")
         lines += [f"  {found.confidence}"] if found.confidence else []
     elif found.interrupted:
         lines = ["stopped before anything was measured"]
@@ -461,7 +461,7 @@ def _summary(
         setup.folder,
         found.winner,
         found.winner is not None and found.verified,
-        found.ended,
+        found.stop_sentence,
         found.interrupted,
         files,
         lines,

@@ -432,12 +432,14 @@ class StudyStore:
         self._call = key, Call(now(), budget_seconds)
         self._set(key, vars(self._call[1]))
 
-    def update_call(self, used_seconds: float, ended: str = "", confidence: str = "") -> None:
+    def update_call(self, used_seconds: float, stop_sentence: str = "", confidence: str = "") -> None:
         """Store the seconds that the current call used, the reason of its end, and the sentence of its `Confidence`."""
         if self._call is not None:
             key, call = self._call
             used = round(used_seconds, 1)
-            self._set(key, vars(dataclasses.replace(call, used_seconds=used, ended=ended, confidence=confidence)))
+            self._set(
+                key, vars(dataclasses.replace(call, used_seconds=used, ended=stop_sentence, confidence=confidence))
+            )
 
     def calls(self) -> list[Call]:
         """Return all calls in order."""

@@ -185,7 +185,7 @@ class Call:
     started: str
     budget_seconds: float
     used_seconds: float = 0.0
-    ended: str = ""  # reason; empty while the call runs, or after a SIGKILL
+    ended: str = ""  # sentence of the Stop; empty while the call runs, or after a SIGKILL
     confidence: str = ""  # sentence that bounds the speed of untried candidates; empty without a measurement
 
     @classmethod

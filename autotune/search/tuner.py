@@ -57,7 +57,7 @@ class SearchSummary:
 
     winner: Record | None
     verified: bool
-    ended: str  # reason
+    stop_sentence: str  # of the Stop
     interrupted: bool
     used_seconds: float
     by_kind: Counter[str] = field(default_factory=Counter)
@@ -101,7 +101,7 @@ class Tuner:
         return (best, self.leaderboard.measured[best][1]) if best else None
 
     def _due(self) -> int:
-        if self.leaderboard.measured.keys() == {self._own} and not self.trials.ended:
+        if self.leaderboard.measured.keys() == {self._own} and not self.trials.ended_trials:
             return 0  # a first candidate is worth more than a verification of that one
         return 2 if self.leaderboard.incumbent is not None else 1
 
@@ -119,7 +119,7 @@ class Tuner:
         self.trials.begin_call()
         self.store.begin_call(self.clock.budget_seconds)
         try:
-            ended, winner, verified = self._search_and_verify()
+            stop, winner, verified = self._search_and_verify()
         except (UserError, MachineError) as error:
             failing = StopReason.JOB_FAILS if isinstance(error, UserError) else StopReason.MACHINE_FAILS
             self.trials.save_call(failing.stop().sentence)
@@ -130,13 +130,13 @@ class Tuner:
             if self.references is not None and verified and self.references.run(winner.candidate):
                 self.store.set_winner(winner.number, "verified")  # its note compares the references
         if self.cancelled():
-            ended = StopReason.INTERRUPTED.stop()
+            stop = StopReason.INTERRUPTED.stop()
         self.store.note_skips(self.proposer.skips())
         left = self.proposer.confidence()
         confidence = left.sentence if left is not None else ""
-        used = self.trials.save_call(ended.sentence, confidence)
+        used = self.trials.save_call(stop.sentence, confidence)
         counts = self.store.finished
-        return SearchSummary(winner, verified, ended.sentence, self.cancelled(), used, counts, confidence)
+        return SearchSummary(winner, verified, stop.sentence, self.cancelled(), used, counts, confidence)
 
     def _search_and_verify(self) -> tuple[Stop, Record | None, bool]:
         """Search and verify until neither can improve the result.
@@ -147,16 +147,16 @@ class Tuner:
         Returns:
             The reason for the end, the winner, and whether it is verified.
         """
-        ended = self.loop.run()
+        stop = self.loop.run()
         while True:
             before = self.leaderboard.rejected
             winner, verified = self.verifier.run()
             learnt = self.leaderboard.rejected > before
             goes_on = not self.loop.parallel and self.loop.why_stop() is None
-            if goes_on and (learnt or (verified and ended.reason is StopReason.BUDGET_USED)):
-                ended = self.loop.run()
+            if goes_on and (learnt or (verified and stop.reason is StopReason.BUDGET_USED)):
+                stop = self.loop.run()
             elif verified or not learnt:
-                return ended, winner, verified
+                return stop, winner, verified
 
 
 # -- search loop -------------------------------------------------------------------------------------------------------
@@ -198,9 +198,9 @@ class SearchLoop:
             for executor in compress(self._beside, opened):
                 pool.submit(self._work_beside, executor)
             with self.workers.capture_failure(), self.workers.locked():
-                ended = self._work(self.executor)
+                stop = self._work(self.executor)
         self.workers.raise_failure()
-        return ended
+        return stop
 
     def _open(self, executor: Executor) -> bool:
         with self.workers.capture_failure(), suppress(Stopped):  # the user stopped the call
@@ -328,7 +328,7 @@ class TrialRecorder:
         self.failures = CallFailures(proposer, leaderboard)
         self.certifier = Certifier(proposer.job)
         self.peers = PeerTrials(store)
-        self.ended = 0  # trials of this search
+        self.ended_trials = 0  # of this search
 
     def replay_study(self) -> None:
         """Learn the outcomes of the study's earlier calls."""
@@ -350,14 +350,14 @@ class TrialRecorder:
         self.leaderboard.begin_call()
         self.proposer.begin_call()
 
-    def save_call(self, ended: str = "", confidence: str = "") -> float:
-        """Store the seconds used, how the call ended, and the sentence that bounds the speed of untried candidates.
+    def save_call(self, stop_sentence: str = "", confidence: str = "") -> float:
+        """Store the seconds used, the sentence of the stop, and the sentence that bounds the speed of untried candidates.
 
         Returns:
             The seconds as stored, so that the last line of a call and `show` agree.
         """
         used_seconds = round(self.clock.used_seconds, 1)
-        self.store.update_call(used_seconds, ended, confidence)
+        self.store.update_call(used_seconds, stop_sentence, confidence)
         self.observer.clock(used_seconds, self.clock.budget_seconds)
         return used_seconds
 
@@ -394,7 +394,7 @@ class TrialRecorder:
         self.peers.known.add(number)
         self.observer.trial_finished(number, candidate, role, outcome)
         self.save_call()
-        self.ended += 1
+        self.ended_trials += 1
         self.clock.note(candidate, outcome, role)
         self._learn(number, candidate, outcome, role)
         self.failures.take(candidate, outcome)

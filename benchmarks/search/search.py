@@ -95,7 +95,7 @@ def autotune(
     return {
         **judge(replay_table, executor, budget),
         "own_seconds": (time.perf_counter() - began) / trials,
-        "ended": result.ended,
+        "ended": result.stop_sentence,
         "used": result.used_seconds,
         "taken": taken,
         "bounds": bounds,

@@ -224,7 +224,7 @@ def test_one_that_cannot_be_opened_stops_them_all(replay_table: ReplayTable, mon
 def test_a_number_of_trials_is_everybodys(replay_table: ReplayTable) -> None:
     result, store = search(replay_table, [Slow(replay_table) for _ in range(4)], max_trials=7)
     assert sum(record.role == SEARCH for record in store.records()) == 7
-    assert result.ended == "--max-trials 7 reached"
+    assert result.stop_sentence == "--max-trials 7 reached"
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -32,7 +32,7 @@ def test_where_nothing_runs_the_search_ends_soon(replay_table: ReplayTable, kind
     assert len(executor.log.trials) <= 16
     assert result.used_seconds < 900
     if kind is OutcomeKind.OOM_DEVICE:
-        assert result.ended.startswith("nothing fits")
+        assert result.stop_sentence.startswith("nothing fits")
         assert len({c.stage for _, c, _ in executor.log.trials}) == 4, "each stage had its turn"
 
 
@@ -86,5 +86,5 @@ def test_where_no_offloading_runs_what_needs_none_is_found(replay_table: ReplayT
         return row if fits else Row(row.peak_gib + 5, None, row.startup_seconds, OutcomeKind.OOM_DEVICE)
 
     result, executor, _ = search(but(replay_table, little_fits), 400)
-    assert result.winner is not None, result.ended
+    assert result.winner is not None, result.stop_sentence
     assert sum(found is kind for _, _, found in executor.log.trials) <= 8

@@ -95,12 +95,12 @@ def test_a_second_call_goes_on_and_repeats_nothing(replay_table: ReplayTable) ->
 
 def test_max_trials_and_cancelling_end_it(replay_table: ReplayTable) -> None:
     result, _executor, _ = search(replay_table, 1800, max_trials=3)
-    assert result.ended == "--max-trials 3 reached"
+    assert result.stop_sentence == "--max-trials 3 reached"
     assert result.winner is not None
     calls = iter(range(100))
     result, _, _ = search(replay_table, 1800, cancelled=lambda: next(calls) > 4)
     assert result.interrupted
-    assert result.ended == "interrupted"
+    assert result.stop_sentence == "interrupted"
 
 
 class Scripted(ReplayExecutor):
@@ -288,7 +288,7 @@ def test_what_verification_leaves_goes_back_to_the_search(replay_table: ReplayTa
     roles = [record.role for record in store.records()]
     assert SEARCH in roles[roles.index(VERIFY) :]
     assert result.verified
-    assert result.ended == "budget used"
+    assert result.stop_sentence == "budget used"
     assert executor.now() <= 90
 
 
@@ -317,7 +317,7 @@ def test_a_machine_that_fails_later_ends_the_search_and_keeps_what_was_measured(
     broken = Outcome(OutcomeKind.INFRASTRUCTURE, reason="a GPU fell off the bus")
     executor = Scripted(replay_table, lambda count, c: broken if count > 3 else None)
     result, _, store = search(replay_table, 1800, executor=executor)
-    assert "the machine failed 3 times in a row" in result.ended
+    assert "the machine failed 3 times in a row" in result.stop_sentence
     assert result.winner is not None
     assert not result.verified
     assert sum(r.outcome.ok for r in store.records() if r.outcome) == 3
