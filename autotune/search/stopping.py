@@ -26,20 +26,23 @@ class StopReason(Enum):
     `Tuner.run` replaces any reason by INTERRUPTED if the user stopped the call. With `--parallel`, the reason of the first
     worker counts.
 
-    `StudyStore.update_call` stores the sentence with the call, and `autotune show` prints that of the last call. A
-    killed call has none. A call that ends before `Tuner.run`, such as in a script's probe run, is not stored.
+    `StudyStore.update_call` (`search/study.py`) stores the sentence with the call. `autotune run` prints it, `autotune
+    show` prints that of the last call, and `--json` of both contains it. A killed call has none. A call that ends before
+    `Tuner.run`, such as in a script's probe run, is not stored.
     """
 
-    # limits of the call: SearchLoop.why_stop, which reads Budget, CallFailures and SearchWorkers
+    # limits of the call: SearchLoop.why_stop (search/tuner.py), which reads Budget (search/budget.py), CallFailures
+    # (search/tuner.py) and SearchWorkers (search/concurrency.py)
     INTERRUPTED = "interrupted"
     BUDGET_USED = "budget used"
     MAX_TRIALS = "--max-trials {count} reached"
+    # never stored: SearchLoop.run raises the worker's exception, and Tuner.run stores a reason below for it
     WORKER_FAILED = "stopped: a trial beside it failed"
-    MACHINE_FAILED = "the machine failed {count} times in a row"
-    # an error that ends the call: CallFailures.take or the executor raises it, Tuner.run stores it
-    JOB_FAILS = "stopped: the job fails"
-    MACHINE_FAILS = "stopped: the machine fails"
-    # rules of the search: Proposer._decide and _small_gain; the last two: FallbackSchedule.stop
+    MACHINE_FAILED_REPEATEDLY = "the machine failed {count} times in a row"
+    # an error that ends the call: CallFailures.take (search/tuner.py) or the executor raises it, Tuner.run stores it
+    JOB_FAILS = "stopped: the job fails"  # any UserError, also of the executor, such as a fork server that died
+    MACHINE_ERROR = "stopped: the machine fails"  # any MachineError
+    # rules of the search: Proposer._decide and _small_gain; the last two: FallbackSchedule.stop (search/proposer.py)
     ALL_TRIED = "every candidate is tried or ruled out"
     NOTHING_BETTER = "nothing better in {count} trials, of which half were the sampler's (--exhaustive goes on)"
     SMALL_GAIN = "the predicted gain of going on is below {percent:g} % (--exhaustive goes on)"

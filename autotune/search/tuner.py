@@ -121,7 +121,7 @@ class Tuner:
         try:
             stop, winner, verified = self._search_and_verify()
         except (UserError, MachineError) as error:
-            failing = StopReason.JOB_FAILS if isinstance(error, UserError) else StopReason.MACHINE_FAILS
+            failing = StopReason.JOB_FAILS if isinstance(error, UserError) else StopReason.MACHINE_ERROR
             self.trials.save_call(failing.stop().sentence)
             raise
         if winner is not None:
@@ -266,7 +266,7 @@ class SearchLoop:
         if self.max_trials is not None and self._tried + len(self.workers.at_work) >= self.max_trials:
             return StopReason.MAX_TRIALS.stop(count=self.max_trials)
         if trials.failures.machine_fails:
-            return StopReason.MACHINE_FAILED.stop(count=trials.failures.machine_failures)
+            return StopReason.MACHINE_FAILED_REPEATEDLY.stop(count=trials.failures.machine_failures)
         least = clock.least_trial_seconds if trials.leaderboard.measured else 0.0
         return StopReason.BUDGET_USED.stop() if clock.left_seconds <= clock.reserve_seconds + least else None
 
