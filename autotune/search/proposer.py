@@ -224,12 +224,13 @@ class Proposer:
         if self.speed.pop(candidate, None) is not None:
             self._improved_at, self._audited = self._proposed, 0
 
-    def raise_fit_threshold(
+    def apply_verification_failure(
         self, candidate: Candidate, outcome: Outcome, searched: Measurement | None, share: float
     ) -> None:
-        """Lower the memory limit of the stage, and require a higher probability of fitting.
+        """Apply a verification that needed more memory than available.
 
-        The verification needed more memory than available. An OOM also excludes candidates.
+        The memory limit of the stage is lowered, and proposals need a higher probability of fitting. An OOM also excludes
+        candidates.
 
         Args:
             outcome: outcome of the verification.
@@ -244,7 +245,7 @@ class Proposer:
         self._groups.note_tight(at)
         self._answers[at] = 0.0, FAILED
         if searched is not None and outcome.kind is not OutcomeKind.OOM_HOST:
-            self._model.raise_fit_threshold(at, searched, share)
+            self._model.lower_memory_limit(at, searched, share)
 
     def at_least_as_large(self, candidate: Candidate, kind: OutcomeKind) -> set[Candidate]:
         """Return the candidates that need at least as much of the exhausted memory, including this one."""

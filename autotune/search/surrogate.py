@@ -180,7 +180,7 @@ class SpeedMemoryModel:
         self._table = None
         self._forecasts.clear()
 
-    def raise_fit_threshold(self, at: int, searched: Measurement, share: float) -> None:
+    def lower_memory_limit(self, at: int, searched: Measurement, share: float) -> None:
         """Lower a stage's memory limit after one of its candidates failed only in verification.
 
         Args:

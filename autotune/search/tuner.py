@@ -728,7 +728,7 @@ def apply_verification_result(
     over = verified is not None and verified.peak_bytes > proposer.hardware.ceiling_bytes
     # an OOM and allocator retries show only that the peak was too high
     share = proposer.hardware.ceiling_bytes / verified.peak_bytes if verified is not None and over else 1.0
-    proposer.raise_fit_threshold(candidate, outcome, searched[1] if searched else None, share)
+    proposer.apply_verification_failure(candidate, outcome, searched[1] if searched else None, share)
     if verified is None:
         leaderboard.deprioritize(proposer.at_least_as_large(candidate, outcome.kind))
     if searched is not None and outcome.kind is not OutcomeKind.OOM_HOST:
