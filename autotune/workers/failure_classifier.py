@@ -27,7 +27,7 @@ class FailureEvidence:
     device: str
     errors: list[dict[str, Any]] = field(default_factory=list)  # `error` messages in order of arrival
     statuses: dict[int, int] = field(default_factory=dict)  # rank -> exit code, negative for a signal
-    timed_out: str | None = None  # phase whose deadline passed, with its seconds
+    silence: str | None = None  # the missing heartbeat that ended the watch: phase and seconds
     phase: Phase = Phase.START
     peaks: MemoryPeaks = field(default_factory=MemoryPeaks)
     host_total_bytes: int = 0
@@ -72,7 +72,7 @@ def classify_failure(evidence: FailureEvidence) -> Outcome:
         return min(verdicts, key=lambda weighed: weighed[0])[1]
     if dead:
         return _classify_signal(min(dead), -evidence.statuses[min(dead)], evidence)
-    if late := evidence.timed_out:
+    if late := evidence.silence:
         return verdict(OutcomeKind.TIMEOUT, Source.SILENCE, f"no rank got on: {late}", f"deadline: {late}")
     if failed := [rank for rank, status in evidence.statuses.items() if status]:
         return _classify_status(min(failed), evidence.statuses[min(failed)], evidence)
@@ -129,7 +129,7 @@ def _weight(error: dict[str, Any], verdict: Outcome) -> tuple[int, int]:
 
 
 def is_memory_error(error: dict[str, Any], device: str) -> bool:
-    """Return True if an `error` message reports an OOM of the device or host, by the rules of `judge`."""
+    """Return True if an `error` message reports an OOM of the device or host, by the rules of `classify_failure`."""
     type_names = error.get("kinds") or []
     if not any(name in _RUNTIME_TYPES or name.endswith("OutOfMemoryError") for name in type_names):
         return False  # its text quotes an OOM

@@ -243,7 +243,7 @@ class LocalWorkers:
         return self._monitor.peaks().lost if self._monitor is not None else ""
 
     def is_progressing(self, waiting: set[int]) -> bool:
-        """Return True if the ranks make progress, given the ranks that others wait for."""
+        """Return True if the ranks make progress, given the ranks that wait in a collective."""
         known = self._known_pids()
         return self._liveness.made_progress(known.values(), [known[rank] for rank in waiting & known.keys()])
 

@@ -114,7 +114,7 @@ def test_the_exceptions_type_outranks_a_signal_and_a_text() -> None:
 
 
 def test_silence() -> None:
-    silent = FailureEvidence("cpu", statuses={0: 1}, timed_out="forward: nothing heard for 9 s", phase=Phase.FORWARD)
+    silent = FailureEvidence("cpu", statuses={0: 1}, silence="forward: nothing heard for 9 s", phase=Phase.FORWARD)
     assert classify_failure(silent) == expected_outcome(
         OutcomeKind.TIMEOUT,
         Phase.FORWARD,
@@ -122,7 +122,7 @@ def test_silence() -> None:
         "deadline: forward: nothing heard for 9 s",
         Source.SILENCE,
     )
-    died = FailureEvidence("cpu", statuses={0: -signal.SIGSEGV}, timed_out="forward: nothing heard for 9 s")
+    died = FailureEvidence("cpu", statuses={0: -signal.SIGSEGV}, silence="forward: nothing heard for 9 s")
     assert classify_failure(died).kind is OutcomeKind.CRASH, "a death explains the silence"
 
 

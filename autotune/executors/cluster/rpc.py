@@ -521,7 +521,7 @@ class RemoteWorkers:
         self._connection.send("look_anew")
 
     def is_progressing(self, waiting: set[int]) -> bool:
-        """Return True if the ranks make progress, given the ranks that others wait for."""
+        """Return True if the ranks make progress, given the ranks that wait in a collective."""
         if self._launching is not None:  # the launch waits for memory or forks; the agent's heartbeat proves life
             return not self.unreachable
         answer = self._ask("get_on", waiting=sorted(waiting & set(self.numbers)))
