@@ -1,4 +1,4 @@
-"""Ranks, the fork server and the tracer get by without any of the tuner's packages."""
+"""Ranks, the fork server and the tracer get by without any third-party package of the tuner."""
 
 import os
 import subprocess

@@ -38,7 +38,8 @@ from autotune.workers.gpu_memory import clock_limits, clock_mhz, make_meter
 from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
 from autotune.workers.host_workers import MultiHostLaunch
 from autotune.workers.launchers import IMPORT_SECONDS, Launcher
-from autotune.workers.memory_monitor import MemoryPeaks, Meter
+from autotune.workers.memory_monitor import Meter
+from autotune.workers.memory_peaks import MemoryPeaks
 from autotune.workers.protocol import Message
 
 # -- local -------------------------------------------------------------------------------------------------------------

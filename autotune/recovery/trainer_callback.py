@@ -3,7 +3,7 @@
 trainer = Trainer(..., callbacks=[StudyCallback("my-study")])
 
 The callback runs in the user's own training process, without `autotune launch`. Unlike a rank, this process needs the
-tuner's packages, because the callback opens the study with Optuna.
+tuner's third-party packages, because the callback opens the study with Optuna.
 """
 
 from __future__ import annotations

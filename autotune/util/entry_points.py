@@ -20,7 +20,10 @@ FORK_SERVER: Final = "autotune.workers.fork_server"  # imports once, forks ranks
 TRACER: Final = "autotune.predict.tracer"  # traces a model without a GPU
 HUB_READER: Final = "autotune.rank.hub_config"  # reads a model's config from the Hub
 SANDBOX: Final = "autotune.rank.sandbox"  # runs another one of these in a sandbox
-WITHOUT_SANDBOX: Final = "--unprotected"  # word after SANDBOX's folder: run it on a machine that offers none, too
-NOT_PROTECTED: Final = 96  # exit status of SANDBOX on such a machine without that word
 TRACKER: Final = "autotune.results.trackers"  # records trials with an experiment tracker
 RAY_DRIVER: Final = "autotune.executors.cluster.ray_driver"  # places agents on a Ray cluster
+
+# Interface of SANDBOX: a word after its folder that runs the module on a machine without a sandbox, too, and the exit
+# status on such a machine without that word.
+WITHOUT_SANDBOX: Final = "--unprotected"
+NOT_PROTECTED: Final = 96

@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.problem.outcome import Limit, Outcome, OutcomeKind, Phase, Source
 from autotune.util.units import GIB, KIB, MIB, format_bytes
-from autotune.workers.memory_monitor import FOREIGN_BYTES, MemoryPeaks
+from autotune.workers.memory_peaks import FOREIGN_BYTES, MemoryPeaks
 
 # -- failure kind ------------------------------------------------------------------------------------------------------
 #

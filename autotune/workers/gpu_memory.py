@@ -30,7 +30,8 @@ import psutil
 from autotune.problem.hardware import Hardware
 from autotune.problem.nvml import GpuError, GpuLost, holders, holders_text, memory, nvml_errors, open_nvml, own_memory
 from autotune.util.units import GIB, MIB, format_bytes
-from autotune.workers.memory_monitor import FOREIGN_BYTES, CpuMeter, MemoryPeaks, Meter
+from autotune.workers.memory_monitor import CpuMeter, Meter
+from autotune.workers.memory_peaks import FOREIGN_BYTES, MemoryPeaks
 
 HIDDEN = "processes that NVML does not show here"
 HIDDEN_FOREIGN_BYTES = GIB  # threshold if pids are hidden, because the figure includes late buffers of NCCL and CUDA

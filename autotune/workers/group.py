@@ -20,7 +20,8 @@ from autotune.workers.failure_classifier import UNEQUAL_COLLECTIVES, FailureEvid
 from autotune.workers.gpu_memory import attribute_hidden_usage
 from autotune.workers.host_workers import HostWorkers, LocalWorkers, MultiHostLaunch
 from autotune.workers.launchers import Launcher
-from autotune.workers.memory_monitor import MemoryPeaks, Meter, merged
+from autotune.workers.memory_monitor import Meter
+from autotune.workers.memory_peaks import MemoryPeaks, merged
 from autotune.workers.protocol import Message
 
 # -- group -------------------------------------------------------------------------------------------------------------

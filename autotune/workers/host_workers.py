@@ -24,7 +24,8 @@ from autotune.util.units import MIB
 from autotune.workers.failure_classifier import log_tail
 from autotune.workers.gpu_memory import make_meter
 from autotune.workers.launchers import Launcher
-from autotune.workers.memory_monitor import MemoryMonitor, MemoryPeaks, Meter
+from autotune.workers.memory_monitor import MemoryMonitor, Meter
+from autotune.workers.memory_peaks import MemoryPeaks
 from autotune.workers.process_tree import descendant_processes, end_ranks, processes
 from autotune.workers.protocol import Channel, Message
 

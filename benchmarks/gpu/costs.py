@@ -15,7 +15,8 @@ from typing import Any
 
 from autotune.predict.trace import traced_predictor
 from autotune.problem.candidate import Candidate
-from autotune.workers.memory_monitor import MemoryPeaks, Meter
+from autotune.workers.memory_monitor import Meter
+from autotune.workers.memory_peaks import MemoryPeaks
 from benchmarks.gpu.ground import EXPECTED, Ground, Row
 from benchmarks.gpu.rows import DEADLINE_SECONDS, as_row, beside, candidate, measure_spec, trial
 from benchmarks.trials.ranks import opened

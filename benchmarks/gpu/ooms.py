@@ -14,7 +14,7 @@ import yaml
 from autotune.problem.host_memory import host_available_bytes
 from autotune.util.units import GIB
 from autotune.workers.failure_classifier import FailureEvidence, classify_failure
-from autotune.workers.memory_monitor import MemoryPeaks
+from autotune.workers.memory_peaks import MemoryPeaks
 from benchmarks.gpu.ground import EXPECTED, Child, Ground, Row, run_child
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

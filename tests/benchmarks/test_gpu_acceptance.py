@@ -26,7 +26,8 @@ from autotune.problem.job import Job
 from autotune.problem.models import resolve_model
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.util.units import GIB, MIB
-from autotune.workers.memory_monitor import MemoryPeaks, Meter
+from autotune.workers.memory_monitor import Meter
+from autotune.workers.memory_peaks import MemoryPeaks
 from benchmarks.common import HERE, RESULTS, WIDTH
 from benchmarks.gpu import (
     gpu_acceptance,

@@ -11,7 +11,7 @@ from autotune.problem.job import Script
 from autotune.problem.outcome import Measurement, Outcome, OutcomeKind
 from autotune.util.units import GIB, MIB
 from autotune.workers.failure_classifier import FailureEvidence
-from autotune.workers.memory_monitor import MemoryPeaks
+from autotune.workers.memory_peaks import MemoryPeaks
 from tests.conftest import make_candidate, make_job
 
 ON_GPUS = named_hardware("rtx3090", 2)

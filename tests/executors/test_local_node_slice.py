@@ -19,7 +19,7 @@ from autotune.problem.outcome import Measurement, Outcome, OutcomeKind, Phase
 from autotune.results.export import slice_line
 from autotune.search.fingerprint import identity
 from autotune.search.study import StudyStore
-from autotune.workers.memory_monitor import MemoryPeaks
+from autotune.workers.memory_peaks import MemoryPeaks
 from tests.conftest import SCRIPTS, Bench, make_candidate, make_job
 from tests.tiny_training import TINY_RUN, trainer_words, write_trainers_config
 

@@ -10,7 +10,7 @@ import yaml
 from autotune.problem.outcome import Outcome, OutcomeKind, Phase, Source
 from autotune.util.units import GIB
 from autotune.workers.failure_classifier import FailureEvidence
-from autotune.workers.memory_monitor import MemoryPeaks
+from autotune.workers.memory_peaks import MemoryPeaks
 
 Failure = dict[str, Any]
 FAILURES: list[Failure] = yaml.safe_load((Path(__file__).parents[1] / "data" / "failures.yaml").read_text())

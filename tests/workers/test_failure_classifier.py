@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from autotune.problem.outcome import OutcomeKind, Phase, Source
 from autotune.util.units import GIB, MIB
 from autotune.workers.failure_classifier import FailureEvidence, classify_failure, is_memory_error, is_secondary
-from autotune.workers.memory_monitor import FOREIGN_BYTES, MemoryPeaks
+from autotune.workers.memory_peaks import FOREIGN_BYTES, MemoryPeaks
 from tests.workers.failures import expected_outcome
 
 CUDA_OOM = (

@@ -8,7 +8,7 @@ import pytest
 from autotune.problem.outcome import OutcomeKind, Phase, Source
 from autotune.util.units import GIB, MIB
 from autotune.workers.failure_classifier import UNEQUAL_COLLECTIVES, FailureEvidence, classify_failure, log_tail
-from autotune.workers.memory_monitor import MemoryPeaks
+from autotune.workers.memory_peaks import MemoryPeaks
 from tests.workers.failures import expected_outcome
 from tests.workers.test_failure_classifier import CPU_OOM, CUDA_OOM, error
 

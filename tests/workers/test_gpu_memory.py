@@ -14,7 +14,8 @@ from autotune.problem.nvml import GpuError, GpuLost
 from autotune.util.units import GIB
 from autotune.workers import gpu_memory as gpu_meter
 from autotune.workers.gpu_memory import NvmlMeter, attribute_hidden_usage, clock_limits, clock_mhz, make_meter
-from autotune.workers.memory_monitor import FOREIGN_BYTES, CpuMeter, MemoryMonitor, MemoryPeaks
+from autotune.workers.memory_monitor import CpuMeter, MemoryMonitor
+from autotune.workers.memory_peaks import FOREIGN_BYTES, MemoryPeaks
 from tests.conftest import wait_until
 from tests.fake_driver import FUNCTION_NOT_FOUND, GPU_IS_LOST, NO_PROCESS, NOT_SUPPORTED, Card, Driver, Slice
 

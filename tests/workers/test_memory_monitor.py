@@ -7,6 +7,7 @@ import pytest
 from autotune.util.linux import data_bytes
 from autotune.util.units import MIB
 from autotune.workers import memory_monitor
+from autotune.workers.memory_peaks import MemoryPeaks
 from tests.conftest import wait_until
 
 
@@ -15,7 +16,7 @@ class CountingMeter(memory_monitor.CpuMeter):
 
     samples = 0
 
-    def sample(self, pids: list[int], peaks: memory_monitor.MemoryPeaks) -> None:
+    def sample(self, pids: list[int], peaks: MemoryPeaks) -> None:
         super().sample(pids, peaks)
         self.samples += 1
 
@@ -54,7 +55,7 @@ class SlowMeter(memory_monitor.Meter):
     def sample_faster(self) -> None:
         self.close += 1
 
-    def sample(self, pids: list[int], peaks: memory_monitor.MemoryPeaks) -> None:
+    def sample(self, pids: list[int], peaks: MemoryPeaks) -> None:
         self.samples += 1
         peaks.used[0] = self.samples
         if self.hangs.is_set():

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from autotune.errors import Stopped, UserError
 from autotune.util.units import format_bytes
 from autotune.workers.failure_classifier import log_tail
-from autotune.workers.memory_monitor import MemoryPeaks
+from autotune.workers.memory_peaks import MemoryPeaks
 from autotune.workers.protocol import Message, Stream
 
 # -- output of ranks ---------------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ from autotune.search.fingerprint import _WATCHED, _WATCHED_PREFIXES
 from autotune.workers.failure_classifier import classify_failure
 from autotune.workers.gpu_memory import clock_mhz
 from autotune.workers.group import GroupPolicy, WatchEnd, WorkerGroup
-from autotune.workers.memory_monitor import MemoryPeaks, Meter, merged
+from autotune.workers.memory_monitor import Meter
+from autotune.workers.memory_peaks import MemoryPeaks, merged
 from tests.conftest import pid_lives, wait_until
 
 FAKE = "tests.workers.fake_rank"
