@@ -96,8 +96,8 @@ class CandidatePool:
     def observe(self, candidate: Candidate, outcome: Outcome) -> None:
         """Close the candidate, and exclude other candidates by its outcome.
 
-        The first host OOM of a candidate in parallel trials does not arrive here: `downgrade_first_failure`
-        (`search/tuner.py`) has it retried alone.
+        `downgrade_first_failure` (`search/tuner.py`) marks the first host OOM of a candidate in parallel trials as
+        interrupted, and only attributable outcomes are passed here. The candidate is retried alone.
         """
         self.close(candidate)
         if outcome.kind is OutcomeKind.OK:
