@@ -783,7 +783,7 @@ def _of_script(job: Job) -> tuple[float, bool, bool] | None:
 # Keys of `zero_optimization` that the formulas read, or that hardly change memory (deepspeed 0.19.8,
 # runtime/zero/config.py; `parameter_alignment` is 16 bytes per parameter). Any other key, also of a newer DeepSpeed,
 # counts as unread.
-_READ = set(
+_MODELLED_KEYS = set(
     (
         "stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
         "allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights "
@@ -795,8 +795,17 @@ _READ = set(
         "log_trace_cache_warnings enable_sanity_checks"
     ).split()
 )
-_READ_OFFLOAD = {"device", "nvme_path", "pin_memory", "ratio", "buffer_count", "buffer_size", "max_in_cpu", "fast_init"}
-_READ_OFFLOAD |= {"pipeline", "pipeline_read", "pipeline_write"}
+_MODELLED_OFFLOAD_KEYS = {
+    "device",
+    "nvme_path",
+    "pin_memory",
+    "ratio",
+    "buffer_count",
+    "buffer_size",
+    "max_in_cpu",
+    "fast_init",
+}
+_MODELLED_OFFLOAD_KEYS |= {"pipeline", "pipeline_read", "pipeline_write"}
 # Other sections that change what is kept of a model, an activation or a state.
 _SECTIONS = (
     "torch_autocast",
@@ -815,7 +824,8 @@ def unread_keys(config: dict[str, Any]) -> list[str]:
     """Return the dotted names of the keys that a config sets and that no formula reads."""
     found = []
     for section in ("", ".offload_optimizer", ".offload_param"):
-        path, read = f"zero_optimization{section}", _READ_OFFLOAD if section else _READ
+        path = f"zero_optimization{section}"
+        read = _MODELLED_OFFLOAD_KEYS if section else _MODELLED_KEYS
         entry = value_at(config, path)
         if isinstance(entry, dict):
             found += [f"{path}.{key}" for key, value in entry.items() if key not in read and _is_set(value)]

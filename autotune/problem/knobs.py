@@ -356,7 +356,7 @@ class ReadCondition:
     of: str | None = None  # the knob that it depends on, besides stage and offloading
 
     def __call__(self, knobs: Knobs) -> bool:
-        """Return True if the requirement holds for the knobs."""
+        """Return True if DeepSpeed reads the knob, given the other knobs."""
         return self.holds(knobs)
 
 

@@ -104,7 +104,7 @@ def test_offloading_pins_and_moves_all_unless_told_otherwise() -> None:
     optimizer, parameters = fields(DeepSpeedZeroOffloadOptimizerConfig), fields(DeepSpeedZeroOffloadParamConfig)
     pins = installed_deepspeed() >= PINS_BY_DEFAULT
     assert (optimizer["pin_memory"], optimizer["ratio"], parameters["pin_memory"]) == (pins, 1.0, pins)
-    assert {*optimizer, *parameters} - zero_memory._READ_OFFLOAD <= {"super_offload", "cpuadam_cores_perc"}
+    assert {*optimizer, *parameters} - zero_memory._MODELLED_OFFLOAD_KEYS <= {"super_offload", "cpuadam_cores_perc"}
 
 
 # Known, and in no formula: what they change was not worked out.
@@ -125,7 +125,7 @@ UNREAD = {
 }
 
 
-GONE = {"mics_shard_size", "mics_hierarchical_params_gather"}  # from newer ones; not in _READ, so unread, too
+GONE = {"mics_shard_size", "mics_hierarchical_params_gather"}  # from newer ones; not in _MODELLED_KEYS, so unread, too
 
 
 def test_every_key_of_zero_is_either_read_or_known_to_be_unread() -> None:
@@ -134,9 +134,9 @@ def test_every_key_of_zero_is_either_read_or_known_to_be_unread() -> None:
 
     its = set(fields(DeepSpeedZeroConfig))
     if installed_deepspeed() >= READ:
-        assert its - zero_memory._READ == UNREAD
-        assert zero_memory._READ - its == set()
-    assert its - zero_memory._READ <= UNREAD | GONE
+        assert its - zero_memory._MODELLED_KEYS == UNREAD
+        assert zero_memory._MODELLED_KEYS - its == set()
+    assert its - zero_memory._MODELLED_KEYS <= UNREAD | GONE
 
 
 def test_dtypes_are_written_as_deepspeed_writes_them() -> None:
