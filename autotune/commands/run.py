@@ -113,16 +113,16 @@ def run_study(
         NothingFits: no candidate is feasible.
         Stopped: the user stopped the tuner before the search began.
     """
-    clock, local = CallClock(), not request.executor.startswith("replay")
+    clock, uses_ranks = CallClock(), not request.executor.startswith("replay")
     confirm, ask = clock.stopped_by(confirm), clock.stopped_by(ask)
-    needed = () if not local else TRAINING if request.script or request.workload else NAMED_MODEL
+    needed = () if not uses_ranks else TRAINING if request.script or request.workload else NAMED_MODEL
 
     def print_line(text: str) -> None:
         if not quiet:
             # soft_wrap keeps paths in one piece
             console.print(text, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
-    known = remembered_python(request, ask) if local else None
+    known = remembered_python(request, ask) if uses_ranks else None
     python = ranks_python(request.python, print_line, needed=needed, remembered=known)
     with named_nodes(request, print_line, python) as nodes:
         return _run(accepted_table(run_setup(request, nodes, python), ask), clock, console, quiet, confirm)

@@ -1,11 +1,7 @@
 """Executor interface. The search loop does not depend on the implementation.
 
-To add an executor, implement `Executor` and `Session`; `executors/replay.py` is the shortest example.
-
-1. Accept its name in `_resolve_training` (`commands/setup.py`), and keep what it needs in `Setup`.
-2. Create it in `first_executor` (`commands/run.py`). `--parallel` creates only local executors (`parallel_executors`).
-3. Without rank processes, let `Setup.runs_ranks` (`commands/setup.py`) be false, and `local` in `run_study` (`commands/run.py`).
-4. Name it in the help of `Request.executor` (`commands/request.py`).
+To add an executor, implement `Executor` and `Session`; `executors/replay.py` is the shortest example. `CONTRIBUTING.md`
+("How to add an executor") has the steps.
 
 A scheduler or a connection to nodes is no executor. `LocalExecutor` starts its ranks through a `LaunchTarget`, which
 is a `Cluster` for `--hostfile`, `--executor slurm` and `--executor ray`. `CONTRIBUTING.md` ("How to add a transport")
