@@ -7,14 +7,18 @@ the ranks' processes, the owners are known. In a container that hides them, the 
 A peak reaches the database in these steps:
 
 1. The thread of `MemoryMonitor` (`workers/memory_monitor.py`) calls `NvmlMeter.sample`. The sample increases
-   `MemoryPeaks.used`, and `MemoryPeaks.grown` for hidden processes.
-2. `WorkerGroup.peaks` (`workers/group.py`) merges the peaks of all nodes.
-3. `measurement_of` (`executors/local.py`) copies `MemoryPeaks.worst` to `Measurement.nvml_peak_bytes`. Decisions use
+   `MemoryPeaks.used`, and `MemoryPeaks.grown` for hidden processes. On another node the agent does both.
+2. Each measurement first calls `WorkerGroup.reset_peaks` (`LocalSession._ask_measure`, `executors/local.py`). The peak of the
+   engine's start is therefore not stored, unless the start fails or loads a checkpoint to resume from.
+3. `WorkerGroup.peaks` (`workers/group.py`) merges the peaks of all nodes. `RemoteWorkers.peaks` (`executors/cluster/rpc.py`)
+   asks the agent of another node for its peaks.
+4. `measurement_of` (`executors/local.py`) copies `MemoryPeaks.worst` to `Measurement.nvml_peak_bytes`. Decisions use
    `Measurement.peak_bytes`, the maximum of `MemoryPeaks.used` and the ranks' own figures.
-4. A failed trial has no Measurement. `WorkerGroup.evidence` takes its peaks, and `_peak_of` (`executors/local.py`) sets
+5. A failed trial has no Measurement. `WorkerGroup.evidence` takes its peaks, and `_peak_of` (`executors/local.py`) sets
    `Outcome.peak_bytes`.
-5. `TrialRecorder.end` (`search/tuner.py`) passes the Outcome to `StudyStore.finish` (`search/study.py`). `trials.end`
-   (`search/trials.py`) stores its JSON as the user attribute `outcome` of the Optuna trial.
+6. `TrialRecorder.end` (`search/tuner.py`) passes the Outcome to `StudyStore.finish` (`search/study.py`). `trials.end`
+   (`search/trials.py`) stores its JSON as the user attribute `outcome` of the Optuna trial. The attribute `peak_gib` is a copy of
+   `peak_bytes` for the dashboard.
 """
 
 from __future__ import annotations
