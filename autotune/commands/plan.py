@@ -245,7 +245,7 @@ class CandidateGroups:
         self.sure = predictor.margins(table) >= SURE_SIGMAS
         self._gpu_short = np.maximum(0.0, table.sure - hardware.ceiling_bytes)
         own = host_bytes_per_node(0.0, hardware)
-        self._host = np.where(table.host > 0, table.host * hardware.per_node + own, 0.0)
+        self._host = np.where(table.host_bytes > 0, table.host_bytes * hardware.per_node + own, 0.0)
         self._host_short = np.maximum(0.0, self._host - hardware.host_memory_bytes)
 
     def closest(self, among: Iterable[int]) -> int:

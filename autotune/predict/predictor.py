@@ -389,13 +389,13 @@ class Predictor:
         c = prepared.columns
         rows = c.micro_batch * c.accumulation * self.job.data_ranks
         samples = rows * np.where(c.packed > 0, self._packed_rows, 1.0) / np.exp(log_step)
-        host = prepared.memory.host * float(np.exp(self._host.mean[0]))
+        host_bytes = prepared.memory.host * float(np.exp(self._host.mean[0]))
         if self.widening is not None and not self._seen:
             of_peak, of_step = self.widening(self.job, self.hardware, c)
             peak_sigma, allocated_sigma = of_peak * peak_sigma, of_peak * allocated_sigma
             log_sigma = of_step * log_sigma
         sizes = (peak, peak_sigma, allocated, allocated_sigma, needed)
-        return Table(*sizes, host, np.exp(log_step), log_sigma, samples)
+        return Table(*sizes, host_bytes, np.exp(log_step), log_sigma, samples)
 
     def _memory_table(self, prepared: Prepared) -> tuple[Floats, Floats, Floats, Floats, Floats]:
         """Return (peak, its sigma, allocated, its sigma, needed) in bytes, corrected by measured neighbours."""
@@ -420,7 +420,7 @@ class Predictor:
 
         Minus infinity if a candidate exceeds the host's limit.
         """
-        host_all = table.host * self.job.ranks / self.hardware.nodes  # bytes of one node
+        host_all = table.host_bytes * self.job.ranks / self.hardware.nodes  # bytes of one node
         under_it = (self.hardware.ceiling_bytes - table.needed) / table.peak_sigma
         return np.where(host_all <= host_limit_bytes(self.hardware), under_it, -np.inf)
 
@@ -559,7 +559,7 @@ class Table:
     allocated: Floats  # by torch
     allocated_sigma: Floats
     needed: Floats  # bytes of the card
-    host: Floats
+    host_bytes: Floats  # of a rank
     step: Floats
     step_sigma: Floats  # in the logarithm
     samples: Floats  # per second, all ranks together

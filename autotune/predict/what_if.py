@@ -140,9 +140,9 @@ class JobPredictions:
         """
         fits = self._sure
         if not offload:
-            fits = fits & (self.table.host == 0)
+            fits = fits & (self.table.host_bytes == 0)
         elif not any_host:
-            fits = fits & (self.table.host * self.hardware.per_node <= host_limit_bytes(self.hardware))
+            fits = fits & (self.table.host_bytes * self.hardware.per_node <= host_limit_bytes(self.hardware))
         return int(np.where(fits, self.table.samples, -np.inf).argmax()) if fits.any() else None
 
     def prediction(self, place: int) -> Prediction:

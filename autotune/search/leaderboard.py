@@ -50,7 +50,7 @@ class Leaderboard:
         self.resumed: dict[Candidate, Outcome] = {}  # outcome of the latest resume trial
         self._why_not: dict[Candidate, str] = {}  # reasons why candidates cannot win
         self._doubted: set[Candidate] = set()  # need at least as much memory as one with an OOM in verification
-        self._most_held: dict[int, float] = {}  # by stage: bytes in a search, from which on verification failed
+        self._most_allocated: dict[int, float] = {}  # by stage: bytes in a search, from which on verification failed
         self._turns: dict[Candidate, list[Measurement]] = {}  # verifications in this call
         self._earlier: dict[Candidate, Measured] = {}  # verifications of earlier calls
         self._new: set[Candidate] = set()  # measured in this call
@@ -148,9 +148,9 @@ class Leaderboard:
         """Rank these candidates last, because they will probably fail verification."""
         self._doubted.update(candidates)
 
-    def deprioritize_stage(self, stage: int, held: float) -> None:
+    def deprioritize_stage(self, stage: int, allocated_bytes: float) -> None:
         """Rank all candidates of the stage last that hold at least this many bytes in a search."""
-        self._most_held[stage] = min(held, self._most_held.get(stage, held))
+        self._most_allocated[stage] = min(allocated_bytes, self._most_allocated.get(stage, allocated_bytes))
 
     def verified_now(self, candidate: Candidate) -> bool:
         """Return True if this call has verified the candidate."""
@@ -160,8 +160,8 @@ class Leaderboard:
         """Return True if a measured candidate will probably fail verification."""
         if candidate in self.verified or candidate not in self.measured:
             return False
-        most = self._most_held.get(candidate.stage, math.inf)
-        return candidate in self._doubted or held_bytes(self.measured[candidate][1]) >= most
+        most = self._most_allocated.get(candidate.stage, math.inf)
+        return candidate in self._doubted or allocated_bytes(self.measured[candidate][1]) >= most
 
     @property
     def rejected(self) -> int:
@@ -304,7 +304,7 @@ class Leaderboard:
         return min(saving, key=lambda c: self.verified[c][1].peak_bytes, default=fastest)
 
 
-def held_bytes(measured: Measurement) -> int:
+def allocated_bytes(measured: Measurement) -> int:
     """Return allocated bytes if known, else the peak.
 
     The NVML peak includes the allocator's cache and is similar for many candidates.

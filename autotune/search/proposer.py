@@ -288,7 +288,7 @@ class Proposer:
             capacity, least = format_bytes(self.hardware.capacity_bytes), format_bytes(int(table.peak[beyond].min()))
             more = f"predicted to need more than the {capacity} of a device beyond the interval (the least {least})"
             counts[more] = int(beyond.sum())
-        if count := int((forecast.host & ~forecast.hopeless & self._available).sum()):
+        if count := int((forecast.host_hopeless & ~forecast.hopeless & self._available).sum()):
             counts["predicted to need more than the host's memory beyond the interval"] = count
         return counts
 
@@ -318,7 +318,7 @@ class Proposer:
             for way in self.knobs.turns(best, self._available, forecast.logs):
                 ahead[way.at], sigma[way.at] = self.knobs.effect(best, way, forecast.logs)
         fits = forecast.may_fit if claims else np.where(forecast.hopeless, 0.0, forecast.fits)
-        places = np.flatnonzero(self._available & (fits > 0) & ~forecast.host)
+        places = np.flatnonzero(self._available & (fits > 0) & ~forecast.host_hopeless)
         if not len(places):
             return 0.0, None
         ahead, fits = ahead[places], fits[places]
@@ -426,7 +426,7 @@ class Proposer:
             return None
         forecast = self._model.forecast()
         most = max(IMPLAUSIBLE, 1 + IMPLAUSIBLE_BYTES / self.hardware.capacity_bytes)
-        mask = self._available & self._coverage.uncovered() & (forecast.share < most) & ~forecast.host
+        mask = self._available & self._coverage.uncovered() & (forecast.share < most) & ~forecast.host_hopeless
         mask &= self._is_no_slower(forecast)
         if not mask.any():
             return None
@@ -515,7 +515,7 @@ class Proposer:
         if (best := self._best_at) is None:
             return []
         forecast = self._model.forecast()
-        believed = self._available & ~forecast.hopeless & ~forecast.host & (forecast.fits > SURE)
+        believed = self._available & ~forecast.hopeless & ~forecast.host_hopeless & (forecast.fits > SURE)
         return [way for way in self.knobs.turns(best, believed, forecast.logs) if not way.settled]
 
     def _turn_gain(self, way: KnobTurn) -> float:
@@ -554,7 +554,11 @@ class Proposer:
         """
         forecast = self._model.forecast()
         mask = (
-            self._available & self._coverage.uncovered() & ~forecast.hopeless & ~forecast.host & (forecast.fits > 0.5)
+            self._available
+            & self._coverage.uncovered()
+            & ~forecast.hopeless
+            & ~forecast.host_hopeless
+            & (forecast.fits > 0.5)
         )
         mask &= self._is_no_slower(forecast)
         if not mask.any():
@@ -573,7 +577,7 @@ class Proposer:
         The fallback applies after many failures, or if no candidate has fitted or is likely to fit.
         """
         forecast = self._model.forecast()
-        need = np.maximum(forecast.share, forecast.held)
+        need = np.maximum(forecast.share, forecast.host_share)
         at = self._fallback.next(self._available, need, believed=not self._model.memory.predictor_rejected)
         if at is None:
             return self._fallback.stop()
@@ -635,7 +639,7 @@ class Proposer:
             alive: candidates that the running engine can measure without a new start.
         """
         forecast = forecast or self._model.forecast()
-        barred = ~self._available | forecast.hopeless | forecast.host
+        barred = ~self._available | forecast.hopeless | forecast.host_hopeless
         startup = np.where(False if alive is None else alive, 0.0, self._costs.startup_seconds)
         seconds = self._costs.measuring_seconds(forecast.step, self._accumulation) + startup
         barred |= self._too_long(forecast, ~barred)
@@ -700,7 +704,7 @@ class Proposer:
         allowed = self._available.copy()
         if not self._model.predictor_rejected:
             forecast = self._model.forecast()
-            fitting = allowed & (forecast.fits > 0.5) & ~forecast.host
+            fitting = allowed & (forecast.fits > 0.5) & ~forecast.host_hopeless
             allowed = fitting if fitting.any() else allowed
         self._sampled += 1
         self._in_a_row += 1

@@ -67,9 +67,9 @@ class Forecast:
     fits: Floats  # probability that the peak stays under the ceiling
     may_fit: Floats  # the same, with no more trust in the spread of predicted peaks than measured peaks justify
     share: Floats  # predicted peak of a rank, as a share of the device's capacity
-    held: Floats  # predicted host memory of a node's ranks, as a share of their limit
+    host_share: Floats  # predicted host memory of a node's ranks, as a share of their limit
     hopeless: Flags  # the predicted peak exceeds the device's capacity by more than HOPELESS_SIGMAS
-    host: Flags  # the predicted host memory exceeds its limit by more than MOST_OF_HOST
+    host_hopeless: Flags  # the predicted host memory exceeds its limit by more than MOST_OF_HOST
 
 
 class SpeedMemoryModel:
@@ -262,20 +262,20 @@ class SpeedMemoryModel:
             logs, sigma = self._speeds.predict()
             step = table.samples * table.step / np.exp(logs)
         capacity = float(self.hardware.capacity_bytes)
-        held = self._held(table.host * self.job.ranks / self.hardware.nodes)
-        host, in_host = held > MOST_OF_HOST, np.ones(self._count)
+        host_share = self._host_share(table.host_bytes * self.job.ranks / self.hardware.nodes)
+        host_hopeless, in_host = host_share > MOST_OF_HOST, np.ones(self._count)
         if self._host_ran_out:  # before the first host OOM the memory estimate is used without an interval
-            in_host = normal_cdf(-np.log(np.maximum(held, 1e-9)) / self.predictor.host_sigma)
+            in_host = normal_cdf(-np.log(np.maximum(host_share, 1e-9)) / self.predictor.host_sigma)
         if self.memory.predictor_rejected and len(self._peaks):
             peak, spread = self._peaks.predict()
             fits = in_host * normal_cdf((np.log(self._measured_room) - peak) / spread)
             hopeless = np.zeros(len(peak), dtype=bool)
-            return Forecast(logs, sigma, step, fits, fits, np.exp(peak) / capacity, held, hopeless, host)
+            return Forecast(logs, sigma, step, fits, fits, np.exp(peak) / capacity, host_share, hopeless, host_hopeless)
         sigmas = (self._room - table.needed) / table.peak_sigma
         fits = in_host * normal_cdf(sigmas)
         may_fit = np.maximum(fits, in_host * self._tail_of_peaks(sigmas))
         hopeless = table.needed - HOPELESS_SIGMAS * table.peak_sigma > capacity
-        return Forecast(logs, sigma, step, fits, may_fit, table.needed / capacity, held, hopeless, host)
+        return Forecast(logs, sigma, step, fits, may_fit, table.needed / capacity, host_share, hopeless, host_hopeless)
 
     def _tail_of_peaks(self, sigmas: Floats) -> Floats:
         """Return the probability of an error below so many predicted standard deviations of a peak, (n,).
@@ -288,7 +288,7 @@ class SpeedMemoryModel:
         spread = math.sqrt((PRIOR_PEAKS + sum(z * z for z in self._peak_surprises)) / degrees)
         return student_cdf(sigmas / max(1.0, spread), degrees)
 
-    def _held(self, kept: Floats) -> Floats:
+    def _host_share(self, kept: Floats) -> Floats:
         """Return the predicted host memory of each candidate, as a share of what a node has, (n,).
 
         Two limits apply, and the larger share counts:

@@ -36,7 +36,14 @@ from autotune.script.profile import own_candidate
 from autotune.search.budget import LEAST_REFERENCE_BUDGET, REFERENCE_SHARE, Budget
 from autotune.search.certificate import Certifier
 from autotune.search.concurrency import PeerTrials, SearchWorkers
-from autotune.search.leaderboard import NOT_VERIFIED, Leaderboard, Measured, first_of_calls, held_bytes, reference_name
+from autotune.search.leaderboard import (
+    NOT_VERIFIED,
+    Leaderboard,
+    Measured,
+    allocated_bytes,
+    first_of_calls,
+    reference_name,
+)
 from autotune.search.proposer import TRIAL_SHARE, Proposal, Proposer
 from autotune.search.stopping import Stop, StopReason
 from autotune.search.study import StudyStore
@@ -732,7 +739,7 @@ def apply_verification_result(
     if verified is None:
         leaderboard.deprioritize(proposer.at_least_as_large(candidate, outcome.kind))
     if searched is not None and outcome.kind is not OutcomeKind.OOM_HOST:
-        leaderboard.deprioritize_stage(candidate.stage, share * held_bytes(searched[1]))
+        leaderboard.deprioritize_stage(candidate.stage, share * allocated_bytes(searched[1]))
     for other in filter(leaderboard.is_deprioritized, list(proposer.speed)):
         proposer.drop_from_best(other)
 

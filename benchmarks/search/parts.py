@@ -127,7 +127,7 @@ class Ignorant(Predictor):
             allocated=half,
             allocated_sigma=width,
             needed=half,
-            host=nothing,
+            host_bytes=nothing,
             step=samples,
             step_sigma=one,
             samples=one,

@@ -43,9 +43,9 @@ def test_what_ranks_held_counts_with_what_they_pinned() -> None:
 def test_the_predictor_learns_of_it() -> None:
     job, candidate = make_job(), make_candidate(3, 1, offload_optimizer="cpu")
     predictor = traced_predictor(job, named_hardware("a100-80gb", job.ranks))
-    before = predictor.table([candidate]).host[0]
+    before = predictor.table([candidate]).host_bytes[0]
     small = dataclasses.replace(predictor.hardware, host_memory_bytes=int(4 * before) + 4 * GIB)
     for kind, more in ((OutcomeKind.OOM_HOST, True), (OutcomeKind.OOM_DEVICE, False)):
         learnt = Predictor(job, small, predictor.trace)
         learnt.observe(candidate, Outcome(kind))
-        assert bool(learnt.table([candidate]).host[0] > before) is more
+        assert bool(learnt.table([candidate]).host_bytes[0] > before) is more

@@ -353,7 +353,7 @@ def test_host_memory_of_published_runs() -> None:
         trace = closed_form_trace(job, "sizes are enough")
         predictor = Predictor(job, named_hardware("rtx4090", 4, host_memory_bytes=500 * 10**9), trace)
         table = predictor.table([candidate])
-        found[model] = (4 * table.host[0], 8 * sum(trace.parameters), bool(predictor.fits(table)[0]))
+        found[model] = (4 * table.host_bytes[0], 8 * sum(trace.parameters), bool(predictor.fits(table)[0]))
     host, states, fits = found["qwen2.5-14b"]
     assert 0.85 < (host - states) / (256.66 * GIB) < 1, "the rest is the system's and that of four processes"
     assert fits

@@ -107,14 +107,14 @@ SAVING = [make_candidate(2, 1), make_candidate(3, 1), make_candidate(3, 1, offlo
 
 
 def of_hosts(share: float, device: str = "cuda", **changes: Any) -> tuple[list[float], list[bool]]:
-    """(held, host) of the forecast, where a host has that share of the weights' bytes; two ranks on each of two nodes."""
+    """(host_share, host_hopeless) of the forecast, where a host has that share of the weights' bytes; two ranks on each of two nodes."""
     job = make_job(4, precision="bf16", seq_len=SEQ_LEN, **changes)
     trace = recorded_trace(job)
     weights = 2 * sum(trace.parameters)
     two = named_hardware("a100-80gb", 4, nodes=2, host_memory_bytes=int(share * weights))
     two = dataclasses.replace(two, device=device)
     forecast = SpeedMemoryModel(Predictor(job, two, trace), SAVING).forecast()
-    return forecast.held.tolist(), forecast.host.tolist()
+    return forecast.host_share.tolist(), forecast.host_hopeless.tolist()
 
 
 def test_a_host_that_cannot_hold_the_weights_saves_nothing_of_stage_3() -> None:

@@ -266,7 +266,7 @@ def judge_candidates(
         cells = tuple(Cell.RULED_OUT if candidate in culprits else Cell.UNKNOWN for candidate in candidates)
         return JudgedCandidates(cells, culprits, None, (False,) * len(candidates))
     table = predictor.table(candidates)
-    host = table.host * hardware.count / hardware.nodes > host_limit_bytes(hardware)
+    host = table.host_bytes * hardware.count / hardware.nodes > host_limit_bytes(hardware)
     cells = tuple(
         Cell.RULED_OUT if candidate in culprits else Cell.PREDICTED if fits else Cell.TOO_MUCH
         for candidate, fits in zip(candidates, predictor.fits(table).tolist(), strict=True)
