@@ -532,7 +532,7 @@ class Tighter(ReplayExecutor):
 
     def __init__(self, replay_table: ReplayTable, cut: float, fails: Callable[[Candidate], Outcome | None]) -> None:
         super().__init__(replay_table)
-        self.most_gib, self.fails, self.failed = cut * self._hardware.memory_bytes / GIB, fails, list[Candidate]()
+        self.most_gib, self.fails, self.failed = cut * self.hardware.memory_bytes / GIB, fails, list[Candidate]()
 
     def session(self, candidate: Candidate, name: str, patience: float = 1.0) -> ReplaySession:
         outer = self
