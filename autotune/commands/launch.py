@@ -19,21 +19,13 @@ from autotune.errors import NothingFits, UserError, one_line
 from autotune.predict.trace import traced_predictor
 from autotune.predict.what_if import published_widening
 from autotune.problem.candidate import ACCUMULATION, ALLOCATOR_VARIABLES, MICRO_BATCH, Candidate
-from autotune.problem.ds_config import BATCH, global_batch_of, read_config
+from autotune.problem.ds_config import BATCH, global_batch_of, read_config, value_at
 from autotune.problem.hardware import Hardware, detect
 from autotune.problem.job import Job, Script
 from autotune.recovery.ladder import Rung, ladder_path, recovery_ladder, stored_ladder, write_ladder
 from autotune.recovery.supervisor import LaunchSummary, Supervisor, check_script
 from autotune.results.report.html import AttemptShown, TrainingReport, training_page, write_page
-from autotune.script.argument_files import (
-    argument_names,
-    find_key,
-    knob_values,
-    launcher_file,
-    own_config,
-    own_files,
-    value_at,
-)
+from autotune.script.argument_files import argument_names, find_key, knob_values, launcher_file, own_config, own_files
 from autotune.script.argument_writer import with_declared_files
 from autotune.script.command_line import ACCELERATE, framework_of
 from autotune.script.parse_command import launchers_config

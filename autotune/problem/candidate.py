@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.problem.ds_config import in_new_names
+from autotune.problem.ds_config import in_new_names, value_at
 from autotune.problem.import_time_env import ALLOCATOR_VARIABLES
 from autotune.problem.job import Job, Script, parse_lora, under_lightning
 from autotune.problem.knobs import (
@@ -197,11 +197,9 @@ class Candidate:
         if job.script is not None and under_lightning(job.script):
             config.pop(ACCUMULATION, None)  # Lightning raises if a config has this key; its Trainer passes the value
         for precision in ("bf16", "fp16"):
-            section = config.get(precision)
-            if precision == job.precision:
-                config[precision] = {**(section if isinstance(section, dict) else {}), "enabled": True}
-            elif section is not None:
-                config[precision] = {**(section if isinstance(section, dict) else {}), "enabled": False}
+            section, used = config.get(precision), precision == job.precision
+            if used or section is not None:
+                config[precision] = {**(section if isinstance(section, dict) else {}), "enabled": used}
         return config
 
     def environment(self, own: Mapping[str, str]) -> dict[str, str]:
@@ -254,9 +252,7 @@ def settings_of(config: dict[str, Any]) -> dict[str, Value]:
     config = in_new_names(config)
     found: dict[str, Value] = {}
     for name, knob in KNOBS.items():
-        value: Any = config if knob.path else None
-        for part in (knob.path or "").split("."):
-            value = value.get(part) if isinstance(value, dict) else None
+        value = value_at(config, knob.path.split(".")) if knob.path else None
         if isinstance(value, float) and knob.kind is not float:
             value = int(value) if value.is_integer() else None  # 5e8
         if isinstance(value, bool | int | float | str) and value != "auto":

@@ -14,10 +14,8 @@ from typing import Any
 from autotune.problem.job import Job
 
 MEMORY = "probe.json"  # file in a study's folder: findings of its script's probe run
-SOURCES = (
-    # key of a profile and of a fingerprint: digests by path; paths below the call's folder are relative to it
-    "sources"
-)
+# key of a profile and of a fingerprint: digests by path; paths below the call's folder are relative to it
+SOURCES = "sources"
 # types of files that a script reads and that affect its training
 CONFIGS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".py")
 MOST_BYTES = 1 << 20  # bytes of such a file; larger ones are data
