@@ -55,6 +55,7 @@ from autotune.search.trials import (
     withdraw,
     without_garbage_collection,
 )
+from autotune.util.bounds import known_fields
 from autotune.util.interpreter import OWN, Interpreter, other_python
 
 if TYPE_CHECKING:
@@ -574,9 +575,8 @@ def name_of_call(before: int, tuner: str) -> str:
 
 def calls_in(attributes: Mapping[str, Any]) -> list[Call]:
     """Return every call so far, in order; fields of a newer version are dropped."""
-    known = {field.name for field in dataclasses.fields(Call)}
     each = [attributes[key] for key in sorted(attributes) if key.startswith(_CALL)]
-    return [Call(**{name: value for name, value in call.items() if name in known}) for call in each]
+    return [Call(**known_fields(Call, call)) for call in each]
 
 
 def _stored_name(name: str, database: optuna.storages.BaseStorage) -> str:

@@ -6,6 +6,7 @@ before it is used.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import json
@@ -13,7 +14,7 @@ import math
 import os
 import select
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,22 @@ PIPE_SECONDS = 60.0  # for the writers of a pipe
 _READ_BYTES = 2**20  # at a time
 _MOST_DEPTH = 200
 _SHOWN = 60  # characters of a value in a message
+
+
+def known_fields(kind: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass that JSON data has. Fields of a newer version are dropped."""
+    names = {one.name for one in dataclasses.fields(kind)}
+    return {name: value for name, value in data.items() if name in names}
+
+
+def used_fields(one: Any, always: Collection[str]) -> dict[str, Any]:
+    """Return a dataclass as JSON data, without fields that have their default.
+
+    Args:
+        always: fields that are kept in any case.
+    """
+    data, fields = dataclasses.asdict(one), dataclasses.fields(one)
+    return {each.name: data[each.name] for each in fields if each.name in always or data[each.name] != each.default}
 
 
 def display_value(value: object) -> str:
