@@ -45,7 +45,7 @@ from autotune.results.plan import (
 )
 from autotune.results.report import figures
 from autotune.results.report.build import predicted_bar, reclaimed_memory_note
-from autotune.results.report.figures import Axis, Plot, size_axis, unit_of
+from autotune.results.report.figures import Axis, Plot, size_axis
 from autotune.results.report.knob_effects import value_text
 from autotune.results.report.model import Bars, Cell, StudyReport, Trial, TrialPrediction
 from autotune.util.files import cannot_write, write_atomically
@@ -412,10 +412,10 @@ class TrainingReport:
         return found
 
 
-def _clock(report: TrainingReport) -> tuple[Axis, float]:
+def _clock(report: TrainingReport) -> Axis:
     whole = max(sum(one.seconds for one in report.attempts), 1e-3)
     unit, word = (3600.0, "hours") if whole >= 7200 else (60.0, "minutes") if whole >= 180 else (1.0, "seconds")
-    return Axis(f"time ({word})", 0.0, whole / unit, lambda v: f"{v:.4g}"), unit
+    return Axis(f"time ({word})", 0.0, whole, lambda v: f"{v:.4g}", unit=unit)
 
 
 def over_time(report: TrainingReport) -> list[Markup]:
@@ -423,7 +423,7 @@ def over_time(report: TrainingReport) -> list[Markup]:
     courses = report.points
     if not any(courses):
         return []
-    clock, unit = _clock(report)
+    clock = _clock(report)
     highest = max(size for course in courses for _, _, size in course)
     bytes_axis = size_axis("memory of the worst rank", 0.0, 1.06 * max(highest, report.capacity_bytes))
     most = max(steps for course in courses for _, steps, _ in course)
@@ -435,8 +435,7 @@ def over_time(report: TrainingReport) -> list[Markup]:
         bytes_axis,
         height=200,
     )
-    scale = unit_of(bytes_axis)
-    memory.level(report.capacity_bytes / scale, "capacity", "capacity")
+    memory.level(report.capacity_bytes, "capacity", "capacity")
     steps = Plot(
         "steps-course",
         "Steps over time",
@@ -445,12 +444,12 @@ def over_time(report: TrainingReport) -> list[Markup]:
         Axis("steps of all attempts", 0.0, 1.06 * max(most, 1), lambda v: f"{v:.4g}"),
         height=200,
     )
-    for plot, at, by in ((memory, 2, scale), (steps, 1, 1.0)):
+    for plot, at in ((memory, 2), (steps, 1)):
         ended = 0.0
         for attempt, course in zip(report.attempts, courses, strict=True):
             ended += attempt.seconds
             for before, after in pairwise(course):
-                plot.line(before[0] / unit, before[at] / by, after[0] / unit, after[at] / by, "series")
+                plot.line(before[0], before[at], after[0], after[at], "series")
             if attempt is not report.attempts[-1]:
-                plot.upright(ended / unit, "ended", f"end of attempt {report.attempts.index(attempt) + 1}")
+                plot.upright(ended, "ended", f"end of attempt {report.attempts.index(attempt) + 1}")
     return [memory.html(), steps.html()]
