@@ -10,7 +10,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from autotune._version import __version__
 from autotune.commands.environment import SCHEDULERS, TRAINING, Nodes, named_nodes, ranks_python
 from autotune.commands.request import Request
 from autotune.commands.setup import FREE, LaunchSetup, PlanSetup, launch_setup
@@ -174,7 +173,6 @@ def _write_page(
                 lines=tuple(summary.lines()),
                 attempts=tuple(AttemptShown(**dataclasses.asdict(one)) for one in summary.attempts),
                 ladder=tuple((str(rung.candidate), rung.measured, rung.peak_bytes) for rung in training.ladder),
-                version=__version__,
             )
         )
         write_page(page, path)

@@ -28,7 +28,7 @@ from autotune.results.export import export_store
 from autotune.results.output_files import check_out
 from autotune.results.plan import Plan
 from autotune.results.report.build import SearchedSpace, study_report, without_secrets
-from autotune.results.report.html import plan_page, plan_report, study_page, write_page
+from autotune.results.report.html import plan_page, study_page, write_page
 from autotune.search.storage import failures_in_one_line, output_file
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, SEARCH, VERIFY, Record, without_garbage_collection
@@ -112,7 +112,7 @@ def write_plan(plans: list[Plan], out: Path) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    write_page(plan_page(plan_report(plans)), out)
+    write_page(plan_page(plans), out)
 
 
 def open_in_browser(path: Path) -> bool:

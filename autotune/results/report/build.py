@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from autotune._version import __version__
 from autotune.executors.cluster.transports import hostfile_of
 from autotune.masking import MASK, masked, masked_data
 from autotune.predict.predictor import SIGMAS, Prediction, Predictor
@@ -103,7 +102,6 @@ def study_report(
         model=job.model.name,
         job=job.summary,
         machine=str(hardware),
-        device=hardware.device,
         capacity_bytes=hardware.capacity_bytes,
         ceiling_bytes=hardware.ceiling_bytes,
         headroom=hardware.headroom,
@@ -134,7 +132,6 @@ def study_report(
             f"{one.get('at', '')}: {'; '.join(one.get('differences', []))}"
             for one in store.attributes.get("forced", [])
         ),
-        version=__version__,
     )
 
 
@@ -345,17 +342,14 @@ def _gain(over: str, other: Candidate, ratio: SpeedRatio, detail: str = "") -> M
 
 
 def _clock(store: StudyStore, records: Sequence[Record]) -> TimeUse:
-    spent = dict.fromkeys(
-        (
-            "measured steps of trials that ran",
-            "starting and warming up engines of trials that ran",
-            "trials that ran out of memory",
-            "trials that failed or were cut short",
-            "verifying and resuming the winner",
-        ),
-        0.0,
+    names = (
+        "measured steps of trials that ran",
+        "starting and warming up engines of trials that ran",
+        "trials that ran out of memory",
+        "trials that failed or were cut short",
+        "verifying and resuming the winner",
     )
-    names = list(spent)
+    spent = dict.fromkeys(names, 0.0)
     for record in records:
         outcome = record.outcome
         if outcome is None or record.role == TRAINING:
@@ -370,10 +364,9 @@ def _clock(store: StudyStore, records: Sequence[Record]) -> TimeUse:
     calls = tuple(
         (call.started, call.used_seconds, call.budget_seconds, call.ended or "not ended") for call in store.calls()
     )
-    used = sum(call[1] for call in calls)
-    other = used - sum(spent.values())
+    other = sum(call[1] for call in calls) - sum(spent.values())
     parts = [*spent.items(), ("between trials: imports, choosing, a script's first run", max(0.0, other))]
-    return TimeUse(calls, used, tuple((name, seconds) for name, seconds in parts if seconds > 0))
+    return TimeUse(calls, tuple((name, seconds) for name, seconds in parts if seconds > 0))
 
 
 def _facts(store: StudyStore) -> tuple[tuple[str, str], ...]:

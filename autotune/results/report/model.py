@@ -173,7 +173,6 @@ class TimeUse:
     """Use of a study's time, in seconds."""
 
     calls: tuple[tuple[str, float, float, str], ...]  # (started, used, budget, reason for its end)
-    used_seconds: float
     spent: tuple[tuple[str, float], ...]  # by cause, in order
 
 
@@ -241,7 +240,6 @@ class StudyReport:
     model: str
     job: str
     machine: str
-    device: str
     capacity_bytes: int
     ceiling_bytes: int
     headroom: float
@@ -262,4 +260,3 @@ class StudyReport:
     space: str  # its YAML
     fingerprint: dict[str, Any] = field(default_factory=dict)
     forced: tuple[str, ...] = ()  # differences that --force accepted
-    version: str = ""  # version of autotune
