@@ -35,7 +35,7 @@ from autotune.results.console import (
     train_with,
 )
 from autotune.results.export import deepspeed_config, environment_of, lossy_settings, slice_line, training_changes
-from autotune.results.report.knob_effects import effects_of_knobs, judge_candidates, value_text
+from autotune.results.report.knob_effects import Judgement, effects_of_knobs, judge_candidates, value_text
 from autotune.results.report.model import (
     Accuracy,
     Bar,
@@ -561,12 +561,8 @@ def _measured_bar(measured: Measurement, hardware: Hardware) -> Bar:
 MOST_COLUMNS = 16
 MOST_IN_A_SQUARE = 12  # candidates checked in an untried square, which may have thousands
 MOST_LOOKED_AT = 50_000  # candidates of the space; two million would take a minute
-_FROM_TRIALS = {  # most certain knowledge first
-    Status.FITS: Cell.FITS,
-    Status.ABOVE: Cell.ABOVE,
-    Status.RAN_OUT: Cell.RAN_OUT,
-    Status.FAILED: Cell.FAILED,
-}
+# a trial with one of these tells about its square; most certain knowledge first
+_TELLING = (Status.FITS, Status.ABOVE, Status.RAN_OUT, Status.FAILED)
 _Row = tuple[int, bool, str, str]
 _Place = tuple[_Row, int]
 
@@ -597,9 +593,9 @@ def memory_map(
         candidates: the whole space; empty if it can no longer be read.
         predictor: calibrated; without one, untried squares stay unknown.
     """
-    tried: dict[_Place, list[tuple[Candidate, Trial]]] = defaultdict(list)
+    tried: dict[_Place, list[Trial]] = defaultdict(list)
     for candidate, found in trials.items():
-        tried[_row(candidate), candidate.micro_batch] += [(candidate, trial) for trial in found]
+        tried[_row(candidate), candidate.micro_batch] += found
     untried: dict[_Place, list[Candidate]] = defaultdict(list)
     stride = -(-len(candidates) // MOST_LOOKED_AT) or 1
     for candidate in candidates[::stride]:
@@ -647,23 +643,23 @@ def _some(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list(candidates[::step])
 
 
-def _of_trials(found: Sequence[tuple[Candidate, Trial]]) -> Square | None:
+def _of_trials(found: Sequence[Trial]) -> Square | None:
     """Build a square from its trials; None if they give no information."""
-    best = next((status for status in _FROM_TRIALS if any(trial.status is status for _, trial in found)), None)
-    if best is None:
+    telling = [trial for trial in found if trial.status in _TELLING]
+    if not telling:
         return None
-    telling = [(candidate, trial) for candidate, trial in found if trial.status in _FROM_TRIALS]
-    counts = Counter(trial.status for _, trial in telling)
-    peaks = [trial.peak_bytes for _, trial in telling if trial.measured and trial.peak_bytes]
-    phases = tuple(sorted({trial.phase for _, trial in telling if trial.status is Status.RAN_OUT}))
-    ranks = sorted({trial.rank for _, trial in telling if trial.status is Status.RAN_OUT and trial.rank is not None})
+    counts = Counter(trial.status for trial in telling)
+    peaks = [trial.peak_bytes for trial in telling if trial.measured and trial.peak_bytes]
+    phases = tuple(sorted({trial.phase for trial in telling if trial.status is Status.RAN_OUT}))
+    ranks = sorted({trial.rank for trial in telling if trial.status is Status.RAN_OUT and trial.rank is not None})
     parts = [f"{many} {status.value}" for status, many in counts.items()]
     parts += [f"in {' and '.join(phases)}"] if phases else []
     parts += [f"on rank {', '.join(str(rank) for rank in ranks)}"] if ranks else []
     parts += [f"least peak {format_bytes(min(peaks))}"] if peaks else []
-    told = f"{'; '.join(parts)} (trials {', '.join(str(trial.number) for _, trial in telling)})"
-    numbers = tuple(trial.number for _, trial in telling)
-    return Square(_FROM_TRIALS[best], min(peaks, default=None), phases, told, numbers)
+    numbers = tuple(trial.number for trial in telling)
+    told = f"{'; '.join(parts)} (trials {', '.join(map(str, numbers))})"
+    best = min(counts, key=_TELLING.index)
+    return Square(Cell(best.value), min(peaks, default=None), phases, told, numbers)
 
 
 def _judged(
@@ -678,27 +674,22 @@ def _judged(
         return {}
     ran_out = [c for c, found in trials.items() if any(trial.lacks_memory_on(hardware) for trial in found)]
     known = judge_candidates(flat, ran_out, hardware, predictor)
-    squares: dict[_Place, Square] = {}
-    at = 0
-    for place, found in asked.items():
-        mine = range(at, at + len(found))
-        at += len(found)
-        free = [i for i in mine if known.cells[i] is not Cell.RULED_OUT]
-        if not free:
-            why = f"needs no less memory than {known.culprits[found[0]]}, which ran out"
-            squares[place] = Square(Cell.RULED_OUT, tooltip=f"not tried: {why}")
-            continue
-        if known.table is None:
-            squares[place] = Square(Cell.UNKNOWN, tooltip="not tried")
-            continue
-        fitting = [i for i in free if known.cells[i] is Cell.PREDICTED]
-        sizes = known.table.needed  # the allocator returns further cached blocks before an OOM
-        least = min(fitting or free, key=lambda i: float(sizes[i]))
-        size = float(sizes[least])
-        what = "main memory" if not fitting and known.over_host[least] else f"{format_bytes(size)} needed at least"
-        cell = Cell.PREDICTED if fitting else Cell.TOO_MUCH
-        squares[place] = Square(cell, size, tooltip=f"{cell.value} ({what})")
-    return squares
+    return {place: _summed_up([known[candidate] for candidate in found]) for place, found in asked.items()}
+
+
+def _summed_up(judged: Sequence[Judgement]) -> Square:
+    """Build a square from the judgements of its candidates."""
+    free = [one for one in judged if one.cell is not Cell.RULED_OUT]
+    if not free:
+        why = f"needs no less memory than {judged[0].culprit}, which ran out"
+        return Square(Cell.RULED_OUT, tooltip=f"not tried: {why}")
+    if free[0].cell is Cell.UNKNOWN:
+        return Square(Cell.UNKNOWN, tooltip="not tried")
+    fitting = [one for one in free if one.cell is Cell.PREDICTED]
+    least = min(fitting or free, key=lambda one: one.needed_bytes)
+    size = least.needed_bytes  # the allocator returns further cached blocks before an OOM
+    what = "main memory" if not fitting and least.lacks_host_memory else f"{format_bytes(size)} needed at least"
+    return Square(least.cell, size, tooltip=f"{least.cell.value} ({what})")
 
 
 # -- secrets -------------------------------------------------------------------------------------------------------------
