@@ -119,8 +119,8 @@ _SECTIONS = (
     *_NULLABLE,
 )
 _CHECKED = {knob.path: knob for knob in KNOBS.values() if knob.path}
-_CHECKED |= {BATCH: Knob(BATCH, int, low=1), "gradient_clipping": Knob("gradient_clipping", float)}
-_CHECKED |= {f"{name}.enabled": Knob(f"{name}.enabled", bool) for name in ("bf16", "fp16", "bfloat16")}
+_CHECKED |= {BATCH: Knob(int, low=1), "gradient_clipping": Knob(float)}
+_CHECKED |= {f"{name}.enabled": Knob(bool) for name in ("bf16", "fp16", "bfloat16")}
 _MAY_BE_NULL = (ZERO + "overlap_comm", "communication_data_type", "data_types.grad_accum_dtype")
 # Keys for which `"auto"` is documented: transformers 5.23, integrations/deepspeed.py, and accelerate 1.15, utils/deepspeed.py. In
 # any other checked key the word reaches DeepSpeed, which refuses it.
