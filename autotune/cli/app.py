@@ -123,7 +123,7 @@ def plan(request: Request) -> None:
     begin("reading the model and the cards", request.as_json or request.quiet)
     from autotune.commands.plan import plans
     from autotune.results.output_files import check_out
-    from autotune.results.plan import show_comparison, show_plan
+    from autotune.results.plan import comparison_table, show_plan
 
     if request.html is not None:
         check_out(request.html)
@@ -136,7 +136,7 @@ def plan(request: Request) -> None:
     if request.as_json:
         emit([one.to_json() for one in found] if request.compare else found[0].to_json())
     elif request.compare:
-        show_comparison(found, console())
+        comparison_table(found).show(console(), folded="config")
     else:
         show_plan(found[0], console())
     if not any(one.best for one in found):

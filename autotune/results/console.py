@@ -174,9 +174,6 @@ class PlainObserver:
         """Print a message."""
         self._print(text)
 
-    def clock(self, used_seconds: float, budget_seconds: float) -> None:
-        """Do nothing: plain output has no clock."""
-
     def _print(self, text: str, style: str = "") -> None:
         self._last = text
         LOG.info(text)
@@ -416,8 +413,7 @@ def config_sentence(candidate: Candidate, job: Job, hardware: Hardware) -> str:
             f"accumulation {candidate.accumulation}",
             f"{job.ranks} {unit}{'s' if job.ranks > 1 else ''} (global batch {batch})",
             *(_offloads(candidate) or ["no offload"]),
-            *([] if CHECKPOINTING not in candidate.as_dict else ["no checkpointing"] * (not candidate.checkpointing)),
-            *(["checkpointing"] * candidate.checkpointing),
+            *[f"{'' if on else 'no '}checkpointing" for name, on in candidate.knobs if name == CHECKPOINTING],
         ]
     )
 
@@ -489,15 +485,15 @@ def _bucket_bytes(candidate: Candidate, job: Job) -> int:
 
 def verdict_lines(facts: StudyFacts, records: Sequence[Record], job: Job, hardware: Hardware) -> list[str]:
     """Describe the verdict: the script's own config, the winner in words, its margin over other configs, its free memory."""
-    first = [own_line(facts, job)] if facts.own is not None else []
+    first = filter(None, [own_line(facts, job)])
     record = facts.winner
     if record is None or record.outcome is None or record.outcome.measurement is None:
-        return [*filter(None, first), *no_winner_lines(facts, job, hardware)]
+        return [*first, *no_winner_lines(facts, job, hardware)]
     measured = record.outcome.measurement
     spread = 100 * measured.step_seconds_spread / measured.step_seconds
     free = 100 * (1 - measured.peak_bytes / hardware.capacity_bytes)
     lines = [
-        *filter(None, first),
+        *first,
         f"winner: {config_sentence(record.candidate, job, hardware)}",
         f"  config: {record.candidate} ({code_legend(record.candidate)})",
         f"  {throughput_text(measured)}, ±{spread:.1f} % within its run (95 %){_per_rank(measured, job, hardware)}",

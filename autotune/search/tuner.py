@@ -379,7 +379,6 @@ class TrialRecorder:
         """
         used_seconds = round(self.clock.used_seconds, 1)
         self.store.update_call(used_seconds, ended, confidence)
-        self.observer.clock(used_seconds, self.clock.budget_seconds)
         return used_seconds
 
     def poll_peers(self) -> None:
@@ -898,9 +897,6 @@ class Observer(Protocol):
     def print_line(self, text: str) -> None:
         """Receive a message for the user."""
 
-    def clock(self, used_seconds: float, budget_seconds: float) -> None:
-        """Receive the seconds used and the budget in seconds."""
-
 
 class NullObserver:
     """Observer that ignores all events."""
@@ -912,7 +908,4 @@ class NullObserver:
         """Do nothing."""
 
     def print_line(self, text: str) -> None:
-        """Do nothing."""
-
-    def clock(self, used_seconds: float, budget_seconds: float) -> None:
         """Do nothing."""

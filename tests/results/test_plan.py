@@ -34,9 +34,9 @@ from autotune.results.plan import (
     Plan,
     bar,
     cards_table,
+    comparison_table,
     describe_errors,
     knobs_text,
-    show_comparison,
     show_plan,
 )
 from tests.conftest import make_candidate, make_job
@@ -45,7 +45,7 @@ from tests.conftest import make_candidate, make_job
 def shown(plan: Plan) -> str:
     out = Console(record=True, width=140, file=io.StringIO())
     show_plan(plan, out)
-    show_comparison([plan], out)
+    comparison_table([plan]).show(out, folded="config")
     return out.export_text()
 
 

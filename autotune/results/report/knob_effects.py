@@ -151,11 +151,11 @@ def steps_around(
             noise = ratio is not None and ratio.is_noise
             found.append(Step(knob, change, str(candidate), trial.status, speed, size, trial.number, is_noise=noise))
         elif known:
-            one, now = known[candidate], known[winner]
+            judged, own = known[candidate], known[winner]
             # a config that does not fit gains nothing
-            speed = one.samples_per_second / now.samples_per_second - 1 if one.cell is Cell.PREDICTED else None
-            size = one.needed_bytes - now.needed_bytes
-            found.append(Step(knob, change, str(candidate), None, speed, size, cell=one.cell))
+            speed = judged.samples_per_second / own.samples_per_second - 1 if judged.cell is Cell.PREDICTED else None
+            size = judged.needed_bytes - own.needed_bytes
+            found.append(Step(knob, change, str(candidate), None, speed, size, cell=judged.cell))
     return tuple(sorted(found, key=lambda step: (step.status is None, step.knob, step.change)))
 
 
