@@ -7,7 +7,6 @@ import json
 import math
 import re
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +25,7 @@ from autotune.problem.space import DS_TOP_LEVEL, DS_ZERO_KEYS
 from autotune.search.study import StudyStore
 from autotune.search.trials import RESUME, VERIFY, Record
 from autotune.util.bounds import bounded_bytes
+from autotune.util.files import shipped_json
 from autotune.util.units import GIB
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -696,7 +696,7 @@ def _alike(known: dict[str, Any], config: dict[str, Any]) -> bool:
 @cache
 def public_architectures() -> frozenset[str]:
     """Return transformers' own names of architectures."""
-    tasks = json.loads((resources.files("autotune") / "data" / "tasks.json").read_text(encoding="utf-8"))
+    tasks = shipped_json("tasks.json")
     names = {spec.config.get("model_type") for spec in shipped_models().values()}
     for listed in tasks.values():
         if isinstance(listed, list):

@@ -7,14 +7,13 @@ that training (`facts_of`). A condition is a list of allowed values, or `{"from"
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 from autotune.problem.ds_config import SIXTEEN_BITS, in_new_names, sixteen_bits_enabled, value_at
 from autotune.problem.job import Job
+from autotune.util.files import shipped_json
 from autotune.versions import dotted, release
 
 Facts = Mapping[str, Any]
@@ -56,9 +55,7 @@ def _holds(wanted: Any, value: Any) -> bool:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    text = (resources.files("autotune") / "data" / "deepspeed_faults.json").read_text(encoding="utf-8")
-    table: dict[str, Any] = json.loads(text)
-    return table
+    return dict(shipped_json("deepspeed_faults.json"))
 
 
 @functools.cache

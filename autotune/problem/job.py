@@ -262,16 +262,15 @@ class Job:
             raise UserError(f"--gpus {self.ranks}: expected at least 1")
         if not 1 <= self.seq_len <= MOST_TOKENS:
             raise UserError(f"--seq-len {display_value(self.seq_len)}: expected between 1 and {MOST_TOKENS} tokens")
-        if self.precision not in PRECISIONS:
-            raise UserError(f"--precision {self.precision}: expected one of {', '.join(PRECISIONS)}")
-        if self.optimizer not in OPTIMIZERS:
-            raise UserError(f"--optimizer {self.optimizer}: expected one of {', '.join(OPTIMIZERS)}")
-        if self.attention is not None and self.attention not in ATTENTIONS:
-            raise UserError(f"--attn {self.attention}: expected one of {', '.join(ATTENTIONS)}")
-        if self.loss not in LOSSES:
-            raise UserError(f"--loss {self.loss}: expected one of {', '.join(LOSSES)}")
-        if self.task not in TASKS:
-            raise UserError(f"--task {self.task}: expected one of {', '.join(TASKS)}")
+        for option, value, known in (
+            ("--precision", self.precision, PRECISIONS),
+            ("--optimizer", self.optimizer, OPTIMIZERS),
+            ("--attn", self.attention, ATTENTIONS),
+            ("--loss", self.loss, LOSSES),
+            ("--task", self.task, TASKS),
+        ):
+            if value is not None and value not in known:
+                raise UserError(f"{option} {value}: expected one of {', '.join(known)}")
         if self.packed and self.task != CAUSAL:
             raise UserError(f"--packing is for --task {CAUSAL}: {self.task} does not concatenate sequences")
         if self.packed and not self.lengths:

@@ -17,6 +17,7 @@ from typing import Any
 from autotune.errors import NotProtected, UserError, did_you_mean
 from autotune.util.bounds import display_value, parse_json, read_text
 from autotune.util.entry_points import HUB_READER, NOT_PROTECTED
+from autotune.util.files import shipped_json
 from autotune.util.interpreter import OWN, Interpreter, sandboxed_command
 from autotune.versions import release
 
@@ -276,7 +277,7 @@ _ANY_SIZE = ("pixtral",)
 @cache
 def _model_types() -> dict[str, frozenset[str]]:
     """Return the `model_type`s of each task."""
-    data = json.loads((resources.files("autotune") / "data" / "tasks.json").read_text(encoding="utf-8"))
+    data = shipped_json("tasks.json")
     return {task: frozenset(data[task]) for task in TASKS}
 
 

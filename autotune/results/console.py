@@ -144,7 +144,7 @@ class PlainObserver:
     def doing(self, text: str) -> None:
         """Print a long operation other than a trial; an empty text ends it."""
         if text and text != self._last:
-            self._print(text)
+            self.print_line(text)
 
     def showing(self, text: str) -> None:
         """Log the operation: plain output has its own line about it."""
@@ -166,15 +166,12 @@ class PlainObserver:
             self._leaderboard.learn(number, candidate, outcome, role)
             remark = self._leaderboard.remark(candidate, outcome)
         line = f"{what} {number:>3}  {candidate}  ->  {outcome_line(outcome)}"
-        self._print(
+        self.print_line(
             f"{line}{f', {shortened(remark, _MOST_REASON)}' if remark else ''}  [{seconds}]", "dim" if remark else ""
         )
 
-    def print_line(self, text: str) -> None:
+    def print_line(self, text: str, style: str = "") -> None:
         """Print a message."""
-        self._print(text)
-
-    def _print(self, text: str, style: str = "") -> None:
         self._last = text
         LOG.info(text)
         self.console.print(text, style=style or None, markup=False, emoji=False, highlight=False, soft_wrap=True)

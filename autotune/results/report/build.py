@@ -41,7 +41,6 @@ from autotune.results.report.model import (
     Bar,
     Bars,
     Cell,
-    Code,
     MeasuredGain,
     MemoryMap,
     Square,
@@ -233,7 +232,7 @@ def _verdict(store: StudyStore, facts: StudyFacts, records: list[Record]) -> Win
         return _no_winner(store, facts)
     job, verified = store.job, facts.verified
     config = (store.folder or Path()) / f"{store.name}.json"
-    exported = Code("DeepSpeed config", json.dumps(masked_data(deepspeed_config(winner.candidate, job)), indent=2))
+    exported = json.dumps(masked_data(deepspeed_config(winner.candidate, job)), indent=2)
     if job.script is not None:
         given = (store.threads, environment_of(store, winner.candidate))
         nodes = store.hardware.nodes
@@ -263,7 +262,7 @@ def _verdict(store: StudyStore, facts: StudyFacts, records: list[Record]) -> Win
         verified=verified,
         checks=_checks(winner, records, store.hardware, store.job),
         gains=_gains(facts, job),
-        run_now=(*(Code(name, text) for name, text in commands), exported),
+        run_now=(*commands, ("DeepSpeed config", exported)),
         instead=instead,
         needs=tuple(
             dict.fromkeys([*(hint.strip() for hint in hints), *training_changes(winner.candidate, job, variables)])
@@ -274,7 +273,7 @@ def _verdict(store: StudyStore, facts: StudyFacts, records: list[Record]) -> Win
 
 def _no_winner(store: StudyStore, facts: StudyFacts) -> WinnerSummary:
     # a masked command would not run
-    again = tuple(Code("go on", command) for command in store.commands[-1:] if MASK not in command)
+    again = tuple(("go on", command) for command in store.commands[-1:] if MASK not in command)
     own = own_line(facts, store.job)
     if facts.best is not None:
         why = facts.stop_reason

@@ -82,14 +82,6 @@ class MeasuredGain:
 
 
 @dataclass(frozen=True)
-class Code:
-    """A text to copy."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True)
 class WinnerSummary:
     """The answer, and how to use it."""
 
@@ -103,7 +95,7 @@ class WinnerSummary:
     checks: tuple[str, ...] = ()  # checks that the winner has passed, and open ones
     gains: tuple[MeasuredGain, ...] = ()
     lines: tuple[str, ...] = ()  # the config that came closest if nothing fits, or how to begin
-    run_now: tuple[Code, ...] = ()
+    run_now: tuple[tuple[str, str], ...] = ()  # (name, text to copy)
     instead: str = ""  # alternative to the commands
     needs: tuple[str, ...] = ()  # further changes that the training needs
     mfu: float | None = None

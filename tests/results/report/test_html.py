@@ -418,7 +418,7 @@ def test_a_slice_has_no_hostfile_to_train_with(sliced: bool) -> None:
     script = Script(("train.py",), "/work", profile=profile)
     hardware = dataclasses.replace(machine(), count=4, nodes=2, sliced=sliced)
     store = StudyStore.in_memory(dataclasses.replace(make_job(4), script=script), hardware, space())
-    commands = " ".join(code.text for code in report_of(everything(store)).verdict.run_now)
+    commands = " ".join(text for _, text in report_of(everything(store)).verdict.run_now)
     assert f"--hostfile {'HOSTFILE' if sliced else 'hostfile'} " in commands
 
 
