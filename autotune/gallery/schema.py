@@ -16,7 +16,8 @@ from autotune._version import __version__
 from autotune.errors import UserError
 from autotune.predict.step_time import matmul_parameters, model_flops_per_token
 from autotune.problem.candidate import KNOBS, LORA, Candidate, Value, is_read, job_with_candidate
-from autotune.problem.hardware import GpuFacts, Hardware, gpu_table
+from autotune.problem.gpu_specs import GpuFacts, gpu_table
+from autotune.problem.hardware import Hardware
 from autotune.problem.job import ATTENTIONS, OPTIMIZERS, PRECISIONS, Job, parse_lora
 from autotune.problem.knobs import Knob
 from autotune.problem.models import CAUSAL, SHAPE_KEYS, TASKS, ModelSpec, invalid_size_reason, shipped_models

@@ -38,20 +38,6 @@ from autotune.util.bounds import known_fields
 from autotune.util.interpreter import OWN, Interpreter
 from autotune.util.units import GIB, LEAST_MEMORY_BYTES, format_bytes
 
-__all__ = [
-    "CARD_APART",
-    "MAIN_MEMORY_APART",
-    "GpuFacts",
-    "Hardware",
-    "detect",
-    "facts_for",
-    "gpu_table",
-    "named_gpu",
-    "named_hardware",
-    "threads_per_rank",
-    "usable_cpus",
-]
-
 # -- hardware ----------------------------------------------------------------------------------------------------------
 #
 # Hardware of a job: detected through NVML and psutil, or named (`--gpu rtx3090`). No CUDA context is created.

@@ -185,19 +185,6 @@ def attention_heads(config: dict[str, Any]) -> AttentionHeads | None:
 #
 # Sizes in a model's configuration, and their bounds.
 
-# Keys of a configuration that set a model's size: numbers, and a few switches.
-SHAPE_KEYS = frozenset(
-    (
-        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-        *("head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "sliding_window"),
-        *("n_embd", "n_layer", "n_head", "n_inner", "n_positions", "n_layers", "n_heads", "n_ctx"),
-        *("d_model", "d_ff", "d_kv", "dim", "hidden_dim", "num_layers", "num_heads", "num_decoder_layers"),
-        *("encoder_layers", "decoder_layers", "encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads"),
-        *("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
-        *("shared_expert_intermediate_size", "n_shared_experts", "decoder_sparse_step", "first_k_dense_replace"),
-        *("depth", "embed_dim", "patch_size", "image_size", "type_vocab_size"),
-    )
-)
 SWITCHES = frozenset(("tie_word_embeddings",))
 # Keys that may be zero in a model.
 _OR_NONE = frozenset(
@@ -212,6 +199,27 @@ _LAYERS = frozenset(
         *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
         *("encoder_layers", "decoder_layers", "depth", "first_k_dense_replace"),
     )
+)
+# Keys of a configuration that set a model's size: numbers, and a few switches.
+SHAPE_KEYS = (
+    SWITCHES
+    | _OR_NONE
+    | _LAYERS
+    | {
+        *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+        *(
+            "max_position_embeddings",
+            "sliding_window",
+            "n_embd",
+            "n_head",
+            "n_inner",
+            "n_positions",
+            "n_heads",
+            "n_ctx",
+        ),
+        *("d_model", "d_ff", "d_kv", "dim", "hidden_dim", "num_heads", "encoder_ffn_dim", "decoder_ffn_dim"),
+        *("encoder_attention_heads", "decoder_sparse_step", "embed_dim", "patch_size", "image_size"),
+    }
 )
 # Keys that no model can have as zero; other zeros switch a feature off.
 _NEVER_ZERO = _LAYERS | {"hidden_size", "num_attention_heads", "vocab_size", "n_embd", "n_head", "d_model"}

@@ -551,11 +551,8 @@ class HowToTrain:
 
     def lines(self) -> list[str]:
         """Return the commands and hints as lines of text."""
-        besides = [self.instead] if self.instead else []
-        return [
-            *(f"  {name}: {text}" for name, text in self.commands),
-            *(f"  {line}" for line in (*besides, *self.hints)),
-        ]
+        commands = (f"{name}: {text}" for name, text in self.commands)
+        return [f"  {line}" for line in (*commands, *filter(None, [self.instead]), *self.hints)]
 
 
 def train_with(

@@ -21,8 +21,8 @@ from autotune.predict.what_if import (
     measured_cards,
     published_rows,
 )
-from autotune.problem.gpu_specs import Price, price_table
-from autotune.problem.hardware import gpu_table, named_hardware
+from autotune.problem.gpu_specs import Price, gpu_table, price_table
+from autotune.problem.hardware import named_hardware
 from autotune.problem.job import parse_lora
 from autotune.problem.space import load_space
 from autotune.results.plan import (

@@ -220,6 +220,10 @@ def size_axis(name: str, low: float, high: float, log: bool = False) -> Axis:
     return Axis(f"{name} ({word})", low, high, lambda v: f"{v:.4g}", log, unit)
 
 
+def _seconds_axis(name: str, low: float, high: float, log: bool) -> Axis:
+    return Axis(f"{name} (s)", low, high, lambda v: f"{v:.3g}", log)
+
+
 def marker_style(trial: Trial) -> tuple[str, str]:
     """Return (shape, classes): shape and colour show the stage, hollow marks offload, a cross marks a failure.
 
@@ -342,22 +346,14 @@ def predicted_against_measured(report: StudyReport) -> list[Markup]:
     if not told:
         return []
     made = []
-    for name, title in (("memory", "peak memory"), ("step", "time of a step")):
-        pairs = [
-            (t, float(t.peak_bytes or 0), t.forecast.peak_bytes)
-            if name == "memory"
-            else (t, float(t.step_seconds or 0), t.forecast.step_seconds)
-            for t in told
-            if t.forecast
-        ]
+    sizes = [(t, float(t.peak_bytes or 0), t.forecast.peak_bytes) for t in told if t.forecast]
+    times = [(t, float(t.step_seconds or 0), t.forecast.step_seconds) for t in told if t.forecast]
+    for name, title, pairs in (("memory", "peak memory", sizes), ("step", "time of a step", times)):
         values = [value for _, *both in pairs for value in both if value > 0]
-        low, high = 0.9 * min(values), 1.1 * max(values)
-        if name == "memory":
-            x, y = (size_axis(f"{how} {title}", low, high, log=True) for how in ("measured", "predicted"))
-        else:
-            x, y = (
-                Axis(f"{how} {title} (s)", low, high, lambda v: f"{v:.3g}", True) for how in ("measured", "predicted")
-            )
+        axis = size_axis if name == "memory" else _seconds_axis
+        x, y = (
+            axis(f"{how} {title}", 0.9 * min(values), 1.1 * max(values), log=True) for how in ("measured", "predicted")
+        )
         plot = Plot(
             f"predicted-{name}", f"Predicted against measured {title}", f"{len(pairs)} trials.", x, y, height=260
         )
