@@ -475,7 +475,7 @@ def load_lengths(path: Path) -> tuple[tuple[int, int], ...]:
         rows = [[tokens, count] for tokens, count in data.items()]
     else:
         rows = [[*words] for line in text.splitlines() if (words := line.replace(",", " ").split())]
-    pairs = []
+    counts: Counter[int] = Counter()
     for row in rows:
         if len(row) > 2:
             raise UserError(
@@ -483,12 +483,9 @@ def load_lengths(path: Path) -> tuple[tuple[int, int], ...]:
             )
         tokens, count = row[0], row[1] if len(row) > 1 else 1
         try:
-            pairs.append((whole_number(tokens, what, 1, MOST_TOKENS), whole_number(count, what)))
+            counts[whole_number(tokens, what, 1, MOST_TOKENS)] += whole_number(count, what)
         except UserError as error:
             raise UserError(f"{error}; {expected}") from None
-    counts: Counter[int] = Counter()
-    for tokens, count in pairs:
-        counts[tokens] += count
     if not +counts:
         raise UserError(f"--lengths {path} is empty; {expected}")
     step = -(-max(counts) // MOST_LENGTHS) if len(counts) > MOST_LENGTHS else 1

@@ -530,15 +530,15 @@ def export_study(study: str, storage: str | None, style: str, out: Path | None, 
     Raises:
         UserError: no such study or format, no winner yet, no measured trial with that number, or nothing can be written.
     """
-    _check_style(style)
-    if out is not None:
-        check_out(out, makes_folders=True)
+    _check(style, out)
     return export_store(StudyStore.load(study, storage), style, out, trial)
 
 
-def _check_style(style: str) -> None:
+def _check(style: str, out: Path | None) -> None:
     if style not in FORMATS:
         raise UserError(f"--format {style}: expected one of {', '.join(FORMATS)}{did_you_mean(style, FORMATS)}")
+    if out is not None:
+        check_out(out, makes_folders=True)
 
 
 def _record(store: StudyStore, trial: int | None) -> Record:
@@ -567,9 +567,7 @@ def export_store(store: StudyStore, style: str, out: Path | None, trial: int | N
     Raises:
         UserError: no such format, no winner yet, no measured trial with that number, or nothing can be written.
     """
-    _check_style(style)
-    if out is not None:
-        check_out(out, makes_folders=True)
+    _check(style, out)
     record = _record(store, trial)
     name = store.name if trial is None else f"{store.name}.trial{trial}"
     target = out or output_file(store.folder, f"{name}{FORMATS[style]}")

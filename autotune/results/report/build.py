@@ -370,18 +370,16 @@ def _clock(store: StudyStore, records: Sequence[Record]) -> TimeUse:
 
 def _facts(store: StudyStore) -> tuple[tuple[str, str], ...]:
     hardware, job = store.hardware, store.job
-    facts = [
+    return (
         ("devices", str(hardware)),
         ("main memory", format_bytes(hardware.host_memory_bytes)),
         ("a winner leaves free", f"{hardware.headroom:.0%} of {format_bytes(hardware.capacity_bytes)}"),
         ("ranks, and CPU threads of each", f"{job.ranks}, {store.threads}"),
+        *([("parameters of the model", f"{job.model.parameters:,}")] if job.model.parameters else []),
         ("job", job.summary),
         *((f"version of {name}", version) for name, version in store.versions.items()),
         *(sorted({**store.fingerprint.get("environment", {}), **hardware.environment}.items())),
-    ]
-    if job.model.parameters:
-        facts.insert(4, ("parameters of the model", f"{job.model.parameters:,}"))
-    return tuple(facts)
+    )
 
 
 # -- forecasts ---------------------------------------------------------------------------------------------------------
