@@ -87,11 +87,6 @@ ZERO_DEFAULTS: dict[str, float] = {
 }
 
 
-def _settings(text: str) -> list[str]:
-    """Split an allocator variable at its commas, except those in brackets (`roundup_power2_divisions:[256:1,>:4]`)."""
-    return [one.strip() for one in re.split(r",(?![^\[]*\])", text) if one.strip()]
-
-
 @dataclass(frozen=True)
 class Candidate:
     """One setting of the knobs. Two Candidates that give DeepSpeed the same behaviour are equal."""
@@ -206,7 +201,9 @@ class Candidate:
         """Return the variables that a process must have before torch first allocates CUDA memory, given its `own`."""
         if EXPANDABLE not in self.as_dict:
             return {}
-        settings = _settings(next((own[name] for name in ALLOCATOR_VARIABLES if own.get(name)), ""))
+        text = next((own[name] for name in ALLOCATOR_VARIABLES if own.get(name)), "")
+        # commas in brackets do not separate settings (`roundup_power2_divisions:[256:1,>:4]`)
+        settings = [one.strip() for one in re.split(r",(?![^\[]*\])", text) if one.strip()]
         others = [one for one in settings if one.partition(":")[0].rstrip() != EXPANDABLE]
         on = bool(self.get(EXPANDABLE))
         if not on and others == settings:

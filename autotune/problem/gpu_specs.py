@@ -321,8 +321,7 @@ class Price:
 @cache
 def price_table() -> dict[str, Price]:
     """Return prices by the names of `data/gpus.json`; a card without a listed price is missing."""
-    rows = shipped_json("prices.json")["prices"]
-    return {row["gpu"]: Price(**{key: value for key, value in row.items() if key != "gpu"}) for row in rows}
+    return {row.pop("gpu"): Price(**row) for row in shipped_json("prices.json")["prices"]}
 
 
 # -- cloud machines ----------------------------------------------------------------------------------------------------
@@ -348,8 +347,7 @@ class CloudMachine:
 @cache
 def cloud_machines() -> dict[str, CloudMachine]:
     """Return the common cloud machine of each card by the names of `data/gpus.json`; a card that none has is missing."""
-    rows = shipped_json("hosts.json")["hosts"]
-    return {row["gpu"]: CloudMachine(**{key: value for key, value in row.items() if key != "gpu"}) for row in rows}
+    return {row.pop("gpu"): CloudMachine(**row) for row in shipped_json("hosts.json")["hosts"]}
 
 
 def default_host_bytes(name: str, gpus_per_node: int) -> int:

@@ -25,6 +25,7 @@ from autotune.problem.candidate import (
     job_with_candidate,
     settings_of,
 )
+from autotune.problem.ds_config import value_at
 from autotune.problem.hardware import Hardware
 from autotune.problem.job import CHUNKED, LIGER_LOSS, Job, Script, under_lightning
 from autotune.problem.knobs import is_off, lossy_of
@@ -83,9 +84,7 @@ def hf_deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
     """Return the DeepSpeed config for Trainer, with `"auto"` for keys that must match Trainer's arguments."""
     config = candidate.ds_config(job)
     for path, keys in _TRAINERS_OWN.items():
-        section: Any = config
-        for part in filter(None, path.split(".")):
-            section = section.get(part) if isinstance(section, dict) else None
+        section = value_at(config, [*filter(None, path.split("."))])
         if isinstance(section, dict):
             section.update(dict.fromkeys(section.keys() & set(keys), "auto"))
     if not job.base_config:  # the user's own config sets clipping; without one, Trainer's max_grad_norm does

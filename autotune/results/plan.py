@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from rich import box
 from rich.console import Console, JustifyMethod
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from autotune.predict.predictor import Prediction
@@ -444,13 +444,7 @@ def _show_answer(plan: Plan, out: Console) -> None:
     if outlook is None:
         _show_nothing_fits(plan, out)
         return
-    grid = DataTable.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, text in _answers(plan, outlook):
-        grid.add_row(name, text)
-    _put(out, grid)
-    out.print()
+    _show_pairs(_answers(plan, outlook), Column(style="bold", no_wrap=True), out)
 
 
 def _answers(plan: Plan, outlook: Outlook) -> Iterator[tuple[str, str | Text]]:
@@ -622,13 +616,17 @@ def _show_gains(plan: Plan, out: Console) -> None:
         if plan.own:
             _put(out, Text(f"{NO_GAIN}\n", style="dim"))
         return
-    table = DataTable.grid(padding=(0, 2))
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
     _put(out, Text(GAINS_TITLE, style="bold"))
-    for faster, change in gain_rows(plan):
-        table.add_row(f" {faster}", change)
-    _put(out, table)
+    pairs = ((f" {faster}", change) for faster, change in gain_rows(plan))
+    _show_pairs(pairs, Column(justify="right", no_wrap=True), out)
+
+
+def _show_pairs(pairs: Iterable[tuple[str, str | Text]], first: Column, out: Console) -> None:
+    """Print pairs as rows of two columns. A long second cell takes several lines."""
+    grid = DataTable.grid(first, Column(overflow="fold"), padding=(0, 2))
+    for pair in pairs:
+        grid.add_row(*pair)
+    _put(out, grid)
     out.print()
 
 
