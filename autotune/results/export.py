@@ -63,11 +63,6 @@ FORMATS = {
 }
 
 
-def deepspeed_config(candidate: Candidate, job: Job) -> dict[str, Any]:
-    """Return the plain DeepSpeed config. Optimizer and schedule come from the user's own config, or the caller sets them."""
-    return candidate.ds_config(job)
-
-
 # Keys for which Trainer has a value itself and refuses a config with another (transformers 5.23,
 # integrations/deepspeed.py, each `fill_match`). Trainer fills nothing else: `"auto"` in any other key reaches
 # DeepSpeed as a string.
@@ -436,8 +431,9 @@ def write_export(
     else:
         config = sibling_path(out, style, "deepspeed.json")
         # A script's own accelerate loop reads batch sizes from the config, Trainer from its arguments.
-        made = hf_deepspeed_config if job.script and job.script.profile.get("through_arguments") else deepspeed_config
-        write_atomically(config, _config_json(made(candidate, job)))
+        through = job.script is not None and job.script.profile.get("through_arguments")
+        made = hf_deepspeed_config(candidate, job) if through else candidate.ds_config(job)
+        write_atomically(config, _config_json(made))
         launched = yaml.safe_dump(accelerate_config(candidate, job, str(config), device, nodes), sort_keys=False)
         write_atomically(out, _WHERE_FROM + launched)
         written.append(config)
@@ -449,7 +445,7 @@ def write_export(
 
 def _write_config(candidate: Candidate, job: Job, out: Path) -> list[Path]:
     """Write the DeepSpeed config and copies of the script's argument files with the winner, and return their paths."""
-    write_atomically(out, _config_json(deepspeed_config(candidate, job)))
+    write_atomically(out, _config_json(candidate.ds_config(job)))
     copies = winners_files(job.script, candidate, out) if job.script else {}
     for path, text in copies.items():
         write_atomically(path, masked(text))

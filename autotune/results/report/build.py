@@ -34,7 +34,7 @@ from autotune.results.console import (
     shortened,
     train_with,
 )
-from autotune.results.export import deepspeed_config, environment_of, lossy_settings, slice_line, training_changes
+from autotune.results.export import environment_of, lossy_settings, slice_line, training_changes
 from autotune.results.report.knob_effects import Judgement, effects_of_knobs, judge_candidates, value_text
 from autotune.results.report.model import (
     Accuracy,
@@ -232,7 +232,7 @@ def _verdict(store: StudyStore, facts: StudyFacts, records: list[Record]) -> Win
         return _no_winner(store, facts)
     job, verified = store.job, facts.verified
     config = (store.folder or Path()) / f"{store.name}.json"
-    exported = json.dumps(masked_data(deepspeed_config(winner.candidate, job)), indent=2)
+    exported = json.dumps(masked_data(winner.candidate.ds_config(job)), indent=2)
     if job.script is not None:
         given = (store.threads, environment_of(store, winner.candidate))
         nodes = store.hardware.nodes
