@@ -247,9 +247,10 @@ def speed_against_memory(report: StudyReport) -> Markup | None:
     out = [t for t in report.trials if t.status is Status.RAN_OUT]
     if not ran:
         return None
-    needed = {t.number: (t.capacity_bytes or report.capacity_bytes) + (t.missing_bytes or 0) for t in out}
-    sizes = [*(t.peak_bytes or 0 for t in ran), report.capacity_bytes, *needed.values()]
-    high = 1.04 * min(max(sizes), _FAR * report.capacity_bytes)
+    capacity_bytes, ceiling_bytes = report.hardware.capacity_bytes, report.hardware.ceiling_bytes
+    needed = {t.number: (t.capacity_bytes or capacity_bytes) + (t.missing_bytes or 0) for t in out}
+    sizes = [*(t.peak_bytes or 0 for t in ran), capacity_bytes, *needed.values()]
+    high = 1.04 * min(max(sizes), _FAR * capacity_bytes)
     low = min(t.peak_bytes or 0 for t in ran)
     x = size_axis("peak memory of a rank", 0.0 if low < 0.4 * high else 0.9 * low, high)
     fastest = max(t.tokens_per_second or 0 for t in ran)
@@ -257,16 +258,16 @@ def speed_against_memory(report: StudyReport) -> Markup | None:
         "speed",
         "Speed against memory",
         f"{len(ran)} measured trials and {len(out)} that ran out of memory; no winner may use more than "
-        f"{format_bytes(report.ceiling_bytes)}.",
+        f"{format_bytes(ceiling_bytes)}.",
         x,
         Axis("tokens/s", 0.0, 1.06 * fastest, tokens),
         lane=30 if out else 0,
         lane_name="ran out",
     )
-    one = report.ceiling_bytes == report.capacity_bytes
-    plot.upright(report.capacity_bytes, "capacity", "capacity, and ceiling" if one else "capacity")
+    one = ceiling_bytes == capacity_bytes
+    plot.upright(capacity_bytes, "capacity", "capacity, and ceiling" if one else "capacity")
     if not one:
-        plot.upright(report.ceiling_bytes, "ceiling", "ceiling", left=True)
+        plot.upright(ceiling_bytes, "ceiling", "ceiling", left=True)
     front = _front([t for t in ran if not t.remark])
     plot.steps([(t.peak_bytes or 0, t.tokens_per_second or 0) for t in front], "front")
     for trial in out:

@@ -122,8 +122,8 @@ def as_data(data: Any) -> Markup:
 def study_page(report: StudyReport) -> str:
     """Return the HTML of a study's page."""
     sizes = [bar.whole for bars in report.memory for bar in bars.bars]
-    scale = 1.02 * max([float(report.capacity_bytes), *sizes])
-    limits = (report.capacity_bytes, report.ceiling_bytes)
+    limits = (report.hardware.capacity_bytes, report.hardware.ceiling_bytes)
+    scale = 1.02 * max([float(limits[0]), *sizes])
     return _fill(
         "study.html.j2",
         report=report,
@@ -208,10 +208,10 @@ def study_data(report: StudyReport) -> dict[str, Any]:
     return {
         "study": report.study,
         "model": report.model,
-        "machine": report.machine,
+        "machine": str(report.hardware),
         "autotune": __version__,
-        "capacity_bytes": report.capacity_bytes,
-        "ceiling_bytes": report.ceiling_bytes,
+        "capacity_bytes": report.hardware.capacity_bytes,
+        "ceiling_bytes": report.hardware.ceiling_bytes,
         "winner": report.verdict.winner.number if report.verdict.winner else None,
         "fingerprint": report.fingerprint,
         "columns": columns,

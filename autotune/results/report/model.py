@@ -231,10 +231,7 @@ class StudyReport:
     study: str
     model: str
     job: str
-    machine: str
-    capacity_bytes: int
-    ceiling_bytes: int
-    headroom: float
+    hardware: Hardware
     objective: str
     verdict: WinnerSummary
     trials: tuple[Trial, ...]
