@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import math
@@ -536,7 +537,7 @@ def public_lora(text: str) -> str:
     lora = parse_lora(text)
     targets = lora.targets if set(lora.targets) <= PUBLIC_TARGETS else ("all-linear",)
     saved = tuple(name for name in lora.saved if name in PUBLIC_TARGETS)
-    return str(type(lora)(lora.rank, targets, lora.alpha, saved, lora.dropout, lora.fp32))
+    return str(dataclasses.replace(lora, targets=targets, saved=saved))
 
 
 def _tried(knobs: dict[str, Value], outcome: Outcome) -> Tried:
