@@ -33,6 +33,7 @@ from sqlalchemy.exc import (
 from autotune.errors import MachineError, UserError
 from autotune.masking import hide_password, password_in, without_secrets
 from autotune.search.trial_rows import RowStorage
+from autotune.util.bounds import bounded_bytes
 from autotune.util.file_systems import file_system_of
 from autotune.util.files import cannot_write, disk_fails
 
@@ -190,6 +191,8 @@ def _check_file(path: Path, shown: str, reading: bool) -> None:
         raise UserError(f"{shown}: there is no folder {path.parent}; make it, or choose another")
     if path.exists() and not path.is_file():
         raise UserError(f"{shown} is a folder, a device or a pipe; expected a file")
+    if path.exists() and not path.stat().st_size:
+        _check_empty(path)
     if reading:
         if not path.exists():
             raise UserError(f"{shown}: there is no such file")
@@ -197,6 +200,19 @@ def _check_file(path: Path, shown: str, reading: bool) -> None:
             raise UserError(f"{path} cannot be read: give this user the right to")
     elif not os.access(path if path.exists() else path.parent, os.R_OK | os.W_OK):
         raise UserError(f"{path} cannot be written: give this user the right to, or choose another --storage")
+
+
+def _check_empty(path: Path) -> None:
+    """Raise a UserError if a file of size 0 is one of the kernel's, such as /proc/self/mem, and no new study."""
+    why = "it is a file of the kernel"
+    try:
+        if not bounded_bytes(path, 1):
+            return
+    except PermissionError:
+        return  # reported by the caller
+    except OSError as error:
+        why = error.strerror
+    raise UserError(f"{path} holds no study ({why}): name a file on a disk with --storage, or remove the link")
 
 
 def _unreadable(path: Path, what: str, error: Exception) -> UserError:
