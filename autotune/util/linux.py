@@ -317,14 +317,41 @@ def copying_rename(rename: Callable[..., None]) -> Callable[..., None]:
 
 
 def remove_tree(folder: str | Path) -> None:
-    """Remove a folder with what this user may remove of it, whatever modes a script has left in it."""
+    """Remove a folder with what this user may remove of it, whatever depth and modes a script has left in it.
+
+    Inner folders move to the top one by one: neither Python's stack nor the number of descriptors bounds their depth.
+    """
     with suppress(OSError):  # another process removes it too
         _make_writable(folder)
-        for _, names, _, opened in os.fwalk(folder):
-            for name in names:
+        top = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+        try:
+            waiting, moved = ["."], os.urandom(8).hex()
+            for name in waiting:  # grows
+                waiting += _empty(name, top, f"{moved}-{len(waiting)}")
                 with suppress(OSError):
-                    _make_writable(name, opened)
-    shutil.rmtree(folder, ignore_errors=True)
+                    os.rmdir(name, dir_fd=top)
+        finally:
+            os.close(top)
+        os.rmdir(folder)
+
+
+def _empty(name: str, top: int, moved: str) -> list[str]:
+    """Remove the files of a folder, move its folders into the folder `top`, and return their names there."""
+    found = list[str]()
+    with suppress(OSError):
+        opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=top)
+        try:
+            for entry in [*os.scandir(opened)]:
+                with suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        _make_writable(entry.name, opened)
+                        os.rename(entry.name, new := f"{moved}-{len(found)}", src_dir_fd=opened, dst_dir_fd=top)
+                        found.append(new)
+                    else:
+                        os.unlink(entry.name, dir_fd=opened)
+        finally:
+            os.close(opened)
+    return found
 
 
 def _make_writable(folder: str | Path, opened: int | None = None) -> None:

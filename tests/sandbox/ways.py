@@ -720,7 +720,7 @@ SHELL |= {
     "tclsh": "echo 'file delete -force out' | tclsh",
     "guile": "guile -c '(delete-file \"keep.txt\")'",
     "vim_swap": 'vim -es -u NONE -c "set undofile undodir=$D backup writebackup" -c "1d" -c "wq" keep.txt < /dev/null',
-    "sqlite3_backup": "sqlite3 db.sqlite3 '.backup model.pt'",
+    "sqlite3_backup": "sqlite3 db.sqlite3 '.backup new.db' && mv new.db model.pt",
     "sqlite3_output": "sqlite3 :memory: '.output keep.txt' 'select 1'",
     "jq_in_place": 'jq -n 1 > out/j && mv out/j "$D/train.bin"',
     "python_zipapp": 'mkdir z && echo 1 > z/__main__.py && python3 -m zipapp z -o "$P/model.pt"',
