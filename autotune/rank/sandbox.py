@@ -130,7 +130,7 @@ class Sandbox:
             self._enter_overlay(writable)
             with suppress(OSError):  # a second wall: the first has no known way around it
                 linux.restrict_writes(["/"])
-                linux.ignore_changes(attributes=False)
+                linux.ignore_changes(everywhere=False)
             if linux.in_user_namespace():
                 os.rename, os.replace = linux.copying_rename(os.rename), linux.copying_rename(os.replace)
             linux.keep_capabilities(() if linux.in_user_namespace() else linux.FILE_CAPABILITIES)
@@ -139,7 +139,7 @@ class Sandbox:
             files = [*linux.training_devices(), "/proc/self"]  # settings and other processes' scores stay
             linux.restrict_writes([*writable, str(self.folder), _SHARED_MEMORY], files_in=files)
             linux.keep_capabilities(linux.FILE_CAPABILITIES)
-            linux.ignore_changes(attributes=True)
+            linux.ignore_changes(everywhere=True)
         os.chdir(self.script_cwd)
 
     def _enter_overlay(self, writable: list[str]) -> None:

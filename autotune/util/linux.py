@@ -605,14 +605,16 @@ class _Calls(NamedTuple):
     prlimit64: int
     priorities: tuple[int, ...]  # setpriority, ioprio_set
     keyrings: tuple[int, ...]  # add_key, request_key, keyctl
+    queues: tuple[int, ...]  # System V shared memory, semaphores and queues, POSIX queues: sysvipc(7), mq_overview(7)
     attributes: tuple[int, ...]  # change modes, owners, times and attributes, which Landlock does not cover
 
 
 _X86_CALLS = (90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199, 235, 260, 261, 268, 280, 452, 463, 466, 469)
 _ARM_CALLS = (5, 6, 7, 14, 15, 16, 52, 53, 54, 55, 88, 452, 463, 466, 469)
+_X86_QUEUES, _ARM_QUEUES = (*range(29, 32), *range(64, 72), 220, *range(240, 246)), (*range(180, 198),)
 _CALLS = {
-    "x86_64": _Calls(0xC000003E, 16, 302, (141, 251), (248, 249, 250), _X86_CALLS),
-    "aarch64": _Calls(0xC00000B7, 29, 261, (140, 30), (217, 218, 219), _ARM_CALLS),
+    "x86_64": _Calls(0xC000003E, 16, 302, (141, 251), (248, 249, 250), _X86_QUEUES, _X86_CALLS),
+    "aarch64": _Calls(0xC00000B7, 29, 261, (140, 30), (217, 218, 219), _ARM_QUEUES, _ARM_CALLS),
 }
 _WRITING_IOCTL, _FLAGS_IOCTLS = 0xC000FF00, (0x40006600, 0x40005800, 0x40007600)  # direction and type: ioctl_iflags(2)
 _BTRFS_IOCTLS = 0x40009400  # change subvolumes through a folder that is open for reading; copies fall back from FICLONE
@@ -620,13 +622,14 @@ _IO_URING_SETUP, _X32_CALLS = 425, 0x40000000  # ways to the same calls
 _SEVERAL = 2  # PRIO_USER, IOPRIO_WHO_PGRP, IOPRIO_WHO_USER: more processes than the caller's own
 
 
-def ignore_changes(*, attributes: bool) -> None:
+def ignore_changes(*, everywhere: bool) -> None:
     """Have changes of other processes' limits and priorities do nothing and succeed, and hide the kernel's keyrings.
 
     A seccomp(2) filter sees numbers, no paths and no kinship: a change names its own process by 0, else it does nothing.
 
     Args:
-        attributes: attributes of files stay in any folder, so that programs that copy them go on.
+        everywhere: no namespace confines this process. Attributes of files stay too, in any folder, so that programs that copy
+            them go on. The kernel seems to have neither System V memory nor queues.
 
     Raises:
         OSError: the kernel has no seccomp filters, or the architecture is not known.
@@ -643,7 +646,7 @@ def ignore_changes(*, attributes: bool) -> None:
         ("", at_least, _X32_CALLS, "refuse", ""),
         *(("", equals, number, "refuse", "") for number in calls.keyrings),
         *(("", equals, number, "priority", "") for number in calls.priorities),
-        ("", equals, calls.prlimit64, "limit", "attributes" if attributes else "allow"),
+        ("", equals, calls.prlimit64, "limit", "attributes" if everywhere else "allow"),
         ("priority", load, first, "", ""),
         ("", at_least, _SEVERAL, "pretend", ""),
         ("", load, second, "", ""),
@@ -655,7 +658,7 @@ def ignore_changes(*, attributes: bool) -> None:
         ("", load, third + 4, "", ""),
         ("", equals, 0, "allow", "pretend"),
         ("attributes", load, 0, "", ""),
-        ("", equals, _IO_URING_SETUP, "refuse", ""),
+        *(("", equals, number, "refuse", "") for number in (_IO_URING_SETUP, *calls.queues)),
         *(("", equals, number, "pretend", "") for number in calls.attributes),
         ("", equals, calls.ioctl, "", "allow"),
         ("", load, second, "", ""),

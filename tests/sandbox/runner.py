@@ -170,14 +170,14 @@ class Runner:
 
     def outside_state(self) -> dict[str, Any]:
         """Return limits, priority and OOM score of the outside process, and what the user's terminal shows."""
+        pid, shown = self.outside or os.getpid(), b""
         with contextlib.suppress(BlockingIOError):
-            return {"terminal": os.read(self.terminal, 4096)}
-        pid, numbers = self.outside or os.getpid(), range(16)  # of RLIMIT_*
+            shown = os.read(self.terminal, 4096)
         return {
-            "limits": [resource.prlimit(pid, number) for number in numbers],
+            "limits": [resource.prlimit(pid, number) for number in range(16)],  # RLIMIT_*
             "priority": (os.getpriority(os.PRIO_PROCESS, pid), ctypes.CDLL(None).syscall(GET_IO_PRIORITY, 1, pid)),
             "score": Path(f"/proc/{pid}/oom_score_adj").read_text(),
-            "terminal": str(termios.tcgetattr(self.terminal)),
+            "terminal": f"{shown!r} {termios.tcgetattr(self.terminal)}",
         }
 
     def run(self, way: dict[str, Any]) -> tuple[int, str]:

@@ -794,7 +794,7 @@ PYTHON |= {
     "folder_of_thousands": "os.mkdir('many'); [os.close(os.open(f'many/{n}', os.O_CREAT)) for n in range(3000)]; os.rename('keep.txt', 'many/keep.txt')",
     "odd_options": "n = 'a,upperdir=b:c\\\\,lowerdir=' + 'é %s {}'; os.mkdir(n); os.rename('keep.txt', f'{n}/k'); open(f'{n}/k', 'a').write('x')",
     "pip_local_package": "import subprocess; os.makedirs('pk/pk'); open('pk/pk/__init__.py', 'w'); open('pk/setup.py', 'w').write('from setuptools import setup; setup(name=\"pk\", packages=[\"pk\"])'); os.rename('keep.txt', 'pk/keep.txt')",
-    "path_file": "import site; f = site.getusersitepackages(); os.makedirs(f, exist_ok=True); open(f + '/evil.pth', 'w').write('import os'); open(f + '/usercustomize.py', 'w').write('1')",
+    "path_file": "f = os.path.expanduser('~/.local/lib/python3.11/site-packages'); os.makedirs(f, exist_ok=True); open(f + '/evil.pth', 'w').write('import os'); open(f + '/usercustomize.py', 'w').write('1')",
     "ssh_and_cron": "[(os.makedirs(os.path.dirname(f), exist_ok=True), open(f, 'a').write('x')) for f in map(os.path.expanduser, ('~/.ssh/rc', '~/.profile', '~/.config/autostart/a.desktop', '~/.config/systemd/user/a.service', '~/.local/bin/python', '~/.pythonrc', '~/.condarc', '~/.npmrc', '~/.pip/pip.conf'))]",
 }
 
