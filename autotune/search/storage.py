@@ -33,7 +33,7 @@ from sqlalchemy.exc import (
 from autotune.errors import MachineError, UserError
 from autotune.masking import hide_password, password_in, without_secrets
 from autotune.search.trial_rows import RowStorage
-from autotune.util.bounds import bounded_bytes
+from autotune.util.bounds import MOST_BYTES, bounded_bytes
 from autotune.util.file_systems import file_system_of
 from autotune.util.files import cannot_write, disk_fails
 
@@ -179,6 +179,11 @@ class _SmallCacheConnection(sqlite3.Connection):
 
 def _open_journal(path: Path, reading: bool) -> optuna.storages.JournalStorage:
     _check_file(path, f"--storage {_JOURNAL}{path}", reading)
+    if path.exists():
+        with path.open("rb") as file:
+            first = file.readline(MOST_BYTES)
+        if first[:1] not in (b"", b"{") or len(first) == MOST_BYTES:
+            raise _unreadable(path, "journal", ValueError("its first line is no log"))
     try:
         return optuna.storages.JournalStorage(JournalFile(path))
     except (ValueError, KeyError, TypeError) as error:
@@ -226,6 +231,9 @@ def _check_sqlite(path: Path, reading: bool) -> None:
     """Raise a UserError that explains a faulty SQLite file, before Optuna creates one or fails with its own message."""
     _check_file(path, f"--storage {_SQLITE}{path}", reading)
     _check_rollback_journal(path)
+    for beside in (Path(f"{os.path.realpath(path)}{end}") for end in ("-wal", "-shm", "-journal")):
+        if beside.is_symlink():  # SQLite opens none
+            raise UserError(f"{beside} is a link, and no study has one there: remove it")
     if path.exists() and path.stat().st_size:
         try:
             # `mode=ro` would fail: the next process that opens the file rolls back a killed process's transaction,
