@@ -165,13 +165,30 @@ def test_a_hostile_entry_and_space_are_refused_in_one_line(trap: Trap) -> None:
     (trap.folder / "space.yaml").write_text(space(trap.marks))
     for words in (
         ("gallery", "check", "entry.json"),
-        ("spaces", "check", "space.yaml"),
+        ("spaces", "validate", "space.yaml"),
         ("spaces", "show", "space.yaml"),
     ):
         done = trap.call(*words)
         assert (done.returncode, trap.executed, trap.started()) == (2, [], []), words
         assert controls(done.stdout + done.stderr) == []
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("aliases", ["lists", "merged", "itself"])
+def test_a_small_file_that_expands_to_a_large_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], aliases: str
+) -> None:
+    """Ten aliases of ten aliases, and so on, are as many values as no memory holds."""
+    one, many = {"lists": ("[1, 2]", "[{}]"), "merged": ("{a: 1}", "{{<<: [{}]}}"), "itself": ("[*l0]", "[{}]")}[aliases]
+    rows = [f"l0: &l0 {one}", *(f"l{n}: &l{n} {many.format(', '.join([f'*l{n - 1}'] * 9))}" for n in range(1, 12))]
+    (tmp_path / "bomb.yaml").write_text("knobs:\n  zero_stage: [0]\n" + "\n".join(rows))
+    monkeypatch.chdir(tmp_path)
+    began = time.monotonic()
+    for words in (("spaces", "validate", "bomb.yaml"), ("run", "bomb.yaml")):
+        code, _, err = call(monkeypatch, capsys, *words)
+        assert (code, len(err.strip().splitlines())) == (2, 1), err
+        assert "expand to more than" in err
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.slow
