@@ -179,7 +179,9 @@ def test_a_small_file_that_expands_to_a_large_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], aliases: str
 ) -> None:
     """Ten aliases of ten aliases, and so on, are as many values as no memory holds."""
-    one, many = {"lists": ("[1, 2]", "[{}]"), "merged": ("{a: 1}", "{{<<: [{}]}}"), "itself": ("[*l0]", "[{}]")}[aliases]
+    one, many = {"lists": ("[1, 2]", "[{}]"), "merged": ("{a: 1}", "{{<<: [{}]}}"), "itself": ("[*l0]", "[{}]")}[
+        aliases
+    ]
     rows = [f"l0: &l0 {one}", *(f"l{n}: &l{n} {many.format(', '.join([f'*l{n - 1}'] * 9))}" for n in range(1, 12))]
     (tmp_path / "bomb.yaml").write_text("knobs:\n  zero_stage: [0]\n" + "\n".join(rows))
     monkeypatch.chdir(tmp_path)

@@ -637,7 +637,9 @@ def first_host(hostfile: Path | None) -> str:
 
     The host is the first in the hostfile that `run` wrote next to its study.
     """
-    lines = bounded_bytes(hostfile).decode(errors="replace").split() if hostfile is not None and hostfile.is_file() else []
+    lines = (
+        bounded_bytes(hostfile).decode(errors="replace").split() if hostfile is not None and hostfile.is_file() else []
+    )
     return lines[0].rpartition("@")[2] if lines else "FIRST_NODE"
 
 

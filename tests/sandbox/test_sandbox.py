@@ -633,7 +633,9 @@ for change in (os.unlink, lambda path: open(path, "w").close()):
 
 @pytest.mark.parametrize("home", [None, "", "/", "no", "/nonexistent"])
 @BOTH
-def test_a_home_of_any_kind(base: Path, protection: Protection, home: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_of_any_kind(
+    base: Path, protection: Protection, home: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Caches follow the home. Python takes it from the user's entry if the variable is missing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(base / "caches"))
     monkeypatch.setenv("TRITON_HOME", str(base / "caches"))
