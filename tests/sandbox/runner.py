@@ -127,8 +127,8 @@ class Runner:
         os.environ.update(HOME=str(self.live / "home"), RUN=str(self.live / "home/project/runs"))
         os.environ.pop("TMPDIR", None)
         self.outside, self.before, self.expected = 0, -1, dict[str, Any]()
-        self.terminal, shown = os.openpty()  # the user's, in another window
-        os.environ["TTY"] = os.ttyname(shown)
+        self.terminal, self.shown = os.openpty()  # the user's, in another window
+        os.environ["TTY"] = os.ttyname(self.shown)
         os.set_blocking(self.terminal, False)
         self.number = 0
         self.renew()
@@ -200,6 +200,8 @@ class Runner:
                 os.dup2(output, 1)
                 os.dup2(output, 2)
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                os.close(self.terminal)
+                os.close(self.shown)
                 os.chdir(project)
                 if confined:
                     sandbox.enter(str(home), os.environ)
