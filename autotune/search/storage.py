@@ -216,7 +216,7 @@ def _check_empty(path: Path) -> None:
     except PermissionError:
         return  # reported by the caller
     except OSError as error:
-        why = error.strerror
+        why = str(error.strerror)
     raise UserError(f"{path} holds no study ({why}): name a file on a disk with --storage, or remove the link")
 
 
