@@ -91,6 +91,7 @@ DEAR = {  # file: what its tests share, or None where each takes long by itself;
     "tests/test_public_scripts.py": "scripts",
     "tests/test_wheel.py": "wheel",
     "tests/test_end_to_end.py": "finished_study",
+    "tests/results/test_export_loaded.py": "trained",
     "tests/results/test_plan.py": "plan",
     "tests/benchmarks/test_gpu_acceptance.py": "rehearsed",
     "tests/rank/hooks/test_accelerate.py": "parent",

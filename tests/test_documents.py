@@ -308,6 +308,7 @@ def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", GUIDES)
 def test_the_example_of_a_guide_works(name: str, at_work: Path) -> None:
     """Plans and reports run; of a run and a launch, all is done that comes before the first rank."""

@@ -60,11 +60,11 @@ def test_a_model_by_its_name(copied: Path) -> None:
 @pytest.mark.slow
 def test_a_script_of_ones_own_is_tuned_and_trained(copied: Path) -> None:
     folder = copied / "trainer"
-    said = run(folder, "bash", "run.sh", *SMALL, STEPS="6")
+    said = run(folder, "bash", "run.sh", *SMALL, *ONE_RANK, STEPS="6")
     assert "train with:" in said
     assert "training ended with exit code 0 after 6 steps" in said
     assert (folder / "out" / "model.safetensors").exists()
-    assert json.loads((folder / "runs/trainer/trainer.json").read_text())["train_batch_size"] == 32, (
+    assert json.loads((folder / "runs/trainer/trainer.json").read_text())["train_batch_size"] == 16, (
         "as the script has it"
     )
 
@@ -91,7 +91,7 @@ def test_from_python(copied: Path) -> None:
     text = program.read_text()
     program.write_text(text.replace("seed=1,", "seed=1, no_references=True,"))  # the first call has them
     assert program.read_text() != text
-    said = run(folder, sys.executable, program.name, *SMALL, "--model", "tiny-llama")
+    said = run(folder, sys.executable, program.name, *SMALL, "--gpus", "1", "--model", "tiny-llama")
     assert re.search("plain DDP (without DeepSpeed,|was not measured) for comparison", said)
     assert "study from-python is new" in said
     assert "study from-python goes on" in said

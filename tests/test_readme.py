@@ -19,7 +19,7 @@ def test_the_readme_opens_with_the_two_commands() -> None:
 def test_make_run_runs_a_study_and_writes_its_winner(tmp_path: Path) -> None:
     before = set((ROOT / "runs").iterdir())
     done = subprocess.run(
-        ["make", "-o", "setup", "-o", ".venv/.ops", "run", "BUDGET=75s"],
+        ["make", "-o", "setup", "-o", ".venv/.ops", "run", "BUDGET=10m --max-trials 2 --no-references"],
         cwd=ROOT,
         capture_output=True,
         text=True,

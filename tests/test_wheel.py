@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from importlib import metadata
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.compilers import SlowCompiler
 from tests.conftest import SCRIPTS
 from tests.environments import install_wheel, make_environment
 from tests.plain_training import train
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 SPACE = "knobs:\n  zero_stage: [0, 1]\n  train_micro_batch_size_per_gpu: [1, 2, 4]\n  gradient_accumulation_steps: [1, 2, 4]\n"
 TUNER = [one for one in metadata.requires("deepspeed-autotune") or [] if "extra ==" not in one]  # what it requires
-RUN = ("run", "--device", "cpu", "--gpus", "1", "--budget", "8m", "--space", "space.yaml", "--max-trials", "2", "--yes")
+RUN = ("run", "--device", "cpu", "--gpus", "1", "--budget", "8m", "--space", "space.yaml", "--max-trials", "1", "--yes")
 RUN += ("--no-references",)
 
 
@@ -53,33 +53,23 @@ def wheel(dist: Path) -> Path:
     return found
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where every test makes its environment of ranks anew, and where DeepSpeed's ops of all of them are built: what is built
-    is the same where its sources have the same paths, and takes a minute."""
-    return tmp_path_factory.mktemp("place")
-
-
 @pytest.fixture
-def user(place: Path) -> Path:
+def user(tmp_path: Path) -> Path:
     """A folder for an environment."""
-    shutil.rmtree(place / "user", ignore_errors=True)
-    return place / "user"
-
-
-@pytest.fixture
-def ops(place: Path) -> Path:
-    return place / "ops"
+    return tmp_path / "user"
 
 
 class Installed:
-    """A console script, run from a folder that has nothing to do with it."""
+    """A console script, run from a folder that has nothing to do with it. DeepSpeed's ops are built anew for each environment, by a
+    compiler that is done at once: a single rank has nothing to do for them."""
 
-    def __init__(self, folder: Path, scripts: Path, ops: Path) -> None:
+    def __init__(self, folder: Path, scripts: Path) -> None:
         self.folder, self.script = folder, str(scripts / "autotune")
-        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        self.env = {**kept, "TORCH_EXTENSIONS_DIR": str(ops), "AUTOTUNE_CACHE": str(folder / "cache")}
         folder.mkdir(exist_ok=True)
+        compiler = SlowCompiler(folder / "compiler", sysconfig.get_path("include"))
+        kept = compiler.environment(folder / "home")
+        kept = {name: value for name, value in kept.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        self.env = {**kept, "TORCH_EXTENSIONS_DIR": str(folder / "ops"), "AUTOTUNE_CACHE": str(folder / "cache")}
         (folder / "space.yaml").write_text(SPACE)
 
     def __call__(self, *words: str, code: int = 0) -> str:
@@ -118,10 +108,10 @@ def test_what_is_published_is_whole(dist: Path) -> None:
     assert done.stdout.count("PASSED") == 2
 
 
-def test_in_one_environment(wheel: Path, user: Path, ops: Path, tmp_path: Path) -> None:
+def test_in_one_environment(wheel: Path, user: Path, tmp_path: Path) -> None:
     """`pip install deepspeed-autotune` where torch, deepspeed and transformers are."""
     python = make_environment(user, [*TUNER, "torch", "deepspeed", "transformers"])
-    autotune = Installed(tmp_path / "elsewhere", install_wheel(python, wheel), ops)
+    autotune = Installed(tmp_path / "elsewhere", install_wheel(python, wheel))
     assert "tiny-gemma-2" in autotune("models")
     assert "low_memory" in autotune("spaces", "list")
     assert "tiny-llama" in autotune("gallery", "list")
@@ -138,8 +128,8 @@ def tuner(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install_wheel(make_environment(tmp_path_factory.mktemp("tuner") / "env", TUNER), wheel)
 
 
-def test_beside_a_named_model(tuner: Path, user: Path, ops: Path, tmp_path: Path) -> None:
-    autotune = Installed(tmp_path / "elsewhere", tuner, ops)
+def test_beside_a_named_model(tuner: Path, user: Path, tmp_path: Path) -> None:
+    autotune = Installed(tmp_path / "elsewhere", tuner)
     refused = autotune(*RUN, "--model", "tiny-gemma-2", code=2)
     assert "no torch and no deepspeed and no transformers in autotune's own environment" in refused
     python = str(make_environment(user, ["torch", "deepspeed", "transformers"]))
@@ -151,8 +141,8 @@ def test_beside_a_named_model(tuner: Path, user: Path, ops: Path, tmp_path: Path
     assert "not traced" not in autotune("plan", "--model", "tiny-gemma-2", "--gpu", "rtx3090", "--python", python)
 
 
-def test_beside_a_script_without_transformers(tuner: Path, user: Path, ops: Path, tmp_path: Path) -> None:
-    autotune = Installed(tmp_path / "elsewhere", tuner, ops)
+def test_beside_a_script_without_transformers(tuner: Path, user: Path, tmp_path: Path) -> None:
+    autotune = Installed(tmp_path / "elsewhere", tuner)
     python = make_environment(user, ["torch", "deepspeed"])
     config = {
         "train_micro_batch_size_per_gpu": 4,

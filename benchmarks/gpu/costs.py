@@ -79,7 +79,8 @@ def of_gauge(ground: Ground) -> Iterator[Row]:
 
 def of_optimizers(ground: Ground) -> Iterator[Row]:
     """In forked ranks: building FusedAdam must not wake CUDA in the fork server (finding 8)."""
-    for name, (section, bytes_each) in list(OWN_OPTIMIZERS.items())[ground.choose(0, -1) :]:
+    rehearsed = list(OWN_OPTIMIZERS.items())[:1]  # the others build an op, for minutes on CPUs
+    for name, (section, bytes_each) in ground.choose(list(OWN_OPTIMIZERS.items()), rehearsed):
         job = ground.job(MODEL, SEQ_LEN, base_config={"optimizer": section})
         one = candidate(ground, 0, 1)  # the step's peak is the highest
         predictor = traced_predictor(job, ground.hardware())

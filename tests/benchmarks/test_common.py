@@ -38,6 +38,7 @@ def as_tables(data: object) -> list[list[dict[str, object]]]:
     return lists or [[{name: value for name, value in data.items() if not isinstance(value, list | dict)}]]
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("keys", [1, 2])
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_no_word_of_a_real_result_is_broken_at_100_columns(path: Path, keys: int) -> None:

@@ -53,6 +53,10 @@ CHEAP = ("facts",)
 RARE = {
     "doctor",  # builds three ops; tests/commands/test_doctor.py
     "study",  # benchmarks/gpu/rehearse.sh in `.ci/run`
+    "gain",  # two of the studies that `product` makes
+    "fidelity",  # `product` trains by torchrun, too
+    "capped",  # in rehearsal the rows of `predictions`
+    "held_back",  # in rehearsal the rows of `predictions`
 }
 GPU = {"name": "NVIDIA H200", "device": "cuda"}
 

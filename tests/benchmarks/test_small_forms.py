@@ -46,7 +46,13 @@ RARE = {  # up to a minute each; other tests run their parts
     "reliability-large",  # tests/benchmarks/test_reliability.py
     "search",  # the same program makes the sequences of tests/golden
     "reliability-kills",  # calls that are killed, in tests/benchmarks/test_faults.py
-    "fidelity-cpu",  # the step `fidelity` of tests/benchmarks/test_gpu_acceptance.py
+    "fidelity-cpu",  # the step `product` of tests/benchmarks/test_gpu_acceptance.py
+    "reliability-growth",  # calls of `autotune run`, and the table and slopes of tests/benchmarks/test_reliability.py
+    "variants-cpu",  # two jobs in turn; tests/executors/test_local_knobs.py measures the loss in chunks
+    "published",  # tests/benchmarks/test_published.py
+    "live_tensors_cpu",  # tests/predict/test_zero_memory_live.py
+    "cpu-ranks",  # tests/benchmarks/test_cpu_ranks.py
+    "gallery-constants",  # rows of `published`, with rates as in `gallery-starts`
 }
 WHOLE = "reliability/faults.py"  # tests/benchmarks/test_faults.py runs it with a dozen faults
 

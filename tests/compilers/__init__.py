@@ -1,5 +1,5 @@
-"""A compiler that takes as long as it is told and makes an empty module of whatever it is given: DeepSpeed's and torch's own
-way of building an op is real, what comes out is not."""
+"""A compiler that takes as long as it is told and makes a module of whatever it is given, with functions that do nothing where a
+group of one CPU rank calls them: DeepSpeed's and torch's own way of building an op is real, what comes out is not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ for word; do
 done
 echo "$$ $out" >> FOLDER/started
 while [ -e FOLDER/slow ]; do sleep 0.05; done
-printf '#define PY_SSIZE_T_CLEAN\\n#include <Python.h>\\nstatic struct PyModuleDef made = {PyModuleDef_HEAD_INIT, "x", 0, -1, 0};\\n__attribute__((weak)) PyObject *PyInit_%s(void) { return PyModule_Create(&made); }\\n' "$name" > "$out.c"
+printf '#define PY_SSIZE_T_CLEAN\\n#include <Python.h>\\nstatic PyObject *nothing(PyObject *self, PyObject *given) { return PyLong_FromLong(0); }\\nstatic PyMethodDef made_of[] = {{"initialize", nothing, METH_VARARGS, 0}, {"vector_kernel_level", nothing, METH_VARARGS, 0}, {0}};\\nstatic struct PyModuleDef made = {PyModuleDef_HEAD_INIT, "x", 0, -1, made_of};\\n__attribute__((weak)) PyObject *PyInit_%s(void) { return PyModule_Create(&made); }\\n' "$name" > "$out.c"
 cc -fPIC -IINCLUDE -c "$out.c" -o "$out" || exit 1
 echo "$out: $source" > "$out.d"
 echo "$out" >> FOLDER/finished

@@ -109,6 +109,7 @@ def test_any_value_of_a_knob_is_taken_or_refused(tmp_path: Path, value: Any) -> 
             assert path in str(error)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "config",
     [

@@ -104,6 +104,7 @@ def warm_then_linear(optimizer: Any) -> Any:
     return schedules.SequentialLR(optimizer, parts, [100])
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("by_engine", [False, True])
 @pytest.mark.parametrize("counts", [1, 4])
 @pytest.mark.parametrize(

@@ -176,29 +176,41 @@ def test_accelerate_reads_the_fsdp_config(tmp_path: Path) -> None:
     assert launches_ranks(tmp_path / "cpu.yaml"), "it starts one process for MULTI_CPU"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "precision", "name"),
-    [
-        ("whole", "fp32", "FSDPLlamaForCausalLM"),
-        ("whole", "bf16", "FSDPLlamaForCausalLM"),
-        ("adapters", "fp32", "FSDPPeftModel"),
-        ("experts", "fp32", "FSDPMixtralForCausalLM"),
-    ],
+TRAININGS = (
+    ("whole", "fp32", "FSDPLlamaForCausalLM"),
+    ("whole", "bf16", "FSDPLlamaForCausalLM"),
+    ("adapters", "fp32", "FSDPPeftModel"),
+    ("experts", "fp32", "FSDPMixtralForCausalLM"),
 )
-def test_a_training_under_the_fsdp_config_has_the_losses_of_deepspeed(
-    model: str, precision: str, name: str, tmp_path: Path, built_ops: None
-) -> None:
-    winner = make_candidate(3, 2, 2)
-    job = make_job(precision=precision, base_config={"zero_allow_untested_optimizer": True})
-    for style in ("deepspeed", "fsdp"):
-        write_export(winner, job, tmp_path / style, {}, style=style, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, built_ops: None) -> dict[tuple[str, str], tuple[Any, Any]]:
+    """What each training has shown under DeepSpeed and under FSDP: all of an engine in one group of ranks, which take seconds to start."""
+    winner, folder = make_candidate(3, 2, 2), tmp_path_factory.mktemp("fsdp")
+    told: dict[str, list[dict[str, Any]]] = {"deepspeed": [], "fsdp": []}
+    for model, precision, _ in TRAININGS:
+        job = make_job(precision=precision, base_config={"zero_allow_untested_optimizer": True})
+        for style in told:
+            write_export(winner, job, folder / f"{precision}.{style}", {}, style=style, device="cpu")
+        told["deepspeed"].append({"model": model, "config": str(folder / f"{precision}.deepspeed")})
+        told["fsdp"].append({"model": model, "variables": launched(folder / f"{precision}.fsdp")})
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    words += [str(SCRIPTS / "fsdp_steps.py"), model, "2", "2"]
+    words += [str(SCRIPTS / "fsdp_steps.py"), "2", "2"]
     theirs, ours = (
-        json.loads(train([*words, *more], tmp_path, {**env, "OMP_NUM_THREADS": "1"}).strip().splitlines()[-1])
-        for more, env in (([str(tmp_path / "deepspeed")], {}), ([], launched(tmp_path / "fsdp")))
+        json.loads(train([*words, json.dumps(one)], folder, {"OMP_NUM_THREADS": "1"}).strip().splitlines()[-1])
+        for one in told.values()
     )
+    pairs = zip(theirs, ours, strict=True)
+    return {(model, precision): pair for (model, precision, _), pair in zip(TRAININGS, pairs, strict=True)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "precision", "name"), TRAININGS)
+def test_a_training_under_the_fsdp_config_has_the_losses_of_deepspeed(
+    trained: dict[tuple[str, str], tuple[Any, Any]], model: str, precision: str, name: str
+) -> None:
+    theirs, ours = trained[model, precision]
     assert (theirs["model"], ours["model"]) == ("DeepSpeedEngine", name)
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=LEAST_TOLERANCE[precision])
     assert max(ours["losses"]) > (1 + 2 * LEAST_TOLERANCE[precision]) * min(ours["losses"]), "a wrong step would show"

@@ -1,10 +1,13 @@
-"""Three optimizer steps of a tiny model on CPU ranks, with FSDP2 of accelerate or with DeepSpeed; prints the losses.
+"""Three optimizer steps of each of several tiny models on CPU ranks, with FSDP2 of accelerate or with DeepSpeed; prints the losses.
 
-Arguments: model, micro-batch, accumulation, and a DeepSpeed config. Without the last, accelerate's variables say how to shard.
+Arguments: micro-batch, accumulation, and the trainings as a JSON list of objects: `model`, a DeepSpeed `config`, and `variables` of
+accelerate, which say how to shard where there is no config.
 """
 
 import json
+import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,23 +32,24 @@ def made(kind: str) -> torch.nn.Module:
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
-def main() -> None:
-    micro_batch, accumulation = map(int, sys.argv[2:4])
-    model = made(sys.argv[1])
+def trained(kind: str, config: str | None, micro_batch: int, accumulation: int) -> dict[str, Any]:
+    """The engine's class, and the losses."""
+    model = made(kind)
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=5e-2)
-    if len(sys.argv) > 4:
+    if config is not None:
         import deepspeed
 
-        model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=sys.argv[4])
+        model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
         def step(loss: torch.Tensor) -> None:
             model.backward(loss)
             model.step()
     else:
         from accelerate import Accelerator
-        from accelerate.state import PartialState
+        from accelerate.state import AcceleratorState, PartialState
         from accelerate.utils import DistributedType
 
+        AcceleratorState._reset_state()  # of the training before, which may have another precision
         PartialState(cpu=True)  # accelerate calls fully_shard on accelerators alone, but torch shards on CPU ranks too
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         accelerator = Accelerator(gradient_accumulation_steps=accumulation)
@@ -65,8 +69,17 @@ def main() -> None:
         step(loss)
         dist.all_reduce(mean := loss.detach().float() / ranks)
         losses.append(mean.item())
-    if rank == 0:
-        print(json.dumps({"model": type(model).__name__, "losses": losses}))
+    return {"model": type(model).__name__, "losses": losses}
+
+
+def main() -> None:
+    micro_batch, accumulation = map(int, sys.argv[1:3])
+    found = []
+    for training in json.loads(sys.argv[3]):
+        os.environ.update(training.get("variables", {}))
+        found.append(trained(training["model"], training.get("config"), micro_batch, accumulation))
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
     dist.destroy_process_group()
 
 

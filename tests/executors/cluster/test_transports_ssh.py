@@ -318,7 +318,7 @@ def test_whoever_is_killed_in_a_trial_the_next_one_measures(
 @pytest.mark.slow
 def test_a_named_model_is_tuned_and_exported(left_hosts: Hosts, tmp_path: Path) -> None:
     words = [*TINY_RUN, "--hostfile", str(left_hosts.hostfile())]
-    words += ["--global-batch-size", "4", "--budget", "8m", "--max-trials", "2", "--study", "spread"]
+    words += ["--global-batch-size", "4", "--budget", "8m", "--max-trials", "1", "--study", "spread"]
     done = call(words, tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "on 2 nodes" in done.stdout
@@ -328,13 +328,13 @@ def test_a_named_model_is_tuned_and_exported(left_hosts: Hosts, tmp_path: Path) 
 @pytest.mark.slow
 def test_a_script_is_tuned_and_trained(left_hosts: Hosts, tmp_path: Path) -> None:
     write_trainers_config(tmp_path / "ds.json", 1)
-    script = trainer_words(SCRIPTS / "trainer.py", "ds.json", 40)
-    words = ["--device", "cpu", "--hostfile", str(left_hosts.hostfile()), "--budget", "8m", "--max-trials", "2"]
+    script = trainer_words(SCRIPTS / "trainer.py", "ds.json", 20)
+    words = ["--device", "cpu", "--hostfile", str(left_hosts.hostfile()), "--budget", "8m", "--max-trials", "1"]
     done = call(["run", *words, "--study", "mine", "--yes", "--", *script], tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     trained = call(["launch", "mine", "--hostfile", str(left_hosts.hostfile()), "--", *script], tmp_path)
     assert trained.returncode == 0, trained.stderr
-    assert "training ended with exit code 0 after 40 steps" in trained.stderr
+    assert "training ended with exit code 0 after 20 steps" in trained.stderr
     assert "'train_runtime'" in trained.stderr, "what ranks write is shown"
     alone = call(["launch", "mine", "--", *script], tmp_path)
     assert alone.returncode == 2
