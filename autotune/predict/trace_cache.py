@@ -19,6 +19,7 @@ from autotune.predict.step_time import dense_shape, layer_parameters, matmul_par
 from autotune.predict.trace_data import BACKWARD, FORWARD, Pass, Trace
 from autotune.problem.job import CHUNKED, FULL, LIGER_LOSS, Job
 from autotune.problem.models import CAUSAL, IMAGE_TEXT, SEQ2SEQ, VOCABULARY_SLICES, loss_in_kernel
+from autotune.util.bounds import bounded_bytes
 from autotune.util.files import cache_root, shipped_json
 
 RUNS_IT = ("torch", "transformers")
@@ -81,7 +82,7 @@ def cache_path(job: Job, loss: str, device: str = "cuda", versions: Mapping[str,
 def cached(path: Path) -> Trace | None:
     """Return the trace in a file of the cache; None if there is none that can be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        return Trace.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return Trace.from_json(json.loads(bounded_bytes(path, stored=True)))
     return None
 
 

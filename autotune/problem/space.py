@@ -241,6 +241,7 @@ _DS_KEYS = shipped_json("deepspeed_keys.json")
 DS_ZERO_KEYS = frozenset(_DS_KEYS["zero_optimization"])
 DS_TOP_LEVEL = frozenset(_DS_KEYS["top_level"])
 DS_SECTIONS = {section: frozenset(keys) for section, keys in _DS_KEYS["sections"].items()}
+MOST_NODES = 1_000_000  # of a YAML file with its aliases expanded
 _PARTS = ("name", "about", "lossy", "at_once", "knobs", "fixed")
 
 
@@ -286,6 +287,29 @@ def parse_space(text: str, file: str = "<space>", node: yaml.Node | None = None)
     return _Parser(text if node is None else yaml.serialize(node), file).parse(node)
 
 
+def compose_yaml(text: str) -> yaml.Node | None:
+    """Return the root of a YAML text, or None of an empty one. Nodes that several aliases name are shared.
+
+    Raises:
+        YAMLError: the text is no YAML.
+        ValueError: its aliases would expand to more than MOST_NODES nodes.
+    """
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    if node is not None and _expanded_nodes(node, {}) > MOST_NODES:
+        raise ValueError(f"its aliases expand to more than {MOST_NODES} values")
+    return node
+
+
+def _expanded_nodes(node: yaml.Node, known: dict[int, float]) -> float:
+    """Return the number of nodes below and including one, with each alias expanded; infinite for one within itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        pairs = () if isinstance(node, yaml.ScalarNode) else node.value
+        inner = (one for pair in pairs for one in (pair if isinstance(pair, tuple) else (pair,)))
+        known[id(node)] = 1 + sum(_expanded_nodes(one, known) for one in inner)
+    return known[id(node)]
+
+
 def _name_of(key: str) -> str:
     """Return the knob of a key. A key of `zero_optimization` may be written without that prefix."""
     name = short_name(key)
@@ -306,7 +330,7 @@ class _Parser:
 
     def parse(self, node: yaml.Node | None) -> SearchSpace:
         try:
-            node = yaml.compose(self.text, Loader=yaml.SafeLoader) if node is None else node
+            node = compose_yaml(self.text) if node is None else node
             if node is None:
                 raise UserError(f"{self.file}:1: the file is empty; expected `knobs:` and their values")
             self._collect(node, ())

@@ -44,6 +44,7 @@ from autotune.search.fingerprint import measured_under
 from autotune.search.storage import output_file
 from autotune.search.study import StudyStore
 from autotune.search.trials import VERIFY, Record, resumed_peak_bytes
+from autotune.util.bounds import bounded_bytes
 from autotune.util.files import cannot_write, remove_file, write_atomically
 from autotune.util.streams import printable
 from autotune.workers.jit_ops import FOLDER
@@ -629,7 +630,9 @@ def first_host(hostfile: Path | None) -> str:
 
     The host is the first in the hostfile that `run` wrote next to its study.
     """
-    lines = hostfile.read_text(encoding="utf-8").split() if hostfile is not None and hostfile.is_file() else []
+    lines = (
+        bounded_bytes(hostfile).decode(errors="replace").split() if hostfile is not None and hostfile.is_file() else []
+    )
     return lines[0].rpartition("@")[2] if lines else "FIRST_NODE"
 
 

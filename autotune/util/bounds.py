@@ -13,6 +13,7 @@ import json
 import math
 import os
 import select
+import stat
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -140,8 +141,11 @@ def read_text(path: Path, what: str, expected: str) -> str:
     return text
 
 
-def bounded_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+def bounded_bytes(path: Path, most_bytes: int = MOST_BYTES, *, stored: bool = False) -> bytes:
     """Return what a file holds, or one byte more than `most_bytes` of a longer one: a device may have no end.
+
+    Args:
+        stored: an earlier call wrote it, so a pipe or a device in its place is an error.
 
     Raises:
         OSError: the file cannot be read, or the writers of a pipe have not closed it within PIPE_SECONDS.
@@ -149,6 +153,8 @@ def bounded_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     data, until, poll = bytearray(), time.monotonic() + PIPE_SECONDS, select.poll()
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
+        if stored and not stat.S_ISREG(os.fstat(opened).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
         poll.register(opened, select.POLLIN)
         while len(data) <= most_bytes:
             if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
